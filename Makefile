@@ -1,0 +1,38 @@
+# `make demo` and `make test` do everything, from a fresh clone on a machine with Python 3.10 or newer.
+# Each makes .venv on its first run; `make clean` removes it.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	$(RUN) examples/demo.py
+
+test: $(INSTALLED)
+	$(RUN) -m pytest
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy -p autoptd
+
+bench: $(INSTALLED)
+	$(RUN) -m benchmarks
+
+clean:
+	rm -rf $(VENV)
+
+# torch first and alone: the build that this machine's pip prefers is settled before anything else asks for torch.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "autoptd needs Python 3.10 or newer; there is no $(PYTHON) here" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 10) and sys.exit("autoptd needs Python 3.10 or newer; $(PYTHON) is %d.%d: run make PYTHON=python3.x" % v[:2])'
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), once (some minutes)"
+	@$(PIP) torch
+	@$(PIP) -e '.[hf,dev]'
+	@touch $@

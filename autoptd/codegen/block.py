@@ -1,0 +1,195 @@
+"""One block class: its parameters under the names of the original module, and its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.codegen.body import Body, local_shape_text
+from autoptd.codegen.expressions import size_text
+from autoptd.codegen.names import Names, wish
+from autoptd.codegen.pieces import Layout, Piece
+from autoptd.passes.fold import Folded
+from autoptd.passes.graph import info
+from autoptd.passes.placements import B, Placement, Split
+from autoptd.passes.sharding import Sharding
+
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32", torch.float64: "FP64"}
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """Source of a class, and how a stage calls it."""
+
+    name: str
+    source: str
+    arguments: tuple[fx.Node, ...]  # of the instance it was written from: receives, prelude, foreign parameters
+    sizes: tuple[sympy.Symbol, ...]  # passed last, by name
+    results: tuple[fx.Node, ...]
+    dropout: bool
+
+
+def placement_of(sharding: Sharding, folded: Folded, node: fx.Node) -> Placement:
+    """The placement in which a tensor crosses between segments."""
+    for segment in folded.segments:
+        if node in segment.sends:
+            return sharding.kinds[segment.kind].sends[segment.sends.index(node)]
+    raise AssertionError(f"{node.name} crosses nowhere")
+
+
+def parameter_placement(sharding: Sharding, piece: Piece, node: fx.Node) -> Placement:
+    """The placement in which a parameter is stored."""
+    for segment in piece.segments:
+        if node in segment.parameters:
+            return sharding.kinds[segment.kind].parameters[segment.parameters.index(node)]
+    raise AssertionError(node.name)
+
+
+def parameter_line(name: str, node: fx.Node, placement: Placement, ranks: int, frozen: bool) -> str:
+    """`parameter(self, "mlp.c_fc.weight", (768, 384), BF16)  # S1`."""
+    tensor = info(node)
+    shape = local_shape_text(tensor, placement, ranks)
+    grad = ", requires_grad=False" if frozen else ""
+    return f'parameter(self, "{name}", {shape}, {dtype_text(tensor.dtype)}{grad})  # {placement}'
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype))
+
+
+def attribute(name: str) -> str:
+    """`self.mlp.c_fc.weight`, or a call where a part of the name is a number."""
+    if all(part.isidentifier() for part in name.split(".")):
+        return f"self.{name}"
+    return f'self.get_parameter("{name}")'
+
+
+def argument_names(names: Names, receives: Sequence[fx.Node], others: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """`x` for what flows through, the usual names for the rest."""
+    found = {n: names.fresh("x") for n in receives}
+    return found | {n: names.fresh(wish(n)) for n in others}
+
+
+def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
+    """The class of a piece, written from this instance; other instances of its kinds give the same source."""
+    folded = layout.folded
+    names = folded.traced.parameters
+    own = [p for p in piece.parameters if names[p.name] in layout.owned and piece.prefix]
+    foreign = [p for p in piece.parameters if p not in own]
+    body = Body(sharding, Names(), first=piece.first)
+    given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
+    for node in piece.receives:
+        body.bind(node, placement_of(sharding, folded, node), given[node])
+    for node in piece.prelude:
+        body.bind(node, B, given[node])
+    for node in foreign:
+        body.bind(node, parameter_placement(sharding, piece, node), given[node])
+    for node in own:
+        relative = layout.owned[names[node.name]]
+        body.bind(node, parameter_placement(sharding, piece, node), attribute(relative))
+    for segment in piece.segments:
+        body.segment(segment)
+    results = piece.sends(folded)
+    returned = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in results]
+    size_lines, passed = size_reads(body, given, sharding)
+    source = _source(layout, sharding, piece, body, own, given, size_lines, passed, returned)
+    return BlockClass(piece.block, source, tuple(given), passed, results, body.dropout)
+
+
+def size_reads(
+    body: Body, given: dict[fx.Node, str], sharding: Sharding, placements: dict[fx.Node, Placement] | None = None
+) -> tuple[list[str], tuple[sympy.Symbol, ...]]:
+    """Lines that read the symbols the body mentions off its arguments, and those that must be passed."""
+    held = {n: p for (n, p), text in body.held.items() if given.get(n) == text}
+    lines, passed = [], []
+    for symbol in sorted(body.sizes, key=str):
+        for node, text in given.items():
+            placement = held.get(node)
+            if placement is None or symbol not in info(node).shape:
+                continue
+            dim = info(node).shape.index(symbol)
+            split = isinstance(placement, Split) and placement.dim == dim
+            lines.append(f"{symbol} = {text}.size({dim})" + (f" * {body.ranks}" if split else ""))
+            break
+        else:
+            passed.append(symbol)
+    return lines, tuple(passed)
+
+
+def _source(
+    layout: Layout,
+    sharding: Sharding,
+    piece: Piece,
+    body: Body,
+    own: Sequence[fx.Node],
+    given: dict[fx.Node, str],
+    size_lines: Sequence[str],
+    passed: Sequence[sympy.Symbol],
+    returned: Sequence[str],
+) -> str:
+    names, frozen = layout.folded.traced.parameters, layout.folded.traced.frozen
+    arguments = ", ".join(["self", *(f"{text}: Tensor" for text in given.values()), *(f"{s}: int" for s in passed)])
+    extra = ", dropout: DropoutKey | None, first: int" if body.dropout else ""
+    kinds = " + ".join(dict.fromkeys(s.kind for s in piece.segments))
+    lines = [f"class {piece.block}(nn.Module):", f'    """{kinds}."""', ""]
+    lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()", "        self.tp = tp"]
+    if body.dropout:
+        lines += ["        self.dropout = dropout", "        self.first = first  # its first segment: keys its random numbers"]
+    for node in own:
+        name = names[node.name]
+        placement = parameter_placement(sharding, piece, node)
+        line = parameter_line(layout.owned[name], node, placement, sharding.ranks, name in frozen)
+        lines.append(f"        {line}")
+    result = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
+    lines += ["", f"    def forward({arguments}) -> {result}:"]
+    if uses_axis(body.lines):
+        lines.append("        tp = self.tp")
+    lines += [f"        {line}" for line in [*size_lines, *body.lines]]
+    lines.append(f"        return {', '.join(returned)}")
+    return "\n".join(lines) + "\n"
+
+
+def uses_axis(lines: Sequence[str]) -> bool:
+    """Whether any line talks to the axis."""
+    import re
+
+    return any(re.search(r"\btp\b", line.split("  # ")[0]) for line in lines)
+
+
+def owned_by(layout: Layout, piece: Piece) -> list[fx.Node]:
+    """The parameters that a block instance declares itself."""
+    names = layout.folded.traced.parameters
+    return [p for p in piece.parameters if piece.block and piece.prefix and names[p.name] in layout.owned]
+
+
+def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, symbols: Sequence[str]) -> str:
+    """`Wire("add_5", BF16, lambda b, s: (b, s // 8, 4096), True)`."""
+    tensor = info(node)
+    placement = placement_of(sharding, folded, node)
+    shape = local_shape_text(tensor, placement, sharding.ranks)
+    takes = ", ".join(symbols)
+    return (
+        f'Wire("{node.name}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}, '
+        f"{tensor.requires_grad})  # {placement}"
+    )
+
+
+__all__ = [
+    "BlockClass",
+    "argument_names",
+    "attribute",
+    "dtype_text",
+    "owned_by",
+    "parameter_line",
+    "parameter_placement",
+    "placement_of",
+    "size_reads",
+    "size_text",
+    "uses_axis",
+    "wire_line",
+    "write_block",
+]

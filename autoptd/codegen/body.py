@@ -1,0 +1,249 @@
+"""The statements of a stretch of segments: ops at local shapes, with the conversions between them.
+
+One variable per (tensor, placement): a conversion is written once, right before the first line that needs it, however
+many need it. Each line that communicates says what it converts and which collectives that is, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.codegen.expressions import Text, expression, size_text
+from autoptd.codegen.names import Names, wish
+from autoptd.passes.factors import Strategy, local_args
+from autoptd.passes.fold import Segment
+from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
+from autoptd.passes.rules import IMPLEMENTATIONS
+from autoptd.passes.sharding import Sharding, ops_of
+from autoptd.passes.unknown import rule_for
+
+aten = torch.ops.aten
+Held = tuple[fx.Node, Placement]
+
+
+@dataclass
+class Body:
+    """Lines under way, and which variable holds which tensor in which placement."""
+
+    sharding: Sharding
+    names: Names
+    lines: list[str] = field(default_factory=list)
+    held: dict[Held, str] = field(default_factory=dict)
+    sizes: set[sympy.Symbol] = field(default_factory=set)  # symbols that the lines mention
+    dropout: bool = False  # whether a line draws random numbers
+    first: int | None = None  # in a block: the index of its first segment; random keys count from self.first
+    at: tuple[int, int] = (0, 0)  # segment and node under way
+    uses_device: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.sharding.ranks
+
+    def bind(self, node: fx.Node, placement: Placement, text: str) -> None:
+        """A tensor that is given from outside."""
+        self.held[node, _plain(node, placement)] = text
+
+    def read(self, node: fx.Node, given: Placement, needed: Placement) -> str:
+        """The variable that holds `node` as needed; converts it if nothing does yet."""
+        given, needed = _plain(node, given), _plain(node, needed)
+        if (node, needed) not in self.held:
+            self.held[node, needed] = self._convert(node, given, needed)
+        return self.held[node, needed]
+
+    def _convert(self, node: fx.Node, given: Placement, needed: Placement) -> str:
+        source = self.held[node, given]
+        row = conversion(given, needed)
+        if not row.function:
+            return source
+        args = conversion_args(given, needed)
+        base = source if source.isidentifier() else wish(node)
+        name = self.names.fresh(f"{base}_{_SUFFIX[str(needed)[0]]}" if not str(needed) == "Bp" else f"{base}_whole")
+        note = conversion_note(given, needed, info(node).requires_grad)
+        self.lines.append(f"{name} = tp.{row.function}({', '.join([source, *args])})  # {note}")
+        return name
+
+    def segment(self, segment: Segment) -> None:
+        """Write one segment. What it receives must be bound in the placement it is received in."""
+        decided = self.sharding.kinds[segment.kind]
+        given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
+        given |= dict(zip(segment.parameters, decided.parameters, strict=True))
+        given |= dict(zip(segment.receives, decided.receives, strict=True))
+        before = set(self.held)
+        for i, node in ops_of(segment):
+            self.at = (segment.index, i)
+            self._op(node, decided.strategies[i], given)
+        for node, placement in zip(segment.sends, decided.sends, strict=True):
+            text = self.read(node, given[node], placement)
+            self.held[node, _plain(node, placement)] = text
+        kept = {(n, _plain(n, p)) for n, p in zip(segment.sends, decided.sends, strict=True)}
+        self.held = {k: v for k, v in self.held.items() if k in before or k in kept}
+
+    def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement]) -> None:
+        texts = [Text(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
+        text = self.op_text(node, strategy, texts)
+        note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
+        outputs = _outputs(node)
+        for output, placement in zip(outputs, strategy.gives, strict=True):
+            if output is not None:
+                given[output] = placement
+        if node.target is aten.t.default and operands(node)[0].op == "placeholder":
+            self.held[node, _plain(node, strategy.gives[0])] = text  # a turned weight is read in place
+            return
+        names = [self.names.fresh(wish(o)) if o is not None else "_" for o in outputs]
+        left = ", ".join(names) + ("," if len(names) == 1 and isinstance(node.meta["info"], tuple) else "")
+        self.lines.append(f"{left} = {text}{note}")
+        for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
+            if output is not None:
+                self.held[output, _plain(output, placement)] = name
+
+    def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[Text]) -> str:
+        """The op's expression on local tensors."""
+        call = op_call(node)
+        args, kwargs = local_args(rule_for(call), call, strategy, self.ranks)
+        source = iter(texts)
+        args = _with_texts(args, source)
+        kwargs = {k: _with_texts(v, source) for k, v in kwargs.items()}
+        self._note_sizes((args, tuple(kwargs.values())))
+        if strategy.implementation:
+            function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
+            return _implementation_text(function.__name__, args, kwargs)
+        split = any(isinstance(p, Split) for p in strategy.gives)
+        if node.target is aten.dropout.default:
+            return self._dropout_text(args, split)
+        if node.target is aten.scaled_dot_product_attention.default and len(args) > 4 and args[4]:
+            return self._attention_text(args, kwargs, split)
+        return expression(node.target, args, kwargs)  # type: ignore[arg-type]
+
+    def _random(self, split: bool) -> str:
+        """The same numbers under every cut: keyed by the place in the model, which no plan moves."""
+        self.dropout = True
+        index, i = self.at
+        if self.first is None:
+            key = f'"{index}.{i}"'
+        else:
+            key = f'f"{{self.first + {index - self.first}}}.{i}"'
+        return f"key={key}, rng=self.dropout" + (", shard=tp.rank" if split else "")
+
+    def _dropout_text(self, args: Sequence[object], split: bool) -> str:
+        return f"ops.dropout({args[0]}, {args[1]!r}, {self._random(split)})"
+
+    def _attention_text(self, args: Sequence[object], kwargs: Mapping[str, object], split: bool) -> str:
+        options = [f"dropout_p={args[4]!r}"]
+        options += [f"mask={args[3]}"] if args[3] is not None else []
+        options += ["is_causal=True"] if len(args) > 5 and args[5] else []
+        options += [f"{k}={v!r}" for k, v in kwargs.items() if v not in (None, False)]
+        return f"ops.attention({args[0]}, {args[1]}, {args[2]}, {', '.join(options)}, {self._random(split)})"
+
+    def prelude(self, nodes: Sequence[fx.Node]) -> None:
+        """Write nodes that every rank computes in full."""
+        for node in nodes:
+            if is_getitem(node):
+                continue
+            texts = [Text(self.held[o, B]) for o in operands(node)]
+            call = op_call(node)
+            source = iter(texts)
+            args = _with_texts(call.args, source)
+            kwargs = {k: _with_texts(v, source) for k, v in call.kwargs.items()}
+            self._note_sizes((args, tuple(kwargs.values())))
+            self.uses_device |= any(isinstance(v, torch.device) for v in kwargs.values())
+            outputs = _outputs(node)
+            names = [self.names.fresh(wish(o)) if o is not None else "_" for o in outputs]
+            self.lines.append(f"{', '.join(names)} = {expression(node.target, args, kwargs)}")  # type: ignore[arg-type]
+            for output, name in zip(outputs, names, strict=True):
+                if output is not None:
+                    self.held[output, B] = name
+
+    def _note_sizes(self, value: object) -> None:
+        if isinstance(value, sympy.Basic):
+            self.sizes |= {s for s in value.free_symbols if isinstance(s, sympy.Symbol)}
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                self._note_sizes(item)
+
+
+_SUFFIX = {"B": "whole", "S": "split", "P": "addend"}
+
+
+def _plain(node: fx.Node, placement: Placement) -> Placement:
+    """A tensor without gradient has one Broadcast."""
+    return B if isinstance(placement, Broadcast) and not info(node).requires_grad else placement
+
+
+def _outputs(node: fx.Node) -> list[fx.Node | None]:
+    """The nodes that stand for each output; None for one that nobody reads."""
+    if not isinstance(node.meta["info"], tuple):
+        return [node]
+    found: list[fx.Node | None] = [None] * len(infos(node))
+    for user in node.users:
+        assert is_getitem(user)
+        found[user.args[1]] = user  # type: ignore[index]
+    return found
+
+
+def _with_texts(value: object, texts: object) -> object:
+    if isinstance(value, TensorInfo):
+        return next(texts)  # type: ignore[call-overload]
+    if isinstance(value, tuple):
+        return tuple(_with_texts(v, texts) for v in value)
+    if isinstance(value, list):
+        return [_with_texts(v, texts) for v in value]
+    return value
+
+
+def _implementation_text(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Vocabulary-parallel ops take the axis after their tensors."""
+    tensors = [str(a) for a in args if isinstance(a, Text)]
+    rest = [repr(a) for a in args if not isinstance(a, Text)]
+    while rest and rest[-1] in ("False", "-100", "-1"):
+        rest.pop()
+    options = [f"{k}={v!r}" for k, v in kwargs.items()]
+    return f"ops.{name}({', '.join([*tensors, 'tp', *rest, *options])})"
+
+
+def conversion_args(given: Placement, needed: Placement) -> list[str]:
+    """Arguments of the axis' method after the tensor."""
+
+    def dim(split: Split) -> list[str]:
+        return [f"dim={split.dim}"] + ([f"groups={split.groups}"] if split.groups > 1 else [])
+
+    match given, needed:
+        case Split(), Split():
+            return [f"source=({given.dim}, {given.groups})", f"target=({needed.dim}, {needed.groups})"]
+        case Split(), _:
+            return dim(given)
+        case _, Split():
+            return dim(needed)
+        case _:
+            return []
+
+
+def conversion_note(given: Placement, needed: Placement, grad: bool) -> str:
+    """`S1 -> Bp: all-gather; backward reduce-scatter`."""
+    row = conversion(given, needed)
+    forward = (row.forward or "local").replace("_", "-")
+    backward = (row.backward or "local").replace("_", "-")
+    return f"{given} -> {needed}: {forward}" + (f"; backward {backward}" if grad else "")
+
+
+def implementation_note(strategy: Strategy) -> str:
+    """`vocabulary-parallel: S2, B -> B, all-reduce × 2`."""
+    word = strategy.implementation.replace("vocab_", "vocabulary-")
+    issued = [name.replace("_", "-") for name, _ in strategy.collectives]
+    return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
+
+
+def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> str:
+    """`(4096, 512)` for the local part of a parameter."""
+    from autoptd.passes.factors import local_shape
+
+    shape = local_shape(tensor, placement, ranks)
+    return "(" + ", ".join(map(size_text, shape)) + ("," if len(shape) == 1 else "") + ")"
+
+

@@ -1,0 +1,198 @@
+"""Files of an emitted program, and how they are imported again.
+
+    out/__init__.py     what this is
+    out/blocks.py       one class per distinct block, and the loss counts
+    out/stage_0.py …    one class per distinct stage; stages that differ in layer numbers alone share a file
+    out/plan.json       the plan that it was written from
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autoptd.codegen.pieces import lay_out
+from autoptd.codegen.stage import StageSource, write_stage
+from autoptd.errors import PlanFileError
+from autoptd.passes.fold import Folded
+from autoptd.passes.sharding import Sharding
+
+_HEADER = '''"""{title}
+
+Written by autoptd from a plan; `tp` is the tensor-parallel axis, the same code runs on each of its {ranks} ranks.
+Placements: B whole, Bp whole with a partial gradient, S<dim> split, P an addend of the value.
+"""
+
+from __future__ import annotations
+
+'''
+_IMPORTS = {
+    r"\bTensor\b": "from torch import Tensor",
+    r"\bnn\.": "from torch import nn",
+    r"\btorch\.": "import torch",
+    r"\bF\.": "import torch.nn.functional as F",
+    r"\bcheckpoint\(": "from torch.utils.checkpoint import checkpoint",
+    r"\bops\.": "from autoptd.runtime import ops",
+    r"\bAxis\b": "from autoptd.runtime.axis import Axis",
+    r"\bDropoutKey\b": "from autoptd.runtime.randomness import DropoutKey",
+}
+_STAGE_NAMES = ("Stage", "Wire", "buffer", "parameter", "submodule")
+_DTYPES = {"BF16": "torch.bfloat16", "FP16": "torch.float16", "FP32": "torch.float32", "FP64": "torch.float64"}
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Inclusive segment indices of a stage, and those that are recomputed."""
+
+    first: int
+    last: int
+    recompute: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Program:
+    """File name -> source, and for every stage its file and class."""
+
+    files: dict[str, str]
+    stages: tuple[tuple[str, str], ...]
+
+    def write(self, directory: str | Path) -> Path:
+        """Write all files. Raises PlanFileError when the directory cannot be written."""
+        path = Path(directory)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for name, source in self.files.items():
+                (path / name).write_text(source, encoding="utf-8")
+        except OSError as error:
+            raise PlanFileError(
+                f"cannot write the program: {error.strerror}", where=str(error.filename or path), fix="choose another folder"
+            ) from error
+        return path
+
+
+def emit_program(folded: Folded, sharding: Sharding, stages: Sequence[StageSpec], title: str) -> Program:
+    """Source of every distinct stage and block of a plan."""
+    layout = lay_out(folded)
+    written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
+    blocks: dict[str, str] = {}
+    for stage in written:
+        for name, source in stage.blocks.items():
+            assert blocks.setdefault(name, source) == source, f"two blocks are called {name}"
+    counts = blocks.pop("loss_counts")
+    files = {"__init__.py": f'"""{title}, written by autoptd."""\n'}
+    files["blocks.py"] = _file(f"Blocks of {title}.", "\n\n".join([*blocks.values(), counts]), sharding.ranks, blocks)
+    where: list[tuple[str, str]] = [("", "")] * len(stages)
+    for members in _same_but_for_numbers(written):
+        label = _label(members)
+        name, cls = f"stage_{label}.py", f"Stage{label.title().replace('_', '')}"
+        source = _stage_source(written, members, cls, stages)
+        word = f"Stage {members[0]}" if len(members) == 1 else f"Stages {', '.join(map(str, members))}"
+        files[name] = _file(f"{word} of {title}.", source, sharding.ranks, {}, uses=blocks)
+        for i in members:
+            where[i] = (name, cls)
+    return Program(files, tuple(where))
+
+
+def _same_but_for_numbers(written: Sequence[StageSource]) -> list[list[int]]:
+    groups: dict[str, list[int]] = {}
+    for i, stage in enumerate(written):
+        groups.setdefault(_template(stage.body)[0] if 0 < i else f"0:{i}", []).append(i)
+    return list(groups.values())
+
+
+_RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
+_WIRE = re.compile(r'Wire\("[^"]+"')
+
+
+def _template(body: str) -> tuple[str, list[tuple[int, ...]]]:
+    """The source with layer ranges as holes, and what fills them; wires' names are no difference."""
+    numbers = [tuple(int(g) for g in m.groups() if g is not None) for m in _RANGE.finditer(body)]
+    holes = iter(range(len(numbers)))
+    lengths = [len(range(*n)) for n in numbers]
+    text = _RANGE.sub(lambda _: f"range(*LAYERS[stage][{next(holes)}])", body)
+    wires = iter(range(body.count("Wire(")))
+    return _WIRE.sub(lambda _: f'Wire("x{next(wires)}"', text) + repr(lengths), numbers
+
+
+def _label(members: Sequence[int]) -> str:
+    if len(members) == 1:
+        return str(members[0])
+    if list(members) == list(range(members[0], members[-1] + 1)):
+        return f"{members[0]}_to_{members[-1]}"
+    return "_".join(map(str, members))
+
+
+def _stage_source(written: Sequence[StageSource], members: Sequence[int], cls: str, stages: Sequence[StageSpec]) -> str:
+    body = written[members[0]].body
+    doc = "; ".join(f"{i}: segments {stages[i].first} to {stages[i].last}" for i in members)
+    head = f'class {cls}(Stage):\n    """{doc if len(members) > 1 else doc.partition(": ")[2].capitalize()}."""\n\n'
+    if len(members) == 1:
+        return head + body
+    table = [f"    {i}: {_template(written[i].body)[1]!r}," for i in members]
+    text = _template(body)[0].rpartition("[")[0]
+    text = text.replace(
+        "def __init__(self, tp: Axis, dropout: DropoutKey | None = None) -> None:",
+        "def __init__(self, tp: Axis, dropout: DropoutKey | None = None, *, stage: int) -> None:",
+    )
+    layers = "# stage -> the layer numbers of its blocks\nLAYERS: dict[int, list[tuple[int, ...]]] = {\n"
+    return layers + "\n".join(table) + "\n}\n\n\n" + head + text
+
+
+def _file(title: str, source: str, ranks: int, defines: dict[str, str], uses: dict[str, str] | None = None) -> str:
+    code = "\n".join(line.split("  # ")[0] for line in source.splitlines())
+    constants = [f"{name} = {text}" for name, text in _DTYPES.items() if re.search(rf"\b{name}\b", code)]
+    lines = [text for pattern, text in _IMPORTS.items() if re.search(pattern, code) or (constants and text == "import torch")]
+    stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(", code)]
+    lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []
+    torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})
+    lines = [line for line in lines if not line.startswith("from torch import ")]
+    lines += [f"from torch import {', '.join(torch_names)}"] if torch_names else []
+    third = sorted((line for line in lines if "autoptd" not in line), key=lambda x: (not x.startswith("import"), x))
+    ours = sorted(line for line in lines if "autoptd" in line)
+    local = []
+    if uses is not None:
+        used = [n for n in [*sorted(uses), "loss_counts"] if re.search(rf"\b{n}\b", code)]
+        local = [f"from .blocks import {', '.join(used)}"]
+    sections = ["\n".join(part) for part in (third, ours, local) if part]
+    head = _HEADER.format(title=title, ranks=ranks) + "\n\n".join(sections) + "\n"
+    return head + ("\n" + "\n".join(constants) + "\n" if constants else "") + "\n\n" + source
+
+
+def load_stage(program: Program, stage: int, directory: str | Path | None = None) -> Any:
+    """The class of a stage, imported from its file: `(tp, dropout=None) -> Stage`.
+
+    Without a directory the files are written to a temporary folder that lives as long as the process.
+    """
+    digest = hashlib.sha256("\0".join(program.files.values()).encode()).hexdigest()[:16]
+    package = f"autoptd_program_{digest}"
+    if package not in sys.modules:
+        if directory is None:
+            directory = Path(tempfile.mkdtemp(prefix="autoptd-")) / package
+        _import(package, program.write(directory) / "__init__.py")
+    name, cls = program.stages[stage]
+    module = f"{package}.{name.removesuffix('.py')}"
+    if module not in sys.modules:
+        root = sys.modules[package].__file__
+        assert root is not None
+        _import(module, Path(root).parent / name)
+    made = getattr(sys.modules[module], cls)
+    return partial(made, stage=stage) if hasattr(sys.modules[module], "LAYERS") else made
+
+
+def _import(name: str, path: Path) -> ModuleType:
+    places = [str(path.parent)] if path.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=places)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

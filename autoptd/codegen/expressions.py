@@ -1,0 +1,246 @@
+"""One op as a Python expression: `F.linear(x, w, b)`, `x + y`, `x.reshape(b, s, 12, 64)`.
+
+`PRINTERS` holds the ops that have a usual spelling; every other op is called by its ATen name, which is always right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from sympy.printing.pycode import PythonCodePrinter
+
+from autoptd.runtime import ops
+
+aten = torch.ops.aten
+
+
+class Text(str):
+    """Python source of a tensor; its repr is itself, so that lists of them print as source."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _Sizes(PythonCodePrinter):
+    """Sizes as Python: exact quotients with `//`."""
+
+    def _print_Mul(self, expr: sympy.Mul) -> str:
+        numerator, denominator = expr.as_numer_denom()
+        if denominator == 1:
+            return super()._print_Mul(expr)
+        top = self._print(numerator)
+        return f"{top if numerator.is_Atom else f'({top})'} // {self._print(denominator)}"
+
+    def _print_floor(self, expr: sympy.floor) -> str:
+        return self._print(expr.args[0])
+
+
+def size_text(size: Any) -> str:
+    """`s // 2`, `b * s`, `64`."""
+    return _Sizes({"fully_qualified_modules": False}).doprint(size) if isinstance(size, sympy.Basic) else repr(size)
+
+
+def value_text(value: Any) -> str:
+    """Any argument as source: tensors (Text), sizes, numbers, dtypes, lists."""
+    match value:
+        case Text():
+            return str(value)
+        case sympy.Basic():
+            return size_text(value)
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+        case torch.device():
+            return "device"
+        case float() if math.isinf(value) or math.isnan(value):
+            return f'float("{value}")'
+        case list():
+            return "[" + ", ".join(map(value_text, value)) + "]"
+        case tuple():
+            return "(" + ", ".join(map(value_text, value)) + ("," if len(value) == 1 else "") + ")"
+        case _:
+            return repr(value)
+
+
+def call_text(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """`function(a, b, c=d)`."""
+    parts = [value_text(a) for a in args] + [f"{k}={value_text(v)}" for k, v in kwargs.items()]
+    return f"{function}({', '.join(parts)})"
+
+
+def expression(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The op as source, tensors being `Text`."""
+    kwargs = {k: v for k, v in kwargs.items() if not (k in ("pin_memory", "layout") and v in (None, False, torch.strided))}
+    printer = PRINTERS.get(target)
+    text = printer(*args, **kwargs) if printer is not None else None
+    return text if text is not None else _by_name(target, args, kwargs)
+
+
+def _by_name(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    if not isinstance(target, torch._ops.OpOverload):
+        return call_text(f"ops.{target.__name__}", args, kwargs)
+    name = target._schema.name.split("::")[1]
+    takes_tensor = bool(args) and isinstance(args[0], Text)
+    if name in _AS_METHOD and takes_tensor:
+        return call_text(f"{_operand(args[0])}.{name}", args[1:], kwargs)
+    if name in _AS_FUNCTION:
+        return call_text(f"torch.{name}", args, kwargs)
+    return call_text(f"torch.ops.{target.namespace}.{name}.{target._overloadname}", args, kwargs)
+
+
+# Spelled as in the ATen schema, argument for argument.
+_AS_METHOD = frozenset(
+    "transpose permute movedim unsqueeze squeeze select chunk unbind masked_fill type_as t flatten unflatten "
+    "gather index_select new_ones new_zeros new_empty new_full detach contiguous clone narrow".split()
+)
+_AS_FUNCTION = frozenset(
+    "abs amax amin arange argmax bitwise_and bitwise_not bitwise_or bmm cat clamp cos cumsum div einsum erf exp eye full "
+    "full_like isinf isnan log log_softmax logical_and logical_not logical_or matmul maximum mean minimum mm neg ones "
+    "ones_like pow prod reciprocal repeat_interleave rsqrt sigmoid sign sin softmax sqrt square stack sum tanh topk tril "
+    "triu var where zeros zeros_like".split()
+)
+
+
+def _operand(text: Any) -> str:
+    """Parenthesised where it binds loosely."""
+    source = value_text(text)
+    return f"({source})" if " " in source and not source.endswith(")") else source
+
+
+def _infix(sign: str) -> Callable[..., str | None]:
+    def printer(a: Any, b: Any, **kwargs: Any) -> str | None:
+        if kwargs:
+            return None
+        return f"{_operand(a)} {sign} {_operand(b)}"
+
+    return printer
+
+
+def _function(name: str) -> Callable[..., str]:
+    return lambda *args, **kwargs: call_text(name, args, kwargs)
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> str:
+    return call_text("F.linear", (x, weight) if bias is None else (x, weight, bias), {})
+
+
+def _embedding(weight: Any, indices: Any, padding_idx: int = -1, *rest: Any) -> str | None:
+    if any(rest):
+        return None
+    return call_text("F.embedding", (indices, weight), {} if padding_idx < 0 else {"padding_idx": padding_idx})
+
+
+def _attention(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
+) -> str:
+    options = {"attn_mask": attn_mask} if attn_mask is not None else {}
+    options |= {"dropout_p": dropout_p} if dropout_p else {}
+    options |= {"is_causal": True} if is_causal else {}
+    options |= {k: v for k, v in kwargs.items() if v not in (None, False)}
+    return call_text("F.scaled_dot_product_attention", (q, k, v), options)
+
+
+def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:
+    low = "" if start in (None, 0) else size_text(start)
+    high = "" if end is None or (isinstance(end, int) and end >= 2**62) else size_text(end)
+    piece = f"{low}:{high}" + (f":{step}" if step != 1 else "")
+    return f"{_operand(x)}[{', '.join([':'] * dim + [piece])}]" if dim >= 0 else f"{_operand(x)}[..., {piece}{', :' * (-1 - dim)}]"
+
+
+def _reshape(x: Any, shape: Sequence[Any]) -> str:
+    return f"{_operand(x)}.reshape({', '.join(map(size_text, shape))})"
+
+
+def _expand(x: Any, shape: Sequence[Any], **kwargs: Any) -> str:
+    return f"{_operand(x)}.expand({', '.join(map(size_text, shape))})"
+
+
+def _to_dtype(x: Any, dtype: torch.dtype, *rest: Any, **kwargs: Any) -> str:
+    return f"{_operand(x)}.to({dtype})"
+
+
+def _to_device(x: Any, device: Any, dtype: torch.dtype, *rest: Any, **kwargs: Any) -> str:
+    return f"{_operand(x)}.to({dtype})"
+
+
+def _to_layout(x: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> str:
+    return f"{_operand(x)}.to({dtype})" if dtype is not None else str(x)
+
+
+def _layer_norm(x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any) -> str:
+    return call_text("F.layer_norm", (x, tuple(shape), weight, bias, eps), {})
+
+
+def _gelu(x: Any, approximate: str = "none") -> str:
+    return call_text("F.gelu", (x,), {} if approximate == "none" else {"approximate": approximate})
+
+
+def _index(x: Any, indices: Sequence[Any]) -> str:
+    return f"{_operand(x)}[{', '.join(':' if i is None else value_text(i) for i in indices)}]"
+
+
+def _softmax(name: str) -> Callable[..., str]:
+    def printer(x: Any, dim: int, dtype: Any = None, **kwargs: Any) -> str:
+        return call_text(name, (x,), {"dim": dim} | ({} if dtype is None else {"dtype": dtype}))
+
+    return printer
+
+
+def _cross_entropy(logits: Any, labels: Any, ignore_index: int = -100, **kwargs: Any) -> str:
+    options = ({} if ignore_index == -100 else {"ignore_index": ignore_index}) | kwargs
+    return call_text("ops.cross_entropy", (logits, labels), options)
+
+
+def _valid_count(labels: Any, ignore_index: int = -100) -> str:
+    return call_text("ops.valid_count", (labels,) if ignore_index == -100 else (labels, ignore_index), {})
+
+
+PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
+    aten.__and__.Tensor: _infix("&"),
+    aten.__or__.Tensor: _infix("|"),
+    aten._to_copy.default: _to_layout,
+    aten.add.Tensor: _infix("+"),
+    aten.conv1d.default: _function("F.conv1d"),
+    aten.conv2d.default: _function("F.conv2d"),
+    aten.conv3d.default: _function("F.conv3d"),
+    aten.div.Tensor: _infix("/"),
+    aten.embedding.default: _embedding,
+    aten.eq.Scalar: _infix("=="),
+    aten.eq.Tensor: _infix("=="),
+    aten.expand.default: _expand,
+    aten.ge.Scalar: _infix(">="),
+    aten.ge.Tensor: _infix(">="),
+    aten.gelu.default: _gelu,
+    aten.gt.Scalar: _infix(">"),
+    aten.gt.Tensor: _infix(">"),
+    aten.index.Tensor: _index,
+    aten.layer_norm.default: _layer_norm,
+    aten.le.Scalar: _infix("<="),
+    aten.le.Tensor: _infix("<="),
+    aten.linear.default: _linear,
+    aten.log_softmax.int: _softmax("F.log_softmax"),
+    aten.lt.Scalar: _infix("<"),
+    aten.lt.Tensor: _infix("<"),
+    aten.mul.Scalar: _infix("*"),
+    aten.mul.Tensor: _infix("*"),
+    aten.ne.Scalar: _infix("!="),
+    aten.ne.Tensor: _infix("!="),
+    aten.neg.default: lambda x: f"-{_operand(x)}",
+    aten.relu.default: _function("F.relu"),
+    aten.reshape.default: _reshape,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.silu.default: _function("F.silu"),
+    aten.slice.Tensor: _slice,
+    aten.softmax.int: _softmax("F.softmax"),
+    aten.sub.Tensor: _infix("-"),
+    aten.to.device: _to_device,
+    aten.to.dtype: _to_dtype,
+    aten.to.dtype_layout: _to_layout,
+    ops.cross_entropy: _cross_entropy,
+    ops.valid_count: _valid_count,
+}

@@ -1,0 +1,162 @@
+"""How a stage is written: which segments become a block class, which stand in the stage's own forward.
+
+A unit that repeats (attention + MLP, × 32) becomes one class; a stage that begins or ends inside a unit gets a class
+for the part it has. Segments that occur once stand in the stage itself, unless they are recomputed.
+
+A block owns the parameters that only it reads and whose names differ between its instances by a prefix; tied ones,
+and those whose names do not line up, are declared by the stage and passed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoptd.passes.fold import Folded, Segment, Unit
+from autoptd.passes.graph import module_stack
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive segments of one stage; `block` is the class they make, or "" if they stand in the stage."""
+
+    segments: tuple[Segment, ...]
+    block: str
+    prefix: str  # dotted path of the module that owns its parameters
+    recompute: bool
+
+    @property
+    def first(self) -> int:
+        return self.segments[0].index
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(n for s in self.segments for n in s.nodes)
+
+    @property
+    def parameters(self) -> tuple[fx.Node, ...]:
+        return _unique(n for s in self.segments for n in s.parameters)
+
+    @property
+    def prelude(self) -> tuple[fx.Node, ...]:
+        return _unique(n for s in self.segments for n in s.prelude)
+
+    @property
+    def receives(self) -> tuple[fx.Node, ...]:
+        inside = set(self.nodes)
+        return _unique(n for s in self.segments for n in s.receives if n not in inside)
+
+    def sends(self, folded: Folded) -> tuple[fx.Node, ...]:
+        """What later pieces read, or the loss."""
+        inside = {s.index for s in self.segments}
+        outside = {n for s in folded.segments if s.index not in inside for n in s.receives}
+        return tuple(n for s in self.segments for n in s.sends if n in outside or n is folded.loss)
+
+
+def _unique(nodes: Iterator[fx.Node]) -> tuple[fx.Node, ...]:
+    return tuple(dict.fromkeys(nodes))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names that hold for the whole model: of blocks, and of the parameters that blocks own."""
+
+    folded: Folded
+    owned: dict[str, str]  # original name of a parameter -> its name within its block
+    prefixes: dict[int, str]  # first segment of each unit's instance -> dotted path
+    classes: dict[int, str]  # first segment of each unit -> class name
+
+
+def lay_out(folded: Folded) -> Layout:
+    """Decide names once, for all stages alike."""
+    readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
+    owned: dict[str, str] = {}
+    prefixes: dict[int, str] = {}
+    classes: dict[int, str] = {}
+    taken: Counter[str] = Counter()
+    for unit in folded.units:
+        instances = [_instance(folded, unit, k) for k in range(unit.count)]
+        if unit.count > 1:
+            name = _class_name(instances[0])
+            taken[name] += 1
+            classes[unit.first] = name if taken[name] == 1 else f"{name}{taken[name]}"
+        named = [_relative(folded, segments, readers) for segments in instances]
+        agree = len({tuple(relative.values()) for _, relative in named}) == 1 and unit.count > 1
+        for segments, (prefix, relative) in zip(instances, named, strict=True):
+            prefixes[segments[0].index] = prefix if agree else ""
+            owned |= relative if agree else {}
+    return Layout(folded, owned, prefixes, classes)
+
+
+def _instance(folded: Folded, unit: Unit, k: int) -> tuple[Segment, ...]:
+    start = unit.first + k * unit.length
+    return folded.segments[start : start + unit.length]
+
+
+def _relative(folded: Folded, segments: tuple[Segment, ...], readers: Counter[str]) -> tuple[str, dict[str, str]]:
+    """(prefix, original name -> name without it) of the parameters that nobody else reads."""
+    names = [folded.traced.parameters[p.name] for s in segments for p in s.parameters]
+    own = [n for n in dict.fromkeys(names) if readers[n] == 1]
+    if not own:
+        return "", {}
+    paths = [n.split(".") for n in own]
+    low, high = min(paths), max(paths)
+    length = 0
+    while length < min(len(low), len(high)) - 1 and low[length] == high[length]:
+        length += 1
+    if length == 0:
+        return "", {}
+    return ".".join(low[:length]), {n: ".".join(p[length:]) for n, p in zip(own, paths, strict=True)}
+
+
+def _class_name(segments: tuple[Segment, ...]) -> str:
+    """The class of the innermost module that made all of these nodes."""
+    stacks = [dict(module_stack(n)) for s in segments for n in s.nodes if n.meta.get("nn_module_stack")]
+    if not stacks:
+        return "Block"
+    shared = [path for path in stacks[0] if all(path in stack for stack in stacks)]
+    inner = [path for path in shared if re.search(r"\d", path)] or shared
+    name = stacks[0][inner[-1]] if inner else "Block"
+    return "Block" if name in ("Sequential", "ModuleList", "Linear", "Module") else name
+
+
+def pieces_of(layout: Layout, first: int, last: int, recompute: frozenset[int]) -> list[Piece]:
+    """A stage's segments as pieces, in program order."""
+    folded = layout.folded
+    found: list[Piece] = []
+    for unit in folded.units:
+        for k in range(unit.count):
+            segments = _instance(folded, unit, k)
+            mine = tuple(s for s in segments if first <= s.index <= last)
+            for group in _by_recompute(mine, recompute):
+                found.append(_piece(layout, unit, segments, group, recompute))
+    return found
+
+
+def _by_recompute(segments: tuple[Segment, ...], recompute: frozenset[int]) -> Iterator[tuple[Segment, ...]]:
+    group: list[Segment] = []
+    for segment in segments:
+        if group and (segment.index in recompute) != (group[-1].index in recompute):
+            yield tuple(group)
+            group = []
+        group.append(segment)
+    if group:
+        yield tuple(group)
+
+
+def _piece(
+    layout: Layout, unit: Unit, instance: tuple[Segment, ...], group: tuple[Segment, ...], recompute: frozenset[int]
+) -> Piece:
+    recomputed = group[0].index in recompute
+    prefix = layout.prefixes[instance[0].index]
+    name = layout.classes.get(unit.first, "")
+    if not name and recomputed:
+        name = _class_name(group) + "".join(part.title() for part in re.findall(r"[a-z]+", group[0].name)[-1:])
+    elif name and len(group) < len(instance):
+        low, high = group[0].index - instance[0].index + 1, group[-1].index - instance[0].index + 1
+        name += f"Part{low}" if low == high else f"Parts{low}To{high}"
+    return Piece(group, name, prefix, recomputed)

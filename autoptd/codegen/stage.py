@@ -1,0 +1,378 @@
+"""One stage class: what it receives, computes and sends, block by block.
+
+    received ─┐
+    inputs ───┼─ prelude ─ pieces: block calls (runs of equal calls as a loop) and single ops ─ sends, or the loss
+    counts ───┘
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import sympy
+from torch import fx
+
+from autoptd.codegen.block import (
+    BlockClass,
+    attribute,
+    dtype_text,
+    owned_by,
+    parameter_line,
+    parameter_placement,
+    placement_of,
+    uses_axis,
+    wire_line,
+    write_block,
+)
+from autoptd.codegen.body import Body
+from autoptd.codegen.expressions import value_text
+from autoptd.codegen.names import Names, wish
+from autoptd.codegen.pieces import Layout, Piece, pieces_of
+from autoptd.passes.fold import crossing, is_count
+from autoptd.passes.graph import ancestors, info
+from autoptd.passes.placements import B, Placement
+from autoptd.passes.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """Source of a stage class without its name, and the block classes it uses, by class name."""
+
+    body: str
+    blocks: dict[str, str]
+    dropout: bool
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One block call: constructor and arguments."""
+
+    piece: Piece
+    block: BlockClass
+    arguments: str
+    results: str
+
+
+@dataclass
+class _Writer:
+    """A stage under way."""
+
+    layout: Layout
+    sharding: Sharding
+    pieces: list[Piece]
+    body: Body
+    blocks: dict[str, str] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)  # lines of __init__
+    calls: list[_Call] = field(default_factory=list)  # block calls not yet written
+    groups: int = 0
+
+    @property
+    def folded(self):  # type: ignore[no-untyped-def]
+        return self.layout.folded
+
+
+def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recompute: frozenset[int]) -> StageSource:
+    """Source of the stage that holds segments `first` to `last`."""
+    folded = layout.folded
+    pieces = pieces_of(layout, first, last, recompute)
+    is_last = last == len(folded.segments) - 1
+    received = crossing(folded, first)
+    sent = [] if is_last else crossing(folded, last + 1)
+    body = Body(sharding, Names())
+    writer = _Writer(layout, sharding, pieces, body)
+    preludes = _prelude(writer, is_last)
+    given = {n: body.names.fresh("x") for n in received}
+    for node, text in given.items():
+        body.bind(node, placement_of(sharding, folded, node), text)
+    inputs = [n for n in preludes if n.op == "placeholder" and n.name in folded.traced.inputs]
+    for node in inputs:
+        body.bind(node, B, body.names.fresh(folded.traced.inputs[node.name]))
+    _declare(writer, preludes, first)
+    body.prelude([n for n in preludes if n.op == "call_function"])
+    for i, piece in enumerate(pieces):
+        _write_piece(writer, piece, pieces[i + 1 :], sent)
+    _flush(writer)
+    return _assemble(writer, received, given, inputs, sent, is_last, preludes)
+
+
+def _prelude(writer: _Writer, is_last: bool) -> list[fx.Node]:
+    """All prelude nodes that the stage needs, placeholders included, in program order."""
+    folded = writer.folded
+    wanted = ancestors(n for p in writer.pieces for n in p.prelude)
+    graph = folded.traced.graph.graph
+    found = [n for n in graph.nodes if n in wanted]
+    assert is_last or not any(is_count(n) for n in found)
+    return found
+
+
+def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int) -> None:
+    """Parameters that no block owns, and buffers."""
+    folded, traced = writer.folded, writer.folded.traced
+    owned = {p for piece in writer.pieces for p in owned_by(writer.layout, piece)}
+    done: set[str] = set()
+    for piece in writer.pieces:
+        for node in piece.parameters:
+            name = traced.parameters[node.name]
+            placement = parameter_placement(writer.sharding, piece, node)
+            writer.body.bind(node, placement, attribute(name))
+            if node not in owned and name not in done:
+                done.add(name)
+                writer.setup.append(parameter_line(name, node, placement, writer.sharding.ranks, name in traced.frozen))
+    if first == 0:
+        for node in folded.unused_parameters:
+            name = traced.parameters[node.name]
+            if name not in done:
+                done.add(name)
+                writer.setup.append(parameter_line(name, node, B, writer.sharding.ranks, name in traced.frozen) + ", unused")
+    for node in preludes:
+        if node.op != "placeholder" or node.name in traced.inputs:
+            continue
+        if is_count(node):
+            writer.body.bind(node, B, f"counts[{node.name.rpartition('_')[2]}]")
+            continue
+        name = traced.buffers.get(node.name) or node.name
+        shape = value_text(tuple(info(node).shape))
+        keep = ", persistent=False" if name in traced.transient or node.name not in traced.buffers else ""
+        writer.setup.append(f'buffer(self, "{name}", {shape}, {dtype_text(info(node).dtype)}{keep})')
+        writer.body.bind(node, B, attribute(name).replace("get_parameter", "get_buffer"))
+
+
+def _write_piece(writer: _Writer, piece: Piece, later: Sequence[Piece], sent: Sequence[fx.Node]) -> None:
+    if not piece.block:
+        _flush(writer)
+        for segment in piece.segments:
+            writer.body.segment(segment)
+        return
+    block = write_block(writer.layout, writer.sharding, piece)
+    known = writer.blocks.setdefault(block.name, block.source)
+    assert known == block.source, f"two instances of {block.name} differ"
+    arguments = _arguments(writer, piece, block)
+    results = _results(writer, piece, block, later, sent)
+    writer.calls.append(_Call(piece, block, arguments, results))
+
+
+def _arguments(writer: _Writer, piece: Piece, block: BlockClass) -> str:
+    texts = []
+    for node in block.arguments:
+        placement: Placement = B
+        if node in piece.receives:
+            placement = placement_of(writer.sharding, writer.folded, node)
+        elif node in piece.parameters:
+            placement = parameter_placement(writer.sharding, piece, node)
+        texts.append(writer.body.read(node, placement, placement))
+    writer.body.sizes |= set(block.sizes)
+    return ", ".join([*texts, *(f"{s}" for s in block.sizes)])
+
+
+def _results(writer: _Writer, piece: Piece, block: BlockClass, later: Sequence[Piece], sent: Sequence[fx.Node]) -> str:
+    """Names for what a block returns: those of the operands it used up, so that equal calls read alike."""
+    body = writer.body
+    needed = {n for p in later for n in p.receives} | set(sent)
+    free = [
+        body.held[n, placement_of(writer.sharding, writer.folded, n)]
+        for n in piece.receives
+        if n not in needed and n.op == "call_function"
+    ]
+    free = [text for text in free if text.isidentifier()]
+    names = []
+    for node in block.results:
+        name = free.pop(0) if free else body.names.fresh("x")
+        placement = placement_of(writer.sharding, writer.folded, node)
+        for key in [k for k, text in body.held.items() if text == name]:
+            del body.held[key]
+        body.bind(node, placement, name)
+        names.append(name)
+    return ", ".join(names)
+
+
+def _flush(writer: _Writer) -> None:
+    """Write the pending block calls: runs of equal ones as a loop."""
+    calls, writer.calls = writer.calls, []
+    at = 0
+    while at < len(calls):
+        end = at + 1
+        while end < len(calls) and _alike(calls[at], calls[end]):
+            end += 1
+        _write_run(writer, calls[at:end])
+        at = end
+
+
+def _alike(a: _Call, b: _Call) -> bool:
+    return (
+        a.block.name == b.block.name
+        and a.arguments == b.arguments
+        and a.results == b.results
+        and a.piece.recompute == b.piece.recompute
+    )
+
+
+def _write_run(writer: _Writer, run: list[_Call]) -> None:
+    call, writer.groups = run[0], writer.groups + 1
+    group = "blocks" if writer.groups == 1 else f"blocks_{writer.groups}"
+    paths = [c.piece.prefix for c in run]
+    loop = _loop_over(paths)
+    extra = ""
+    if call.block.dropout:
+        length = len(call.piece.segments) if len(run) == 1 else run[1].piece.first - run[0].piece.first
+        extra = ", dropout, first"
+        starts = f"range({run[0].piece.first}, {run[-1].piece.first + 1}, {length})"
+    if not owned_by(writer.layout, call.piece):
+        made = f"{call.block.name}(tp{extra})"
+        over = f"for first in {starts}" if call.block.dropout else f"for _ in range({len(run)})"
+        writer.setup.append(f"self.{group} = [{made} {over}]")
+    elif loop is None:
+        made = f'submodule(self, path, {call.block.name}(tp{extra}))'
+        over = f"zip({paths!r}, {starts})" if call.block.dropout else repr(tuple(paths))
+        loops = "for path, first in" if call.block.dropout else "for path in"
+        writer.setup.append(f"self.{group} = [{made} {loops} {over}]")
+    else:
+        pattern, numbers = loop
+        made = f'submodule(self, f"{pattern}", {call.block.name}(tp{extra}))'
+        over = f"for i, first in zip({numbers}, {starts})" if call.block.dropout else f"for i in {numbers}"
+        writer.setup.append(f"self.{group} = [{made} {over}]")
+    run_it = f"checkpoint(block, {call.arguments}, use_reentrant=False)" if call.piece.recompute else f"block({call.arguments})"
+    writer.body.lines += [f"for block in self.{group}:", f"    {call.results} = {run_it}"]
+
+
+def _loop_over(paths: Sequence[str]) -> tuple[str, str] | None:
+    """(`transformer.h.{i}`, `range(0, 12)`) where the paths count up evenly in one place."""
+    split = [re.split(r"(\d+)", p) for p in paths]
+    if not split or any(len(s) != len(split[0]) for s in split):
+        return None
+    varying = [i for i in range(len(split[0])) if len({s[i] for s in split}) > 1]
+    if not varying and len(paths) == 1:
+        varying = [i for i in range(len(split[0])) if i % 2][-1:]
+    if len(varying) != 1 or varying[0] % 2 == 0:
+        return None
+    numbers = [int(s[varying[0]]) for s in split]
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if step <= 0 or numbers != list(range(numbers[0], numbers[0] + step * len(numbers), step)):
+        return None
+    pattern = "".join("{i}" if i == varying[0] else part for i, part in enumerate(split[0]))
+    stop = numbers[-1] + 1
+    return pattern, f"range({numbers[0]}, {stop})" if step == 1 else f"range({numbers[0]}, {stop}, {step})"
+
+
+def _assemble(
+    writer: _Writer,
+    received: Sequence[fx.Node],
+    given: dict[fx.Node, str],
+    inputs: list[fx.Node],
+    sent: Sequence[fx.Node],
+    is_last: bool,
+    preludes: Sequence[fx.Node],
+) -> StageSource:
+    folded, traced, body, sharding = writer.folded, writer.folded.traced, writer.body, writer.sharding
+    symbols = [str(s) for s in traced.sizes]
+    size_lines = _size_lines(writer, inputs)
+    input_names = {n: body.held[n, B] for n in inputs}
+    if body.uses_device and not inputs:
+        _add_input(writer, inputs, input_names, next(iter(traced.inputs)))
+    if body.uses_device:
+        size_lines.append(f"device = {input_names[inputs[0]]}.device")
+    count_inputs, count_source = write_counts(writer.layout, sharding)
+    lines = []
+    lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
+    for word, wires in (("receives", received), ("sends", sent)):
+        if wires:
+            lines.append(f"    {word} = (")
+            lines += [_wire(w, folded, sharding, symbols) for w in wires]
+            lines.append("    )")
+    if is_last:
+        lines.append("    is_last = True")
+    where = ", ".join(f'"{s}": ("{name}", {dim})' for s, (name, dim) in traced.sizes.items())
+    lines.append(f"    sizes = {{{where}}}")
+    lines.append(f"    count_inputs = {value_text(tuple(count_inputs))}")
+    lines.append("    loss_counts = staticmethod(loss_counts)")
+    lines += ["", "    def __init__(self, tp: Axis, dropout: DropoutKey | None = None) -> None:"]
+    lines += ["        super().__init__(tp, dropout)", *(f"        {line}" for line in writer.setup)]
+    arguments = ["self", *(f"{given[n]}: Tensor" for n in received), *(f"{input_names[n]}: Tensor" for n in inputs)]
+    arguments += ["counts: tuple[Tensor, ...]"] if is_last else []
+    result = "Tensor" if is_last else "tuple[Tensor, ...]"
+    lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
+    if uses_axis(body.lines):
+        lines.append("        tp = self.tp")
+    lines += [f"        {line}" for line in [*size_lines, *body.lines]]
+    if is_last:
+        lines.append(f"        return {body.read(folded.loss, B, B)}")
+    else:
+        texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
+        lines.append(f"        return ({', '.join(texts)},)")
+    dropout = body.dropout or any("DropoutKey" in source for source in writer.blocks.values())
+    blocks = dict(writer.blocks)
+    blocks["loss_counts"] = count_source
+    return StageSource("\n".join(lines) + "\n", blocks, dropout)
+
+
+def _wire(node: fx.Node, folded, sharding: Sharding, symbols: Sequence[str]) -> str:  # type: ignore[no-untyped-def]
+    text = wire_line(folded, sharding, node, symbols)
+    code, _, note = text.partition("  # ")
+    return f"        {code},  # {note}"
+
+
+def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
+    """Sizes are read off the model inputs, which reach every stage."""
+    traced, body = writer.folded.traced, writer.body
+    by_name = {traced.inputs[n.name]: n for n in inputs}
+    lines = []
+    for symbol in sorted(body.sizes, key=str):
+        source, dim = _where(traced, symbol, by_name)
+        if source not in by_name:
+            _add_input(writer, inputs, {}, source)
+            by_name = {traced.inputs[n.name]: n for n in inputs}
+        lines.append(f"{symbol} = {body.held[by_name[source], B]}.size({dim})")
+    return lines
+
+
+def _where(traced, symbol: sympy.Symbol, have: dict[str, fx.Node]) -> tuple[str, int]:  # type: ignore[no-untyped-def]
+    """(input, dim) that has the size, an input that is read anyway first."""
+    for name, node in have.items():
+        if symbol in info(node).shape:
+            return name, info(node).shape.index(symbol)
+    return traced.sizes[symbol]
+
+
+def _add_input(writer: _Writer, inputs: list[fx.Node], names: dict[fx.Node, str], source: str) -> None:
+    traced = writer.folded.traced
+    node = next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == source)
+    inputs.append(node)
+    writer.body.bind(node, B, writer.body.names.fresh(source))
+    names[node] = writer.body.held[node, B]
+
+
+def write_counts(layout: Layout, sharding: Sharding) -> tuple[list[str], str]:
+    """(model inputs, source) of the function that counts what the loss is divided by."""
+    folded, traced = layout.folded, layout.folded.traced
+    body = Body(sharding, Names())
+    wanted = ancestors(folded.counts)
+    nodes = [n for n in traced.graph.graph.nodes if n in wanted]
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    assert all(n.name in traced.inputs for n in inputs), "loss counts depend on inputs alone"
+    for node in inputs:
+        body.bind(node, B, body.names.fresh(traced.inputs[node.name]))
+    body.prelude([n for n in nodes if n.op == "call_function"])
+    by_name = {traced.inputs[n.name]: n for n in inputs}
+    sizes = []
+    for symbol in sorted(body.sizes, key=str):
+        source, dim = _where(traced, symbol, by_name)
+        if source not in by_name:
+            by_name[source] = _placeholder(traced, source)
+            body.bind(by_name[source], B, body.names.fresh(source))
+        sizes.append(f"{symbol} = {body.held[by_name[source], B]}.size({dim})")
+    arguments = ", ".join(f"{body.held[n, B]}: Tensor" for n in by_name.values())
+    first = [f"device = {body.held[next(iter(by_name.values())), B]}.device"] if body.uses_device else []
+    results = [body.held[n, B] for n in folded.counts]
+    lines = [f"def loss_counts({arguments}) -> tuple[Tensor, ...]:"]
+    lines.append('    """What one microbatch adds to each count that the loss is divided by."""')
+    lines += [f"    {line}" for line in [*sizes, *first, *body.lines]]
+    lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
+    return list(by_name), "\n".join(lines) + "\n"
+
+
+def _placeholder(traced, source: str) -> fx.Node:  # type: ignore[no-untyped-def]
+    return next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == source)
+
+
+__all__ = ["StageSource", "wish", "write_counts", "write_stage"]

@@ -1,0 +1,64 @@
+"""One tree of errors: each says what is wrong (with the numbers), where, and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AutoptdError(Exception):
+    """Base of every error that autoptd raises at a user.
+
+    `what` is one sentence; `where` a module path, file and line, field or stage; `fix` the way out.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        lines = [what]
+        lines += [f"  where  {line}" for line in where.splitlines()]
+        lines += [f"  fix    {fix}"] if fix else []
+        super().__init__("\n".join(lines))
+
+
+class InputsError(AutoptdError, ValueError):
+    """No example inputs, inputs that do not suit the model, or a batch that does not suit the plan."""
+
+
+class TraceError(AutoptdError):
+    """The model cannot be traced into one graph."""
+
+
+class UnsupportedOp(TraceError):
+    """An op that cannot be part of a traced program, such as one whose size depends on data."""
+
+
+class PlanError(AutoptdError, ValueError):
+    """A plan, or a wish given with `fix=`, that is not possible for this model and world."""
+
+
+class PlanFileError(AutoptdError, ValueError):
+    """A plan file that is corrupt, foreign, of another version, or of another model."""
+
+
+class DoesNotFit(AutoptdError):
+    """No plan of the searched space fits into the memory of the devices."""
+
+
+class ClusterError(AutoptdError, ValueError):
+    """An unknown cluster name or a bad cluster file."""
+
+
+class ModelError(AutoptdError, ValueError):
+    """An unknown model name or a path that holds no model."""
+
+
+class RuntimeFault(AutoptdError, RuntimeError):
+    """A rank failed while running a plan."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'a' or 'b'? known: a, b, c`, for a name that was not found."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    guess = "did you mean " + " or ".join(repr(c) for c in close) + "? " if close else ""
+    return f"{guess}known: {', '.join(names)}"

@@ -1,0 +1,290 @@
+"""What a person reads of a plan: the answer first, then what it costs, then what lies where.
+
+Everything is plain text from rich tables. The first screen holds the answer, the prediction, time and memory; the
+rest says which modules are in which stage and how every parameter is split.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoptd.fold_names import fold_names, fold_table, ranges
+from autoptd.plan import Plan
+
+WIDTH = 100
+_BAR = 24
+_GIB = 2**30
+_SHORT = {
+    "activations": "acts",
+    "communication": "comm",
+    "gradients": "grads",
+    "parameters": "params",
+    "temporary": "temp",
+}  # where the page is narrower than WIDTH
+
+
+def explain(plan: Plan, width: int = WIDTH) -> str:
+    """The whole plan as text of at most `width` columns."""
+    parts: list[RenderableType] = [
+        Text(headline(plan)),
+        Text(prediction(plan)),
+        *_section("Time of one step", _time_table(plan)),
+        *_section("Memory of one rank in each stage, GiB", _memory_table(plan, width)),
+        *_section("Stages", _stage_table(plan)),
+        *_section("Parameters on the tp axis", _split_table(plan.splits.parameters.items())),
+        *_section("Activations on the tp axis", _split_table(plan.splits.activations.items(), hide="B")),
+        *_section("Sent from stage to stage", _boundary_table(plan)),
+    ]
+    for kind, strategies in sorted(plan.strategies.items()):
+        parts += _section(f"Strategies in {kind}", _split_table(strategies.items()))
+    if plan.notes:
+        parts += ["", *(Text(f"note  {note}") for note in plan.notes)]
+    return _render(parts, width)
+
+
+def explain_html(plan: Plan) -> str:
+    """The same for a notebook."""
+    return f"<pre>{html.escape(explain(plan))}</pre>"
+
+
+def headline(plan: Plan) -> str:
+    """The answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, 1F1B, …`."""
+    count = plan.schedule.microbatches
+    terms = [
+        str(plan.mesh),
+        plan.schedule.kind.upper(),
+        f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}",
+        f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO",
+        f"recompute {_recompute(plan)}",
+    ]
+    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {', '.join(terms)}"
+
+
+def prediction(plan: Plan) -> str:
+    """What the cost models say of it, in one line."""
+    said = plan.predicted
+    room = plan.cluster.device.memory_bytes
+    return (
+        f"predicted {seconds(said.step_time_s)}/step, {said.tokens_per_s:,.0f} tokens/s, MFU {said.mfu:.1%}, "
+        f"fullest rank {said.memory_bytes / _GIB:.1f} of {room / _GIB:.1f} GiB"
+    )
+
+
+def seconds(value: float) -> str:
+    """`0.0123` -> `12.3 ms`: three digits in the fitting unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:,.0f} {unit}"
+    return f"{value / 1e-6:.3g} µs"
+
+
+def compare(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B"), width: int = WIDTH) -> str:
+    """Two plans side by side: which is faster, then every term that differs, then the splits that differ."""
+    if a == b:
+        return f"{names[0]} and {names[1]} are the same plan: {headline(a)}\n"
+    parts: list[RenderableType] = [Text(verdict(a, b, names)), Text(f"{names[0]}  {headline(a)}")]
+    parts += [Text(f"{names[1]}  {headline(b)}")]
+    choices = [row for row in zip(_choices(a), _choices(b), strict=True) if row[0] != row[1]]
+    parts += _section("Choices that differ", _sides(names, [(x[0], x[1], y[1], "") for x, y in choices]))
+    parts += _section("Time of one step", _sides(names, _differences(_times(a), _times(b), seconds)))
+    memory = _differences(_fullest(a), _fullest(b), lambda size: f"{size / _GIB:.2f} GiB")
+    parts += _section("Memory of the fullest stage", _sides(names, memory))
+    parts += _section("Parameters split differently", _sides(names, _split_differences(a, b)))
+    return _render(parts, width)
+
+
+def verdict(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B")) -> str:
+    """Which of the two is faster, and by how much, in one line."""
+    time_a, time_b = a.predicted.step_time_s, b.predicted.step_time_s
+    if time_a == time_b:
+        return f"{names[0]} and {names[1]} are predicted equally fast: {seconds(time_a)} a step"
+    (fast, quick), (slow, long) = sorted(zip((time_a, time_b), names, strict=True))
+    ratio = f"{slow / fast - 1:.1%} faster than {long}" if fast else f"faster than {long}"
+    return f"{quick} is {ratio}: {seconds(fast)} a step against {seconds(slow)}"
+
+
+def differences(a: Plan, b: Plan) -> dict[str, list[object]]:
+    """Field path -> the values of both plans, for the fields that differ; None where one lacks the field."""
+    left, right = (dict(_leaves(plan.model_dump(mode="json"), "")) for plan in (a, b))
+    paths = [path for path in sorted({*left, *right}) if left.get(path) != right.get(path)]
+    return {path: [left.get(path), right.get(path)] for path in paths}
+
+
+# --- tables of one plan -------------------------------------------------------------------------------------------
+
+
+def _time_table(plan: Plan) -> Table | None:
+    table = _table("part", "time>", "share>", "")
+    whole = plan.predicted.step_time_s
+    for name, value in sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0])):
+        share = value / whole if whole else 0.0
+        if value:
+            table.add_row(_words(name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
+    return table if table.row_count else None
+
+
+def _memory_table(plan: Plan, width: int) -> Table:
+    rows = plan.predicted.memory
+    peak = {name: max(row.get(name, 0) for row in rows) for name in sorted(set().union(*rows))}
+    categories = sorted((name for name in peak if peak[name]), key=lambda name: -peak[name])
+    heads = [_words(name if width >= WIDTH else _SHORT.get(name, name)) for name in categories]
+    table = _table("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
+    room = plan.cluster.device.memory_bytes
+    for first, last, row in _runs(rows):
+        total = sum(row.values())
+        cells = [f"{row.get(name, 0) / _GIB:.2f}" for name in categories]
+        table.add_row(ranges(range(first, last + 1)), *cells, f"{total / _GIB:.2f}", f"{total / room:.0%}")
+    return table
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = _table("stage", "segments>", "modules", "recomputed segments")
+    for i, stage in enumerate(plan.stages):
+        again = ranges(stage.recompute) or "none"
+        table.add_row(str(i), str(stage.last - stage.first + 1), stage.modules, again)
+    return table
+
+
+def _split_table(items: Iterable[tuple[str, str]], hide: str = "") -> Table | None:
+    table = _table("name", "placement")
+    for name, text in fold_table((name, text) for name, text in items if text != hide):
+        table.add_row(name, text)
+    return table if table.row_count else None
+
+
+def _boundary_table(plan: Plan) -> Table | None:
+    table = _table("after", "placements")
+    for kind, placements in sorted(plan.boundaries.items()):
+        if placements:
+            table.add_row(kind, ", ".join(placements))
+    return table if table.row_count else None
+
+
+def _recompute(plan: Plan) -> str:
+    again = sum(len(set(stage.recompute)) for stage in plan.stages)
+    if again == 0:
+        return "none"
+    return "full" if again == len(plan.segments) else f"{again} of {len(plan.segments)} segments"
+
+
+def _runs(rows: Sequence[Mapping[str, int]]) -> list[tuple[int, int, Mapping[str, int]]]:
+    """`(first, last, row)`: neighbours of equal content are one row."""
+    runs: list[tuple[int, int, Mapping[str, int]]] = []
+    for i, row in enumerate(rows):
+        if runs and runs[-1][2] == row:
+            runs[-1] = (runs[-1][0], i, row)
+        else:
+            runs.append((i, i, row))
+    return runs
+
+
+# --- rows of two plans --------------------------------------------------------------------------------------------
+
+
+def _choices(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        ("model", plan.model),
+        ("graph", plan.graph_hash[:19] + "…"),
+        ("world", str(plan.world)),
+        ("cluster", plan.cluster.name),
+        ("batch", str(plan.batch)),
+        ("sizes", ", ".join(f"{name} {value}" for name, value in sorted(plan.sizes.items()))),
+        ("precision", plan.precision),
+        ("optimizer", plan.optimizer),
+        ("mesh", str(plan.mesh)),
+        ("schedule", plan.schedule.kind),
+        ("microbatches", str(plan.schedule.microbatches)),
+        ("ZeRO", str(plan.zero)),
+        ("recompute", _recompute(plan)),
+        ("segments per stage", ", ".join(str(stage.last - stage.first + 1) for stage in plan.stages)),
+        ("MFU", f"{plan.predicted.mfu:.1%}"),
+    ]
+
+
+def _times(plan: Plan) -> dict[str, float]:
+    return {**plan.predicted.time_s, "step": plan.predicted.step_time_s}
+
+
+def _fullest(plan: Plan) -> dict[str, float]:
+    row = max(plan.predicted.memory, key=lambda memory: sum(memory.values()))
+    return {**{name: float(size) for name, size in row.items()}, "total": float(sum(row.values()))}
+
+
+def _differences(
+    a: Mapping[str, float], b: Mapping[str, float], text: Callable[[float], str]
+) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for name in [*a, *(name for name in b if name not in a)]:
+        left, right = a.get(name, 0.0), b.get(name, 0.0)
+        if left != right:
+            sign = "+" if right > left else "-"
+            change = f" ({sign}{abs(right / left - 1):.1%})" if left else ""
+            rows.append((_words(name), text(left), text(right), f"{sign}{text(abs(right - left))}{change}"))
+    return rows
+
+
+def _split_differences(a: Plan, b: Plan) -> list[tuple[str, str, str, str]]:
+    left, right = a.splits.parameters, b.splits.parameters
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in [*left, *(name for name in right if name not in left)]:
+        pair = (left.get(name, "-"), right.get(name, "-"))
+        if pair[0] != pair[1]:
+            groups.setdefault(pair, []).append(name)
+    return [(line, *pair, "") for pair, names in groups.items() for line in fold_names(names)]
+
+
+def _sides(names: tuple[str, str], rows: list[tuple[str, str, str, str]]) -> Table | None:
+    if not rows:
+        return None
+    last = ["difference>"] if any(row[3] for row in rows) else []
+    table = _table("", f"{names[0]}>", f"{names[1]}>", *last)
+    for row in rows:
+        table.add_row(*row[: 3 + len(last)])
+    return table
+
+
+def _leaves(data: object, path: str) -> Iterator[tuple[str, object]]:
+    match data:
+        case dict() if data:
+            for key, value in data.items():
+                yield from _leaves(value, f"{path}.{key}" if path else key)
+        case list() if data:
+            for i, value in enumerate(data):
+                yield from _leaves(value, f"{path}[{i}]")
+        case _:
+            yield path, data
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+
+def _table(*columns: str, gap: int = 2) -> Table:
+    """A table without lines; a column name that ends in `>` is set to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
+    for column in columns:
+        justify = "right" if column.endswith(">") else "left"
+        table.add_column(column.removesuffix(">"), justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def _section(title: str, table: Table | None) -> list[RenderableType]:
+    return [] if table is None else ["", Text(title), Padding(table, (0, 0, 0, 2))]
+
+
+def _render(parts: Sequence[RenderableType], width: int) -> str:
+    sink = io.StringIO()
+    console = Console(file=sink, width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()) + "\n"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,94 @@
+"""Example inputs that a model can be traced with, made from what it says of itself.
+
+Each is a meta tensor of its own: two inputs that are one tensor object would be traced as one input.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autoptd.errors import InputsError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Suffix of a Hugging Face class name -> the kind of task, which decides the inputs.
+_TASKS = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForImageClassification": "image",
+}
+_HOW = "pass inputs={'name': tensor, …} as forward takes them, or define example_inputs(batch, seq) on the model"
+
+
+def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict[str, torch.Tensor]:
+    """Keyword tensors on the meta device for a batch of `batch` samples of `seq` tokens.
+
+    `seq` is `sequence_limit` up to 4,096 when left out. Raises InputsError where the model does not say what it takes.
+    """
+    task = _task(model)
+    own = getattr(model, "example_inputs", None)
+    if own is None and task is None:
+        raise InputsError(f"{type(model).__name__} does not say what inputs it takes", fix=_HOW)
+    if task == "image":
+        return _image_inputs(model, batch)
+    limit = sequence_limit(model)
+    seq = seq if seq is not None else min(limit or 4096, 4096)
+    if limit is not None and seq > limit:
+        what = f"a sequence of {seq} is longer than the {limit} positions of {type(model).__name__}"
+        raise InputsError(what, where="seq", fix=f"use seq={limit} or less")
+    return _own_inputs(own, batch, seq) if own is not None else _text_inputs(batch, seq, masked=task == "masked")
+
+
+def sequence_limit(model: nn.Module) -> int | None:
+    """The longest sequence the model has positions for, in tokens; None where it does not say (an image model)."""
+    config = getattr(model, "config", model)
+    for field in ("max_position_embeddings", "n_positions", "max_seq"):
+        limit = getattr(config, field, None)
+        if isinstance(limit, int):
+            return limit
+    return None
+
+
+def _task(model: nn.Module) -> str | None:
+    if not hasattr(model, "config"):
+        return None
+    names = [base.__name__ for base in type(model).__mro__]
+    return next((task for name in names for suffix, task in _TASKS.items() if name.endswith(suffix)), None)
+
+
+def _text_inputs(batch: int, seq: int, *, masked: bool) -> dict[str, torch.Tensor]:
+    names = ["input_ids", "attention_mask", "labels"] if masked else ["input_ids", "labels"]
+    return {name: _meta_ids(batch, seq) for name in names}
+
+
+def _image_inputs(model: nn.Module, batch: int) -> dict[str, torch.Tensor]:
+    import torch
+
+    config: Any = model.config
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    dtype = next(model.parameters()).dtype
+    pixels = torch.empty(batch, config.num_channels, height, width, dtype=dtype, device="meta")
+    return {"pixel_values": pixels, "labels": _meta_ids(batch)}
+
+
+def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, torch.Tensor]:
+    import torch
+
+    inputs = own(batch, seq)
+    good = isinstance(inputs, dict) and all(isinstance(value, torch.Tensor) for value in inputs.values())
+    if not good or not inputs:
+        what = f"example_inputs({batch}, {seq}) of the model returned no mapping of keyword tensors"
+        raise InputsError(what, fix="return {'name': tensor, …} as forward takes them")
+    if len({id(value) for value in inputs.values()}) < len(inputs):
+        raise InputsError("two example inputs are the same tensor object", fix="make a tensor of its own for each")
+    return {str(name): value.to("meta") for name, value in inputs.items()}
+
+
+def _meta_ids(*shape: int) -> torch.Tensor:
+    import torch
+
+    return torch.empty(shape, dtype=torch.int64, device="meta")

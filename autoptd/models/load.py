@@ -1,0 +1,185 @@
+"""From what a person writes (`llama3-70b`, `./folder`, `train:build`) to a module on the meta device.
+
+Nothing is ever fetched: configurations are local files and models are made empty from them.
+torch and transformers are imported where a model is made, so that listing the names stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoptd.errors import ModelError, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_SHIPPED = Path(__file__).parent
+_OURS = ("source", "note")  # fields of a shipped configuration that are for people
+_NANOGPT = "nanogpt"
+_USER_ERRORS = (  # what a user's own code may raise; a SyntaxError also stands in their file
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+_ACCEPTED = "give a shipped name, a Hugging Face config.json or its folder, or module:callable"
+
+
+def model_names() -> list[str]:
+    """Shipped names, sorted."""
+    return sorted([_NANOGPT, *(path.stem for path in _SHIPPED.glob("*.json"))])
+
+
+def describe_models() -> dict[str, str]:
+    """Shipped name -> where its shapes come from."""
+    found = {_NANOGPT: "a plain nn.Module of GPT-2's sizes: autoptd/models/nanogpt.py"}
+    found |= {path.stem: json.loads(path.read_text("utf-8"))["source"] for path in _SHIPPED.glob("*.json")}
+    return dict(sorted(found.items()))
+
+
+def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
+    """The module, in training mode with parameters on `device`, and a short name for it. Raises ModelError."""
+    path = Path(name)
+    if name == _NANOGPT:
+        import torch
+
+        from autoptd.models.nanogpt import NanoGPT
+
+        with torch.device(device):
+            return NanoGPT().train(), name
+    if (_SHIPPED / f"{name}.json").is_file() and path.name == name:
+        return from_config(_SHIPPED / f"{name}.json", device), name
+    if name and (path.is_dir() or path.suffix == ".json"):
+        file = path / "config.json" if path.is_dir() else path
+        return from_config(file, device), path.resolve().name if path.is_dir() else _short_name(path)
+    if ":" in name:
+        return _from_callable(name, device), name.partition(":")[2]
+    fix = f"{nearest(name, model_names())}; or {_ACCEPTED.removeprefix('give a shipped name, ')}"
+    raise ModelError(f"there is no model {name!r}", fix=fix)
+
+
+def from_config(path: Path, device: str = "meta") -> nn.Module:
+    """The module that a Hugging Face configuration file describes, without weights. Raises ModelError."""
+    data = _read_config(path)
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        fix = "install it: pip install 'autoptd[hf]'"
+        raise ModelError(f"{path} needs the package transformers", where=str(path), fix=fix) from error
+    kind = _config_field(data, "model_type", path)
+    architecture = _config_field(data, "architectures", path)
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    if kind not in known:
+        raise ModelError(f"transformers knows no model_type {kind!r}", where=str(path), fix=_close(kind, known))
+    model_class = getattr(transformers, architecture, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        fix = "correct `architectures`"
+        raise ModelError(f"transformers has no model class {architecture!r}", where=str(path), fix=fix)
+    fields = {key: value for key, value in data.items() if key not in (*_OURS, "model_type")}
+    try:
+        with torch.device(device):
+            return model_class(transformers.AutoConfig.for_model(kind, **fields)).train()
+    except _USER_ERRORS as error:
+        what = f"transformers cannot make a {architecture} of {path.name}: {_first_line(error)}"
+        raise ModelError(what, where=str(path), fix="correct the configuration") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}", where=str(path), fix=_ACCEPTED)
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}", where=str(path), fix=_ACCEPTED) from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} holds no configuration: it is a JSON {type(data).__name__}", where=str(path))
+    return data
+
+
+def _config_field(data: dict[str, Any], field: str, path: Path) -> str:
+    """A field's text, or the first text of its list."""
+    value = data.get(field)
+    first = value[0] if isinstance(value, list) and value else value
+    if not isinstance(first, str):
+        what = f"{path} is no Hugging Face configuration of a model: {field!r} is {value!r}"
+        raise ModelError(what, where=str(path), fix="take the config.json that came with the model")
+    return first
+
+
+def _from_callable(name: str, device: str) -> nn.Module:
+    """`module:callable`, found from the current folder as well as among the installed packages."""
+    with _importing_from(str(Path.cwd())):
+        build = _find_callable(name)
+        import torch
+
+        try:
+            with torch.device(device):
+                model = build()
+        except _USER_ERRORS as error:
+            raise ModelError(f"{name} failed: {_first_line(error)}", where=_place(error)) from error
+    if not isinstance(model, torch.nn.Module):
+        fix = "return the nn.Module to be planned"
+        raise ModelError(f"{name} returned {type(model).__name__}, not an nn.Module", where=name, fix=fix)
+    return model.train()
+
+
+def _find_callable(name: str) -> Callable[[], object]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name.removesuffix(".py").replace("/", "."))
+    except _USER_ERRORS as error:
+        what = f"cannot import {module_name!r}: {_first_line(error)}"
+        raise ModelError(what, where=_place(error), fix=f"run in the folder of {module_name}, or install it") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        fix = nearest(attribute, callables) if callables else "define a function there that returns the model"
+        raise ModelError(f"{module_name} has no callable {attribute!r}", where=name, fix=fix)
+    return found
+
+
+@contextmanager
+def _importing_from(folder: str) -> Iterator[None]:
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _short_name(path: Path) -> str:
+    """The folder names a `config.json`, as a download leaves it; any other file names itself."""
+    path = path.resolve()
+    return path.parent.name if path.name == "config.json" else path.stem
+
+
+def _close(name: str, known: Any) -> str:
+    """`nearest` without the list of several hundred."""
+    guess, _, _ = nearest(name, known).partition("known:")
+    return guess.strip() or "use the transformers release that the model needs"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+    """`file:line` of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

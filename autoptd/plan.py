@@ -1,0 +1,350 @@
+"""The plan: every choice of the search as data, written to and read from JSON.
+
+A plan file is one object. `format` and `version` come first in checking, so that a foreign or newer file gets one
+sentence and not a list of field errors. Equal plans give the same bytes: keys sorted, indent 1, floats as `repr`
+writes them, one newline at the end.
+
+    stages[i].first .. stages[i].last    inclusive indices into `segments`, the smallest pieces the model is cut into
+    batch                                dp * micro * (microbatches - 1) < batch <= dp * micro * microbatches
+    world                                dp * tp * pp
+
+A mistake in a file is answered with the path of its field (`stages[2].first`), what is wrong, and what would be right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.complaints import describe_mistakes
+from autoptd.errors import PlanError, PlanFileError
+from autoptd.passes.placements import parse_placement
+
+FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
+VERSION: Literal[1] = 1
+_SHOWN = 8  # mistakes listed one by one
+_REMAKE = "make the plan again with `autoptd plan MODEL -o FILE`"
+
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Index = Annotated[int, Field(ge=0, lt=2**63)]
+Amount = Annotated[float, Field(ge=0)]  # seconds, tokens per second, FLOPs or a fraction
+Fault = tuple[str, str]  # field path, what is wrong
+
+
+class Inconsistent(ValueError):
+    """Fields of a plan that contradict each other."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__("; ".join(f"{path}: {what}" for path, what in faults))
+        self.faults = faults
+
+
+class _Part(BaseModel):
+    """Frozen, no unknown fields, no silent conversions (`"8"` is not 8), no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Mesh(_Part):
+    """Sizes of the axes. Rank = (pp_i * dp + dp_i) * tp + tp_i: tp is fastest."""
+
+    dp: Count
+    tp: Count
+    pp: Count
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} × tp {self.tp} × pp {self.pp}"
+
+
+class Schedule(_Part):
+    """Which schedule the stages follow, and how many microbatches make one step."""
+
+    kind: Literal["1f1b"]
+    microbatches: Count
+
+
+class Stage(_Part):
+    """Segments `first` to `last` (both included), named by `modules`; those in `recompute` keep no activations."""
+
+    first: Index
+    last: Index
+    modules: str
+    recompute: tuple[Index, ...] = ()
+
+
+class Splits(_Part):
+    """Placement on the tp axis, by parameter name and by activation name."""
+
+    parameters: dict[str, str]
+    activations: dict[str, str]
+
+
+class Predicted(_Part):
+    """What the cost models say: times in seconds per step, memory in bytes of one rank."""
+
+    step_time_s: Amount
+    tokens_per_s: Amount
+    mfu: Amount
+    memory_bytes: Index  # of the fullest rank
+    time_s: dict[str, Amount]  # category -> seconds per step
+    memory: tuple[dict[str, Index], ...]  # per stage: category -> bytes of one rank
+    model_flops_per_step: Amount
+
+
+class Plan(_Part):
+    """All choices for training one model on one cluster. Raises pydantic's ValidationError when built inconsistent.
+
+    `sizes` gives the value of each symbol of the traced graph on one rank; `sizes["b"]` is the samples of a microbatch.
+    """
+
+    format: Literal["autoptd-plan"] = FORMAT
+    version: Literal[1] = VERSION
+    model: str
+    graph_hash: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+    world: Count
+    cluster: Annotated[Cluster, Field(strict=False)]
+    batch: Count
+    sizes: dict[str, Count]
+    precision: Literal["bf16", "fp32", "fp64"]
+    optimizer: Literal["adamw", "sgd", "custom"]
+    mesh: Mesh
+    schedule: Schedule
+    zero: Annotated[int, Field(ge=0, le=1)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    segments: Annotated[tuple[str, ...], Field(min_length=1)]
+    splits: Splits
+    strategies: dict[str, dict[str, str]]
+    boundaries: dict[str, tuple[str, ...]]
+    predicted: Predicted
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        if faults := list(_faults(self)):
+            raise Inconsistent(faults)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    @property
+    def micro(self) -> int:
+        """Samples per microbatch and data-parallel rank."""
+        return self.sizes["b"]
+
+    def to_json(self) -> str:
+        """The text of the plan file: the same bytes for equal plans."""
+        data = self.model_dump(mode="json")
+        return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan whole or not at all. Raises PlanFileError where that cannot be done."""
+        write_whole(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file. Raises PlanFileError naming the file, the field and what would be right."""
+        path = Path(path)
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except OSError as error:
+            raise PlanFileError(f"cannot read the plan {path}: {error.strerror}", where=str(path)) from error
+        except UnicodeDecodeError as error:
+            raise PlanFileError(f"{path} is not UTF-8 text: {error}", where=str(path), fix=_REMAKE) from error
+        return cls.from_json(text, where=str(path))
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "") -> Plan:
+        """Read back what `to_json` wrote. Raises PlanFileError; `where` names the text's origin."""
+        _check_head(_parse(text, where), where)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise _refusal(_mistakes(error), where) from error
+
+    def check_graph(self, graph_hash: str) -> None:
+        """Raise PlanFileError, naming both hashes, unless this plan was made for the graph with this hash."""
+        if graph_hash != self.graph_hash:
+            raise PlanFileError(
+                f"the plan was made for another graph of {self.model}: "
+                f"the plan has {self.graph_hash}, the traced model {graph_hash}",
+                where="graph_hash",
+                fix="plan again: the model's code, its sizes or the torch version have changed since",
+            )
+
+    def check_world(self, world: int) -> None:
+        """Raise PlanError, naming both worlds, unless this plan is for `world` ranks."""
+        if world != self.world:
+            raise PlanError(
+                f"the plan is for a world of {self.world} ranks ({self.mesh}), but {world} are running",
+                where="world",
+                fix=f"start {self.world} processes, or plan again with world={world}",
+            )
+
+    def explain(self) -> str:
+        """The plan as a person reads it, 100 columns wide."""
+        from autoptd.explain import explain
+
+        return explain(self)
+
+    def compare(self, other: Plan) -> str:
+        """This plan beside another, term by term."""
+        from autoptd.explain import compare
+
+        return compare(self, other)
+
+    def _repr_html_(self) -> str:
+        from autoptd.explain import explain_html
+
+        return explain_html(self)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to a file beside `path`, then rename it. Raises PlanFileError."""
+    refuse_unwritable(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise PlanFileError(f"cannot write {path}: {error.strerror}", where=str(path)) from error
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raise PlanFileError if a file at `path` could not be written now; nothing is written."""
+    fix = "name a file in a folder that exists and that you may write to"
+    if path.is_dir():
+        raise PlanFileError(f"cannot write {path}: it is a folder", where=str(path), fix=fix)
+    if not path.parent.is_dir():
+        raise PlanFileError(f"cannot write {path}: the folder {path.parent} does not exist", where=str(path), fix=fix)
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PlanFileError(f"cannot write {path}: no permission in {path.parent}", where=str(path), fix=fix)
+
+
+# --- what a plan must keep, across its fields ---------------------------------------------------------------------
+
+
+def _faults(plan: Plan) -> Iterator[Fault]:
+    if plan.mesh.ranks != plan.world:
+        yield "mesh", f"{plan.mesh} is {plan.mesh.ranks} ranks, but world is {plan.world}"
+    yield from _batch_faults(plan)
+    yield from _stage_faults(plan)
+    yield from _placement_faults(plan)
+    if len(plan.predicted.memory) != plan.mesh.pp:
+        yield "predicted.memory", f"has {len(plan.predicted.memory)} entries; one per stage is {plan.mesh.pp}"
+
+
+def _batch_faults(plan: Plan) -> Iterator[Fault]:
+    if "b" not in plan.sizes:
+        yield "sizes", "lacks b, the samples of a microbatch"
+        return
+    per_microbatch = plan.mesh.dp * plan.micro
+    needed = -(-plan.batch // per_microbatch)
+    if plan.schedule.microbatches != needed:
+        yield (
+            "schedule.microbatches",
+            f"is {plan.schedule.microbatches}, but a batch of {plan.batch} in microbatches of "
+            f"dp {plan.mesh.dp} × {plan.micro} is {needed}",
+        )
+
+
+def _stage_faults(plan: Plan) -> Iterator[Fault]:
+    if len(plan.stages) != plan.mesh.pp:
+        yield "stages", f"has {len(plan.stages)} entries, but mesh.pp is {plan.mesh.pp}"
+    start = 0
+    for i, stage in enumerate(plan.stages):
+        if stage.first != start:
+            why = "the first segment" if i == 0 else f"one after stages[{i - 1}].last"
+            yield f"stages[{i}].first", f"is {stage.first}; it must be {start}, {why}"
+        if stage.last < stage.first:
+            yield f"stages[{i}].last", f"is {stage.last}, before first {stage.first}"
+        for j, segment in enumerate(stage.recompute):
+            if not stage.first <= segment <= stage.last:
+                yield f"stages[{i}].recompute[{j}]", f"is {segment}, outside {stage.first} to {stage.last}"
+        start = stage.last + 1
+    if start != len(plan.segments):
+        yield f"stages[{len(plan.stages) - 1}].last", f"is {start - 1}; the last segment is {len(plan.segments) - 1}"
+
+
+def _placement_faults(plan: Plan) -> Iterator[Fault]:
+    tables = {
+        "splits.parameters": plan.splits.parameters.items(),
+        "splits.activations": plan.splits.activations.items(),
+        "boundaries": ((kind, text) for kind, texts in plan.boundaries.items() for text in texts),
+    }
+    for table, items in tables.items():
+        for name, text in items:
+            try:
+                parse_placement(text)
+            except ValueError as error:
+                yield f"{table}[{json.dumps(name)}]", str(error)
+
+
+# --- reading: from a bad file to a sentence -----------------------------------------------------------------------
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        place = f"{where} line {error.lineno} column {error.colno}".strip()
+        raise PlanFileError(f"the plan is not JSON: {error.msg}", where=place, fix=_REMAKE) from error
+    except (ValueError, RecursionError) as error:
+        raise PlanFileError(f"the plan is not JSON: {error}", where=where, fix=_REMAKE) from error
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return data
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_head(data: Any, where: str) -> None:
+    """Format and version before all else: a foreign file is not a plan with thirty mistakes."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = f"format {data['format']!r}" if isinstance(data, dict) and "format" in data else "no field `format`"
+        raise PlanFileError(f"this is not an autoptd plan: it has {found}, not {FORMAT!r}", where=where, fix=_REMAKE)
+    version = data.get("version")
+    if type(version) is int and version > VERSION:
+        fix = f"update autoptd, or {_REMAKE}"
+        raise PlanFileError(f"the plan has version {version}; this autoptd reads {VERSION}", where=where, fix=fix)
+    if type(version) is not int or version != VERSION:
+        what = f"the plan's version is {version!r}; this autoptd reads {VERSION}"
+        raise PlanFileError(what, where=where, fix=_REMAKE)
+
+
+def _mistakes(error: ValidationError) -> list[str]:
+    """One line per mistake. Fields are compared with each other only once each is right by itself."""
+    cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+    if isinstance(cause, Inconsistent):
+        return [f"{path}: {what}" for path, what in cause.faults]
+    return describe_mistakes(error, Plan).splitlines()
+
+
+def _refusal(lines: list[str], where: str) -> PlanFileError:
+    shown = [line if len(line) <= 240 else f"{line[:240]} …" for line in lines[:_SHOWN]]
+    if len(lines) > _SHOWN:
+        shown.append(f"and {len(lines) - _SHOWN} more")
+    count = "a mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
+    what = f"the plan {where} has {count}" if where else f"the plan has {count}"
+    return PlanFileError(what, where="\n".join(shown), fix=f"correct the fields, or {_REMAKE}")

@@ -1,0 +1,70 @@
+"""Telling a person what is going on while a plan is made, and nobody else.
+
+The path from model to plan takes a `Progress`: `with progress.stage("trace"): …` around each step and
+`progress.note("…")` for a fact worth a line. On a terminal a step in work shows a spinner, a finished one its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+
+class Progress(Protocol):
+    """What `plan` and `parallelize` report to."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """One step of the work, named by a verb phrase; steps may nest."""
+
+    def note(self, text: str) -> None:
+        """One line for the reader."""
+
+
+class Silent:
+    """Reports nothing."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def note(self, text: str) -> None:
+        return None
+
+
+class Terminal:
+    """Reports on a terminal: the running steps beside a spinner, finished ones with their seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("")
+        self._running: list[str] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._show([*self._running, name])
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._show(self._running[:-1])
+        self._console.print(Text(f"{'  ' * len(self._running)}{name}  {time.monotonic() - start:.1f} s", style="dim"))
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def _show(self, running: list[str]) -> None:
+        self._running = running
+        self._status.update(Text(" · ".join(running)))
+        if running:
+            self._status.start()
+        else:
+            self._status.stop()
+
+
+def progress_on(stream: TextIO) -> Progress:
+    """A `Terminal` if `stream` is one, otherwise `Silent`."""
+    return Terminal(Console(file=stream)) if stream.isatty() else Silent()

@@ -1,0 +1,235 @@
+"""What ranks say to each other: groups for collectives, channels for the edges of the pipeline.
+
+`Group` and `Channel` have two implementations: torch.distributed (`processes.py`) and the threads of one process
+(`lockstep.py`). Nothing else of the runtime knows which one it uses.
+
+A channel is one direction of one edge between stages with a communicator of its own: it is a FIFO, so the static proof
+of `autoptd.schedule` holds for it. Tensors of a collective are contiguous and of equal shape and dtype on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.mesh import AXES, AxisName, Mesh
+
+Reduction: TypeAlias = Literal["sum", "max"]
+
+
+class Handle(Protocol):
+    """Something under way. The tensors handed in may be neither read nor written before `wait` returns."""
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once; never blocks."""
+        ...
+
+
+class Group(Protocol):
+    """The ranks of one axis. `rank` is this rank's index in it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        """Reduce in place; returns x."""
+        ...
+
+    def all_reduce_later(self, x: Tensor) -> Handle:
+        """Sum in place."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[...] -> [size, ...]."""
+        ...
+
+    def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
+        """x [n] of every rank into out [size * n], flat; x may be this rank's part of out."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size, ...] -> [...]: the sum over ranks of this rank's row."""
+        ...
+
+    def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
+        """x [size * n] into out [n], flat; out may be this rank's part of x."""
+        ...
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[size, ...] -> [size, ...]: row j goes to rank j, row i comes from rank i."""
+        ...
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite x with that of the group's rank `source`; returns x."""
+        ...
+
+
+class Channel(Protocol):
+    """One direction between two neighbouring stages."""
+
+    def send(self, x: Tensor) -> Handle:
+        """Start sending; the handle keeps x alive. Nobody may write to x until it is waited for."""
+        ...
+
+    def receive(self, out: Tensor) -> Handle:
+        """Start receiving into a contiguous tensor of exactly the sent shape and dtype."""
+        ...
+
+
+class Done:
+    """A handle of something that is complete."""
+
+    def wait(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The group of one rank: every collective is the identity."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        return x
+
+    def all_reduce_later(self, x: Tensor) -> Handle:
+        return Done()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x.squeeze(0)
+
+    def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
+        return self.all_gather_later(out, x)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
+
+class Backend(Protocol):
+    """Makes communicators. All ranks of the world call for the same ones in the same order, members or not."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def axis(self, mesh: Mesh, name: AxisName) -> Group:
+        """This rank's group of a mesh axis."""
+        ...
+
+    def group(self, ranks: tuple[int, ...]) -> Group | None:
+        """A group of these global ranks, None if this rank is not one of them."""
+        ...
+
+    def channel(self, source: int, target: int) -> Channel | None:
+        """A channel between two global ranks, None if this rank is neither."""
+        ...
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """All that one rank talks through. Neighbours' channels are None at the ends of the pipeline."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    world: Group
+    tp: Group
+    dp: Group
+    pp: Group
+    forward_in: Channel | None  # activations from the previous stage
+    forward_out: Channel | None
+    backward_in: Channel | None  # gradients from the next stage
+    backward_out: Channel | None
+    make_group: Callable[[tuple[int, ...]], Group | None]
+
+    @property
+    def stage(self) -> int:
+        return self.mesh.coordinates(self.rank)[0]
+
+    def over_stages(self, stages: tuple[int, ...]) -> Group | None:
+        """A new group of this rank's counterparts on some stages, None if its own is not among them.
+
+        All ranks of the world call it for the same stages in the same order.
+        """
+        if len(stages) == 1:
+            return Alone() if self.stage == stages[0] else None
+        mine = None
+        for dp in range(self.mesh.dp):
+            for tp in range(self.mesh.tp):
+                group = self.make_group(tuple(self.mesh.rank(stage, dp, tp) for stage in stages))
+                mine = group if group is not None else mine
+        if mine is not None:
+            mine.all_reduce(torch.ones(1, device=self.device))
+        return mine
+
+
+def connect(mesh: Mesh, backend: Backend) -> Communicators:
+    """Create and warm up all communicators of a rank, in one fixed order: axes, world, then the edges upwards."""
+    rank = backend.rank
+    stage = mesh.coordinates(rank)[0]
+    groups = {name: backend.axis(mesh, name) for name in AXES}
+    world = backend.group(tuple(range(mesh.world)))
+    assert world is not None
+    edges: dict[tuple[int, str], Channel] = {}
+    for below in range(mesh.world - mesh.dp * mesh.tp):
+        above = below + mesh.dp * mesh.tp
+        lower = mesh.coordinates(below)[0]
+        for direction, source, target in (("forward", below, above), ("backward", above, below)):
+            channel = backend.channel(source, target)
+            if channel is not None:
+                edges[lower, direction] = channel
+    communicators = Communicators(
+        mesh=mesh,
+        rank=rank,
+        device=backend.device,
+        world=world,
+        tp=groups["tp"],
+        dp=groups["dp"],
+        pp=groups["pp"],
+        forward_in=edges.get((stage - 1, "forward")),
+        forward_out=edges.get((stage, "forward")),
+        backward_in=edges.get((stage, "backward")),
+        backward_out=edges.get((stage - 1, "backward")),
+        make_group=backend.group,
+    )
+    _warm_up(communicators)
+    return communicators
+
+
+def _warm_up(c: Communicators) -> None:
+    """One small message through everything, so that lazily built connections come up in the same order everywhere."""
+    one = torch.ones(1, device=c.device)
+    for group in (c.tp, c.dp, c.pp, c.world):
+        group.all_reduce(one.clone())
+    if c.forward_in is not None and c.backward_out is not None:
+        c.forward_in.receive(one.clone()).wait()
+        c.backward_out.send(one).wait()
+    if c.forward_out is not None and c.backward_in is not None:
+        c.forward_out.send(one).wait()
+        c.backward_in.receive(one.clone()).wait()

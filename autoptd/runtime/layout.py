@@ -1,0 +1,71 @@
+"""How a training program lies on its ranks: the part of a plan that the runtime reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from autoptd.errors import PlanError, nearest
+from autoptd.passes.placements import Placement, Split
+from autoptd.runtime.mesh import Mesh
+from autoptd.schedule import SCHEDULES
+
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter or buffer of the model: its placement on tp, global shape, and the stages that hold it."""
+
+    placement: Placement  # B, Bp or Split; Bp: each rank's gradient is an addend
+    shape: tuple[int, ...]
+    stages: tuple[int, ...] = (0,)  # ascending; more than one: tied, every stage holds a copy
+    trainable: bool = True
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """The shape on each of `tp` ranks."""
+        if not isinstance(self.placement, Split):
+            return self.shape
+        dim = self.placement.dim
+        return (*self.shape[:dim], self.shape[dim] // tp, *self.shape[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh, microbatches, and where each tensor of the model lies. Identical on every rank.
+
+    `parameters` is in the model's forward order. Raises PlanError for what the runtime cannot run.
+    """
+
+    mesh: Mesh
+    micro: int  # samples per microbatch per dp rank; the last one may hold fewer
+    microbatches: int  # per step
+    inputs: tuple[str, ...]  # all model inputs that any stage reads; dim 0 counts samples
+    parameters: Mapping[str, TensorSpec]
+    buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
+    zero: int = 1  # 0: every dp rank steps everything; 1: each steps its shard
+    precision: str = "fp32"
+    schedule: str = "1f1b"
+    seed: int = 0  # of dropout
+    overlap: bool = True  # reduce gradients while the last microbatch's backward runs
+    bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1):
+            raise PlanError(f"zero={self.zero} is not supported by the runtime", fix="use zero 0 or 1")
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"unknown schedule {self.schedule!r}", fix=nearest(self.schedule, SCHEDULES))
+        if self.precision not in PRECISIONS:
+            raise PlanError(f"unknown precision {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Of gradients and what the optimizer updates: float32 at least."""
+        return torch.promote_types(self.dtype, torch.float32)

@@ -1,0 +1,60 @@
+"""The mesh of ranks: tp fastest, then dp, then pp, so that a tensor-parallel group lies inside a node.
+
+    rank = (pp_i * dp + dp_i) * tp + tp_i
+
+16 ranks with tp 2, pp 4 (hence dp 2): tp [0, 1] …, dp [0, 2] …, pp [0, 4, 8, 12] …, as in Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+AxisName: TypeAlias = Literal["pp", "dp", "tp"]
+AXES: tuple[AxisName, ...] = ("pp", "dp", "tp")  # slowest first: the order of a DeviceMesh's dims
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the three axes."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        assert min(self.dp, self.tp, self.pp) >= 1, self
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes in the order of `AXES`."""
+        return self.pp, self.dp, self.tp
+
+    def rank(self, pp: int, dp: int, tp: int) -> int:
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(pp, dp, tp) of a rank."""
+        return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
+
+    def group_of(self, rank: int, axis: AxisName) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in `axis` only, itself included, ascending."""
+        pp, dp, tp = self.coordinates(rank)
+        match axis:
+            case "pp":
+                return tuple(self.rank(i, dp, tp) for i in range(self.pp))
+            case "dp":
+                return tuple(self.rank(pp, i, tp) for i in range(self.dp))
+            case "tp":
+                return tuple(self.rank(pp, dp, i) for i in range(self.tp))
+
+    def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
+        """All groups of an axis, by their first rank."""
+        return sorted({self.group_of(rank, axis) for rank in range(self.world)})
+
+    def __str__(self) -> str:
+        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}"

@@ -1,0 +1,143 @@
+"""Ops with an implementation of their own: the vocabulary-parallel pair, sums for losses, keyed dropout and attention.
+
+Vocabulary-parallel cross entropy (Shoeybi et al. 2019, §3): with v cut over ranks, per position
+
+    loss = log Σ_v exp(x_v − M) − (x_label − M),   M = max_v x_v
+
+takes one all-reduce of M and one of the pair (Σ exp, x_label); the gradient softmax − onehot is local.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoptd.runtime.axis import Axis
+from autoptd.runtime.randomness import DropoutKey
+
+
+def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int = -1) -> Tensor:
+    """Lookup in a table cut over the vocabulary: weight [v/t, h], indices [...] -> addend [..., h].
+
+    Rows of other ranks come out as zeros (placement P). `padding_idx` is global; its row takes no gradient.
+    """
+    rows = weight.shape[0]
+    first = tp.rank * rows
+    if tp.size == 1:
+        return F.embedding(indices, weight, padding_idx if padding_idx >= 0 else None)
+    local = indices - first
+    foreign = (local < 0) | (local >= rows)
+    padding = padding_idx - first if first <= padding_idx < first + rows else None
+    return F.embedding(local.masked_fill(foreign, 0), weight, padding).masked_fill(foreign.unsqueeze(-1), 0)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
+    """Sum over valid positions: logits [..., v], labels [...] -> 0-dim, computed in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        labels.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+
+
+def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int = -100) -> Tensor:
+    """`cross_entropy` of logits [..., v/t] cut over the vocabulary, labels [...]: the same 0-dim sum on every rank."""
+    if tp.size == 1:
+        return cross_entropy(logits, labels, ignore_index)
+    return _VocabCrossEntropy.apply(logits, labels, tp, ignore_index)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Saves the local softmax and two tensors of the labels' shape."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int) -> Tensor:
+        width = logits.shape[-1]
+        x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        x = x - tp.max(x.amax(-1)).unsqueeze(-1)
+        valid = labels != ignore_index
+        local = labels - tp.rank * width
+        own = valid & (local >= 0) & (local < width)
+        local = local.masked_fill(~own, 0).unsqueeze(-1)
+        at_label = x.gather(-1, local).squeeze(-1).masked_fill(~own, 0)
+        softmax = x.exp_()
+        total, at_label = tp.sum(torch.stack((softmax.sum(-1), at_label)))
+        softmax /= total.unsqueeze(-1)
+        ctx.save_for_backward(softmax, local, own, valid)
+        ctx.dtype = logits.dtype
+        return (total.log() - at_label).masked_fill(~valid, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, local, own, valid = ctx.saved_tensors
+        result = softmax * (grad * valid).unsqueeze(-1)
+        result.scatter_add_(-1, local, (-grad * own).to(result.dtype).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None
+
+
+def valid_count(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """How many labels count, 0-dim float64: exact for any batch."""
+    return (labels != ignore_index).sum().to(torch.float64)
+
+
+def dropout(x: Tensor, p: float, key: str, rng: DropoutKey | None, shard: int = 0) -> Tensor:
+    """Zero elements with probability p and scale the rest by 1/(1-p); the identity without an active `rng`.
+
+    `shard` is the tp rank where x is split over tp and 0 where every rank holds all of it.
+    """
+    if p == 0 or rng is None or not rng.active:
+        return x
+    if p == 1:
+        return x * 0
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    keep.bernoulli_(1 - p, generator=rng.generator(key, shard, x.device))
+    return x * keep * (1 / (1 - p))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key: str = "",
+    rng: DropoutKey | None = None,
+    shard: int = 0,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot product attention, q [..., heads, sq, d], k and v [..., kv heads, sk, d], with keyed dropout.
+
+    torch's kernels do all of it but dropout on a CPU, whose kernel draws from the process's one generator.
+    """
+    if dropout_p == 0 or rng is None or not rng.active:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if q.device.type != "cpu":
+        with torch.random.fork_rng([q.device], device_type=q.device.type):
+            torch.get_device_module(q.device).manual_seed(rng.draw_seed(key, shard))
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return dropout(scores.softmax(-1), dropout_p, key, rng, shard) @ v
+
+
+def element_count(count: int) -> Tensor:
+    """A count that is known from the sizes, as `valid_count` gives those that are not."""
+    return torch.tensor(count, dtype=torch.float64)

@@ -1,0 +1,187 @@
+"""Communicators on torch.distributed: NCCL where there are GPUs, gloo otherwise; the axes come from one DeviceMesh.
+
+gloo emulates reduce-scatter by a whole all-reduce, so here it is an all-to-all and a local sum in rank order: half the
+traffic, and the same bits on every run. Booleans travel as bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoptd.errors import PlanError
+from autoptd.runtime.comm import Alone, Channel, Communicators, Group, Handle, Reduction, connect
+from autoptd.runtime.mesh import AXES, AxisName, Mesh
+
+# renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass
+class _Work:
+    """torch's work and the tensors that must outlive it."""
+
+    work: dist.Work | None
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.tensors = None, ()
+
+    def done(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+
+@dataclass
+class _SumOfParts:
+    """A reduce-scatter made of an all-to-all under way and the sum still to do."""
+
+    work: dist.Work | None
+    parts: Tensor  # [size, n]
+    out: Tensor  # [n]
+    x: Tensor
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            torch.sum(self.parts, 0, out=self.out)
+            self.work, self.parts = None, self.out
+
+    def done(self) -> bool:
+        return self.work is None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype is torch.bool else x
+
+
+@dataclass
+class ProcessGroup:
+    """`comm.Group` over one torch process group."""
+
+    group: dist.ProcessGroup
+    gloo: bool
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        dist.all_reduce(_bytes(x), _OPS[op], group=self.group)
+        return x
+
+    def all_reduce_later(self, x: Tensor) -> Handle:
+        return _Work(dist.all_reduce(x, group=self.group, async_op=True), (x,))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        self.all_gather_later(_bytes(out).flatten(), _bytes(x).flatten()).wait()
+        return out
+
+    def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
+        return _Work(_all_gather(out, x, group=self.group, async_op=True), (out, x))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[1:])
+        self.reduce_scatter_later(out.view(-1), x.view(-1)).wait()
+        return out
+
+    def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
+        if not self.gloo:
+            return _Work(_reduce_scatter(out, x, group=self.group, async_op=True), (out, x))
+        parts = x.new_empty(self.size, out.numel())
+        work = dist.all_to_all_single(parts, x.view(self.size, -1), group=self.group, async_op=True)
+        return _SumOfParts(work, parts, out, x)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
+        return out
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        dist.broadcast(_bytes(x), group=self.group, group_src=source)
+        return x
+
+
+@dataclass
+class ProcessChannel:
+    """`comm.Channel` over a process group of its own."""
+
+    group: dist.ProcessGroup
+    peer: int  # global rank
+
+    def send(self, x: Tensor) -> Handle:
+        return _Work(dist.isend(_bytes(x), self.peer, group=self.group), (x,))
+
+    def receive(self, out: Tensor) -> Handle:
+        return _Work(dist.irecv(_bytes(out), self.peer, group=self.group), (out,))
+
+
+class ProcessBackend:
+    """`comm.Backend` on an initialised torch.distributed."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.device = device
+        self.device_mesh: DeviceMesh = init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)
+        self._gloo = device.type == "cpu"
+
+    def axis(self, mesh: Mesh, name: AxisName) -> Group:
+        return self._wrap(self.device_mesh.get_group(name))
+
+    def group(self, ranks: tuple[int, ...]) -> Group | None:
+        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+        assert group is not None
+        return self._wrap(group) if self.rank in ranks else None
+
+    def channel(self, source: int, target: int) -> Channel | None:
+        group = dist.new_group([source, target])
+        if self.rank not in (source, target):
+            return None
+        return ProcessChannel(group, target if self.rank == source else source)
+
+    def _wrap(self, group: dist.ProcessGroup) -> Group:
+        return Alone() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._gloo)
+
+
+def connect_processes(mesh: Mesh, device: torch.device | None = None, timeout_s: float = 600.0) -> Communicators:
+    """This process's communicators; starts torch.distributed from the environment (torchrun) unless it runs already.
+
+    `device` defaults to this process's GPU, or the CPU where there is none. Raises PlanError before any process group
+    is started if the environment's world is not the mesh's.
+    """
+    if device is None:
+        device = default_device()
+    _check_world(mesh)
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return connect(mesh, ProcessBackend(mesh, device))
+
+
+def default_device() -> torch.device:
+    """The GPU of this process's LOCAL_RANK, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _check_world(mesh: Mesh) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != mesh.world:
+        raise PlanError(
+            f"the plan is for {mesh.world} ranks ({mesh}), but {world} are running",
+            fix=f"start it with torchrun --nproc-per-node for {mesh.world} ranks in all, or plan for world={world}",
+        )

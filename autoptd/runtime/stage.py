@@ -1,0 +1,102 @@
+"""What an emitted stage file builds on: `Stage`, the wires between stages, parameters under their original names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.axis import Axis
+from autoptd.runtime.randomness import DropoutKey
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One tensor that crosses from a stage to the next, the same on both sides.
+
+    `shape(**sizes)` is that of the local (tp-split) tensor for one microbatch, from the stage's size symbols.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Callable[..., tuple[int, ...]]
+    requires_grad: bool
+
+
+class Stage(nn.Module):
+    """One pipeline stage of an emitted program; a subclass per distinct stage.
+
+    `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`, or on the last stage,
+    given `counts` too, the 0-dim share of the global loss of this microbatch (the same on all tp ranks).
+    Parameters have local shapes and the original model's dotted names; the class is built on the meta device.
+    """
+
+    inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that forward reads
+    receives: ClassVar[tuple[Wire, ...]] = ()
+    sends: ClassVar[tuple[Wire, ...]] = ()
+    is_last: ClassVar[bool] = False
+    sizes: ClassVar[dict[str, tuple[str, int]]] = {}  # symbol -> (model input, dim)
+    count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
+
+    def __init__(self, tp: Axis, dropout: DropoutKey | None = None) -> None:
+        super().__init__()
+        self.tp = tp
+        self.dropout = dropout
+
+    @staticmethod
+    def loss_counts(**inputs: Tensor) -> tuple[Tensor, ...]:
+        """The 0-dim counts of one microbatch by which the loss is divided, from the model inputs `count_inputs`."""
+        return ()
+
+    # nn.Module.__call__ types forward as Any; emitted classes give it their own arguments
+    forward: Callable[..., Any]
+
+
+def parameter(
+    module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, requires_grad: bool = True
+) -> nn.Parameter:
+    """Declare an empty parameter under a dotted name, containers made as needed. Raises KeyError if it exists."""
+    owner, leaf = _owner(module, name)
+    new = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=requires_grad)
+    owner.register_parameter(leaf, new)
+    return new
+
+
+def buffer(
+    module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, persistent: bool = True
+) -> Tensor:
+    """Declare an empty buffer under a dotted name. Raises KeyError if it exists."""
+    owner, leaf = _owner(module, name)
+    new = torch.empty(shape, dtype=dtype)
+    owner.register_buffer(leaf, new, persistent=persistent)
+    return new
+
+
+def submodule(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
+    """Put a module under a dotted name. A container that stands there already hands over what it holds."""
+    owner, leaf = _owner(module, name)
+    if leaf not in owner._modules:
+        owner.add_module(leaf, child)
+        return child
+    standing = owner._modules[leaf]
+    if type(standing) is not nn.Module:
+        raise KeyError(f"attribute {name!r} already exists")
+    for inner, grandchild in standing.named_children():
+        child.add_module(inner, grandchild)
+    for inner, held in standing.named_parameters(recurse=False):
+        child.register_parameter(inner, held)
+    owner._modules[leaf] = child
+    return child
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the last part of a dotted name."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    return module, leaf

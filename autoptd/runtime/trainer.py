@@ -1,0 +1,266 @@
+"""One rank's training program: a stage, its share of the parameters, and the step.
+
+The loss is plan-invariant: Σ_i c_i S_i / N_i with counts N_i over the whole global batch, known before the first
+forward. Each microbatch's loss is its addend, so gradients are summed over microbatches and dp ranks and nobody divides
+by either. A count that is zero in the whole batch (no valid label anywhere) is taken as one: loss and gradients are 0.
+
+At the end of a step one all-reduce over the world carries the loss, the squared gradient norm and, per parameter,
+whether anyone had a gradient for it; what nobody used is not stepped, as in torch with `.grad is None`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.passes.placements import Split
+from autoptd.runtime.axis import from_slices, own_slice
+from autoptd.runtime.batch import Microbatch, cut_batch
+from autoptd.runtime.buffers import Buffers, squared_norm
+from autoptd.runtime.comm import Communicators, Group
+from autoptd.runtime.executor import Executor
+from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.runtime.optimizer import Factory, make_optimizer
+from autoptd.runtime.randomness import DropoutKey
+from autoptd.runtime.stage import Stage
+from autoptd.schedule import forward_only, training_step, with_communication
+
+
+class Trainer:
+    """Trains `stage` as this rank's part of a program; all ranks build theirs in the same order.
+
+    `stage` may be on meta: call `load_parameters` before the first step. A stage with values keeps them.
+    `optimizer` is "adamw" or "sgd" (keywords go to torch's class), or a factory over parameters; elementwise ones only.
+    `clip_norm` bounds the global gradient norm. Raises PlanError if stage and layout do not fit each other.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        layout: Layout,
+        communicators: Communicators,
+        optimizer: str | Factory = "adamw",
+        *,
+        clip_norm: float | None = None,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self.stage, self.layout, self.communicators = stage, layout, communicators
+        self.clip_norm = clip_norm
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64
+        self._dropout = stage.dropout or DropoutKey(layout.seed)
+        self._dropout.dp_rank = communicators.dp.rank
+        _check_names(stage, layout, communicators)
+        tied = _tied_groups(layout, communicators)
+        self._loaded = not any(p.is_meta for p in stage.parameters())
+        self._buffers, self._tensors = _materialise(stage, layout, communicators, tied)
+        self._pieces = self._buffers.pieces(communicators.stage, communicators.dp.rank)
+        self.optimizer = make_optimizer(optimizer, [piece.param for piece in self._pieces], **optimizer_kwargs)
+        self._executor = Executor(stage, communicators, self._dropout)
+        self._actions = training_step(layout.schedule, layout.mesh.pp, layout.microbatches)[communicators.stage]
+        self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
+        self._used: set[str] = set()
+
+    # Steps
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """One optimizer step over the global batch, of which `batch` is this dp rank's share (keyword tensors).
+
+        Returns the loss over the whole global batch, 0-dim, the same on all ranks. Raises InputsError for a wrong batch
+        before any communication.
+        """
+        self._check_loaded()
+        microbatches = cut_batch(
+            batch, self.layout.inputs, self.layout.micro, self.layout.microbatches, self.communicators.device
+        )
+        self._dropout.active = True
+        self._buffers.start_step()
+        outcome: list[Tensor] = []
+        share = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
+        end = {
+            "REDUCE": self._buffers.finish_reduction,
+            "STEP": lambda: outcome.append(self._finish(share)),
+            "GATHER": self._buffers.gather_parameters,
+        }
+        counts = self._global_counts(microbatches)
+        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers.expect_last_backward)
+        self._dropout.step += 1
+        return outcome[0]
+
+    @torch.no_grad()
+    def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss over the global batch, without dropout, gradient or update; any number of samples per dp rank."""
+        self._check_loaded()
+        microbatches = cut_batch(batch, self.layout.inputs, self.layout.micro, None, self.communicators.device)
+        self._dropout.active = False
+        actions = with_communication(forward_only(self.layout.mesh.pp, len(microbatches)))[self.communicators.stage]
+        loss = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
+        self._executor.run(actions, microbatches, self._global_counts(microbatches), loss, {}, lambda: None)
+        if self.communicators.tp.rank != 0:
+            loss.zero_()
+        return self.communicators.world.all_reduce(loss.view(1))[0].to(self.layout.main_dtype)
+
+    def _global_counts(self, microbatches: list[Microbatch]) -> tuple[Tensor, ...]:
+        """The loss's counts over all microbatches and dp ranks, float64; () where no loss is computed."""
+        if not self.stage.is_last:
+            return ()
+        names = self.stage.count_inputs
+        each = [self.stage.loss_counts(**{name: mb[name] for name in names}) for mb in microbatches]
+        if not each[0]:
+            return ()
+        total = torch.stack([torch.stack([count.to(torch.float64) for count in counts]) for counts in each]).sum(0)
+        self.communicators.dp.all_reduce(total)
+        return tuple(torch.where(total == 0, 1.0, total).unbind())
+
+    @torch.no_grad()
+    def _finish(self, share: Tensor) -> Tensor:
+        """Agree on loss, norm and used parameters; clip; step. Returns the loss."""
+        device = self.communicators.device
+        own_used = self._buffers.used()
+        loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
+        flags = torch.tensor([name in own_used for name in self._trainable], dtype=torch.float64, device=device)
+        norm = squared_norm(self._pieces).to(device)
+        agreed = self.communicators.world.all_reduce(torch.cat((loss.view(1), norm.view(1), flags)))
+        self._used = {name for name, n in zip(self._trainable, agreed[2:].tolist(), strict=True) if n}
+        self.grad_norm = agreed[1].sqrt()
+        if self.clip_norm is not None:
+            self._buffers.scale_gradients((self.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+        for piece in self._pieces:
+            piece.param.grad = piece.grad if piece.name in self._used else None
+        self.optimizer.step()
+        return agreed[0].to(self.layout.main_dtype)
+
+    # Full tensors
+
+    @torch.no_grad()
+    def load_parameters(self, full: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of full tensors by their original names; tensors of other stages are ignored.
+
+        Raises PlanError naming every missing tensor and wrong shape, before anything is written.
+        """
+        specs = {**self.layout.parameters, **self.layout.buffers}
+        wrong = [f"{name}: missing" for name in self._tensors if name not in full]
+        wrong += [
+            f"{name}: {list(full[name].shape)} instead of {list(specs[name].shape)}"
+            for name in self._tensors
+            if name in full and tuple(full[name].shape) != tuple(specs[name].shape)
+        ]
+        wrong += [
+            f"{name}: on the meta device, without values"
+            for name in self._tensors
+            if name in full and full[name].is_meta
+        ]
+        if wrong:
+            raise PlanError(
+                "tensors that do not fit the plan", where="\n".join(wrong), fix="give the planned model's tensors"
+            )
+        for name, local in self._tensors.items():
+            local.copy_(self._part(full[name], specs[name]))
+        self._buffers.read_parameters()
+        self._loaded = True
+
+    def _part(self, full: Tensor, spec: TensorSpec) -> Tensor:
+        tp = self.communicators.tp
+        match spec.placement:
+            case Split(dim, groups) if tp.size > 1:
+                return own_slice(full, dim, groups, tp.size, tp.rank)
+            case _:
+                return full
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters of the model, full, under their original names, on every rank. A collective."""
+        return {
+            name: self._collect(self._tensors.get(name), spec, self.layout.dtype)
+            for name, spec in self.layout.parameters.items()
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients (clipped, if so asked), full, of the parameters that had one. A collective."""
+        local = self._buffers.gradients()
+        return {
+            name: self._collect(local.get(name), self.layout.parameters[name], self.layout.main_dtype)
+            for name in self._trainable
+            if name in self._used
+        }
+
+    @torch.no_grad()
+    def _collect(self, local: Tensor | None, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+        """Gather over tp on the tensor's first stage, then tell the other stages."""
+        c = self.communicators
+        owner = spec.stages[0]
+        if c.stage != owner:
+            whole = torch.empty(spec.shape, dtype=dtype, device=c.device)
+        else:
+            assert local is not None
+            whole = local.detach().to(dtype).contiguous()
+            if isinstance(spec.placement, Split) and c.tp.size > 1:
+                whole = from_slices(c.tp.all_gather(whole), spec.placement.dim, spec.placement.groups).contiguous()
+        return c.pp.broadcast(whole.clone(), owner)
+
+    def _check_loaded(self) -> None:
+        if not self._loaded:
+            raise RuntimeFault("the parameters have no values yet", fix="call load_parameters first")
+
+
+def _check_names(stage: Stage, layout: Layout, communicators: Communicators) -> None:
+    """The stage must hold exactly the tensors that the layout gives it, in their local shapes."""
+    here, tp = communicators.stage, layout.mesh.tp
+    wrong = []
+    for kind, held, specs in (
+        ("parameter", dict(stage.named_parameters()), layout.parameters),
+        ("buffer", dict(stage.named_buffers()), layout.buffers),
+    ):
+        planned = {name: spec for name, spec in specs.items() if here in spec.stages}
+        wrong += [f"{kind} {name}: in the plan, not in the stage" for name in planned if name not in held]
+        for name, x in held.items():
+            if name not in planned:
+                wrong.append(f"{kind} {name}: in the stage, not in the plan")
+            elif tuple(x.shape) != planned[name].local_shape(tp):
+                local = list(planned[name].local_shape(tp))
+                wrong.append(f"{kind} {name}: {list(x.shape)} in the stage, {local} in the plan")
+    if wrong:
+        raise PlanError(
+            f"stage {here} and the plan hold different tensors",
+            where="\n".join(wrong),
+            fix="emit the stages again from this plan",
+        )
+
+
+def _tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int, ...], Group]:
+    """A group for every set of stages that share parameters; all ranks create all sets in one order."""
+    sets = sorted({spec.stages for spec in layout.parameters.values() if len(spec.stages) > 1})
+    groups = {stages: communicators.over_stages(stages) for stages in sets}
+    return {stages: group for stages, group in groups.items() if group is not None}
+
+
+@torch.no_grad()
+def _materialise(
+    stage: Stage, layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
+) -> tuple[Buffers, dict[str, Tensor]]:
+    """Give the stage real tensors: trainable parameters in flat buffers, the rest on their own. Values are kept.
+
+    Returns the buffers and every local tensor by name.
+    """
+    device = communicators.device
+    old = dict(stage.named_parameters())
+    with torch.enable_grad():
+        buffers = Buffers(old, layout, device, communicators.tp, communicators.dp, tied)
+    new: dict[str, nn.Parameter] = dict(buffers.parameters)
+    for name, parameter in old.items():
+        if name not in new:
+            new[name] = nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=False)
+        if not parameter.is_meta:
+            new[name].copy_(parameter)
+    buffers.read_parameters()
+    replacement = {id(parameter): new[name] for name, parameter in old.items()}
+    for module in stage.modules():
+        for leaf, declared in module._parameters.items():
+            if declared is not None:
+                module._parameters[leaf] = replacement[id(declared)]
+        for leaf, held in module._buffers.items():
+            if held is not None:
+                module._buffers[leaf] = torch.zeros_like(held, device=device) if held.is_meta else held.to(device)
+    return buffers, {**new, **dict(stage.named_buffers())}

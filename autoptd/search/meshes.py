@@ -1,0 +1,266 @@
+"""Which meshes there are for a world, and the search through them in order of an optimistic bound.
+
+A mesh is dp * tp * pp = world, with the samples `micro` of a microbatch per data-parallel rank; a step then has
+m = batch / (dp * micro) microbatches. `candidates` writes down all of them that the limits and the user's `fix` allow.
+`search` visits them best bound first and stops when no bound is below the best step time found: what is left out cannot
+be better. Both are deterministic; among equals the first in (tp, pp, dp, micro, zero, recompute) order wins.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from autoptd.errors import DoesNotFit, PlanError, nearest
+
+T = TypeVar("T")
+FIXABLE = ("dp", "micro", "pp", "recompute", "tp", "zero")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One mesh with its microbatch size and memory options."""
+
+    dp: int
+    tp: int
+    pp: int
+    micro: int  # samples per microbatch and data-parallel rank
+    microbatches: int  # per step
+    zero: int
+    recompute: str
+
+    def __str__(self) -> str:
+        return f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the devices and the model allow. `batch`: samples per step; `segments`: cuttable pieces of the model;
+    `max_micro`: largest microbatch to consider (a fixed one may be larger)."""
+
+    world: int
+    batch: int
+    segments: int
+    tp_sizes: tuple[int, ...]
+    zeros: tuple[int, ...] = (0, 1)
+    recomputes: tuple[str, ...] = ("none", "full", "auto")
+    max_micro: int | None = None
+
+
+def candidates(limits: Limits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
+    """Every candidate within `limits` that has what `fix` says (any of dp, tp, pp, micro, zero, recompute).
+
+    With one data-parallel rank ZeRO changes nothing: its first level stands for all.
+    Raises `PlanError` naming what does not divide or is not possible, and the nearest that is.
+    """
+    wish = dict(fix or {})
+    _check_alone(limits, wish)
+    _check_together(limits, wish)
+    found = tuple(c for mesh in _meshes(limits, wish) for c in _options(limits, wish, *mesh))
+    if not found:
+        raise _nothing_left(limits, wish)
+    return found
+
+
+def _meshes(limits: Limits, wish: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:
+    """(dp, tp, pp)."""
+    for tp in sorted(set(limits.tp_sizes)):
+        if limits.world % tp or wish.get("tp", tp) != tp:
+            continue
+        for pp in divisors(limits.world // tp):
+            dp = limits.world // tp // pp
+            if pp <= limits.segments and wish.get("pp", pp) == pp and wish.get("dp", dp) == dp:
+                yield dp, tp, pp
+
+
+def _options(limits: Limits, wish: Mapping[str, int | str], dp: int, tp: int, pp: int) -> Iterator[Candidate]:
+    if limits.batch % dp:
+        return
+    share = limits.batch // dp
+    zeros = limits.zeros if dp > 1 else limits.zeros[:1]
+    for micro in divisors(share):
+        if wish.get("micro", micro) != micro or ("micro" not in wish and micro > (limits.max_micro or micro)):
+            continue
+        for zero in [int(wish["zero"])] if "zero" in wish else zeros:
+            for recompute in [str(wish["recompute"])] if "recompute" in wish else limits.recomputes:
+                yield Candidate(dp, tp, pp, micro, share // micro, zero, recompute)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+# ---- wishes that cannot be met ----
+
+
+def _check_alone(limits: Limits, wish: Mapping[str, int | str]) -> None:
+    for name in wish:
+        if name not in FIXABLE:
+            raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(name, FIXABLE))
+    for name in ("dp", "tp", "pp", "micro"):
+        value = wish.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PlanError(f"{name} is {value!r}", where=f"fix[{name!r}]", fix="give a whole number of at least 1")
+    allowed: dict[str, Sequence[int | str]] = {"zero": limits.zeros, "recompute": limits.recomputes}
+    for name, values in allowed.items():
+        if name in wish and (wish[name] not in values or isinstance(wish[name], bool)):
+            known = ", ".join(map(str, values))
+            raise PlanError(f"{name} {wish[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}")
+
+
+def _check_together(limits: Limits, wish: Mapping[str, int | str]) -> None:
+    fixed = {name: int(wish[name]) for name in ("dp", "tp", "pp") if name in wish}
+    for name, value in fixed.items():
+        if limits.world % value:
+            sizes = [d for d in divisors(limits.world) if name != "tp" or d in limits.tp_sizes]
+            raise PlanError(
+                f"world {limits.world} is not divisible by {name} {value}",
+                where=f"fix[{name!r}]",
+                fix=f"use {name} {_around(value, sizes)}",
+            )
+    tp = fixed.get("tp")
+    if tp is not None and tp not in limits.tp_sizes:
+        sizes = [d for d in limits.tp_sizes if limits.world % d == 0]
+        raise PlanError(f"the model cannot be split by tp {tp}", where="fix['tp']", fix=f"use tp {_around(tp, sizes)}")
+    if fixed.get("pp", 1) > limits.segments:
+        raise PlanError(
+            f"pp {fixed['pp']} is more than the {limits.segments} pieces the model can be cut into",
+            where="fix['pp']",
+            fix=f"use pp <= {limits.segments}",
+        )
+    product = math.prod(fixed.values())
+    text = " x ".join(f"{name} {value}" for name, value in fixed.items())
+    if len(fixed) == 3 and product != limits.world:
+        raise PlanError(
+            f"{text} is {product}, not the world of {limits.world}", where="fix", fix="leave one of them out"
+        )
+    if limits.world % product:
+        raise PlanError(
+            f"world {limits.world} is not divisible by {text} = {product}",
+            where="fix",
+            fix=f"use a world of {_around(limits.world, _multiples(product, limits.world))}, or leave one of them out",
+        )
+    _check_batch(limits, wish)
+
+
+def _check_batch(limits: Limits, wish: Mapping[str, int | str]) -> None:
+    fixed = {name: int(wish[name]) for name in ("dp", "micro") if name in wish}
+    if {"tp", "pp"} <= wish.keys():
+        fixed["dp"] = limits.world // (int(wish["tp"]) * int(wish["pp"]))
+    product = math.prod(fixed.values())
+    if limits.batch % product:
+        text = " x ".join(f"{name} {fixed[name]}" for name in ("dp", "micro") if name in fixed)
+        problem = "smaller than" if limits.batch < product else "not divisible by"
+        raise PlanError(
+            f"batch {limits.batch} is {problem} {text}" + (f" = {product}" if len(fixed) > 1 else ""),
+            where="batch",
+            fix=f"use a batch of {_around(limits.batch, _multiples(product, limits.batch))}",
+        )
+
+
+def _multiples(step: int, near: int) -> list[int]:
+    return [value for value in (near // step * step, near // step * step + step) if value]
+
+
+def _around(value: int, known: Sequence[int]) -> str:
+    """The nearest below and above."""
+    below, above = [k for k in known if k < value], [k for k in known if k > value]
+    return " or ".join(str(k) for k in (*([max(below)] if below else []), *([min(above)] if above else [])))
+
+
+def _nothing_left(limits: Limits, wish: Mapping[str, int | str]) -> PlanError:
+    """No single demand is at fault: say what the meshes would need."""
+    meshes = list(_meshes(limits, wish))
+    asked = ", ".join(f"{name} {value}" for name, value in sorted(wish.items())) or "nothing fixed"
+    if not meshes:
+        return PlanError(
+            f"no dp x tp x pp gives a world of {limits.world} with {asked}",
+            where=f"tp may be {', '.join(map(str, sorted(limits.tp_sizes)))}; pp at most {limits.segments}",
+            fix="fix fewer of them, or use another world",
+        )
+    micro = int(wish.get("micro", 1))
+    steps = sorted({dp * micro for dp, _, _ in meshes})
+    batches = sorted({b for step in steps for b in _multiples(step, limits.batch)})
+    return PlanError(
+        f"batch {limits.batch} is not divisible by dp x micro of any mesh of world {limits.world} with {asked}",
+        where=f"dp x micro may be {', '.join(map(str, steps))}",
+        fix=f"use a batch of {_around(limits.batch, batches)}",
+    )
+
+
+# ---- the search ----
+
+
+@dataclass(frozen=True)
+class Found(Generic[T]):
+    """An evaluated candidate: the seconds of a step, and whatever the evaluation made."""
+
+    candidate: Candidate
+    seconds: float
+    result: T
+
+
+@dataclass(frozen=True)
+class Searched(Generic[T]):
+    """`best`: the best few, best first. `bound_s`: no candidate takes less. Each candidate was visited or pruned;
+    of those visited, `rejected` did not fit."""
+
+    best: tuple[Found[T], ...]
+    visited: int
+    pruned: int
+    rejected: tuple[tuple[Candidate, DoesNotFit], ...]
+    bound_s: float
+
+    @property
+    def gap(self) -> float:
+        """How much faster an unvisited candidate may be, relative to the best; 0 when nothing was left out."""
+        return max(0.0, 1.0 - self.bound_s / self.best[0].seconds) if self.best else math.inf
+
+
+def search(
+    options: Sequence[Candidate],
+    lower_bound: Callable[[Candidate], float],
+    evaluate: Callable[[Candidate], tuple[float, T]],
+    *,
+    keep: int = 3,
+    slack: float = 0.0,
+    time_limit_s: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> Searched[T]:
+    """The `keep` best of `options` by `evaluate`, which gives (seconds, result) or raises `DoesNotFit`.
+
+    `lower_bound` must never exceed the seconds of `evaluate`; infinity leaves a candidate out. Candidates with bounds
+    up to (1 + slack) times the best are visited, so that a finer judge has near-equals to choose from. At the time
+    limit (checked between evaluations, after the first that fits) the best so far is returned, with its gap.
+    """
+    started = clock()
+    queue = sorted((lower_bound(option), index) for index, option in enumerate(options))
+    found: list[tuple[float, int, T]] = []
+    rejected: list[tuple[Candidate, DoesNotFit]] = []
+    visited = 0
+    for bound, index in queue:
+        limit = found[0][0] * (1 + slack) if found else math.inf
+        if bound >= limit or (found and clock() - started > time_limit_s):
+            break
+        visited += 1
+        try:
+            seconds, result = evaluate(options[index])
+        except DoesNotFit as error:
+            rejected.append((options[index], error))
+            continue
+        assert seconds >= bound * (1 - 1e-6), f"{options[index]}: {seconds} s is below its bound of {bound} s"
+        found.append((seconds, index, result))
+        found.sort(key=lambda entry: entry[:2])
+    left = queue[visited][0] if visited < len(queue) else math.inf
+    return Searched(
+        best=tuple(Found(options[index], seconds, result) for seconds, index, result in found[:keep]),
+        visited=visited,
+        pruned=len(queue) - visited,
+        rejected=tuple(rejected),
+        bound_s=min(left, found[0][0] if found else math.inf),
+    )

@@ -1,0 +1,1 @@
+"""What a plan costs: clusters, times of ops and collectives, memory, simulated schedules. Numbers in, numbers out."""

@@ -1,0 +1,289 @@
+"""A cluster: one kind of device, and levels of links from the innermost (NVLink in a node) outwards.
+
+    level 0   groups of 8 neighbouring ranks      every GPU has bytes_per_s to its neighbours in the group
+    level 1   everything beyond                   every GPU has bytes_per_s (its share of the NICs) out of its group
+
+Ranks are numbered so that `levels[0].ranks` neighbours share a node. Every rate is a datasheet peak together with the
+fraction of it that was measured to be sustained; models use the product. Clusters are files that people write (TOML),
+so each field is checked and each complaint names its path.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from autoptd.cost_models.complaints import describe_mistakes
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autoptd.errors import ClusterError, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Peaks(_Frozen):
+    """Dense matmul peak of one device in flop/s, by the precision of its operands."""
+
+    fp64: Rate
+    fp32: Rate
+    bf16: Rate
+    fp16: Rate
+
+    def of(self, dtype: str) -> float:
+        """The peak for a precision name. Raises ValueError naming the known ones."""
+        if dtype not in type(self).model_fields:
+            raise ValueError(f"no matmul peak for precision {dtype!r}; {nearest(dtype, type(self).model_fields)}")
+        return float(getattr(self, dtype))
+
+
+class Sustained(_Frozen):
+    """The fraction of a peak that real programs reach, and where that was measured."""
+
+    fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    source: str = ""
+
+
+class Device(_Frozen):
+    """One accelerator (or one CPU process). Sizes in bytes, rates per second, times in seconds."""
+
+    name: Name
+    source: str = ""
+    reported_names: tuple[str, ...] = ()  # what torch.cuda.get_device_name answers on it
+    memory_bytes: Annotated[int, Field(gt=0)]
+    context_bytes: Annotated[int, Field(ge=0)] = 0  # taken by the driver and loaded kernels before the first tensor
+    memory_bytes_per_s: Rate
+    launch_s: Seconds = 0.0  # added to every op
+    matmul_flops_per_s: Peaks
+    matmul_sustained: Sustained = Sustained()
+    attention_sustained: Sustained = Sustained()
+    memory_sustained: Sustained = Sustained()
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> Device:
+        if self.context_bytes >= self.memory_bytes:
+            raise ValueError(f"context_bytes {self.context_bytes} leaves nothing of memory_bytes {self.memory_bytes}")
+        return self
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that tensors and the allocator can have."""
+        return self.memory_bytes - self.context_bytes
+
+
+class Link(_Frozen):
+    """One level: groups of `ranks` neighbouring ranks; None on the last level, which has no end.
+
+    `bytes_per_s` is per GPU, one direction: the GPU's own share where several GPUs share a NIC.
+    `latency_s` is one hop of a collective or one message.
+    """
+
+    name: Name
+    source: str = ""
+    ranks: Annotated[int, Field(gt=0)] | None = None
+    bytes_per_s: Rate
+    latency_s: Seconds
+    sustained: Sustained = Sustained()
+
+    @property
+    def sustained_bytes_per_s(self) -> float:
+        return self.bytes_per_s * self.sustained.fraction
+
+
+class Cluster(_Frozen):
+    """A named device and its levels of links, innermost first."""
+
+    name: Name
+    source: str = ""
+    device: Device
+    levels: Annotated[tuple[Link, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _levels_nest(self) -> Cluster:
+        sizes = [level.ranks for level in self.levels]
+        if None in sizes[:-1]:
+            raise ValueError("only the last of levels may leave out `ranks`")
+        bounded = [size for size in sizes if size is not None]
+        for inner, outer in pairwise(bounded):
+            if outer <= inner or outer % inner:
+                raise ValueError(f"levels must nest: {outer} ranks is not a larger multiple of {inner} ranks")
+        return self
+
+    @property
+    def gpus_per_node(self) -> int | None:
+        """Ranks of the innermost level; None where one level has no end."""
+        return self.levels[0].ranks
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Names of the shipped clusters, sorted."""
+        return tuple(sorted(f.name.removesuffix(".toml") for f in _shipped().iterdir() if f.name.endswith(".toml")))
+
+    @staticmethod
+    def load(name_or_toml_path: str | Path) -> Cluster:
+        """A shipped cluster by name, or a TOML file. Raises ClusterError naming the field, or the nearest names."""
+        text = str(name_or_toml_path)
+        if text in Cluster.names():
+            return Cluster._parse((_shipped() / f"{text}.toml").read_text("utf-8"), where=text)
+        path = Path(text)
+        if path.suffix != ".toml" and not path.is_file():
+            raise ClusterError(
+                f"there is no cluster named {text!r}; {nearest(text, Cluster.names())}",
+                fix="give one of these names, or the path of a .toml file",
+            )
+        if not path.is_file():
+            raise ClusterError(
+                f"the cluster file {text!r} does not exist",
+                where=str(path.absolute()),
+                fix="give a path that exists, or a shipped name: " + ", ".join(Cluster.names()),
+            )
+        try:
+            return Cluster._parse(path.read_text("utf-8"), where=text)
+        except UnicodeDecodeError as error:
+            raise ClusterError("the cluster file is not UTF-8 text", where=text, fix="save it as UTF-8") from error
+
+    @staticmethod
+    def of(
+        device: str | Device, gpus_per_node: int, intra_node_bytes_per_s: float, inter_node_bytes_per_s: float
+    ) -> Cluster:
+        """Nodes of `gpus_per_node` devices; rates are link peaks per GPU, one direction.
+
+        `device` is a `Device`, or the name of one in a shipped cluster. Latencies and sustained fractions are those of
+        the shipped cluster with that device; for a device of one's own, those of dgx-h100. Raises ClusterError.
+        """
+        if not isinstance(device, (str, Device)):
+            raise ClusterError(f"{device!r} is no device", where="Cluster.of", fix="give a device name or a Device")
+        _check_sizes(gpus_per_node, intra_node_bytes_per_s, inter_node_bytes_per_s)
+        pattern = _shipped_with(device) if isinstance(device, str) else Cluster.load("dgx-h100")
+        intra, inter = pattern.levels
+        chosen = pattern.device if isinstance(device, str) else device
+        return Cluster(
+            name=f"{gpus_per_node}x {chosen.name}",
+            device=chosen,
+            levels=(
+                intra.model_copy(update={"ranks": gpus_per_node, "bytes_per_s": float(intra_node_bytes_per_s)}),
+                inter.model_copy(update={"bytes_per_s": float(inter_node_bytes_per_s)}),
+            ),
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain JSON data; `Cluster.from_data` gives back an equal cluster."""
+        return self.model_dump(mode="json")
+
+    @staticmethod
+    def from_data(data: Any, where: str = "cluster") -> Cluster:
+        """The cluster that `to_data` described. Raises ClusterError with the path of every wrong field."""
+        try:
+            return Cluster.model_validate(data)
+        except ValidationError as error:
+            raise ClusterError(
+                f"the description of the cluster is wrong in {error.error_count()} place(s)",
+                where=f"{where}\n" + describe_mistakes(error, Cluster),
+                fix=f"mend these fields; docs/clusters.md explains them, and {Cluster.names()[0]} is an example",
+            ) from error
+
+    @staticmethod
+    def _parse(text: str, where: str) -> Cluster:
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ClusterError(f"not a TOML file: {error}", where=where, fix="mend the syntax there") from error
+        return Cluster.from_data(data, where)
+
+    def describe(self) -> str:
+        """A few lines for people: device, peaks and levels with units."""
+        device, peaks = self.device, self.device.matmul_flops_per_s
+        lines = [
+            f"{self.name}: {device.name}, {device.memory_bytes / 2**30:.1f} GiB at "
+            f"{device.memory_bytes_per_s / 1e9:,.0f} GB/s",
+            f"  matmul  bf16 {peaks.bf16 / 1e12:.4g} Tflop/s, fp32 {peaks.fp32 / 1e12:.4g} Tflop/s, "
+            f"{device.matmul_sustained.fraction:.0%} sustained",
+        ]
+        for level in self.levels:
+            size = f"{level.ranks} GPUs" if level.ranks else "any number of GPUs"
+            lines.append(
+                f"  link    {level.name}, {size}: {level.bytes_per_s / 1e9:,.4g} GB/s per GPU and direction, "
+                f"{level.sustained.fraction:.0%} sustained, {level.latency_s * 1e6:.3g} us"
+            )
+        return "\n".join(lines)
+
+
+def default_cluster() -> Cluster:
+    """The cluster one is on: of its GPUs by their name and count, `local` on a CPU under torchrun, else dgx-h100.
+
+    Raises ClusterError under torchrun on GPUs that no shipped cluster has: nothing is guessed for a real run.
+    """
+    under_torchrun = "LOCAL_WORLD_SIZE" in os.environ
+    gpus = _visible_gpus()
+    if not gpus:
+        return Cluster.load("local" if under_torchrun else "dgx-h100")
+    known = [c for c in map(Cluster.load, Cluster.names()) if {*gpus} <= {*c.device.reported_names}]
+    if known:
+        return _with_node_of(known[0], len(gpus)) if under_torchrun or len(gpus) > 1 else known[0]
+    if under_torchrun:
+        raise ClusterError(
+            f"no shipped cluster has the GPUs of this machine: {', '.join(sorted({*gpus}))}",
+            fix="name a cluster, or write its TOML file (docs/clusters.md) and give its path",
+        )
+    return Cluster.load("dgx-h100")
+
+
+def _visible_gpus() -> tuple[str, ...]:
+    import torch  # here, so that reading a cluster does not load torch
+
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _with_node_of(cluster: Cluster, gpus: int) -> Cluster:
+    """The same cluster with nodes of `gpus` GPUs."""
+    inner, *outer = cluster.levels
+    if gpus == inner.ranks:
+        return cluster
+    name = f"{cluster.name}, {gpus} GPUs a node"
+    return cluster.model_copy(update={"name": name, "levels": (inner.model_copy(update={"ranks": gpus}), *outer)})
+
+
+def _check_sizes(gpus_per_node: int, intra_bytes_per_s: float, inter_bytes_per_s: float) -> None:
+    given = {
+        "gpus_per_node": gpus_per_node,
+        "intra_node_bytes_per_s": intra_bytes_per_s,
+        "inter_node_bytes_per_s": inter_bytes_per_s,
+    }
+    bad = [f"{name} = {value!r}" for name, value in given.items() if not (math.isfinite(value) and value > 0)]
+    if bad or gpus_per_node != int(gpus_per_node):
+        raise ClusterError(
+            "a cluster needs positive sizes and rates, got " + (", ".join(bad) or f"gpus_per_node = {gpus_per_node!r}"),
+            where="Cluster.of",
+            fix="give whole GPUs per node, and bytes per second per GPU, one direction",
+        )
+
+
+def _shipped() -> Any:
+    return files("autoptd.cost_models.clusters")
+
+
+def _shipped_with(device: str) -> Cluster:
+    clusters = [c for c in map(Cluster.load, Cluster.names()) if c.device.reported_names]
+    for cluster in clusters:
+        if device in (cluster.device.name, cluster.name, *cluster.device.reported_names):
+            return cluster
+    known = [cluster.device.name for cluster in clusters]
+    raise ClusterError(
+        f"there is no device named {device!r}; {nearest(device, known)}",
+        fix="give one of these, or a Device of your own",
+    )

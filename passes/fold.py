@@ -1,0 +1,330 @@
+"""Cut the graph where little is live, and find the pieces that repeat.
+
+    prelude    cheap nodes without gradient, computed from inputs alone: recomputed wherever they are needed, never sent
+    main       everything else, in program order
+    segment    a stretch of main between two narrow places; the smallest piece a stage may consist of
+    kind       segments that are the same up to parameter names: same ops, arguments, shapes and wiring
+    unit       a run of kinds that repeats, such as (attention, MLP) × 32
+
+A place is narrow when no fewer tensors cross any place near it. Equality of segments is read off the graph; names of
+modules play no part in it. One representative of each kind is planned, whatever the depth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.graph import ancestors, info, infos, is_getitem, module_path, operands, substitute
+from autoptd.passes.reduce_loss import COUNT
+from autoptd.passes.trace import Traced
+
+_NEAR = 24  # nodes on each side that a narrow place is compared with
+_HEAVY = (
+    "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d convolution scaled_dot_product_attention".split()
+)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of main.
+
+    `parameters`, `prelude` and `receives` are the outside nodes it reads, in order of first use; `sends` the nodes of
+    its own that later segments read (or that the loss is). Position i of each means the same in all segments of a kind.
+    """
+
+    index: int
+    kind: str
+    name: str
+    nodes: tuple[fx.Node, ...]
+    parameters: tuple[fx.Node, ...]
+    prelude: tuple[fx.Node, ...]
+    receives: tuple[fx.Node, ...]
+    sends: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """`count` repetitions of `length` segments, from segment `first`."""
+
+    first: int
+    length: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.length * self.count - 1
+
+
+@dataclass
+class Folded:
+    """The normalised graph, cut into segments."""
+
+    traced: Traced
+    prelude: tuple[fx.Node, ...]
+    segments: tuple[Segment, ...]
+    units: tuple[Unit, ...]
+    loss: fx.Node
+    counts: tuple[fx.Node, ...]
+    unused_parameters: tuple[fx.Node, ...]
+    representatives: dict[str, Segment] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for segment in self.segments:
+            self.representatives.setdefault(segment.kind, segment)
+
+    def multiplicity(self, kind: str) -> int:
+        return sum(s.kind == kind for s in self.segments)
+
+
+def fold(traced: Traced) -> Folded:
+    """Split a normalised graph into prelude and segments, name the kinds and find the units."""
+    graph = traced.graph.graph
+    output = next(n for n in graph.nodes if n.op == "output")
+    loss, *counts = output.args
+    prelude = find_prelude(graph, traced)
+    main = [n for n in graph.nodes if n.op == "call_function" and n not in prelude]
+    pieces = _cut(main, traced)
+    segments = _segments(pieces, traced, prelude, loss)
+    used = {traced.parameters[p.name] for s in segments for p in s.parameters}
+    return Folded(
+        traced=traced,
+        prelude=tuple(n for n in graph.nodes if n in prelude and n.op == "call_function"),
+        segments=segments,
+        units=tuple(find_units([s.kind for s in segments])),
+        loss=loss,
+        counts=tuple(counts),
+        unused_parameters=tuple(
+            n for n in graph.nodes if n.op == "placeholder" and traced.parameters.get(n.name, "") not in {*used, ""}
+        ),
+    )
+
+
+def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
+    """Inputs, buffers, constants, and what is computed from them without gradient and without heavy work."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name not in traced.parameters:
+            found.add(node)
+        elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
+            name = getattr(getattr(node.target, "_schema", None), "name", "::").split("::")[1]
+            if name not in _HEAVY and not any(t.requires_grad for t in infos(node)):
+                found.add(node)
+    return found
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that computes a tensor: a `getitem` belongs to the op whose output it picks."""
+    return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
+
+
+def _cut(main: list[fx.Node], traced: Traced) -> list[list[fx.Node]]:
+    position = {n: i for i, n in enumerate(main)}
+    last_use = [max((position[u] for u in n.users if u in position), default=i) for i, n in enumerate(main)]
+    delta = [0] * (len(main) + 2)
+    for i, last in enumerate(last_use):
+        if is_getitem(main[i]) or not any(is_getitem(u) for u in main[i].users):
+            delta[i + 1] += 1  # live at the places i+1 … last
+            delta[last + 1] -= 1
+    live, crossing = 0, []
+    for d in delta[: len(main) + 1]:
+        live += d
+        crossing.append(live)
+    for i, node in enumerate(main):  # an op and the pickers of its outputs stay together
+        if is_getitem(node):
+            crossing[i] = len(main)
+    pieces: list[list[fx.Node]] = [[]]
+    place = None  # the last narrow place since the piece began to work
+    for i, node in enumerate(main):
+        near = [x for x in crossing[max(1, i - _NEAR) : i + _NEAR + 1] if x > 0]
+        if i > 0 and crossing[i] == min(near, default=0) and any(_works(n, traced) for n in pieces[-1]):
+            place = len(pieces[-1])
+        if place is not None and _works(node, traced):
+            pieces.append(pieces[-1][place:])
+            del pieces[-2][place:]
+            place = None
+        pieces[-1].append(node)
+    return pieces
+
+
+def _works(node: fx.Node, traced: Traced) -> bool:
+    """Whether a node reads a parameter or does heavy work; what does neither joins the piece before it."""
+    return _base(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
+
+
+def _base(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name.split("::")[1])
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _segments(
+    pieces: list[list[fx.Node]], traced: Traced, prelude: set[fx.Node], loss: fx.Node
+) -> tuple[Segment, ...]:
+    structure = _Structure(prelude)
+    signatures: list[str] = []
+    segments = []
+    for index, nodes in enumerate(pieces):
+        inside = set(nodes)
+        reads = list(dict.fromkeys(o for n in nodes for o in operands(n) if o not in inside))
+        parameters = tuple(n for n in reads if n.op == "placeholder" and n.name in traced.parameters)
+        outside = tuple(n for n in reads if n in prelude)
+        receives = tuple(n for n in reads if n not in prelude and n not in parameters)
+        sends = tuple(n for n in nodes if n is loss or any(u not in inside and u.op != "output" for u in n.users))
+        signature = _signature(nodes, parameters, outside, receives, sends, structure, traced)
+        signatures.append(signature)
+        segments.append(Segment(index, "", _segment_name(nodes), tuple(nodes), parameters, outside, receives, sends))
+    kinds = _name_kinds(signatures, [s.name for s in segments])
+    return tuple(replace(s, kind=kinds[signature]) for s, signature in zip(segments, signatures, strict=True))
+
+
+def _name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
+    """A name for each signature: what most of its segments are called, numbers starred."""
+    called: dict[str, Counter[str]] = {}
+    for signature, name in zip(signatures, names, strict=True):
+        called.setdefault(signature, Counter())[re.sub(r"\d+", "*", name)] += 1
+    kinds: dict[str, str] = {}
+    for signature, counter in called.items():
+        name = counter.most_common(1)[0][0]
+        used = sum(k.split("#")[0] == name for k in kinds.values())
+        kinds[signature] = f"{name}#{used + 1}" if used else name
+    return kinds
+
+
+class _Structure:
+    """Structural text of prelude nodes: two layers that each read an own but equal buffer are alike."""
+
+    def __init__(self, prelude: set[fx.Node]) -> None:
+        self.prelude = prelude
+        self.text: dict[fx.Node, str] = {}
+
+    def __call__(self, node: fx.Node) -> str:
+        if node not in self.text:
+            if node.op == "placeholder":
+                buffer = node.name.startswith(("b_", "c_"))
+                self.text[node] = f"{'buffer' if buffer else node.name}{_shapes(node)}"
+            else:
+                args = substitute(node.args, lambda n: _Text(self(n)))
+                kwargs = {k: substitute(v, lambda n: _Text(self(n))) for k, v in node.kwargs.items()}
+                full = f"{node.target}{args}{kwargs}"
+                self.text[node] = hashlib.sha256(full.encode()).hexdigest()
+        return self.text[node]
+
+
+class _Text(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _shapes(node: fx.Node) -> str:
+    return ",".join(f"{tuple(map(str, t.shape))}{t.dtype}{'g' if t.requires_grad else ''}" for t in infos(node))
+
+
+def _signature(
+    nodes: list[fx.Node],
+    parameters: tuple[fx.Node, ...],
+    outside: tuple[fx.Node, ...],
+    receives: tuple[fx.Node, ...],
+    sends: tuple[fx.Node, ...],
+    structure: _Structure,
+    traced: Traced,
+) -> str:
+    names: dict[fx.Node, str] = {n: f"%{i}" for i, n in enumerate(nodes)}
+    names |= {n: f"p{i}{_shapes(n)}" for i, n in enumerate(parameters)}
+    names |= {n: f"o{i}{structure(n)}" for i, n in enumerate(outside)}
+    names |= {n: f"x{i}{_shapes(n)}" for i, n in enumerate(receives)}
+    lines = []
+    for n in nodes:
+        args = substitute(n.args, lambda o: _Text(names[o]))
+        kwargs = {k: substitute(v, lambda o: _Text(names[o])) for k, v in n.kwargs.items()}
+        lines.append(f"{names[n]}={n.target}{args}{kwargs}:{_shapes(n)}")
+    lines.append("sends " + " ".join(names[n] for n in sends))
+    return "\n".join(lines)
+
+
+def _segment_name(nodes: list[fx.Node]) -> str:
+    """`transformer.h.0.{ln_1,attn}`: where the nodes come from, in the user's own words."""
+    paths = [p.split(".") for n in nodes if (p := module_path(n))]
+    if not paths:
+        return "loss" if any(_base(n).endswith("cross_entropy") or "loss" in _base(n) for n in nodes) else "model"
+    common = _common_prefix(paths)
+    children = list(dict.fromkeys(p[len(common)] for p in paths if len(p) > len(common)))
+    prefix = ".".join(common)
+    if len(children) <= 1:
+        return ".".join([*common, *children])
+    return f"{prefix}.{{{','.join(children)}}}" if prefix else f"{{{','.join(children)}}}"
+
+
+def _common_prefix(paths: list[list[str]]) -> list[str]:
+    first, last = min(paths), max(paths)
+    length = 0
+    while length < min(len(first), len(last)) and first[length] == last[length]:
+        length += 1
+    return first[:length]
+
+
+def find_units(kinds: list[str]) -> Iterator[Unit]:
+    """Greedily take, at each place, the repetition that covers most; the shortest period among equals.
+
+    >>> list(find_units(list("eamamamh")))
+    [Unit(first=0, length=1, count=1), Unit(first=1, length=2, count=3), Unit(first=7, length=1, count=1)]
+    """
+    at = 0
+    while at < len(kinds):
+        best = Unit(at, 1, 1)
+        for length in range(1, (len(kinds) - at) // 2 + 1):
+            count = 1
+            while kinds[at + count * length : at + (count + 1) * length] == kinds[at : at + length]:
+                count += 1
+            if count > 1 and length * count > best.length * best.count:
+                best = Unit(at, length, count)
+        yield best
+        at = best.last + 1
+
+
+def graph_hash(traced: Traced) -> str:
+    """sha256 of the normalised graph: ops, arguments, shapes, wiring and parameter names."""
+    lines = []
+    names: dict[fx.Node, str] = {}
+    for i, node in enumerate(traced.graph.graph.nodes):
+        names[node] = f"%{i}"
+        if node.op == "placeholder":
+            source = traced.parameters.get(node.name) or traced.buffers.get(node.name) or traced.inputs.get(node.name)
+            lines.append(f"%{i} {source or node.name.split('_')[0]} {_shapes(node)}")
+        else:
+            args: Any = substitute(node.args, lambda n: _Text(names[n]))
+            kwargs = {k: substitute(v, lambda n: _Text(names[n])) for k, v in node.kwargs.items()}
+            lines.append(f"%{i} {_base(node)} {args} {kwargs} {_shapes(node) if node.op != 'output' else ''}")
+    return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def is_count(node: fx.Node) -> bool:
+    """Whether a placeholder is a global loss count, which only the last stage is given."""
+    return node.op == "placeholder" and node.name.startswith(COUNT)
+
+
+def needed_prelude(folded: Folded, segments: Iterable[Segment]) -> list[fx.Node]:
+    """The prelude nodes that these segments read, with what those are computed from, in program order."""
+    wanted = ancestors(n for s in segments for n in s.prelude)
+    return [n for n in folded.prelude if n in wanted]
+
+
+def crossing(folded: Folded, place: int) -> list[fx.Node]:
+    """The tensors alive between segment `place - 1` and segment `place`: read at or after it, made before it."""
+    return [
+        n
+        for s in folded.segments[:place]
+        for n in s.sends
+        if any(n in later.receives for later in folded.segments[place:])
+    ]
+
+

@@ -1,0 +1,116 @@
+"""Recognise causal attention masks by what they are, not by how they were written.
+
+Models hand a dense mask to `scaled_dot_product_attention` after thirty integer ops. One that no input reaches is
+evaluated at two sizes: if it lets each query see itself and what came before, the op becomes `is_causal=True` and
+keeps its flash kernel; if it lets all see all, it goes. A mask that depends on an input stays as it is.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.graph import ancestors, info, substitute
+from autoptd.passes.trace import BATCH, Traced
+
+aten = torch.ops.aten
+_LARGEST = 1 << 14  # a window longer than this is not told from a causal mask by evaluation
+
+
+def name_causal_masks(graph: fx.Graph, traced: Traced) -> None:
+    """Replace dense masks that are causal, or that mask nothing, in every attention op."""
+    verdicts: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not aten.scaled_dot_product_attention.default:
+            continue
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if not isinstance(mask, fx.Node):
+            continue
+        if mask not in verdicts:
+            verdicts[mask] = _judge(mask, traced)
+        if verdicts[mask] != "dense":
+            _without_mask(node, causal=verdicts[mask] == "causal")
+
+
+def _without_mask(node: fx.Node, *, causal: bool) -> None:
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    kept = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+    node.args = (*node.args[:3], None, dropout, causal)
+    node.kwargs = kept
+
+
+def _judge(mask: fx.Node, traced: Traced) -> str:
+    """"causal", "nothing" (masks nothing) or "dense"."""
+    sources = [n for n in ancestors([mask]) if n.op == "placeholder"]
+    if info(mask).requires_grad or any(n.name in traced.inputs or n.name in traced.parameters for n in sources):
+        return "dense"
+    if any(_value(n, traced) is None for n in sources):
+        return "dense"
+    largest = max((x for n in ancestors([mask]) for x in _literals(n) if x < _LARGEST), default=0)
+    verdicts = {_judge_at(mask, traced, length) for length in (7, largest + 9)}
+    return verdicts.pop() if len(verdicts) == 1 else "dense"
+
+
+def _literals(node: fx.Node) -> list[int]:
+    found: list[int] = []
+
+    def look(value: object) -> None:
+        if isinstance(value, (tuple, list)):
+            for v in value:
+                look(v)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found.append(abs(value))
+
+    look((node.args, tuple(node.kwargs.values()))) if node.op == "call_function" else None
+    return found
+
+
+def _judge_at(mask: fx.Node, traced: Traced, length: int) -> str:
+    sizes = {symbol: 2 if symbol == BATCH else length for symbol in traced.sizes}
+    value = evaluate(mask, traced, sizes)
+    allowed = value if value.dtype == torch.bool else value > -1e4
+    if value.dtype != torch.bool and not bool(((value == 0) | (value <= -1e4)).all()):
+        return "dense"
+    if bool(allowed.all()):
+        return "nothing"
+    rows, columns = allowed.shape[-2:]
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "causal" if rows == columns and bool((allowed == causal).all()) else "dense"
+
+
+def evaluate(node: fx.Node, traced: Traced, sizes: dict[sympy.Symbol, int]) -> Tensor:
+    """The value of a node that depends on sizes and known buffers only, on the CPU."""
+    values: dict[fx.Node, object] = {}
+    wanted = ancestors([node])
+    for n in node.graph.nodes:
+        if n not in wanted:
+            continue
+        if n.op == "placeholder":
+            values[n] = _value(n, traced)
+            continue
+        args = _concrete(substitute(n.args, values.__getitem__), sizes)
+        kwargs = {k: _concrete(substitute(v, values.__getitem__), sizes) for k, v in n.kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+    result = values[node]
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _value(node: fx.Node, traced: Traced) -> Tensor | None:
+    value = traced.constants.get(node.name)
+    return None if value is None or value.device.type == "meta" else value
+
+
+def _concrete(value: object, sizes: dict[sympy.Symbol, int]) -> object:
+    if isinstance(value, sympy.Basic):
+        return int(value.subs(sizes))
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, tuple):
+        return tuple(_concrete(v, sizes) for v in value)
+    if isinstance(value, list):
+        return [_concrete(v, sizes) for v in value]
+    return value

@@ -1,0 +1,431 @@
+"""Bring a traced graph into the form that every later pass may assume.
+
+After `normalise`, each node is a placeholder (parameter, buffer, constant, input, or a global loss count), a
+functional ATen op or an op of `autoptd.runtime.ops`; sizes in arguments are ints or sympy expressions of b, s …;
+`meta["info"]` holds global shape, dtype and whether a gradient flows; nothing is computed that does not reach the
+loss; views are `reshape` with the whole output shape. `NORMALISE` is read top to bottom.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.errors import TraceError, UnsupportedOp
+from autoptd.passes.graph import info, infos, is_float, operands, plain, source_line
+from autoptd.passes.masks import name_causal_masks
+from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.reduce_loss import rewrite_loss
+from autoptd.passes.trace import Traced
+
+aten = torch.ops.aten
+Pass = Callable[[fx.Graph, Traced], None]
+
+
+def normalise(traced: Traced) -> Traced:
+    """Run every pass of `NORMALISE` over the graph, checking it after each. Changes `traced.graph` in place."""
+    graph = traced.graph.graph
+    for step in NORMALISE:
+        step(graph, traced)
+        graph.eliminate_dead_code()
+        graph.lint()
+    _check(graph)
+    return traced
+
+
+def inline_regions(graph: fx.Graph, traced: Traced) -> None:
+    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies; no gradient enters the former."""
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *args = node.args
+            _inline(graph, traced, node, body, args, detached=not enabled)
+        elif name == "wrap_with_autocast":
+            _, _, enabled, _, body, *args = node.args
+            if enabled:
+                raise UnsupportedOp(
+                    "an autocast region is inside the model", where=source_line(node), fix="pass precision= instead"
+                )
+            _inline(graph, traced, node, body, args, detached=False)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise UnsupportedOp(
+                f"{node.target} cannot be planned",
+                where=source_line(node),
+                fix="write the branch with torch.where; leave recompute to the plan",
+            )
+
+
+def _inline(graph: fx.Graph, traced: Traced, node: fx.Node, body: object, args: list, *, detached: bool) -> None:
+    assert isinstance(body, fx.Node)
+    sub = getattr(traced.graph, str(body.target)).graph
+    inputs = iter(args)
+    copied: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(node):
+        for inner in sub.nodes:
+            if inner.op == "placeholder":
+                given = next(inputs)
+                copied[inner] = given
+                if detached and isinstance(given, fx.Node) and isinstance(given.meta.get("val"), torch.Tensor):
+                    copied[inner] = graph.call_function(aten.detach.default, (given,))
+                    copied[inner].meta.update(given.meta)
+            elif inner.op == "output":
+                results = inner.args[0]
+            else:
+                copied[inner] = graph.node_copy(inner, lambda n: copied[n])
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(copied[results[user.args[1]]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
+    """Write sizes into the arguments as sympy expressions of our symbols; size arithmetic leaves the graph."""
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "output":
+            continue
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)) and node.op != "placeholder":
+            size = _ours(value, traced, node)
+            for user in list(node.users):
+                user.args = _replace(user.args, node, size)
+                user.kwargs = {k: _replace(v, node, size) for k, v in user.kwargs.items()}
+        elif value is not None:
+            node.meta["shapes"] = _shapes(value, traced, node)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = _numbers(node.args, traced, node)
+            node.kwargs = {k: _numbers(v, traced, node) for k, v in node.kwargs.items()}
+
+
+def _ours(value: object, traced: Traced, node: fx.Node) -> object:
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    expr = sympy.sympify(value.node.expr)
+    unknown = [s for s in expr.free_symbols if s not in traced.symbol]
+    if unknown:
+        raise UnsupportedOp(
+            f"{node.target} has a size that depends on data ({', '.join(map(str, unknown))})",
+            where=source_line(node),
+            fix="use a fixed-capacity form such as torch.topk, or a mask with torch.where",
+        )
+    return plain(_clean(expr.subs(traced.symbol)))
+
+
+def _clean(expr: sympy.Expr) -> sympy.Expr:
+    """torch's own FloorDiv and the like as sympy's, for positive integers."""
+    return expr.replace(
+        lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv"), lambda e: _divide(e.args[0], e.args[1])
+    )
+
+
+def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    exact = sympy.simplify(a / b)
+    return exact if exact.is_integer else sympy.floor(a / b)
+
+
+def _shapes(value: object, traced: Traced, node: fx.Node) -> object:
+    if isinstance(value, torch.Tensor):
+        return TensorInfo(tuple(_ours(s, traced, node) for s in value.shape), value.dtype, False)  # type: ignore[misc]
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes(v, traced, node) for v in value)
+    return None
+
+
+def _replace(value: object, node: fx.Node, size: object) -> object:
+    if value is node:
+        return size
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replace(v, node, size) for v in value)
+    return value
+
+
+def _numbers(value: object, traced: Traced, node: fx.Node) -> object:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _ours(value, traced, node)
+    if isinstance(value, tuple):
+        return tuple(_numbers(v, traced, node) for v in value)
+    if isinstance(value, list):
+        return [_numbers(v, traced, node) for v in value]
+    return value
+
+
+def drop_asserts(graph: fx.Graph, traced: Traced) -> None:
+    """Remove run-time assertions of the tracer: shapes are proved by the plan, not on every step."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and _name(node) in _ASSERTS:
+            graph.erase_node(node)
+
+
+_ASSERTS = frozenset(
+    "_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range sym_constrain_range_for_size".split()
+)
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name.split("::")[1])
+    return getattr(target, "__name__", str(target))
+
+
+def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
+    """`relu_(x)` on a fresh tensor becomes `relu(x)`, and later readers of x read the result.
+
+    Writes through views were functionalised by the tracer; a buffer that the model writes to is refused.
+    """
+    state = set(traced.buffers) | set(traced.parameters) | set(traced.inputs)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if not node.target._schema.is_mutable:
+            if _name(node) in ("batch_norm", "native_batch_norm", "instance_norm") and _updates_statistics(node):
+                raise UnsupportedOp(
+                    f"{node.target} keeps running statistics of each batch, which no split of the batch can reproduce",
+                    where=source_line(node),
+                    fix="use GroupNorm or LayerNorm, or track_running_stats=False",
+                )
+            continue
+        written = node.args[0]
+        assert isinstance(written, fx.Node)
+        if written.name in state:
+            raise UnsupportedOp(
+                f"{node.target} writes to {written.name}", where=source_line(node), fix="compute a new tensor instead"
+            )
+        functional = _functional(node.target)
+        if functional is None:
+            raise UnsupportedOp(f"{node.target} writes in place", where=source_line(node), fix="use its functional form")
+        node.target = functional
+        written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    return len(node.args) > 5 and isinstance(node.args[3], fx.Node) and node.args[5] is True
+
+
+def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    packet = getattr(torch.ops.aten, target._schema.name.split("::")[1].removesuffix("_"), None)
+    name = target._overloadname
+    return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None
+
+
+def annotate(graph: fx.Graph, traced: Traced) -> None:
+    """Set `meta["info"]`: shapes, and whether a gradient flows (from a trainable parameter, not past a detach)."""
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        grad = node.name in traced.parameters and traced.parameters[node.name] not in traced.frozen
+        if node.op == "call_function" and _name(node) != "detach":
+            grad = any(t.requires_grad for o in operands(node) for t in infos(o))
+        node.meta["info"] = _with_grad(node.meta["shapes"], grad)
+
+
+def _with_grad(shapes: object, grad: bool) -> object:
+    if isinstance(shapes, TensorInfo):
+        return TensorInfo(shapes.shape, shapes.dtype, grad and is_float(shapes.dtype))
+    assert isinstance(shapes, tuple)
+    return tuple(_with_grad(s, grad) for s in shapes if s is not None)
+
+
+def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
+    """Undo what functionalisation does to dropout; nobody reads the mask."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.native_dropout.default:
+            picked = [u for u in node.users if u.args[1] == 0]
+            with graph.inserting_before(node):
+                plain = graph.call_function(aten.dropout.default, (node.args[0], node.args[1], node.args[2] is not False))
+                plain.meta = {**node.meta, "info": infos(node)[0]}
+            for user in picked:
+                user.replace_all_uses_with(plain)
+
+
+def drop_identities(graph: fx.Graph, traced: Traced) -> None:
+    """Remove what returns its operand: casts to the same type, whole slices, views to the same shape, `+ 0` …"""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or isinstance(node.meta["info"], tuple):
+            continue
+        source = _identity(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _identity(node: fx.Node) -> fx.Node | None:
+    """The operand that the node equals, or None."""
+    name, args = _name(node), node.args
+    if name == "cat":
+        full = [x for x in args[0] if 0 not in info(x).shape]  # type: ignore[union-attr]
+        if len(full) < len(args[0]):  # type: ignore[arg-type]
+            if len(full) == 1:
+                return full[0]
+            node.args = (full, *args[1:])
+        return None
+    first = args[0] if args and isinstance(args[0], fx.Node) else None
+    if first is None or isinstance(first.meta["info"], tuple):
+        return None
+    before, after = info(first), info(node)
+    same = before.shape == after.shape and before.dtype == after.dtype
+    match name:
+        case "alias" | "lift_fresh_copy" | "lift_fresh" | "clone" | "contiguous":
+            return first
+        case "detach":
+            return first if not before.requires_grad else None
+        case "to" | "_to_copy" | "type_as" | "view" | "reshape" | "_unsafe_view" | "flatten" | "unflatten":
+            return first if same else None
+        case "slice" | "expand" | "expand_as" | "squeeze" | "unsqueeze":
+            return first if same else None
+        case "add" | "sub":
+            return first if same and args[1] in (0, 0.0) and not isinstance(args[1], fx.Node) else None
+        case "mul" | "div":
+            return first if same and not isinstance(args[1], fx.Node) and args[1] in (1, 1.0) else None
+        case "dropout" | "feature_dropout" | "alpha_dropout":
+            return first if args[1] == 0 or args[2] is False else None
+        case _:
+            return None
+
+
+def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
+    """`view`, `flatten`, `unflatten` become `reshape` to the whole output shape; `expand` names every size."""
+    for node in graph.nodes:
+        name = _name(node) if node.op == "call_function" else ""
+        if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
+            if not isinstance(node.meta["info"], tuple) and node.target is not aten.view.dtype:
+                node.target = aten.reshape.default
+                node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
+        elif name in ("expand", "expand_as"):
+            node.target = aten.expand.default
+            node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
+
+
+def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
+    """`split` into equal parts becomes `chunk(x, n, dim)`, which has no size to localise."""
+    for node in graph.nodes:
+        if node.op != "call_function" or _name(node) not in ("split", "split_with_sizes", "tensor_split"):
+            continue
+        parts = infos(node)
+        if len({p.shape for p in parts}) == 1 and isinstance(node.args[1], (int, list, tuple)):
+            dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+            node.target = aten.chunk.default
+            node.args, node.kwargs = (node.args[0], len(parts), dim), {}
+
+
+def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:
+    """`reshape(addmm(b, reshape(x, [-1, k]), w))` becomes `linear(x, w.t(), b)`: leading dims stay apart.
+
+    A sequence that is split stays a dim of its own, and the emitted line is the one a person would write.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (aten.addmm.default, aten.mm.default):
+            continue
+        bias, x, weight = node.args if node.target is aten.addmm.default else (None, *node.args)
+        if node.kwargs or not isinstance(weight, fx.Node) or not isinstance(x, fx.Node):
+            continue
+        if bias is not None and info(bias).ndim != 1:  # type: ignore[arg-type]
+            continue
+        source = _unflattened(x)
+        with graph.inserting_before(node):
+            turned = graph.call_function(aten.t.default, (weight,))
+            turned.meta = {**weight.meta, "info": _like(weight, info(weight).shape[::-1])}
+            turned.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta})
+            args = (source, turned) if bias is None else (source, turned, bias)
+            linear = graph.call_function(aten.linear.default, args)
+            linear.meta = {**node.meta, "info": _like(node, (*info(source).shape[:-1], info(node).shape[-1]))}
+            flat = graph.call_function(aten.reshape.default, (linear, list(info(node).shape)))
+            flat.meta = dict(node.meta)
+        node.replace_all_uses_with(flat)
+        graph.erase_node(node)
+
+
+def _unflattened(x: fx.Node) -> fx.Node:
+    """What was flattened to two dims, when only leading dims were merged."""
+    if x.op == "call_function" and x.target is aten.reshape.default:
+        source = x.args[0]
+        assert isinstance(source, fx.Node)
+        if info(source).ndim > 2 and info(source).shape[-1] == info(x).shape[-1]:
+            return source
+    return x
+
+
+def _like(node: fx.Node, shape: tuple[Size, ...]) -> TensorInfo:
+    return TensorInfo(shape, info(node).dtype, info(node).requires_grad)
+
+
+def merge_reshapes(graph: fx.Graph, traced: Traced) -> None:
+    """A reshape of a reshape is one reshape."""
+    for node in graph.nodes:
+        while node.op == "call_function" and node.target is aten.reshape.default:
+            source = node.args[0]
+            if source.op != "call_function" or source.target is not aten.reshape.default:
+                break
+            node.args = (source.args[0], node.args[1])
+
+
+def share_repeated(graph: fx.Graph, traced: Traced) -> None:
+    """Compute once what layers each compute alike without gradient: position ids, rotary tables, masks."""
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or any(t.requires_grad for t in infos(node)) or _is_random(node):
+            continue
+        key = (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _key(value: object) -> object:
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_key, value))
+    return value if isinstance(value, (fx.Node, sympy.Basic)) else (type(value).__name__, str(value))
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def refuse_random(graph: fx.Graph, traced: Traced) -> None:
+    """Only dropout may be random: its numbers are drawn by place in the model, the same under any plan."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if _is_random(node) and _name(node) not in ("dropout", "scaled_dot_product_attention"):
+                raise UnsupportedOp(
+                    f"{node.target} draws random numbers",
+                    where=source_line(node),
+                    fix="draw them outside the model and pass them as an input; nn.Dropout is supported",
+                )
+
+
+def _check(graph: fx.Graph) -> None:
+    """What later passes assume."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function":
+            raise TraceError(f"{node.op} {node.target} is left in the graph", where=source_line(node))
+        assert "info" in node.meta, node.name
+
+
+NORMALISE: list[Pass] = [
+    inline_regions,
+    drop_asserts,
+    fold_sizes,
+    drop_asserts,
+    remove_mutation,
+    annotate,
+    write_native_dropout_as_dropout,
+    drop_identities,
+    write_views_as_reshape,
+    write_equal_splits_as_chunk,
+    write_addmm_as_linear,
+    merge_reshapes,
+    drop_identities,
+    name_causal_masks,
+    rewrite_loss,
+    share_repeated,
+    refuse_random,
+]

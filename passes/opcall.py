@@ -1,0 +1,78 @@
+"""One op as the rules see it: its target, its arguments with tensors as shapes, its results. No fx graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+Size: TypeAlias = "int | sympy.Expr"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Global (unsplit) shape, in ints and sympy expressions; dtype; whether a gradient flows to it."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """`target(*args, **kwargs)`: tensors replaced by TensorInfo (also inside lists), sizes by ints or sympy."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[TensorInfo, ...] = ()
+
+    @property
+    def operands(self) -> tuple[TensorInfo, ...]:
+        """Every tensor argument in order of appearance, lists flattened, repeats kept."""
+        return tuple(_tensors((self.args, tuple(self.kwargs.values()))))
+
+    def arg(self, index: int, name: str, default: Any = None) -> Any:
+        """A positional-or-keyword argument of the op's schema."""
+        if index < len(self.args):
+            return self.args[index]
+        return self.kwargs.get(name, default)
+
+
+def _tensors(value: Any) -> Iterator[TensorInfo]:
+    if isinstance(value, TensorInfo):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Concrete values of the symbols, and which symbol counts samples (dp splits those, no other axis)."""
+
+    values: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    batch: sympy.Symbol | None = None
+
+    def __call__(self, size: Size) -> int:
+        """The number that a size stands for. Raises ValueError if a symbol has no value."""
+        if isinstance(size, int):
+            return size
+        value = sympy.sympify(size).subs(self.values)
+        if not value.is_Integer:
+            raise ValueError(f"size {size} has no value: {value}")
+        return int(value)
+
+    def divisible(self, size: Size, ranks: int, groups: int = 1) -> bool:
+        """Whether a dim of this size can be cut into `groups` × `ranks` equal slices on a model-parallel axis."""
+        if not isinstance(size, int) and self.batch is not None and self.batch in size.free_symbols:
+            return False
+        number = self(size)
+        return number % groups == 0 and (number // groups) % ranks == 0 and number // groups >= ranks

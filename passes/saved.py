@@ -1,0 +1,129 @@
+"""What autograd keeps of an op for its backward pass, found by running the op on meta tensors under its own hooks.
+
+Two ops are told apart from what meta tensors show, because the kernels of an accelerator keep less:
+
+    attention   the flash kernel: query, key, value, mask, result, and the log of the sum of exponentials of each
+                query in float32; never the scores (Dao et al. 2022, FlashAttention)
+    dropout     a boolean mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations_with_replacement
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.prove import as_list, frozen
+from autoptd.runtime import ops
+
+aten = torch.ops.aten
+ATTENTION = frozenset({aten.scaled_dot_product_attention.default, ops.attention})
+DROPOUT = frozenset({aten.dropout.default, ops.dropout})
+
+# Values for symbols on meta tensors: distinct, unlikely as a model's sizes, and divisible by all small numbers.
+SYMBOL_VALUES = (55440, 50400, 45360, 75600, 83160, 98280)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Positions of the operands and outputs that are kept, and other tensors that are."""
+
+    operands: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    extra: tuple[TensorInfo, ...] = ()
+
+
+def saved_tensors(call: OpCall) -> Saved:
+    """What autograd keeps if the op runs in full. Shapes of `extra` are in the call's symbols where they match.
+
+    Raises RuntimeError from the op itself if it does not run on meta tensors of these shapes.
+    """
+    if not any(t.requires_grad for t in call.operands):
+        return Saved()
+    if call.target in ATTENTION:
+        return _attention(call)
+    if call.target in DROPOUT:
+        shape = call.operands[0].shape
+        return Saved(extra=(TensorInfo(shape, torch.bool, False),)) if _drops(call) else Saved()
+    return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+
+
+def _drops(call: OpCall) -> bool:
+    trained = call.target is ops.dropout or bool(call.arg(2, "train", True))
+    return call.arg(1, "p", 0.5) != 0 and trained
+
+
+def _attention(call: OpCall) -> Saved:
+    rows = TensorInfo(call.outputs[0].shape[:-1], torch.float32, False)
+    return Saved(tuple(range(len(call.operands))), (0,), (rows,))
+
+
+@cache
+def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Saved:
+    call = OpCall(target, args, dict(kwargs), outputs)
+    symbols = sorted({s for t in call.operands for n in t.shape for s in getattr(n, "free_symbols", ())}, key=str)
+    assert len(symbols) <= len(SYMBOL_VALUES), f"{target} has more symbols than there are values: {symbols}"
+    values = dict(zip(symbols, SYMBOL_VALUES, strict=False))
+    operands: list[Tensor] = []
+    concrete = [_concrete(a, values, operands) for a in call.args]
+    named = {k: _concrete(v, values, operands) for k, v in call.kwargs.items()}
+    named |= {"device": torch.device("meta")} if "device" in named else {}
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.enable_grad():
+        results = as_list(target(*concrete, **named))
+    before, after = [_storage(x) for x in operands], [_storage(y) for y in results]
+    stores = {_storage(x): x for x in kept}
+    known = _names(call, values)
+    return Saved(
+        tuple(i for i, s in enumerate(before) if s in stores),
+        tuple(i for i, s in enumerate(after) if s in stores and s not in before),
+        tuple(_symbolic(x, known) for s, x in stores.items() if s not in before and s not in after and x.numel() > 1),
+    )
+
+
+def _concrete(value: Any, values: Mapping[sympy.Symbol, int], operands: list[Tensor]) -> Any:
+    """Arguments with meta tensors for shapes (collected in `operands`) and numbers for symbols."""
+    match value:
+        case TensorInfo(shape, dtype, requires_grad):
+            differentiable = requires_grad and (dtype.is_floating_point or dtype.is_complex)
+            sizes = [_number(n, values) for n in shape]
+            operands.append(torch.empty(sizes, dtype=dtype, device="meta").requires_grad_(differentiable))
+            return operands[-1]
+        case tuple():
+            return [_concrete(v, values, operands) for v in value]
+        case sympy.Expr():
+            return _number(value, values)
+        case torch.device():
+            return torch.device("meta")
+    return value
+
+
+def _number(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
+    return size if isinstance(size, int) else int(size.subs(values))
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _names(call: OpCall, values: Mapping[sympy.Symbol, int]) -> dict[int, Size]:
+    """What a number stands for: a symbolic size of the call, or a product of its sizes."""
+    sizes: Sequence[Size] = list(dict.fromkeys(n for t in call.operands + call.outputs for n in t.shape if n != 1))
+    products = [a * b for a, b in combinations_with_replacement(sizes, 2)]
+    return {_number(n, values): n for n in reversed([*sizes, *products]) if not isinstance(n, int)}
+
+
+def _symbolic(x: Tensor, known: Mapping[int, Size]) -> TensorInfo:
+    return TensorInfo(tuple(known.get(n, n) for n in x.shape), x.dtype, False)

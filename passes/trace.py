@@ -1,0 +1,344 @@
+"""Trace a plain model into one fx graph of ATen ops, with symbolic batch and sequence.
+
+    model(**inputs) ──wrapper──► one scalar loss ──torch.export──► fx graph, sizes in sympy, tensors on meta
+
+The user's model is never touched: a skeleton with meta parameters (in the dtype that training will compute in) is
+traced in its stead, so a model of any size is traced in the memory of its graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+
+from autoptd.errors import InputsError, TraceError, UnsupportedOp
+
+PRECISIONS: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+BATCH = sympy.Symbol("b", integer=True, positive=True)
+SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
+
+
+@dataclass
+class Traced:
+    """One forward pass to the loss.
+
+    `graph` has placeholders for parameters, buffers and inputs, in that order, and one scalar output. Each node's
+    `meta["val"]` is a fake tensor whose sizes are torch symbols; `symbol` maps those to `b`, `s` and named sizes.
+    """
+
+    graph: fx.GraphModule
+    parameters: dict[str, str]  # placeholder -> original dotted name
+    buffers: dict[str, str]  # placeholder -> original dotted name
+    inputs: dict[str, str]  # placeholder -> name of the model's input
+    constants: dict[str, Tensor]  # placeholder -> value, of closed-over tensors and of buffers that have one
+    symbol: dict[sympy.Symbol, sympy.Expr]  # torch's symbol -> ours
+    sizes: dict[sympy.Symbol, tuple[str, int]]  # our symbol -> where it is read: (input, dim)
+    example: dict[sympy.Symbol, int]  # our symbol -> its value in the example inputs
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied parameters -> the canonical one
+    frozen: frozenset[str] = frozenset()  # parameters with requires_grad=False
+    transient: frozenset[str] = frozenset()  # buffers that are not part of the state dict
+
+
+class _Loss(nn.Module):
+    """The model, returning its loss alone: logits, caches and output classes are dropped before anything is planned."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return loss_of(self.model(**inputs), self.loss, inputs)
+
+
+def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The scalar to minimise, from what `forward` returned. Raises InputsError when there is none."""
+    if loss is not None:
+        value = loss(out, inputs) if _takes_two(loss) else loss(out)
+    elif isinstance(out, Tensor):
+        value = out
+    elif isinstance(out, Mapping) and "loss" in out:
+        value = out["loss"]
+    elif getattr(out, "loss", None) is not None:
+        value = out.loss
+    elif isinstance(out, (tuple, list)):
+        scalars = [x for x in out if isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()]
+        value = scalars[0] if len(scalars) == 1 else None
+    else:
+        value = None
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        raise InputsError(
+            f"the model returns {type(out).__name__}{shape}, which holds no scalar loss",
+            fix="return a scalar, an object with .loss, or a mapping with 'loss'; or pass loss=lambda outputs: …",
+        )
+    return value
+
+
+def _takes_two(loss: Callable[..., Tensor]) -> bool:
+    import inspect
+
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(required) == 2
+
+
+def skeleton(model: nn.Module, precision: str) -> nn.Module:
+    """A copy of the model on meta with floating-point parameters in `precision`; tied parameters stay tied."""
+    dtype = PRECISIONS[precision]
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        kept = dtype if p.is_floating_point() else p.dtype
+        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=kept, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter name → the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def trace(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    precision: str = "fp32",
+) -> Traced:
+    """Trace `model(**inputs)` to its scalar loss.
+
+    `inputs` are example keyword tensors whose dim 0 counts samples; only shapes and dtypes are read.
+    Raises InputsError (inputs that do not suit), UnsupportedOp (a size depends on data), TraceError (all else).
+    """
+    _check_inputs(inputs)
+    names = canonical_names(model)
+    train = skeleton(model, precision).train()
+    # distinct meta tensors: export merges two inputs that are one object; sizes of 1 would be baked in
+    batch = _batch_size(inputs)
+    ours = max(2, batch)
+    fake = {
+        name: torch.empty((ours, *x.shape[1:]) if _counts_samples(x, batch) else x.shape, dtype=x.dtype, device="meta")
+        for name, x in inputs.items()
+    }
+    dynamic = ({name: {i: Dim.AUTO for i in range(x.ndim)} for name, x in fake.items()},)
+    wrapper = _Loss(train, loss)
+    try:
+        program = torch.export.export(wrapper, (fake,), dynamic_shapes=dynamic, strict=False)
+    except InputsError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, NotImplementedError) as error:
+        raise _explain(error) from error
+    if _writes_through_views(program.graph):
+        program = program.run_decompositions({})
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    traced = _collect(program, fake, names, frozen, batch)
+    values = dict(model.named_buffers(remove_duplicate=False))
+    traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
+    traced.constants |= {arg: values[name].detach().cpu() for arg, name in traced.buffers.items() if not values[name].is_meta}
+    return traced
+
+
+def _writes_through_views(graph: fx.Graph) -> bool:
+    """Whether an in-place op writes to a view, or to a tensor that has one: those need torch's functionalisation."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target._schema.is_mutable and isinstance(node.args[0], fx.Node):
+            if any(_is_view(n) for n in (node.args[0], *node.args[0].users)):
+                return True
+    return False
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments
+    )
+
+
+def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
+    if not inputs:
+        raise InputsError("no example inputs", fix="pass inputs={'x': torch.empty(…)}: keyword tensors of forward")
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise InputsError(f"input {name!r} is {type(x).__name__}, not a tensor", fix="pass keyword tensors only")
+    if all(x.ndim == 0 for x in inputs.values()):
+        raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
+
+
+def _batch_size(inputs: Mapping[str, Tensor]) -> int:
+    return next(x.shape[0] for x in inputs.values() if x.ndim)
+
+
+def _counts_samples(x: Tensor, batch: int) -> bool:
+    return x.ndim > 0 and x.shape[0] == batch
+
+
+def _explain(error: Exception) -> TraceError:
+    """Turn torch.export's report into one sentence with module path and the user's line."""
+    text = str(error)
+    where = _user_line(error) or _user_line_in(text)
+    unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
+    if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
+        first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+        return UnsupportedOp(
+            f"a size or a branch depends on data: {first[:200]}",
+            where=where,
+            fix="use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)",
+        )
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return TraceError(
+        f"the model cannot be traced: {type(error).__name__}: {first[:300]}",
+        where=where,
+        fix="check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
+    )
+
+
+def _frames(error: BaseException) -> list[Any]:
+    frames, tb = [], error.__traceback__
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    return frames
+
+
+def _user_line(error: BaseException) -> str:
+    """`module.path (file.py:41)  source` of the deepest frame that is a module's forward outside torch."""
+    import linecache
+    from pathlib import Path
+
+    torch_home = str(Path(torch.__file__).parent)
+    best = ""
+    for tb in _frames(error):
+        code = tb.tb_frame.f_code
+        if code.co_filename.startswith(torch_home) or "autoptd" in Path(code.co_filename).parts[-3:]:
+            continue
+        if code.co_filename == __file__ or not Path(code.co_filename).exists():
+            continue
+        owner = tb.tb_frame.f_locals.get("self")
+        path = _module_path(tb, owner)
+        source = linecache.getline(code.co_filename, tb.tb_lineno).strip()
+        best = f"{path} ({Path(code.co_filename).name}:{tb.tb_lineno})  {source}"
+    return best
+
+
+def _module_path(tb: Any, owner: Any) -> str:
+    """The dotted path of a module that is running, found in the wrapper further up the stack."""
+    if not isinstance(owner, nn.Module):
+        return tb.tb_frame.f_code.co_qualname if hasattr(tb.tb_frame.f_code, "co_qualname") else tb.tb_frame.f_code.co_name
+    frame = tb.tb_frame
+    while frame is not None:
+        root = frame.f_locals.get("self")
+        if isinstance(root, _Loss):
+            for name, module in root.model.named_modules():
+                if module is owner:
+                    return name or type(owner).__name__
+        frame = frame.f_back
+    return type(owner).__name__
+
+
+def _user_line_in(text: str) -> str:
+    match = re.search(r'File "([^"]+)", line (\d+), in (\w+)\n\s+(.+)', text)
+    return f"{match[3]} ({match[1].rsplit('/', 1)[-1]}:{match[2]})  {match[4].strip()}" if match else ""
+
+
+def _collect(
+    program: torch.export.ExportedProgram, fake: Mapping[str, Tensor], names: Mapping[str, str], frozen: set[str], batch: int
+) -> Traced:
+    graph = program.graph_module
+    from torch.export.graph_signature import InputKind
+
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    user = iter(fake)
+    for spec in program.graph_signature.input_specs:
+        arg = spec.arg.name
+        if spec.kind == InputKind.PARAMETER:
+            assert spec.target is not None
+            parameters[arg] = names[spec.target.removeprefix("model.")]
+        elif spec.kind == InputKind.BUFFER:
+            assert spec.target is not None
+            buffers[arg] = spec.target.removeprefix("model.")
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
+            constants[arg] = program.constants[spec.target]
+        elif spec.kind == InputKind.USER_INPUT:
+            inputs[arg] = next(user)
+        else:
+            raise TraceError(f"the model closes over a {spec.kind.name.lower()}", fix="pass tensors as inputs")
+    symbol, sizes, example = _name_symbols(graph, inputs, batch)
+    return Traced(
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        constants=constants,
+        symbol=symbol,
+        sizes=sizes,
+        example=example,
+        aliases={n: c for n, c in names.items() if n != c},
+        frozen=frozenset(names[n] for n in frozen),
+    )
+
+
+def _name_symbols(
+    graph: fx.GraphModule, inputs: Mapping[str, str], batch: int
+) -> tuple[dict[sympy.Symbol, sympy.Expr], dict[sympy.Symbol, tuple[str, int]], dict[sympy.Symbol, int]]:
+    """Call torch's symbols b (dim 0 of the inputs), s (the next dim) and s2, s3 … (further ones, by size).
+
+    Export gives equal sizes of different inputs different symbols where nothing forces them to agree.
+    """
+    symbol: dict[sympy.Symbol, sympy.Expr] = {}
+    sizes: dict[sympy.Symbol, tuple[str, int]] = {}
+    example: dict[sympy.Symbol, int] = {}
+    by_size: dict[int, sympy.Symbol] = {}
+    baked = []
+    for node in graph.graph.nodes:
+        if node.op != "placeholder" or node.name not in inputs:
+            continue
+        for dim, size in enumerate(node.meta["val"].shape):
+            # the hint: comparing a symbolic size itself would specialise it
+            hint = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+            counts_samples = dim == 0 and hint == max(2, batch)
+            if not isinstance(size, torch.SymInt):
+                if counts_samples:
+                    baked.append(inputs[node.name])
+                continue
+            expr = size.node.expr
+            if not isinstance(expr, sympy.Symbol):
+                continue
+            if counts_samples:
+                ours = BATCH
+            else:
+                fresh = SEQUENCE if not by_size else sympy.Symbol(f"s{len(by_size) + 1}", integer=True, positive=True)
+                ours = by_size.setdefault(hint, fresh)
+            symbol[expr] = ours
+            sizes.setdefault(ours, (inputs[node.name], dim))
+            example.setdefault(ours, hint)
+    if baked:
+        raise TraceError(
+            f"the model bakes the batch size {batch} of input {baked[0]!r} into its graph",
+            fix="write shapes with x.size(0) or -1 instead of numbers, or remove branches on the batch size",
+        )
+    return symbol, sizes, example

@@ -1,0 +1,108 @@
+"""Notation of a view: the common refinement of two shapes, read from the left.
+
+Both shapes are cut at the products of their leading sizes: (b, s, 24) and (b, s, 3, 4, 2) at b, bs, 3bs, 12bs and 24bs,
+which gives `d0 d1 (d2 d3 d4) -> d0 d1 d2 d3 d4`. Sizes that do not divide each other leave a factor of their greatest
+common divisor, and the rest whole: (6, 6) and (4, 9) are `(d0 3) 6 -> (d0 2) 9`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+
+from autoptd.passes.opcall import OpCall, Size
+
+
+def view(call: OpCall) -> str:
+    """The common refinement of two shapes of equal size: `d0 (d1 d2) -> d0 d1 d2`."""
+    source, target = _Shape(call.operands[0].shape), _Shape(call.outputs[0].shape)
+    count = 0
+    while source.left() and target.left():
+        a, b = source.rest, target.rest
+        if not same(a, b) and _quotient(a, b) is None and _quotient(b, a) is None:
+            # No finer than the common divisor: what is left of both dims stays whole until the products agree.
+            common = sympy.gcd(a, b)
+            if common.is_Integer and common > 1:
+                source.take(f"d{count}", int(common))
+                target.take(f"d{count}", int(common))
+                count += 1
+            _merge(source, target)
+            continue
+        step = a if _quotient(b, a) is not None else b
+        source.take(f"d{count}", step)
+        target.take(f"d{count}", step)
+        count += 1
+    return f"{' '.join(source.text())} -> {' '.join(target.text())}"
+
+
+class _Shape:
+    """One side of a view, read from the left: the dims done, and what is left of the current one."""
+
+    def __init__(self, shape: Sequence[Size]) -> None:
+        self.shape = list(shape)
+        self.dims: list[str] = []
+        self.open: list[str] = []
+        self.rest: Size = 1
+
+    def left(self) -> bool:
+        """Move on to a dim of which something is left, if there is one."""
+        while self.rest == 1 and self.shape:
+            self.rest = self.shape.pop(0)
+            if self.rest == 1:
+                self.dims.append("1")
+        return self.rest != 1
+
+    def take(self, name: str, size: Size) -> None:
+        self.open.append(name)
+        rest = _quotient(self.rest, size)
+        assert rest is not None, f"{size} does not divide {self.rest}"
+        self.rest = rest
+        if rest == 1:
+            self.close()
+
+    def whole(self) -> Size:
+        """Keep what is left of the dim in one piece; returns its size."""
+        rest, self.rest = self.rest, 1
+        self.open.append(str(rest) if isinstance(rest, int) else ".")
+        self.close()
+        return rest
+
+    def close(self) -> None:
+        self.dims.append(self.open[0] if len(self.open) == 1 else f"({' '.join(self.open)})")
+        self.open = []
+
+    def text(self) -> list[str]:
+        assert not self.open
+        return self.dims + ["1" if size == 1 else "." for size in self.shape]
+
+
+def _merge(source: _Shape, target: _Shape) -> None:
+    """Take whole dims from whichever side is behind until both have taken the same number of elements."""
+    a, b = source.whole(), target.whole()
+    while not same(a, b):
+        behind_source = _quotient(b, a) is not None or (isinstance(a, int) and isinstance(b, int) and a < b)
+        if behind_source and source.left():
+            a = a * source.whole()
+        elif target.left():
+            b = b * target.whole()
+        elif source.left():
+            a = a * source.whole()
+        else:
+            break
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal whatever the symbols stand for."""
+    return a == b or (not (isinstance(a, int) and isinstance(b, int)) and sympy.expand(a - b) == 0)
+
+
+def _quotient(a: Size, b: Size) -> Size | None:
+    """a / b where that is a whole number (whatever the symbols stand for)."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if a % b == 0 else None
+    quotient = sympy.cancel(sympy.sympify(a) / b)
+    numerator, denominator = sympy.fraction(sympy.together(quotient))
+    if denominator != 1:
+        return None
+    return int(numerator) if numerator.is_Integer else numerator

@@ -1,0 +1,251 @@
+"""Faults that distributed training makes in silence, planted one by one: each must break parity or be refused."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_trainer
+import tiny_model as tiny
+import torch
+from torch import Tensor
+
+from autoptd.errors import RuntimeFault
+from autoptd.runtime import buffers, comm, executor, flat, lockstep, trainer
+from autoptd.runtime.comm import Alone
+from autoptd.runtime.mesh import Mesh
+
+MESH = Mesh(2, 2, 2)
+Patch = pytest.MonkeyPatch
+
+
+def parity(zero: int = 1, **kwargs: Any) -> None:
+    options = {"lr": 0.1} | kwargs
+    reference = tiny.train_plain(torch.optim.SGD, test_trainer.batches(MESH), **options)
+    layout = tiny.layout(MESH, zero=zero)
+    test_trainer.check(lockstep.run_lockstep(MESH, lambda c: test_trainer.train(c, layout, **options)), reference)
+
+
+def mean_of_means(patch: Patch) -> None:
+    """Each microbatch divides by its own valid tokens, then by their number."""
+    whole = executor._Run.forward
+
+    def forward(self: Any, i: int) -> None:
+        if self.stage.is_last:
+            (count,) = self.stage.loss_counts(labels=self.microbatches[i]["labels"])
+            self.counts = (count.clamp(min=1) * len(self.microbatches) * self.comm.mesh.dp,)
+        whole(self, i)
+
+    patch.setattr(executor._Run, "forward", forward)
+
+
+def count_of_one_rank(patch: Patch) -> None:
+    """The valid tokens of this dp rank instead of the global batch."""
+    whole = trainer.Trainer._global_counts
+
+    def counts(self: Any, microbatches: Any) -> Any:
+        kept = self.communicators
+        object.__setattr__(self, "communicators", comm.Communicators(**{**vars(kept), "dp": Alone()}))
+        try:
+            return whole(self, microbatches)
+        finally:
+            object.__setattr__(self, "communicators", kept)
+
+    patch.setattr(trainer.Trainer, "_global_counts", counts)
+
+
+def average_over_dp(patch: Patch) -> None:
+    """A factor applied twice: the loss divides by the global count, the reduction by dp again."""
+    whole = buffers.Buffers.finish_reduction
+
+    def finish(self: Any) -> None:
+        whole(self)
+        self.scale_gradients(torch.tensor(1 / MESH.dp))
+
+    patch.setattr(buffers.Buffers, "finish_reduction", finish)
+
+
+def norm_of(rule: Callable[[Any, int, int, int], bool]) -> Callable[[Patch], None]:
+    def plant(patch: Patch) -> None:
+        def pieces(self: Any, stage: int, dp_rank: int) -> list[buffers.Piece]:
+            return [p for b in self._buffers for p in b.pieces(rule(b, stage, dp_rank, self._tp.rank))]
+
+        patch.setattr(buffers.Buffers, "pieces", pieces)
+
+    return plant
+
+
+def no_reduction_of_partial_gradients(patch: Patch) -> None:
+    """Sequence-parallel scales and biases keep their own addend."""
+    whole = buffers.Buffer.allocate
+
+    def allocate(self: Any, *args: Any) -> None:
+        whole(self, *args)
+        self.partial_over_tp = False
+
+    patch.setattr(buffers.Buffer, "allocate", allocate)
+
+
+def no_sum_over_tied_stages(patch: Patch) -> None:
+    whole = comm.Communicators.over_stages
+
+    def over_stages(self: Any, stages: tuple[int, ...]) -> Any:
+        return Alone() if whole(self, stages) is not None else None
+
+    patch.setattr(comm.Communicators, "over_stages", over_stages)
+
+
+def stale_gradients(patch: Patch) -> None:
+    """The flat gradient is never overwritten: steps accumulate."""
+    whole = buffers.Buffers.start_step
+
+    def start_step(self: Any) -> None:
+        whole(self)
+        self._fresh = set()
+
+    patch.setattr(buffers.Buffers, "start_step", start_step)
+
+
+def lost_flat_view(patch: Patch) -> None:
+    """The optimizer's gradient is a copy from before the reduction."""
+    whole = buffers.Buffer.pieces
+
+    def pieces(self: Any, counts: bool) -> list[buffers.Piece]:
+        return [buffers.Piece(p.name, p.param, p.grad.clone(), p.counts) for p in whole(self, counts)]
+
+    patch.setattr(buffers.Buffer, "pieces", pieces)
+
+
+def last_microbatch_only(patch: Patch) -> None:
+    """Every microbatch overwrites the gradient of the one before."""
+    whole = executor._Run.backward
+
+    def backward(self: Any, i: int) -> None:
+        for parameter in self.stage.parameters():
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
+                cells["self"].cell_contents._fresh.add(cells["name"].cell_contents)
+        whole(self, i)
+
+    patch.setattr(executor._Run, "backward", backward)
+
+
+def reduced_too_early(patch: Patch) -> None:
+    """Readiness counted from the first microbatch on."""
+    whole = buffers.Buffers.start_step
+
+    def start_step(self: Any) -> None:
+        whole(self)
+        self.expect_last_backward()
+
+    patch.setattr(buffers.Buffers, "start_step", start_step)
+
+
+def no_gather(patch: Patch) -> None:
+    patch.setattr(buffers.Buffers, "gather_parameters", lambda self: None)
+
+
+def gather_into_gradients(patch: Patch) -> None:
+    """The gather's target is the gradient buffer."""
+
+    def start_gather(self: Any) -> list[Any]:
+        for bucket in self.buckets:
+            target = self.grad[bucket.start : bucket.stop]
+            self.group.all_gather_later(target, self.data[self.own(bucket)]).wait()
+        return []
+
+    patch.setattr(buffers.Buffer, "start_gather", start_gather)
+
+
+def shards_of_the_wrong_group(patch: Patch) -> None:
+    """Shards cut for twice as many ranks: a half that nobody updates."""
+    whole = flat.Bucket.shard
+    patch.setattr(flat.Bucket, "shard", lambda self, rank, ranks: whole(self, rank, 2 * ranks))
+
+
+def swapped_receives(patch: Patch) -> None:
+    order = executor._Run._order
+    patch.setattr(executor._Run, "_order", lambda self, kind: order(self, kind)[:: -1 if kind == "RF" else 1])
+
+
+def clipped_by_its_own_norm(patch: Patch) -> None:
+    """Norm per rank instead of global."""
+    whole = trainer.squared_norm
+    patch.setattr(trainer, "squared_norm", lambda pieces: whole(pieces) * MESH.world)
+
+
+FAULTS: dict[str, Callable[[Patch], None]] = {
+    "mean of microbatch means": mean_of_means,
+    "count of one dp rank": count_of_one_rank,
+    "average over dp": average_over_dp,
+    "norm counts tied copies twice": norm_of(lambda b, stage, dp, tp: b.split or tp == 0),
+    "norm counts replicated parameters tp times": norm_of(lambda b, stage, dp, tp: b.first_stage == stage),
+    "norm never counts split parameters of other tp ranks": norm_of(
+        lambda b, stage, dp, tp: tp == 0 and b.first_stage == stage
+    ),
+    "partial gradients not reduced": no_reduction_of_partial_gradients,
+    "tied gradients not summed": no_sum_over_tied_stages,
+    "stale gradients": stale_gradients,
+    "lost flat view": lost_flat_view,
+    "last microbatch only": last_microbatch_only,
+    "reduced too early": reduced_too_early,
+    "no gather": no_gather,
+    "gather into gradients": gather_into_gradients,
+    "shards of the wrong group": shards_of_the_wrong_group,
+    "swapped receives": swapped_receives,
+    "norm of one rank": clipped_by_its_own_norm,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_caught(fault: str, monkeypatch: Patch) -> None:
+    parity()
+    FAULTS[fault](monkeypatch)
+    with pytest.raises((AssertionError, RuntimeFault)):
+        parity()
+
+
+def test_norm_over_all_dp_ranks_without_sharding_is_caught(monkeypatch: Patch) -> None:
+    parity(zero=0)
+    norm_of(lambda b, stage, dp, tp: (b.split or tp == 0) and b.first_stage == stage)(monkeypatch)
+    with pytest.raises(AssertionError):
+        parity(zero=0)
+
+
+def test_padding_in_the_norm_is_caught(monkeypatch: Patch) -> None:
+    """A piece that reaches into the padding."""
+    whole = buffers.Buffer.pieces
+
+    def pieces(self: Any, counts: bool) -> list[buffers.Piece]:
+        padding = [buffers.Piece("idle", torch.nn.Parameter(self.data[-1:]), self.grad[-1:], counts)]
+        return whole(self, counts) + padding
+
+    monkeypatch.setattr(buffers.Buffer, "pieces", pieces)
+    with pytest.raises((AssertionError, RuntimeFault)):
+        test_trainer.test_padding_never_counts()
+
+
+def test_stepping_unused_parameters_is_caught(monkeypatch: Patch) -> None:
+    """Weight decay and moments for what nobody used."""
+    monkeypatch.setattr(buffers.Buffers, "used", lambda self: set(self._buffer_of))
+    with pytest.raises((AssertionError, RuntimeFault)):
+        test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only()
+
+
+def test_random_delays_change_no_bit(monkeypatch: Patch) -> None:
+    def weights() -> list[dict[str, Tensor]]:
+        return [r["weights"] for r in lockstep.run_lockstep(MESH, lambda c: test_trainer.train(c, tiny.layout(MESH)))]
+
+    expected = weights()
+    whole, dice = lockstep._World.meet, random.Random(0)
+
+    def meet(self: Any, *args: Any) -> Any:
+        time.sleep(dice.random() * 1e-3)
+        return whole(self, *args)
+
+    monkeypatch.setattr(lockstep._World, "meet", meet)
+    for a, b in zip(weights(), expected, strict=True):
+        assert all(torch.equal(a[name], value) for name, value in b.items())

@@ -1,0 +1,181 @@
+"""Ops with implementations of their own against torch's, and keyed randomness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoptd.runtime.axis import Axis
+from autoptd.runtime.comm import Alone, Communicators
+from autoptd.runtime.lockstep import run_lockstep
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.ops import attention, cross_entropy, dropout, valid_count, vocab_cross_entropy, vocab_embedding
+from autoptd.runtime.randomness import DropoutKey
+from autoptd.runtime.stage import buffer, parameter, submodule
+
+V = 12
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+LABELS = torch.tensor([[3, -100, 11, 0], [-100, 7, 7, 5]])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("padding", [-1, 0, 7])
+def test_vocab_embedding(size: int, padding: int) -> None:
+    indices = torch.tensor([[0, 3, 7], [11, 7, 6]])
+    weight, grad = random(V, 5).requires_grad_(), random(2, 3, 5, seed=1)
+    expected = F.embedding(indices, weight, padding if padding >= 0 else None)
+    expected.backward(grad)
+
+    def body(c: Communicators) -> tuple[Tensor, Tensor]:
+        local = weight.detach().chunk(size)[c.tp.rank].clone().requires_grad_()
+        out = vocab_embedding(local, indices, Axis(c.tp), padding)
+        out.backward(grad)
+        assert local.grad is not None
+        return out.detach(), local.grad
+
+    results = run_lockstep(Mesh(tp=size), body)
+    assert torch.equal(torch.stack([r[0] for r in results]).sum(0), expected.detach())
+    assert torch.equal(torch.cat([r[1] for r in results]), weight.grad)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("ignore", [-100, 7])
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_vocab_cross_entropy(size: int, ignore: int, scale: float) -> None:
+    logits = (random(2, 4, V) * scale).requires_grad_()
+    labels = LABELS.where(LABELS != -100, ignore)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore, reduction="sum")
+    (expected * 1.7).backward()
+    torch.testing.assert_close(cross_entropy(logits, labels, ignore), expected)
+
+    def body(c: Communicators) -> tuple[Tensor, Tensor]:
+        local = logits.detach().chunk(size, -1)[c.tp.rank].clone().requires_grad_()
+        out = vocab_cross_entropy(local, labels, Axis(c.tp), ignore)
+        (out * 1.7).backward()
+        assert local.grad is not None
+        return out.detach(), local.grad
+
+    results = run_lockstep(Mesh(tp=size), body)
+    for out, _ in results:
+        torch.testing.assert_close(out, expected.detach(), rtol=1e-13, atol=0)
+    assert logits.grad is not None
+    torch.testing.assert_close(torch.cat([r[1] for r in results], -1), logits.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_vocab_cross_entropy_bears_minus_infinity_and_all_ignored() -> None:
+    """Padded columns of −inf take no gradient; no valid label gives zero, not NaN."""
+    logits = random(2, 4, V)
+    logits[..., 9:] = -torch.inf
+    labels = LABELS.clamp(max=8)
+
+    def body(c: Communicators, labels: Tensor) -> tuple[Tensor, Tensor]:
+        local = logits.chunk(4, -1)[c.tp.rank].clone().requires_grad_()
+        out = vocab_cross_entropy(local, labels, Axis(c.tp))
+        out.backward()
+        assert local.grad is not None
+        return out.detach(), local.grad
+
+    results = run_lockstep(Mesh(tp=4), lambda c: body(c, labels))
+    expected = F.cross_entropy(logits[..., :9].flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(results[0][0], expected)
+    assert torch.equal(results[3][1], torch.zeros(2, 4, 3, dtype=torch.float64))
+    for out, grad in run_lockstep(Mesh(tp=4), lambda c: body(c, torch.full_like(LABELS, -100))):
+        assert float(out) == 0 and not grad.any()
+
+
+def test_narrow_logits_are_summed_in_float32() -> None:
+    logits = random(2, 4, V).bfloat16()
+    expected = F.cross_entropy(logits.float().flatten(0, 1), LABELS.flatten(), reduction="sum")
+    assert cross_entropy(logits, LABELS).dtype == torch.float32
+    torch.testing.assert_close(cross_entropy(logits, LABELS), expected)
+    wide = run_lockstep(Mesh(tp=2), lambda c: vocab_cross_entropy(logits.chunk(2, -1)[c.tp.rank], LABELS, Axis(c.tp)))
+    torch.testing.assert_close(wide[0], expected)
+
+
+def test_label_smoothing_and_counts() -> None:
+    logits = random(2, 4, V)
+    smooth = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), label_smoothing=0.1, reduction="sum")
+    torch.testing.assert_close(cross_entropy(logits, LABELS, label_smoothing=0.1), smooth)
+    assert float(valid_count(LABELS)) == 6 and valid_count(LABELS).ndim == 0
+    assert float(valid_count(LABELS, 7)) == 6
+
+
+def test_dropout_depends_on_its_key_alone() -> None:
+    x, rng = torch.ones(1000), DropoutKey(seed=1)
+    first = dropout(x, 0.25, "a", rng)
+    assert set(first.unique().tolist()) == {0.0, 1 / 0.75} or first.unique().numel() == 2
+    assert float((first == 0).float().mean()) == pytest.approx(0.25, abs=0.05)
+    dropout(x, 0.25, "b", rng)
+    assert torch.equal(dropout(x, 0.25, "a", rng), first)
+    others = [DropoutKey(2), DropoutKey(1, dp_rank=1), DropoutKey(1, step=1), DropoutKey(1, microbatch=1)]
+    for other in others:
+        assert not torch.equal(dropout(x, 0.25, "a", other), first)
+    assert not torch.equal(dropout(x, 0.25, "a", rng, shard=1), first)
+    for off in (None, DropoutKey(active=False)):
+        assert dropout(x, 0.25, "a", off) is x
+    assert dropout(x, 0.0, "a", rng) is x and not dropout(x, 1.0, "a", rng).any()
+
+
+def test_recompute_replays_dropout() -> None:
+    """Another microbatch's forward runs in between, as in 1F1B."""
+    rng = DropoutKey(seed=1)
+    x = torch.ones(100, requires_grad=True)
+
+    def block(y: Tensor) -> Tensor:
+        return torch.sin(dropout(y, 0.5, "a", rng))
+
+    out = checkpoint(block, x, use_reentrant=False)
+    rng.microbatch = 1
+    checkpoint(block, x, use_reentrant=False)
+    rng.microbatch = 0
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad == 0, out == 0)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "additive"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention(mask: str, kv_heads: int) -> None:
+    q, k, v = random(2, 4, 5, 6), random(2, kv_heads, 5, 6, seed=1), random(2, kv_heads, 5, 6, seed=2)
+    keep = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) > 0.3
+    keep.fill_diagonal_(True)
+    given = {"bool": keep, "additive": random(5, 5, seed=3)}.get(mask)
+    options = {"is_causal": mask == "causal", "scale": 0.3, "enable_gqa": kv_heads < 4}
+    expected = F.scaled_dot_product_attention(q, k, v, given, **options)
+    torch.testing.assert_close(attention(q, k, v, given, 0.5, **options, rng=None), expected)
+    # the path with dropout, at a probability that drops nothing
+    torch.testing.assert_close(attention(q, k, v, given, 1e-12, **options, key="a", rng=DropoutKey()), expected)
+    dropped = [attention(q, k, v, given, 0.5, **options, key="a", rng=DropoutKey(), shard=s) for s in (0, 0, 1)]
+    assert torch.equal(dropped[0], dropped[1]) and not torch.equal(dropped[0], dropped[2])
+
+
+def test_names_are_the_original_ones() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            parameter(self, "mlp.up.weight", (2, 3), torch.float64)
+            buffer(self, "mlp.table", (2,), persistent=False)
+
+    root = nn.Module()
+    parameter(root, "model.layers.0.extra", (1,), requires_grad=False)
+    block = Block()
+    submodule(root, "model.layers.0", block)
+    submodule(root, "model.layers.1", Block())
+    assert [n for n, _ in root.named_parameters()] == [
+        "model.layers.0.extra",
+        "model.layers.0.mlp.up.weight",
+        "model.layers.1.mlp.up.weight",
+    ]
+    assert root.get_submodule("model.layers.0") is block
+    assert list(root.state_dict()) == [n for n, _ in root.named_parameters()]
+    with pytest.raises(KeyError, match="already exists"):
+        submodule(root, "model.layers.1", Block())
+    assert Alone().size == 1

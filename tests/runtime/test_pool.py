@@ -1,0 +1,92 @@
+"""Real gloo processes compute what the threads of lockstep do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import test_trainer
+import tiny_model as tiny
+import torch
+from torch import Tensor
+
+from autoptd.errors import RuntimeFault
+from autoptd.runtime.comm import Communicators, Group
+from autoptd.runtime.lockstep import run_lockstep
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.pool import Pool
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(8) as made:
+        yield made
+
+
+def every_collective(c: Communicators) -> dict[str, Tensor]:
+    """Each method of each group on integers of several dtypes, so that sums are exact in any order."""
+    results: dict[str, Tensor] = {}
+    groups: dict[str, Group] = {"tp": c.tp, "dp": c.dp, "pp": c.pp, "world": c.world}
+    for name, group in groups.items():
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+            x = (torch.arange(group.size * 6).view(group.size, 6) + c.rank).remainder(16).to(dtype)
+            flat, part = x.flatten().clone(), torch.empty(6, dtype=dtype)
+            results[f"{name} {dtype} sum"] = group.all_reduce(x.clone())
+            results[f"{name} {dtype} max"] = group.all_reduce(x.clone(), "max")
+            results[f"{name} {dtype} gather"] = group.all_gather(x)
+            results[f"{name} {dtype} scatter"] = group.reduce_scatter(x)
+            results[f"{name} {dtype} exchange"] = group.all_to_all(x)
+            results[f"{name} {dtype} broadcast"] = group.broadcast(x.clone(), group.size - 1)
+            group.reduce_scatter_later(part, flat).wait()
+            results[f"{name} {dtype} scatter later"] = part
+            own = flat[group.rank * 6 : group.rank * 6 + 6]
+            group.reduce_scatter_later(own, flat).wait()
+            group.all_gather_later(flat, own).wait()
+            results[f"{name} {dtype} in place"] = flat
+        results[f"{name} bool"] = group.all_gather(torch.tensor([True, c.rank == 1]))
+    return results
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(8, 1, 1)], ids=str)
+def test_collectives_agree(pool: Pool, mesh: Mesh) -> None:
+    for real, threads in zip(pool.run(mesh, every_collective), run_lockstep(mesh, every_collective), strict=True):
+        for name, value in real.items():
+            assert torch.equal(value, threads[name]), name
+
+
+def training(c: Communicators, name: str, overlap: bool) -> dict[str, object]:
+    layout = tiny.layout(c.mesh, overlap=overlap)
+    return test_trainer.train(c, layout, optimizer=name, lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(8, 1, 1), Mesh(4, 2, 1), Mesh(2, 1, 4)], ids=str)
+def test_training_agrees_with_one_process(pool: Pool, mesh: Mesh) -> None:
+    batches = test_trainer.batches(mesh)
+    reference = tiny.train_plain(torch.optim.AdamW, batches, lr=0.01, weight_decay=0.1)
+    results = pool.run(mesh, training, "adamw", True)
+    test_trainer.check(results, reference, 1e-11)
+    threads = run_lockstep(mesh, lambda c: training(c, "adamw", True))
+    for name, value in threads[0]["weights"].items():  # type: ignore[attr-defined]
+        torch.testing.assert_close(results[0]["weights"][name], value, rtol=1e-12, atol=1e-14)  # type: ignore[index]
+
+
+def test_overlap_and_repetition_change_no_bit(pool: Pool) -> None:
+    mesh = Mesh(4, 1, 2)
+    first, *others = [pool.run(mesh, training, "sgd", overlap) for overlap in (True, False, True)]
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert a["losses"] == b["losses"] and a["norms"] == b["norms"]
+            assert all(torch.equal(b["weights"][n], x) for n, x in a["weights"].items())  # type: ignore[index,attr-defined]
+
+
+def fail_on_three(c: Communicators) -> None:
+    if c.rank == 3:
+        raise ValueError("out of luck")
+
+
+def test_a_failed_rank_is_named_and_the_pool_recovers(pool: Pool) -> None:
+    with pytest.raises(RuntimeFault, match=r"(?s)rank 3 failed.*out of luck"):
+        pool.run(Mesh(8), fail_on_three)
+    assert len(pool.run(Mesh(8), every_collective)) == 8

@@ -1,0 +1,243 @@
+"""The command line: what it prints, how it fails, what it must not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoptd.cli as cli
+from autoptd.errors import DoesNotFit, PlanError
+from autoptd.plan import Plan
+from tests.sample_plan import sample_plan
+
+COMMANDS = ["plan", "explain", "compare", "emit", "models", "clusters"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.main(list(words))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    sample_plan().save(tmp_path / "plan.json")
+    return str(tmp_path / "plan.json")
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands where the planner is: keeps what it was asked, answers with the sample plan."""
+    asked: list[dict[str, Any]] = []
+
+    class Parallel:
+        def emit(self, folder: str) -> None:
+            Path(folder).mkdir(parents=True)
+            (Path(folder) / "stage_0.py").write_text("# a stage\n")
+
+    def plan(model: Any, **wishes: Any) -> Plan:
+        asked.append({"model": model, **wishes})
+        if wishes["world"] == 1:
+            raise DoesNotFit("stage 0 lacks 12.3 GiB", where="stage 0", fix="use 2 devices")
+        if wishes["world"] == 7:
+            raise PlanError("7 devices cannot be dp × 2 × pp")
+        return sample_plan(model="unnamed")
+
+    def parallelize(model: Any, **wishes: Any) -> Parallel:
+        asked.append({"model": model, **wishes})
+        return Parallel()
+
+    module = types.ModuleType("autoptd.api")
+    module.plan, module.parallelize = plan, parallelize  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autoptd.api", module)
+    monkeypatch.setattr("autoptd.api", module, raising=False)
+    return asked
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words) or "autoptd")
+def test_help_answers(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*words, "--help"])
+    assert left.value.code == 0
+    assert f"usage: {' '.join(['autoptd', *words])}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", "--help"], ["models"], ["plan", "gpt4", "--world", "8"]], ids=str
+)
+def test_torch_is_not_imported_to_answer(words: list[str]):
+    code = (
+        "import sys, autoptd.cli\n"
+        "try: autoptd.cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=False).returncode == 0
+
+
+def test_every_command_is_known_and_named_in_the_readme():
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    assert [name for name in COMMANDS if f"autoptd {name}" not in readme] == []
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_plan_passes_the_wishes_on_and_saves(run: Run, api: list[dict[str, Any]], tmp_path: Path):
+    out = tmp_path / "plan.json"
+    code, text, _ = run(
+        *["plan", "gpt2", "--world", "8", "--cluster", "dgx-h100", "--batch", "16", "--seq", "128"],
+        *["--precision", "fp32", "--fix", "tp=2,recompute=none,zero=0", "-o", str(out)],
+    )
+    assert code == 0
+    (asked,) = api
+    assert type(asked.pop("model")).__name__ == "GPT2LMHeadModel"
+    assert asked.pop("progress") is not None
+    assert asked == {
+        "world": 8,
+        "cluster": "dgx-h100",
+        "batch": 16,
+        "seq": 128,
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "fix": {"tp": 2, "recompute": "none", "zero": 0},
+    }
+    assert Plan.load(out).model == "gpt2"
+    assert text.startswith("gpt2 on 8 × test-cluster: dp 2 × tp 2 × pp 2")
+    assert text.endswith(f"saved to {out}\n")
+
+
+def test_plan_for_machines_is_the_plan_file(run: Run, api: list[dict[str, Any]]):
+    code, text, errors = run("plan", "nanogpt", "--world", "8", "--json")
+    assert (code, errors) == (0, "")
+    assert Plan.from_json(text).to_json() == text
+
+
+def test_no_is_1(run: Run, api: list[dict[str, Any]]):
+    code, text, errors = run("plan", "nanogpt", "--world", "1")
+    assert (code, text) == (1, "")
+    assert errors == "autoptd: stage 0 lacks 12.3 GiB\n  where  stage 0\n  fix    use 2 devices\n"
+    code, text, errors = run("plan", "nanogpt", "--world", "1", "--json")
+    assert (code, errors) == (1, "")
+    told = {"type": "DoesNotFit", "what": "stage 0 lacks 12.3 GiB", "where": "stage 0", "fix": "use 2 devices"}
+    assert json.loads(text) == {"error": told}
+
+
+def test_an_impossible_wish_is_2(run: Run, api: list[dict[str, Any]]):
+    assert run("plan", "nanogpt", "--world", "7")[0] == 2
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api: list[dict[str, Any]], tmp_path: Path):
+    code, _, errors = run("plan", "gpt2", "--world", "8", "-o", str(tmp_path / "no" / "plan.json"))
+    assert code == 2
+    assert "does not exist" in errors
+    (tmp_path / "file").write_text("")
+    sample_plan(model="gpt2").save(tmp_path / "plan.json")
+    code, _, errors = run("emit", str(tmp_path / "plan.json"), "-o", str(tmp_path / "file"))
+    assert code == 2
+    assert "it is a file" in errors
+    assert api == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["plna"], "invalid choice: 'plna'"),
+        (["plan", "gpt2"], "required: --world"),
+        (["plan", "gpt2", "--world", "0"], "'0' is not a whole number from 1"),
+        (["plan", "gpt2", "--world", "8.0"], "'8.0' is not a whole number"),
+        (["plan", "gpt2", "--wor", "8"], "required: --world"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tpp=8"], "'tpp' cannot be fixed; did you mean 'tp'"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tp"], "'tp' is not NAME=VALUE"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tp=2,tp=4"], "'tp' is fixed twice"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tp=-2"], "tp is a whole number from 1, not '-2'"),
+        (["plan", "gpt2", "--world", "8", "--fix", "recompute=ful"], "recompute is one of none, full"),
+        (["plan", "gpt3-175", "--world", "8"], "did you mean 'gpt3-175b'"),
+        (["plan", "./nowhere/config.json", "--world", "8"], "there is no file nowhere/config.json"),
+        (["plan", "no_such_module:build", "--world", "8"], "cannot import 'no_such_module'"),
+        (["explain", "nowhere.json"], "cannot read the plan nowhere.json"),
+    ],
+)
+def test_bad_usage_is_2_and_one_message(run: Run, api: list[dict[str, Any]], words: list[str], said: str):
+    code, text, errors = run(*words)
+    assert (code, text) == (2, "")
+    assert said in errors
+    assert errors.startswith("autoptd: ")
+    assert "Traceback" not in errors
+    code, text, errors = run(*words, "--json")
+    assert (code, errors) == (2, "")
+    assert said in json.loads(text)["error"]["what"] + json.loads(text)["error"]["fix"]
+    assert api == []
+
+
+# --- the other commands -------------------------------------------------------------------------------------------
+
+
+def test_explain(run: Run, saved: str):
+    code, text, _ = run("explain", saved)
+    assert (code, text) == (0, sample_plan().explain())
+    code, text, _ = run("explain", saved, "--json")
+    assert json.loads(text)["plan"] == json.loads(sample_plan().to_json())
+    assert json.loads(text)["headline"].startswith("gpt2-small on 8")
+
+
+def test_compare(run: Run, saved: str, tmp_path: Path):
+    other = str(tmp_path / "other.json")
+    sample_plan(zero=0).save(other)
+    assert run("compare", saved, saved)[0] == 0
+    code, text, _ = run("compare", saved, other)
+    assert code == 1
+    assert "ZeRO" in text
+    code, text, _ = run("compare", saved, other, "--json")
+    assert code == 1
+    assert json.loads(text)["differences"] == {"zero": [1, 0]}
+
+
+def test_emit(run: Run, api: list[dict[str, Any]], saved: str, tmp_path: Path):
+    code, _, errors = run("emit", saved, "-o", str(tmp_path / "out"))
+    assert code == 2
+    assert "--model MODEL" in errors
+    code, text, _ = run("emit", saved, "--model", "nanogpt", "-o", str(tmp_path / "a" / "out"), "--json")
+    assert code == 0
+    assert json.loads(text)["files"] == [str(tmp_path / "a" / "out" / "stage_0.py")]
+    assert api[0]["plan"] == sample_plan()
+    assert api[0]["world"] == 8
+
+
+def test_models_and_clusters(run: Run):
+    code, text, _ = run("models")
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines()] == sorted(json.loads(run("models", "--json")[1]))
+    code, text, _ = run("clusters")
+    assert code == 0
+    assert "dgx-h100" in text
+    assert json.loads(run("clusters", "--json")[1])["dgx-h100"]["device"]["memory_bytes"] > 2**36
+
+
+@pytest.mark.parametrize("lines", [1, 5000])
+def test_a_reader_that_leaves_is_no_error(lines: int, tmp_path: Path):
+    saved = str(tmp_path / "plan.json")
+    sample_plan(notes=("a fact",) * lines).save(saved)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "autoptd.cli", "explain", saved]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
