@@ -27,6 +27,9 @@ COMPUTE = ("F", "B")
 SENDS = ("SF", "SB")
 RECEIVES = ("RF", "RB")
 STEP_END = ("REDUCE", "STEP", "GATHER")
+SENDS_UNDER_WAY = (
+    2  # microbatches per channel: a further send waits for the oldest, so that sent tensors do not pile up
+)
 
 
 @dataclass(frozen=True)
@@ -142,12 +145,14 @@ def channel_of(stage: int, action: Action) -> Channel:
     return lower, "forward" if action.kind in ("SF", "RF") else "backward"
 
 
-def prove(schedule: Schedule, channel: Callable[[int, Action], object] = channel_of) -> None:
+def prove(
+    schedule: Schedule, channel: Callable[[int, Action], object] = channel_of, under_way: int = SENDS_UNDER_WAY
+) -> None:
     """Show that the schedule finishes and every F and B has what it needs, whatever the durations.
 
     Model: a rank runs its list in order. A send or receive is queued on its (rank, channel), a FIFO; the heads of the
     two queues of a channel complete together when one sends what the other receives (rendezvous). A receive holds its
-    rank until complete; a send does not, but must be complete at the end. Run to a fixpoint: since completing one pair
+    rank until complete; a send does so only while `under_way` earlier ones are not. Run to a fixpoint: since completing one pair
     never disables another, the fixpoint does not depend on the order. `channel` maps (stage, action) to a communicator.
 
     Raises StuckSchedule with a rank × step grid, `<` marking where a rank stands.
@@ -181,6 +186,8 @@ def prove(schedule: Schedule, channel: Callable[[int, Action], object] = channel
                 raise StuckSchedule(f"stage {rank}: {action} has no neighbour to talk to")
             queue = queues.setdefault((rank, channel(rank, action)), [])
             if action.kind in SENDS:
+                if sum(waiting.kind in SENDS for waiting in queue) >= under_way:
+                    return False
                 queue.append(action)
             elif action not in received[rank]:
                 if action in queue:

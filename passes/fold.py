@@ -98,7 +98,7 @@ def fold(traced: Traced) -> Folded:
         traced=traced,
         prelude=tuple(n for n in graph.nodes if n in prelude and n.op == "call_function"),
         segments=segments,
-        units=tuple(find_units([s.kind for s in segments])),
+        units=tuple(find_units(_wired(segments))),
         loss=loss,
         counts=tuple(counts),
         unused_parameters=tuple(
@@ -270,6 +270,20 @@ def _common_prefix(paths: list[list[str]]) -> list[str]:
     while length < min(len(first), len(last)) and first[length] == last[length]:
         length += 1
     return first[:length]
+
+
+def _wired(segments: tuple[Segment, ...]) -> list[str]:
+    """Kinds with where each segment receives from: how many segments back, or which one if many receive it."""
+    source = {n: (s.index, i) for s in segments for i, n in enumerate(s.sends)}
+    readers = Counter(n for s in segments for n in s.receives)
+    texts = []
+    for segment in segments:
+        wires = []
+        for node in segment.receives:
+            index, position = source[node]
+            wires.append(f"{index}!{position}" if readers[node] > 2 else f"{segment.index - index}:{position}")
+        texts.append(f"{segment.kind} {' '.join(wires)}")
+    return texts
 
 
 def find_units(kinds: list[str]) -> Iterator[Unit]:

@@ -70,6 +70,14 @@ def test_one_communicator_for_both_directions_is_stuck() -> None:
         prove(schedule, channel=lambda stage, a: stage if a.kind in ("SF", "RB") else stage - 1)
 
 
+def test_sends_that_wait_at_once_are_stuck() -> None:
+    """Blocking sends: stage 0 sends F1's activation while stage 1 sends B0's gradient."""
+    schedule = with_communication(one_f_one_b(2, 4))
+    with pytest.raises(StuckSchedule):
+        prove(schedule, under_way=0)
+    prove(schedule, under_way=1)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -27,10 +27,14 @@ class BlockClass:
 
     name: str
     source: str
-    arguments: tuple[fx.Node, ...]  # of the instance it was written from: receives, prelude, foreign parameters
     sizes: tuple[sympy.Symbol, ...]  # passed last, by name
-    results: tuple[fx.Node, ...]
     dropout: bool
+
+
+def block_arguments(layout: Layout, piece: Piece) -> tuple[fx.Node, ...]:
+    """What a block instance is called with: receives, prelude, parameters that it does not own."""
+    own = set(owned_by(layout, piece))
+    return (*piece.receives, *piece.prelude, *(p for p in piece.parameters if p not in own))
 
 
 def placement_of(sharding: Sharding, folded: Folded, node: fx.Node) -> Placement:
@@ -75,10 +79,11 @@ def argument_names(names: Names, receives: Sequence[fx.Node], others: Sequence[f
 
 
 def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
-    """The class of a piece, written from this instance; other instances of its kinds give the same source."""
+    """The class of a piece, written from the first instance of its unit."""
+    piece = piece.first_instance(layout)
     folded = layout.folded
     names = folded.traced.parameters
-    own = [p for p in piece.parameters if names[p.name] in layout.owned and piece.prefix]
+    own = owned_by(layout, piece)
     foreign = [p for p in piece.parameters if p not in own]
     body = Body(sharding, Names(), first=piece.first)
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
@@ -97,7 +102,7 @@ def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
     returned = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in results]
     size_lines, passed = size_reads(body, given, sharding)
     source = _source(layout, sharding, piece, body, own, given, size_lines, passed, returned)
-    return BlockClass(piece.block, source, tuple(given), passed, results, body.dropout)
+    return BlockClass(piece.block, source, passed, body.dropout)
 
 
 def size_reads(
@@ -166,14 +171,14 @@ def owned_by(layout: Layout, piece: Piece) -> list[fx.Node]:
     return [p for p in piece.parameters if piece.block and piece.prefix and names[p.name] in layout.owned]
 
 
-def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, symbols: Sequence[str]) -> str:
-    """`Wire("add_5", BF16, lambda b, s: (b, s // 8, 4096), True)`."""
+def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, symbols: Sequence[str]) -> str:
+    """`Wire("x0", BF16, lambda b, s: (b, s // 8, 4096), True)`."""
     tensor = info(node)
     placement = placement_of(sharding, folded, node)
     shape = local_shape_text(tensor, placement, sharding.ranks)
     takes = ", ".join(symbols)
     return (
-        f'Wire("{node.name}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}, '
+        f'Wire("x{index}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}, '
         f"{tensor.requires_grad})  # {placement}"
     )
 
@@ -182,6 +187,7 @@ __all__ = [
     "BlockClass",
     "argument_names",
     "attribute",
+    "block_arguments",
     "dtype_text",
     "owned_by",
     "parameter_line",

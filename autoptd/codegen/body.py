@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import Text, expression, size_text
-from autoptd.codegen.names import Names, wish
+from autoptd.codegen.names import Names, ends_line, wish
 from autoptd.passes.factors import Strategy, local_args
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
@@ -63,7 +63,7 @@ class Body:
         if not row.function:
             return source
         args = conversion_args(given, needed)
-        base = source if source.isidentifier() else wish(node)
+        base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else wish(node)
         name = self.names.fresh(f"{base}_{_SUFFIX[str(needed)[0]]}" if not str(needed) == "Bp" else f"{base}_whole")
         note = conversion_note(given, needed, info(node).requires_grad)
         self.lines.append(f"{name} = tp.{row.function}({', '.join([source, *args])})  # {note}")
@@ -76,16 +76,20 @@ class Body:
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
         before = set(self.held)
+        last_use = {o: i for i, n in ops_of(segment) for o in operands(n)}
+        local = set(segment.nodes) - set(segment.sends)
         for i, node in ops_of(segment):
             self.at = (segment.index, i)
-            self._op(node, decided.strategies[i], given)
+            done = [o for o in dict.fromkeys(operands(node)) if o in local and last_use[o] == i]
+            self._op(node, decided.strategies[i], given, done)
         for node, placement in zip(segment.sends, decided.sends, strict=True):
             text = self.read(node, given[node], placement)
             self.held[node, _plain(node, placement)] = text
         kept = {(n, _plain(n, p)) for n, p in zip(segment.sends, decided.sends, strict=True)}
         self.held = {k: v for k, v in self.held.items() if k in before or k in kept}
 
-    def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement]) -> None:
+    def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement], done: Sequence[fx.Node]) -> None:
+        """Write one op; `done` are the operands that nobody reads after it."""
         texts = [Text(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
         text = self.op_text(node, strategy, texts)
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
@@ -93,8 +97,10 @@ class Body:
         for output, placement in zip(outputs, strategy.gives, strict=True):
             if output is not None:
                 given[output] = placement
-        if node.target is aten.t.default and operands(node)[0].op == "placeholder":
-            self.held[node, _plain(node, strategy.gives[0])] = text  # a turned weight is read in place
+        for operand in done:
+            self._forget(operand)
+        if _reads_in_place(node):
+            self.held[node, _plain(node, strategy.gives[0])] = text
             return
         names = [self.names.fresh(wish(o)) if o is not None else "_" for o in outputs]
         left = ", ".join(names) + ("," if len(names) == 1 and isinstance(node.meta["info"], tuple) else "")
@@ -102,6 +108,10 @@ class Body:
         for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
             if output is not None:
                 self.held[output, _plain(output, placement)] = name
+
+    def _forget(self, node: fx.Node) -> None:
+        for key in [k for k in self.held if k[0] is node]:
+            self.names.release(self.held.pop(key))
 
     def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[Text]) -> str:
         """The op's expression on local tensors."""
@@ -185,6 +195,19 @@ def _outputs(node: fx.Node) -> list[fx.Node | None]:
         assert is_getitem(user)
         found[user.args[1]] = user  # type: ignore[index]
     return found
+
+
+def _reads_in_place(node: fx.Node) -> bool:
+    """A turned weight, or a view within one line of the user's: written where it is read, once."""
+    if node.target is aten.t.default:
+        return operands(node)[0].op == "placeholder" and len(node.users) == 1
+    if node.target not in _VIEWS or len(node.users) != 1:
+        return False
+    (reader,) = node.users
+    return reader.target in _VIEWS and not ends_line(node)
+
+
+_VIEWS = frozenset({aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default})
 
 
 def _with_texts(value: object, texts: object) -> object:

@@ -110,17 +110,15 @@ def _same_but_for_numbers(written: Sequence[StageSource]) -> list[list[int]]:
 
 
 _RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
-_WIRE = re.compile(r'Wire\("[^"]+"')
 
 
 def _template(body: str) -> tuple[str, list[tuple[int, ...]]]:
-    """The source with layer ranges as holes, and what fills them; wires' names are no difference."""
+    """The source with layer ranges as holes, and what fills them."""
     numbers = [tuple(int(g) for g in m.groups() if g is not None) for m in _RANGE.finditer(body)]
     holes = iter(range(len(numbers)))
     lengths = [len(range(*n)) for n in numbers]
     text = _RANGE.sub(lambda _: f"range(*LAYERS[stage][{next(holes)}])", body)
-    wires = iter(range(body.count("Wire(")))
-    return _WIRE.sub(lambda _: f'Wire("x{next(wires)}"', text) + repr(lengths), numbers
+    return text + repr(lengths), numbers
 
 
 def _label(members: Sequence[int]) -> str:
@@ -151,7 +149,7 @@ def _file(title: str, source: str, ranks: int, defines: dict[str, str], uses: di
     code = "\n".join(line.split("  # ")[0] for line in source.splitlines())
     constants = [f"{name} = {text}" for name, text in _DTYPES.items() if re.search(rf"\b{name}\b", code)]
     lines = [text for pattern, text in _IMPORTS.items() if re.search(pattern, code) or (constants and text == "import torch")]
-    stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(", code)]
+    stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(|\({n}\):", code)]
     lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []
     torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})
     lines = [line for line in lines if not line.startswith("from torch import ")]

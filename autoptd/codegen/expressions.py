@@ -63,6 +63,8 @@ def value_text(value: Any) -> str:
             return "[" + ", ".join(map(value_text, value)) + "]"
         case tuple():
             return "(" + ", ".join(map(value_text, value)) + ("," if len(value) == 1 else "") + ")"
+        case str():
+            return f'"{value}"'
         case _:
             return repr(value)
 
@@ -196,6 +198,11 @@ def _cross_entropy(logits: Any, labels: Any, ignore_index: int = -100, **kwargs:
     return call_text("ops.cross_entropy", (logits, labels), options)
 
 
+def _pad(x: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> str:
+    options = ({} if mode == "constant" else {"mode": mode}) | ({} if value in (None, 0) else {"value": value})
+    return call_text("F.pad", (x, tuple(pad)), options)
+
+
 def _valid_count(labels: Any, ignore_index: int = -100) -> str:
     return call_text("ops.valid_count", (labels,) if ignore_index == -100 else (labels, ignore_index), {})
 
@@ -231,6 +238,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.ne.Scalar: _infix("!="),
     aten.ne.Tensor: _infix("!="),
     aten.neg.default: lambda x: f"-{_operand(x)}",
+    aten.pad.default: _pad,
     aten.relu.default: _function("F.relu"),
     aten.reshape.default: _reshape,
     aten.scaled_dot_product_attention.default: _attention,

@@ -9,6 +9,7 @@ import re
 import torch
 from torch import fx
 
+from autoptd.passes.fold import owner
 from autoptd.passes.graph import is_getitem, module_path
 
 _TAKEN = frozenset({"torch", "F", "nn", "ops", "tp", "self", "b", "s", "counts", "device", "checkpoint", "submodule", "parameter"})
@@ -30,26 +31,51 @@ class Names:
         self.used.add(name)
         return name
 
+    def release(self, name: str) -> None:
+        """Nobody reads this variable any more: the name may be given again."""
+        self.used.discard(name)
+
 
 def wish(node: fx.Node) -> str:
-    """`q_proj` for the result of that module, `transpose` for an op of a larger one."""
-    if is_getitem(node):
-        return f"{wish(node.args[0])}_{node.args[1]}"  # type: ignore[arg-type]
+    """The variable that the user's own line assigns, else `q_proj` for that module's result, else the op's name."""
     if node.op == "placeholder":
         return node.name
+    assigned = assigned_names(node)
+    if is_getitem(node):
+        index = node.args[1]
+        assert isinstance(index, int)
+        return assigned[index] if index < len(assigned) > 1 else f"{wish(owner(node))}_{index}"
+    if len(assigned) == 1 and ends_line(node):
+        return assigned[0]
     leaf = module_path(node).rpartition(".")[2]
-    last = all(module_path(u) != module_path(node) for u in node.users)
-    if leaf and not leaf.isdigit() and last and _is_leaf(node):
+    if leaf and not leaf.isdigit() and any(_is_weight(o) for o in node.all_input_nodes):
         return leaf
     target = node.target
     name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "x")
     return _SHORT.get(name, name).strip("_")
 
 
-def _is_leaf(node: fx.Node) -> bool:
-    """Whether the node's module does just this: its operands come from other modules or are parameters."""
-    path = module_path(node)
-    return all(o.op == "placeholder" or module_path(o) != path or o.target is torch.ops.aten.t.default for o in node.all_input_nodes)
+def assigned_names(node: fx.Node) -> list[str]:
+    """`["q", "k", "v"]` for a line `q, k, v = …` of the user's source."""
+    code = source_code(node)
+    match = re.match(r"\s*((?:\w+\s*,\s*)*\w+)\s*=(?!=)", code)
+    return [part.strip() for part in match[1].split(",")] if match else []
+
+
+def source_code(node: fx.Node) -> str:
+    """The user's line that made the node."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return lines[-1].strip() if len(lines) > 1 else ""
+
+
+def ends_line(node: fx.Node) -> bool:
+    """Whether the node is the last of its line: what the line assigns."""
+    place = node.meta.get("stack_trace")
+    return all(u.meta.get("stack_trace") != place or module_path(u) != module_path(node) for u in node.users)
+
+
+def _is_weight(node: fx.Node) -> bool:
+    return node.name.startswith("p_") if node.op == "placeholder" else node.target is torch.ops.aten.t.default
 
 
 _SHORT = {"scaled_dot_product_attention": "attention", "layer_norm": "norm", "reshape": "view", "unsqueeze": "expanded", "cross_entropy": "loss_sum", "valid_count": "count", "arange": "positions", "slice": "part"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -28,10 +28,15 @@ class Piece:
     block: str
     prefix: str  # dotted path of the module that owns its parameters
     recompute: bool
+    model: tuple[Segment, ...]  # the same segments of the unit's first instance, from which the class is written
 
     @property
     def first(self) -> int:
         return self.segments[0].index
+
+    def first_instance(self, layout: Layout) -> Piece:
+        """The piece that stands for all instances of its class."""
+        return replace(self, segments=self.model, prefix=layout.prefix_of(self.model[0].index))
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -69,6 +74,10 @@ class Layout:
     owned: dict[str, str]  # original name of a parameter -> its name within its block
     prefixes: dict[int, str]  # first segment of each unit's instance -> dotted path
     classes: dict[int, str]  # first segment of each unit -> class name
+
+    def prefix_of(self, segment: int) -> str:
+        """The dotted path of the instance that a segment belongs to."""
+        return self.prefixes[max(i for i in self.prefixes if i <= segment)]
 
 
 def lay_out(folded: Folded) -> Layout:
@@ -159,4 +168,6 @@ def _piece(
     elif name and len(group) < len(instance):
         low, high = group[0].index - instance[0].index + 1, group[-1].index - instance[0].index + 1
         name += f"Part{low}" if low == high else f"Parts{low}To{high}"
-    return Piece(group, name, prefix, recomputed)
+    start = unit.first + group[0].index - instance[0].index
+    return Piece(group, name, prefix, recomputed, layout.folded.segments[start : start + len(group)])
+

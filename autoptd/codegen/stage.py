@@ -17,6 +17,7 @@ from torch import fx
 from autoptd.codegen.block import (
     BlockClass,
     attribute,
+    block_arguments,
     dtype_text,
     owned_by,
     parameter_line,
@@ -155,7 +156,7 @@ def _write_piece(writer: _Writer, piece: Piece, later: Sequence[Piece], sent: Se
 
 def _arguments(writer: _Writer, piece: Piece, block: BlockClass) -> str:
     texts = []
-    for node in block.arguments:
+    for node in block_arguments(writer.layout, piece):
         placement: Placement = B
         if node in piece.receives:
             placement = placement_of(writer.sharding, writer.folded, node)
@@ -177,7 +178,7 @@ def _results(writer: _Writer, piece: Piece, block: BlockClass, later: Sequence[P
     ]
     free = [text for text in free if text.isidentifier()]
     names = []
-    for node in block.results:
+    for node in piece.sends(writer.folded):
         name = free.pop(0) if free else body.names.fresh("x")
         placement = placement_of(writer.sharding, writer.folded, node)
         for key in [k for k, text in body.held.items() if text == name]:
@@ -278,7 +279,7 @@ def _assemble(
     for word, wires in (("receives", received), ("sends", sent)):
         if wires:
             lines.append(f"    {word} = (")
-            lines += [_wire(w, folded, sharding, symbols) for w in wires]
+            lines += [_wire(w, i, folded, sharding, symbols) for i, w in enumerate(wires)]
             lines.append("    )")
     if is_last:
         lines.append("    is_last = True")
@@ -306,8 +307,8 @@ def _assemble(
     return StageSource("\n".join(lines) + "\n", blocks, dropout)
 
 
-def _wire(node: fx.Node, folded, sharding: Sharding, symbols: Sequence[str]) -> str:  # type: ignore[no-untyped-def]
-    text = wire_line(folded, sharding, node, symbols)
+def _wire(node: fx.Node, index: int, folded, sharding: Sharding, symbols: Sequence[str]) -> str:  # type: ignore[no-untyped-def]
+    text = wire_line(folded, sharding, node, index, symbols)
     code, _, note = text.partition("  # ")
     return f"        {code},  # {note}"
 

@@ -26,10 +26,6 @@ class Handle(Protocol):
 
     def wait(self) -> None: ...
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once; never blocks."""
-        ...
-
 
 class Group(Protocol):
     """The ranks of one axis. `rank` is this rank's index in it."""
@@ -90,9 +86,6 @@ class Done:
 
     def wait(self) -> None:
         return None
-
-    def done(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

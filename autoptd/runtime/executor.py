@@ -1,11 +1,13 @@
 """Run one stage's action list: compute, messages, and the end of the step, in exactly the order of the list.
 
 A receive is posted one message ahead of the action that waits for it, so that the transfer overlaps computing; the
-channel is a FIFO, so this changes no order. A sent tensor is kept until its send is complete.
+channel is a FIFO, so this changes no order. A sent tensor is kept until its send is complete; a third one waits for the
+first, which the proof of the schedule includes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +20,7 @@ from autoptd.runtime.comm import Channel, Communicators, Handle
 from autoptd.runtime.handshake import exchange
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage, Wire
-from autoptd.schedule import Actions
+from autoptd.schedule import SENDS_UNDER_WAY, Actions
 
 Tensors = tuple[Tensor, ...]
 
@@ -90,7 +92,11 @@ class Executor:
                 continue
             if action == last_backward:
                 before_last_backward()
-            do[action.kind](action.microbatch)
+            try:
+                do[action.kind](action.microbatch)
+            except RuntimeError as error:
+                where = f"{action} of stage {self._comm.stage}, rank {self._comm.rank} ({self._comm.mesh})"
+                raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
         run.finish_sends()
 
 
@@ -109,7 +115,7 @@ class _Run:
         self.received: dict[int, Tensors] = {}
         self.outputs: dict[int, Tensors] = {}
         self.gradients: dict[int, Tensors] = {}
-        self.sending: list[Handle] = []
+        self.sending: dict[str, deque[list[Handle]]] = {"SF": deque(), "SB": deque()}  # by microbatch
         self.loss = loss
         for kind, channel, wires in (
             ("RF", self.comm.forward_in, self.stage.receives),
@@ -170,8 +176,7 @@ class _Run:
 
     def send_activations(self, i: int) -> None:
         assert self.comm.forward_out is not None
-        for x in self.outputs[i]:
-            self._send(self.comm.forward_out, x.detach())
+        self._send("SF", self.comm.forward_out, [x.detach() for x in self.outputs[i]])
         if not self.training:
             del self.outputs[i]
 
@@ -190,22 +195,29 @@ class _Run:
         roots = [(x, grad) for x, grad in roots if x.requires_grad]
         if roots:
             torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
-        if not self.returned:
-            self.received.pop(i, None)
 
     def send_gradients(self, i: int) -> None:
         assert self.comm.backward_out is not None
-        for wire, x in zip(self.stage.receives, self.received.pop(i, ()), strict=False):
-            if wire.requires_grad:
-                self._send(self.comm.backward_out, torch.zeros_like(x) if x.grad is None else x.grad)
+        pairs = zip(self.stage.receives, self.received.pop(i), strict=True)
+        leaves = [x for wire, x in pairs if wire.requires_grad]
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        self._send("SB", self.comm.backward_out, gradients)
 
-    def _send(self, channel: Channel, x: Tensor) -> None:
-        self.sending = [handle for handle in self.sending if not handle.done()]
-        self.sending.append(channel.send(x.contiguous()))
+    def _send(self, kind: str, channel: Channel, tensors: Sequence[Tensor]) -> None:
+        under_way = self.sending[kind]
+        if len(under_way) == SENDS_UNDER_WAY:
+            _wait(under_way.popleft())
+        under_way.append([channel.send(x.contiguous()) for x in tensors])
 
     def finish_sends(self) -> None:
-        for handle in self.sending:
-            handle.wait()
+        for under_way in self.sending.values():
+            while under_way:
+                _wait(under_way.popleft())
+
+
+def _wait(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.wait()
 
 
 def _sizes(stage: Stage, microbatch: Microbatch) -> dict[str, int]:

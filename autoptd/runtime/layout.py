@@ -23,6 +23,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     stages: tuple[int, ...] = (0,)  # ascending; more than one: tied, every stage holds a copy
     trainable: bool = True
+    dtype: torch.dtype | None = None  # None: the layout's
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """The shape on each of `tp` ranks."""
@@ -48,7 +49,6 @@ class Layout:
     zero: int = 1  # 0: every dp rank steps everything; 1: each steps its shard
     precision: str = "fp32"
     schedule: str = "1f1b"
-    seed: int = 0  # of dropout
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
     bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
 

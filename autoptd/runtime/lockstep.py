@@ -133,9 +133,6 @@ class _Handle:
     def wait(self) -> None:
         self.world.wait(self.rank, self.meeting, self.doing)
 
-    def done(self) -> bool:
-        return self.meeting.done
-
 
 def _describe(op: str, x: Tensor) -> str:
     return f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)})"

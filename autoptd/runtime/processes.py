@@ -37,9 +37,6 @@ class _Work:
             self.work.wait()
         self.work, self.tensors = None, ()
 
-    def done(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
 
 @dataclass
 class _SumOfParts:
@@ -55,9 +52,6 @@ class _SumOfParts:
             self.work.wait()
             torch.sum(self.parts, 0, out=self.out)
             self.work, self.parts = None, self.out
-
-    def done(self) -> bool:
-        return self.work is None
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -134,7 +128,7 @@ class ProcessBackend:
         self.rank = dist.get_rank()
         self.device = device
         self.device_mesh: DeviceMesh = init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)
-        self._gloo = device.type == "cpu"
+        self._gloo = dist.get_backend() == "gloo"
 
     def axis(self, mesh: Mesh, name: AxisName) -> Group:
         return self._wrap(self.device_mesh.get_group(name))

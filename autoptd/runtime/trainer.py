@@ -51,7 +51,7 @@ class Trainer:
         self.stage, self.layout, self.communicators = stage, layout, communicators
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64
-        self._dropout = stage.dropout or DropoutKey(layout.seed)
+        self._dropout = stage.dropout or DropoutKey()
         self._dropout.dp_rank = communicators.dp.rank
         _check_names(stage, layout, communicators)
         tied = _tied_groups(layout, communicators)
@@ -111,7 +111,9 @@ class Trainer:
         each = [self.stage.loss_counts(**{name: mb[name] for name in names}) for mb in microbatches]
         if not each[0]:
             return ()
-        total = torch.stack([torch.stack([count.to(torch.float64) for count in counts]) for counts in each]).sum(0)
+        # on a CPU where a count comes from sizes alone
+        rows = [torch.stack([count.to(self.communicators.device, torch.float64) for count in row]) for row in each]
+        total = torch.stack(rows).sum(0)
         self.communicators.dp.all_reduce(total)
         return tuple(torch.where(total == 0, 1.0, total).unbind())
 
@@ -173,18 +175,18 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters of the model, full, under their original names, on every rank. A collective."""
         return {
-            name: self._collect(self._tensors.get(name), spec, self.layout.dtype)
+            name: self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
             for name, spec in self.layout.parameters.items()
         }
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients (clipped, if so asked), full, of the parameters that had one. A collective."""
         local = self._buffers.gradients()
-        return {
-            name: self._collect(local.get(name), self.layout.parameters[name], self.layout.main_dtype)
-            for name in self._trainable
-            if name in self._used
+        used = {name: self.layout.parameters[name] for name in self._trainable if name in self._used}
+        main = {
+            name: torch.promote_types(spec.dtype or self.layout.dtype, torch.float32) for name, spec in used.items()
         }
+        return {name: self._collect(local.get(name), spec, main[name]) for name, spec in used.items()}
 
     @torch.no_grad()
     def _collect(self, local: Tensor | None, spec: TensorSpec, dtype: torch.dtype) -> Tensor:

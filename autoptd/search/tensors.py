@@ -235,18 +235,27 @@ class Tensors:
     def _parameter_choices(
         self, name: str, tensor: TensorInfo, times: int, offers: Mapping[tuple[str, int], frozenset[int]], node: fx.Node
     ) -> Iterator[Choice]:
-        static = self.static_bytes / tensor.dtype.itemsize
-        yield Choice("B", gives=((name, B),), bytes=times * static * self.nbytes(tensor))
-        if self.ranks == 1:
-            return
-        if tensor.requires_grad:
+        static = times * self.static_bytes / tensor.dtype.itemsize
+        splits = [
+            Split(dim, groups)
+            for dim, size in enumerate(tensor.shape)
+            for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset()))
+            if self.ranks > 1 and self.sizes.divisible(size, self.ranks, groups)
+        ]
+        whole = not splits or not is_weight(node) or self.folded.traced.parameters[node.name] in self.pinned
+        if whole:
+            yield Choice("B", gives=((name, B),), bytes=static * self.nbytes(tensor))
+        if whole and tensor.requires_grad and self.ranks > 1:
             sync = self.collective("all_reduce", self.nbytes(tensor)) / self.microbatches
-            yield Choice("Bp", gives=((name, BP),), seconds=times * sync, bytes=times * static * self.nbytes(tensor))
-        for dim, size in enumerate(tensor.shape):
-            for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset())):
-                if self.sizes.divisible(size, self.ranks, groups):
-                    split = Split(dim, groups)
-                    yield Choice(str(split), gives=((name, split),), bytes=times * static * self.nbytes(tensor, split))
+            yield Choice("Bp", gives=((name, BP),), seconds=times * sync, bytes=static * self.nbytes(tensor))
+        for split in splits:
+            yield Choice(str(split), gives=((name, split),), bytes=static * self.nbytes(tensor, split))
+
+    @cached_property
+    def pinned(self) -> frozenset[str]:
+        """Parameters that somebody placed by hand."""
+        names = self.folded.traced.parameters.values()
+        return frozenset(n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in self.pins))
 
     def _op_choice(
         self,

@@ -123,7 +123,7 @@ def test_a_stage_that_sends_another_shape_is_named() -> None:
         layout = Layout(Mesh(pp=3), 2, 1, ("x",), spec(()), buffers, precision="fp64")
         Trainer(stage, layout, c).train_step({"x": torch.ones(2, 3, dtype=F64)})
 
-    message = r"(?s)picks is torch.int32 \[2, 3\], but the next stage expects torch.int64.*stage 0, microbatch 0"
+    message = r"(?s)picks is torch.int32 \[2, 3\], but the next stage expects torch.int64.*F0 of stage 0, rank 0"
     with pytest.raises(RuntimeFault, match=message):
         run_lockstep(Mesh(pp=3), body)
 
@@ -154,7 +154,8 @@ def test_dropout_does_not_depend_on_the_cut_and_changes_with_the_step() -> None:
 
 def test_activations_die_with_their_backward() -> None:
     """Never more microbatches alive than the schedule's bound, and nothing after the step."""
-    mesh, alive, most = Mesh(pp=4), [weakref.WeakSet() for _ in range(4)], [0] * 4
+    mesh, most = Mesh(pp=4), [0] * 4
+    made: list[list[weakref.ref[Tensor]]] = [[] for _ in range(4)]
 
     def body(c: Communicators) -> None:
         trainer = test_trainer.build(c, tiny.layout(mesh, micro=1, microbatches=8))
@@ -162,12 +163,13 @@ def test_activations_die_with_their_backward() -> None:
 
         def forward(*args: Tensor, **kwargs: Any) -> Any:
             out = whole(*args, **kwargs)
-            alive[c.stage].add(out if isinstance(out, Tensor) else out[0].grad_fn)
-            most[c.stage] = max(most[c.stage], len(alive[c.stage]))
+            made[c.stage].append(weakref.ref(out if isinstance(out, Tensor) else out[0]))
+            most[c.stage] = max(most[c.stage], sum(ref() is not None for ref in made[c.stage]))
             return out
 
         trainer.stage.forward = forward  # type: ignore[method-assign]
         trainer.train_step(tiny.batch(8, 0))
+        assert all(ref() is None for ref in made[c.stage]) and len(made[c.stage]) == 8
 
     gc.disable()
     try:
