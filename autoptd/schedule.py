@@ -152,8 +152,9 @@ def prove(
 
     Model: a rank runs its list in order. A send or receive is queued on its (rank, channel), a FIFO; the heads of the
     two queues of a channel complete together when one sends what the other receives (rendezvous). A receive holds its
-    rank until complete; a send does so only while `under_way` earlier ones are not. Run to a fixpoint: since completing one pair
-    never disables another, the fixpoint does not depend on the order. `channel` maps (stage, action) to a communicator.
+    rank until complete; a send holds it while `under_way` earlier ones of the channel are not complete. Run to a
+    fixpoint: since completing one pair never disables another, the fixpoint does not depend on the order. `channel`
+    maps (stage, action) to a communicator.
 
     Raises StuckSchedule with a rank × step grid, `<` marking where a rank stands.
     """

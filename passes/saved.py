@@ -9,7 +9,7 @@ Two ops are told apart from what meta tensors show, because the kernels of an ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
@@ -68,7 +68,7 @@ def _attention(call: OpCall) -> Saved:
 @cache
 def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Saved:
     call = OpCall(target, args, dict(kwargs), outputs)
-    symbols = sorted({s for t in call.operands for n in t.shape for s in getattr(n, "free_symbols", ())}, key=str)
+    symbols = sorted(set(_symbols((call.args, tuple(call.kwargs.values()), call.outputs))), key=str)
     assert len(symbols) <= len(SYMBOL_VALUES), f"{target} has more symbols than there are values: {symbols}"
     values = dict(zip(symbols, SYMBOL_VALUES, strict=False))
     operands: list[Tensor] = []
@@ -108,6 +108,18 @@ def _concrete(value: Any, values: Mapping[sympy.Symbol, int], operands: list[Ten
         case torch.device():
             return torch.device("meta")
     return value
+
+
+def _symbols(value: Any) -> Iterator[sympy.Symbol]:
+    """Every symbol in shapes and arguments."""
+    match value:
+        case TensorInfo():
+            yield from _symbols(value.shape)
+        case tuple() | list():
+            for item in value:
+                yield from _symbols(item)
+        case sympy.Expr():
+            yield from value.free_symbols
 
 
 def _number(size: Size, values: Mapping[sympy.Symbol, int]) -> int:

@@ -70,12 +70,17 @@ def test_one_communicator_for_both_directions_is_stuck() -> None:
         prove(schedule, channel=lambda stage, a: stage if a.kind in ("SF", "RB") else stage - 1)
 
 
-def test_sends_that_wait_at_once_are_stuck() -> None:
-    """Blocking sends: stage 0 sends F1's activation while stage 1 sends B0's gradient."""
-    schedule = with_communication(one_f_one_b(2, 4))
-    with pytest.raises(StuckSchedule):
-        prove(schedule, under_way=0)
-    prove(schedule, under_way=1)
+def test_a_send_waits_for_the_oldest_one_under_way() -> None:
+    """Stage 0 holds at SF3 for SF2, stage 1 at SB1 for SB0: stuck with one message under way, fine with two."""
+    crossed = parse(
+        [
+            "F0 SF0 F1 SF1 F2 SF2 F3 SF3 RB0 B0 RB1 B1 RB2 B2 RB3 B3",
+            "RF0 F0 RF1 F1 B0 SB0 B1 SB1 RF2 F2 RF3 F3 B2 SB2 B3 SB3",
+        ]
+    )
+    prove(crossed, under_way=2)
+    with pytest.raises(StuckSchedule, match=r"(?s)SF3<.*SB1<"):
+        prove(crossed, under_way=1)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class ProcessBackend:
 def connect_processes(mesh: Mesh, device: torch.device | None = None, timeout_s: float = 600.0) -> Communicators:
     """This process's communicators; starts torch.distributed from the environment (torchrun) unless it runs already.
 
-    `device` defaults to this process's GPU, or the CPU where there is none. Raises PlanError before any process group
+    Without torchrun's environment this is a world of one. `device` defaults to this process's GPU, or the CPU where there is none. Raises PlanError before any process group
     is started if the environment's world is not the mesh's.
     """
     if device is None:
@@ -160,8 +160,11 @@ def connect_processes(mesh: Mesh, device: torch.device | None = None, timeout_s:
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # one process that nobody launched
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return connect(mesh, ProcessBackend(mesh, device))
 
 

@@ -22,8 +22,8 @@ from autoptd.errors import PlanError, nearest
 from autoptd.passes.factors import Strategy
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, op_call, operands
-from autoptd.passes.opcall import Size, Sizes, TensorInfo
-from autoptd.passes.placements import BP, B, Broadcast, Placement, Split, conversion, parse_placement
+from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
+from autoptd.passes.placements import BP, B, Broadcast, P, Placement, Split, conversion, parse_placement
 from autoptd.passes.saved import saved_tensors
 from autoptd.passes.sharding import (
     KindSharding,
@@ -92,7 +92,7 @@ class Tensors:
         self.microbatches = microbatches
         self.static_bytes = static_bytes
         self.pins = pins or {}
-        self.legal = legal or {k: expand_kind(s, ranks, self.sizes) for k, s in folded.representatives.items()}
+        self.legal = legal or legal_strategies(folded, ranks, self.sizes)
         self._numbers: dict[Size, int] = {}
 
     # ---- sizes ----
@@ -440,6 +440,29 @@ class Tensors:
             source, index = (node, 0) if node in outputs else (node.args[0], node.args[1])
             given[node] = outputs[source][index]  # type: ignore[index]
         return given, {n: infos(n)[0] for n in given}
+
+
+def legal_strategies(folded: Folded, ranks: int, sizes: Sizes) -> dict[str, dict[int, list[Strategy]]]:
+    """What the search may choose from, per kind and op.
+
+    An fp64 plan is asked for to be compared with one process to the last digits. Where the model itself drops to a
+    lower precision (a norm or a loss in float32), addends would be rounded before they are summed; there, none are.
+    """
+    found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
+    parameters = [infos(n)[0].dtype for s in folded.segments for n in s.parameters]
+    if torch.float64 not in parameters:
+        return found
+    return {
+        kind: {i: [s for s in each if _keeps_digits(op_call(nodes[i]), s)] for i, each in options.items()}
+        for kind, options in found.items()
+        for nodes in [folded.representatives[kind].nodes]
+    }
+
+
+def _keeps_digits(call: OpCall, strategy: Strategy) -> bool:
+    tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
+    low = [p for t, p in tensors if t.dtype.is_floating_point and t.dtype != torch.float64]
+    return not low or (BP not in low and P not in low and not strategy.collectives)
 
 
 def is_weight(node: fx.Node) -> bool:

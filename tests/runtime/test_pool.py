@@ -8,15 +8,37 @@ import pytest
 import test_trainer
 import tiny_model as tiny
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.errors import RuntimeFault
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.pool import Pool
+from autoptd.runtime.processes import connect_processes
 
 pytestmark = pytest.mark.ranks
+
+
+def test_a_world_that_is_not_the_plan_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for world in (None, "4"):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        if world is not None:
+            monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(PlanError, match=r"for 8 ranks \(dp2 × tp2 × pp2\), but [14] are running"):
+            connect_processes(Mesh(2, 2, 2))
+    assert not dist.is_initialized()
+
+
+def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    reference = tiny.train_plain(torch.optim.SGD, test_trainer.batches(Mesh()), lr=0.1)
+    try:
+        c = connect_processes(Mesh(), torch.device("cpu"))
+        test_trainer.check([test_trainer.train(c, tiny.layout(Mesh()), lr=0.1)], reference)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import InputsError, PlanError, RuntimeFault
-from autoptd.passes.placements import B
+from autoptd.passes.placements import B, Split
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.stage import Stage, parameter
+from autoptd.runtime.stage import Stage, buffer, parameter
 from autoptd.runtime.trainer import Trainer
 
 MESHES = [Mesh(dp, tp, pp) for dp in (1, 2, 4, 8) for tp in (1, 2) for pp in (1, 2, 4) if dp * tp * pp in (1, 2, 4, 8)]
@@ -172,13 +172,13 @@ def test_padding_never_counts() -> None:
     def body(c: Communicators) -> dict[str, Any]:
         trainer = build(c, tiny.layout(mesh), lr=0.1, clip_norm=0.1)
         whole = batches(mesh)[0]
-        for buffer in trainer._buffers._buffers:
-            inside = torch.zeros(buffer.data.shape, dtype=torch.bool)
-            for slot in buffer.slots.values():
+        for flat in trainer._buffers._buffers:
+            inside = torch.zeros(flat.data.shape, dtype=torch.bool)
+            for slot in flat.slots.values():
                 inside[slot.start : slot.stop] = True
             assert not inside.all()
-            buffer.grad[~inside] = torch.nan
-            buffer.data[~inside] = torch.nan
+            flat.grad[~inside] = torch.nan
+            flat.data[~inside] = torch.nan
         losses = [float(trainer.train_step(share(whole, c))) for _ in range(2)]
         return {"losses": losses, "norm": float(trainer.grad_norm), "weights": trainer.state_dict()}
 
@@ -364,3 +364,36 @@ def test_narrow_parameters_have_full_precision_copies(dtype: str) -> None:
 
     for w in run_lockstep(mesh, body):
         assert torch.equal(w, torch.full((3,), 1 - 2.0**-6, dtype=layout.dtype))
+
+
+def test_full_tensors_survive_any_placement() -> None:
+    """load_parameters then state_dict, with grouped splits, another dtype, and a buffer split likewise."""
+    mesh = Mesh(dp=2, tp=2, pp=2)
+    specs = {
+        "qkv": TensorSpec(Split(1, 3), (2, 12), (0,)),
+        "table": TensorSpec(Split(0, 2), (8, 3), (0, 1)),
+        "wide": TensorSpec(Split(0), (4,), (1,), dtype=torch.float64),
+        "whole": TensorSpec(B, (5,), (1,)),
+    }
+    layout = Layout(mesh, 1, 1, ("x",), specs, {"mask": TensorSpec(Split(1), (2, 4), (1,))}, precision="bf16")
+    full = {
+        name: torch.arange(torch.Size(spec.shape).numel()).view(spec.shape).double() for name, spec in specs.items()
+    }
+
+    def body(c: Communicators) -> tuple[dict[str, Tensor], Tensor]:
+        stage = Stage(Axis(c.tp))
+        for name, spec in specs.items():
+            if c.stage in spec.stages:
+                parameter(stage, name, spec.local_shape(2), spec.dtype or torch.bfloat16)
+        if c.stage == 1:
+            buffer(stage, "mask", (2, 2))
+        trainer = Trainer(stage, layout, c)
+        trainer.load_parameters(full | {"mask": torch.arange(8.0).view(2, 4)})
+        return trainer.state_dict(), c.pp.broadcast(getattr(stage, "mask", torch.zeros(2, 2)).clone(), 1)
+
+    for rank, (state, mask) in enumerate(run_lockstep(mesh, body)):
+        assert list(state) == list(specs)
+        for name, value in state.items():
+            assert value.dtype == (specs[name].dtype or torch.bfloat16)
+            assert torch.equal(value.double(), full[name]), name
+        assert torch.equal(mask, torch.arange(8.0).view(2, 4)[:, rank % 2 * 2 :][:, :2])
