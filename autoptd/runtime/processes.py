@@ -151,8 +151,8 @@ class ProcessBackend:
 def connect_processes(mesh: Mesh, device: torch.device | None = None, timeout_s: float = 600.0) -> Communicators:
     """This process's communicators; starts torch.distributed from the environment (torchrun) unless it runs already.
 
-    Without torchrun's environment this is a world of one. `device` defaults to this process's GPU, or the CPU where there is none. Raises PlanError before any process group
-    is started if the environment's world is not the mesh's.
+    Without torchrun's environment this is a world of one. `device` defaults to this process's GPU, or the CPU where
+    there is none. Raises PlanError before any process group is started if the environment's world is not the mesh's.
     """
     if device is None:
         device = default_device()

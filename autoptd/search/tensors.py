@@ -35,7 +35,7 @@ from autoptd.passes.sharding import (
     sends_of,
     tensor_name,
 )
-from autoptd.passes.trace import BATCH
+from autoptd.passes.trace import BATCH, SEQUENCE
 from autoptd.passes.work import work
 from autoptd.search.splits import Choice, Node, SplitProblem, SplitSolution, solve_splits
 
@@ -84,6 +84,7 @@ class Tensors:
         static_bytes: float = 16.0,
         pins: Mapping[str, str] | None = None,
         legal: Mapping[str, dict[int, list[Strategy]]] | None = None,
+        sequence_parallel: bool = True,
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer)."""
         self.folded, self.cluster, self.ranks = folded, cluster, ranks
@@ -92,7 +93,8 @@ class Tensors:
         self.microbatches = microbatches
         self.static_bytes = static_bytes
         self.pins = pins or {}
-        self.legal = legal or legal_strategies(folded, ranks, self.sizes)
+        self.sequence_parallel = sequence_parallel
+        self.legal = legal or legal_strategies(folded, ranks, self.sizes, sequence_parallel=sequence_parallel)
         self._numbers: dict[Size, int] = {}
 
     # ---- sizes ----
@@ -227,7 +229,10 @@ class Tensors:
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
         """Placements in which a tensor may cross from segment to segment: never as addends."""
         broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
-        return (*broadcasts, *(Split(d) for d, size in enumerate(tensor.shape) if self._splittable(size)))
+        return (*broadcasts, *(Split(d) for d, size in enumerate(tensor.shape) if self._splittable(size) and self._may(size)))
+
+    def _may(self, size: Size) -> bool:
+        return self.sequence_parallel or not _counts_tokens(size)
 
     def _splittable(self, size: Size) -> bool:
         return self.ranks > 1 and self.sizes.divisible(size, self.ranks)
@@ -250,6 +255,16 @@ class Tensors:
             yield Choice("Bp", gives=((name, BP),), seconds=times * sync, bytes=static * self.nbytes(tensor))
         for split in splits:
             yield Choice(str(split), gives=((name, split),), bytes=static * self.nbytes(tensor, split))
+
+    def parameter_labels(self, name: str) -> list[str]:
+        """Placements that a parameter may be stored in."""
+        names = self.folded.traced.parameters
+        for kind, segment in self.folded.representatives.items():
+            for i, node in enumerate(segment.parameters):
+                if names[node.name] == name:
+                    own = _Scope(kind, segment).parameter(i)
+                    return next([c.label for c in n.choices] for n in self.problem.nodes if n.name == own)
+        return []
 
     @cached_property
     def pinned(self) -> frozenset[str]:
@@ -442,13 +457,20 @@ class Tensors:
         return given, {n: infos(n)[0] for n in given}
 
 
-def legal_strategies(folded: Folded, ranks: int, sizes: Sizes) -> dict[str, dict[int, list[Strategy]]]:
+def legal_strategies(
+    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True
+) -> dict[str, dict[int, list[Strategy]]]:
     """What the search may choose from, per kind and op.
 
     An fp64 plan is asked for to be compared with one process to the last digits. Where the model itself drops to a
     lower precision (a norm or a loss in float32), addends would be rounded before they are summed; there, none are.
     """
     found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
+    if not sequence_parallel:
+        found = {
+            k: {i: [s for s in each if not _splits_tokens(op_call(folded.representatives[k].nodes[i]), s)] for i, each in o.items()}
+            for k, o in found.items()
+        }
     parameters = [infos(n)[0].dtype for s in folded.segments for n in s.parameters]
     if torch.float64 not in parameters:
         return found
@@ -457,6 +479,15 @@ def legal_strategies(folded: Folded, ranks: int, sizes: Sizes) -> dict[str, dict
         for kind, options in found.items()
         for nodes in [folded.representatives[kind].nodes]
     }
+
+
+def _splits_tokens(call: OpCall, strategy: Strategy) -> bool:
+    tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
+    return any(isinstance(p, Split) and _counts_tokens(t.shape[p.dim]) for t, p in tensors)
+
+
+def _counts_tokens(size: Size) -> bool:
+    return not isinstance(size, int) and SEQUENCE in size.free_symbols
 
 
 def _keeps_digits(call: OpCall, strategy: Strategy) -> bool:

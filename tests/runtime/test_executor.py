@@ -152,6 +152,22 @@ def test_dropout_does_not_depend_on_the_cut_and_changes_with_the_step() -> None:
     assert losses(1, seed=6)[0] != one[0]
 
 
+def test_recompute_changes_no_bit() -> None:
+    """Blocks with communication and dropout, recomputed while other microbatches are between forward and backward."""
+    mesh = Mesh(2, 2, 2)
+
+    def body(c: Communicators, recompute: bool) -> dict[str, Tensor]:
+        stage = tiny.make_stage(Axis(c.tp), 2, c.stage, DropoutKey(3), p=0.3, recompute=recompute)
+        trainer = Trainer(stage, tiny.layout(mesh), c, "sgd", lr=0.1)
+        trainer.load_parameters(tiny.weights())
+        for seed in range(2):
+            trainer.train_step(test_trainer.share(tiny.batch(12, seed), c))
+        return trainer.state_dict()
+
+    kept, again = (run_lockstep(mesh, lambda c, r=r: body(c, r))[0] for r in (False, True))  # type: ignore[misc]
+    assert all(torch.equal(again[name], value) for name, value in kept.items())
+
+
 def test_activations_die_with_their_backward() -> None:
     """Never more microbatches alive than the schedule's bound, and nothing after the step."""
     mesh, most = Mesh(pp=4), [0] * 4

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from autoptd.passes.placements import BP, B, Split
 from autoptd.runtime.axis import Axis
@@ -106,8 +107,10 @@ def train_plain(
     return result
 
 
-def make_stage(tp: Axis, pp: int, index: int, rng: DropoutKey | None = None, p: float = 0.0) -> Stage:
-    """Stage `index` of `pp`, on meta."""
+def make_stage(
+    tp: Axis, pp: int, index: int, rng: DropoutKey | None = None, p: float = 0.0, recompute: bool = False
+) -> Stage:
+    """Stage `index` of `pp`, on meta; `recompute`: every layer keeps its input alone."""
     mine = [i for i in range(LAYERS) if i * pp // LAYERS == index]
     first, last = index == 0, index == pp - 1
     wire = Wire("x", torch.float64, lambda b: (b, S // tp.size, H), requires_grad=True)
@@ -124,6 +127,12 @@ def make_stage(tp: Axis, pp: int, index: int, rng: DropoutKey | None = None, p: 
         def loss_counts(**inputs: Tensor) -> tuple[Tensor, ...]:
             return (valid_count(inputs["labels"]),)
 
+        def layer(self, x: Tensor, i: int) -> Tensor:
+            tp, layer = self.tp, self.layers.get_submodule(str(i))
+            h = tp.all_gather(x * layer.scale, 1)
+            h = dropout(F.gelu(h @ layer.up.weight.T), p, f"layers.{i}", self.dropout, tp.rank)
+            return x + tp.reduce_scatter(h @ layer.down.weight.T, 1) + layer.down.bias
+
         def forward(self, *received: Tensor, **given: Tensor) -> Tensor | tuple[Tensor, ...]:
             tp = self.tp
             if first:
@@ -132,10 +141,7 @@ def make_stage(tp: Axis, pp: int, index: int, rng: DropoutKey | None = None, p: 
             else:
                 (x,) = received
             for i in mine:
-                layer = self.layers.get_submodule(str(i))
-                h = tp.all_gather(x * layer.scale, 1)
-                h = dropout(F.gelu(h @ layer.up.weight.T), p, f"layers.{i}", self.dropout, tp.rank)
-                x = x + tp.reduce_scatter(h @ layer.down.weight.T, 1) + layer.down.bias
+                x = checkpoint(self.layer, x, i, use_reentrant=False) if recompute else self.layer(x, i)
             if not last:
                 return (x,)
             logits = tp.all_gather(x * self.final.scale, 1) @ self.embed.weight.T
