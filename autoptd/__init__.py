@@ -1,1 +1,37 @@
-"""autoptd."""
+"""autoptd compiles a plain PyTorch model into a distributed training program.
+
+    plan = autoptd.plan(model, world=64, cluster="dgx-h100", batch=512, seq=2048)
+    par = autoptd.parallelize(model, world=64)      # under torchrun: this rank's running part
+    loss = par.train_step(batch)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autoptd.api import Parallel, parallelize, plan
+    from autoptd.cost_models.cluster import Cluster
+    from autoptd.errors import AutoptdError
+    from autoptd.plans import Plan
+
+__all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "parallelize", "plan"]
+
+_WHERE = {
+    "AutoptdError": "autoptd.errors",
+    "Cluster": "autoptd.cost_models.cluster",
+    "Parallel": "autoptd.api",
+    "Plan": "autoptd.plans",
+    "parallelize": "autoptd.api",
+    "plan": "autoptd.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: `autoptd --help` needs no torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'autoptd' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value

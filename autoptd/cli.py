@@ -80,7 +80,7 @@ def _tell(error: AutoptdError, *, as_json: bool) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from autoptd.models.load import load_model
-    from autoptd.plan import refuse_unwritable
+    from autoptd.plans import refuse_unwritable
 
     if arguments.out:
         refuse_unwritable(Path(arguments.out))
@@ -116,7 +116,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from autoptd.explain import explain, headline, prediction
-    from autoptd.plan import Plan
+    from autoptd.plans import Plan
 
     plan = Plan.load(arguments.plan)
     if arguments.json:
@@ -128,7 +128,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from autoptd.explain import compare, differences, verdict
-    from autoptd.plan import Plan
+    from autoptd.plans import Plan
 
     a, b = Plan.load(arguments.a), Plan.load(arguments.b)
     if arguments.json:
@@ -140,7 +140,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _emit(arguments: argparse.Namespace) -> int:
     from autoptd.models.load import load_model, model_names
-    from autoptd.plan import Plan
+    from autoptd.plans import Plan
 
     plan = Plan.load(arguments.plan)
     name = arguments.model or plan.model

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoptd.fold_names import fold_names, fold_table, ranges
-from autoptd.plan import Plan
+from autoptd.plans import Plan
 
 WIDTH = 100
 _BAR = 24

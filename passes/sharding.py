@@ -125,7 +125,8 @@ def activation_splits(folded: Folded, sharding: Sharding) -> dict[str, str]:
     for kind, decided in sharding.kinds.items():
         nodes = folded.representatives[kind].nodes
         for i, strategy in decided.strategies.items():
-            found[f"{kind}/{nodes[i].name}"] = ", ".join(map(str, strategy.gives))
+            for name, placement in zip(output_names(nodes[i]), strategy.gives, strict=True):
+                found[f"{kind}/{name}"] = str(placement)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.plan import Mesh, Plan, Predicted, Schedule, Splits, Stage
+from autoptd.plans import Mesh, Plan, Predicted, Schedule, Splits, Stage
 
 LAYERS = 4
 CLUSTER = Cluster.from_data(

@@ -15,7 +15,7 @@ import pytest
 
 import autoptd.cli as cli
 from autoptd.errors import DoesNotFit, PlanError
-from autoptd.plan import Plan
+from autoptd.plans import Plan
 from tests.sample_plan import sample_plan
 
 COMMANDS = ["plan", "explain", "compare", "emit", "models", "clusters"]

@@ -73,13 +73,13 @@ def test_dependencies_point_one_way(module: str, path: Path):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("autoptd.cost_models.memory", "from autoptd.plan import Plan"),
+        ("autoptd.cost_models.memory", "from autoptd.plans import Plan"),
         ("autoptd.cost_models.memory", "import autoptd"),
         ("autoptd.passes.cut", "def f():\n    from autoptd.search.splits import solve"),
         ("autoptd.runtime.executor", "from autoptd import search"),
         ("autoptd.codegen.emit", "import autoptd.api"),
-        ("autoptd.plan", "from autoptd.cli import main"),
-        ("autoptd.errors", "from autoptd.plan import Plan"),
+        ("autoptd.plans", "from autoptd.cli import main"),
+        ("autoptd.errors", "from autoptd.plans import Plan"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, source: str):

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.explain import compare, differences, explain, headline
 from autoptd.fold_names import fold_names, fold_table, ranges
-from autoptd.plan import Mesh, Plan, Schedule, Splits, Stage
+from autoptd.plans import Mesh, Plan, Schedule, Splits, Stage
 from tests.sample_plan import sample_plan
 
 

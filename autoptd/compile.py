@@ -1,0 +1,313 @@
+"""From a model to a folded graph, from a graph to a plan, and from a plan back to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from autoptd.codegen.emit import Program, StageSpec, emit_program
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import InputsError, PlanError, nearest
+from autoptd.models.inputs import example_inputs
+from autoptd.passes.fold import Folded, fold, graph_hash
+from autoptd.passes.graph import infos, op_call
+from autoptd.passes.normalise import normalise
+from autoptd.passes.opcall import Sizes
+from autoptd.passes.placements import parse_placement
+from autoptd.passes.sharding import (
+    Sharding,
+    activation_splits,
+    from_text,
+    ops_of,
+    parameter_splits,
+    to_text,
+)
+from autoptd.passes.trace import BATCH, PRECISIONS, SEQUENCE, trace
+from autoptd.passes.unknown import discovery
+from autoptd.passes.work import flops
+from autoptd.plans import Mesh, Plan, Predicted, Schedule, Splits, Stage
+from autoptd.progress import Progress
+from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.runtime.mesh import Mesh as RankMesh
+from autoptd.search.planner import Answer, Planner, Task, alternatives
+from autoptd.search.stages import Staged
+from autoptd.search.wishes import Wishes
+
+_TRACE_BATCH = 2  # samples in the example inputs that are made here
+_SEQUENCE_CAP = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """A traced model: its folded graph and what it was traced from."""
+
+    model: nn.Module
+    name: str
+    folded: Folded
+    graph_hash: str
+    sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
+
+
+def read_model(
+    model: nn.Module,
+    *,
+    inputs: Mapping[str, Tensor] | None,
+    loss: Callable[..., Tensor] | None,
+    seq: int | None,
+    precision: str,
+    progress: Progress,
+) -> Source:
+    """Trace and fold. Raises InputsError without inputs and no way to make them; TraceError, UnsupportedOp."""
+    if precision not in PRECISIONS or precision == "fp16":
+        raise PlanError(f"unknown precision {precision!r}", fix=nearest(precision, ("bf16", "fp32", "fp64")))
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"the model is {type(model).__name__}, not an nn.Module", fix="pass the module itself")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputsError("the model has no trainable parameter", fix="leave requires_grad=True on what is to train")
+    if seq is not None and (not isinstance(seq, int) or seq < 1):
+        raise InputsError(f"seq is {seq!r}", fix="give the sequence length, a whole number of at least 1")
+    given = dict(inputs) if inputs is not None else _made_inputs(model, seq)
+    with progress.stage(f"trace {type(model).__name__}"):
+        traced = trace(model, given, loss=loss, precision=precision)
+    with progress.stage("normalise and fold the graph"):
+        folded = fold(normalise(traced))
+        digest = graph_hash(traced)
+    sizes = {s: n for s, n in traced.example.items() if s != BATCH}
+    if seq is not None and SEQUENCE in sizes:
+        sizes[SEQUENCE] = seq
+    return Source(model, type(model).__name__, folded, digest, sizes)
+
+
+def _made_inputs(model: nn.Module, seq: int | None) -> dict[str, Tensor]:
+    from autoptd.models.inputs import sequence_limit
+
+    if seq is None:
+        limit = sequence_limit(model)
+        seq = None if limit is None else min(limit, _SEQUENCE_CAP)
+    return example_inputs(model, _TRACE_BATCH, seq)
+
+
+def make_plan(
+    source: Source,
+    *,
+    world: int,
+    cluster: Cluster,
+    batch: int | None,
+    precision: str,
+    optimizer: str,
+    wishes: Wishes,
+    progress: Progress,
+) -> Plan:
+    """Search, and write the answer down. Raises PlanError, DoesNotFit."""
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+        raise PlanError(f"world is {world!r}", where="world", fix="give the number of ranks, at least 1")
+    if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
+        raise PlanError(f"batch is {batch!r}", where="batch", fix="give the samples of a step, at least 1")
+    notes = [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
+    size = batch or 8 * world
+    task = Task(source.folded, cluster, world, size, source.sizes, precision, optimizer, wishes)
+    answer = Planner(task, progress).answer()
+    notes += _notes(source, answer)
+    return _written(source, task, answer, tuple(notes))
+
+
+def _notes(source: Source, answer: Answer) -> list[str]:
+    notes = list(source.folded.traced.graph.meta.get("loss_notes", ()))
+    found = {}
+    for segment in source.folded.representatives.values():
+        for _, node in ops_of(segment):
+            what = discovery(op_call(node))
+            if what is not None:
+                found.setdefault(str(what), None)
+    notes += [f"no row in the rule table: {text}" for text in found]
+    unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
+    if unused:
+        notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
+    notes += _embedding_notes(source, answer)
+    notes.append(
+        f"{answer.considered} candidates, {answer.visited} evaluated; none can be faster by more than {answer.gap:.1%}"
+    )
+    return notes
+
+
+def _embedding_notes(source: Source, answer: Answer) -> list[str]:
+    """Why each embedding table lies as it does: what a microbatch takes under each placement."""
+    if answer.tensors.ranks == 1:
+        return []
+    names = source.folded.traced.parameters
+    notes = []
+    for segment in source.folded.segments:
+        for _, node in ops_of(segment):
+            if node.target is not torch.ops.aten.embedding.default:
+                continue
+            table = node.args[0]
+            rows, width = infos(table)[0].shape  # type: ignore[arg-type]
+            name = names[table.name]  # type: ignore[union-attr]
+            placed = parameter_splits(source.folded, answer.staged.sharded.sharding)[name]
+            costs = [
+                f"{_SPLIT_WORDS.get(p, 'whole')} ({p}) " + ("impossible" if t is None else f"{t * 1e3:.2f} ms")
+                for p, t in alternatives(answer, name)
+            ]
+            why = "" if rows % answer.tensors.ranks == 0 else f"; {rows} rows do not divide by tp {answer.tensors.ranks}"
+            notes.append(f"{name} [{rows}, {width}] lies {placed}; a microbatch would take: {', '.join(costs)}{why}")
+    return notes
+
+
+_SPLIT_WORDS = {"S0": "vocabulary-split", "S1": "hidden-split"}
+
+
+def _written(source: Source, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
+    staged, folded = answer.staged, source.folded
+    candidate, sharding = staged.candidate, staged.sharded.sharding
+    strategies, boundaries = to_text(folded, sharding)
+    return Plan(
+        model=source.name,
+        graph_hash=source.graph_hash,
+        world=task.world,
+        cluster=task.cluster,
+        batch=task.batch,
+        sizes={str(s): int(n) for s, n in {BATCH: candidate.micro, **task.sizes}.items()},
+        precision=task.precision,  # type: ignore[arg-type]
+        optimizer=task.optimizer,  # type: ignore[arg-type]
+        mesh=Mesh(dp=candidate.dp, tp=candidate.tp, pp=candidate.pp),
+        schedule=Schedule(kind="1f1b", microbatches=candidate.microbatches),
+        zero=candidate.zero,
+        stages=tuple(
+            Stage(first=first, last=last, modules=_modules(folded, first, last), recompute=tuple(map(int, recompute)))
+            for (first, last), recompute in zip(staged.solution.boundaries, staged.solution.recompute, strict=True)
+        ),
+        segments=tuple(s.name for s in folded.segments),
+        splits=Splits(parameters=parameter_splits(folded, sharding), activations=activation_splits(folded, sharding)),
+        strategies=strategies,
+        boundaries={k: tuple(v) for k, v in boundaries.items()},
+        predicted=_predicted(source, task, staged, answer),
+        notes=notes,
+    )
+
+
+def _modules(folded: Folded, first: int, last: int) -> str:
+    a, b = folded.segments[first].name, folded.segments[last].name
+    return a if first == last else f"{a} … {b}"
+
+
+def model_flops(source: Source, batch: int) -> float:
+    """Floating point operations of a step that the model asks for: forward, and twice that backward."""
+    values = {BATCH: 1, **source.sizes}
+    total = 0.0
+    for segment in source.folded.segments:
+        for _, node in ops_of(segment):
+            call = op_call(node)
+            count = flops(call)
+            times = 1 + sum(t.requires_grad for t in call.operands[:2])
+            total += times * float(sympy.sympify(count).subs(values))
+    return total * batch
+
+
+def _predicted(source: Source, task: Task, staged: Staged, answer: Answer) -> Predicted:
+    candidate, m = staged.candidate, staged.candidate.microbatches
+    slowest = max(range(candidate.pp), key=lambda i: staged.stages[i].forward_s + staged.stages[i].backward_s)
+    cost, times = staged.stages[slowest], staged.times[slowest]
+    work = cost.forward_s + cost.backward_s
+    end = {"dp_communication": times.reduce_s + times.gather_s, "optimizer": times.step_s}
+    parts = {
+        "compute": m * max(0.0, work - cost.comm_s - cost.recompute_s),
+        "recompute": m * cost.recompute_s,
+        "tp_communication": m * cost.comm_s,
+        **end,
+    }
+    parts["pipeline_bubble"] = max(0.0, staged.seconds - sum(parts.values()))
+    flop = model_flops(source, task.batch)
+    tokens = task.batch * float(task.sizes.get(SEQUENCE, 1))
+    peak = task.cluster.device.matmul_flops_per_s.of(task.precision)
+    memory = tuple({k: int(v) for k, v in s.memory.to_data().items()} for s in staged.stages)
+    return Predicted(
+        step_time_s=staged.seconds,
+        tokens_per_s=tokens / staged.seconds,
+        mfu=flop / (staged.seconds * task.world * peak),
+        memory_bytes=int(max(s.memory.total for s in staged.stages)),
+        time_s=parts,
+        memory=memory,
+        model_flops_per_step=flop,
+    )
+
+
+# ---- from a plan to a program ----
+
+
+def read_sharding(source: Source, plan: Plan) -> Sharding:
+    """The plan's tensor-level decisions on this graph. Raises PlanFileError."""
+    plan.check_graph(source.graph_hash)
+    by_name = {str(s): s for s in source.folded.traced.sizes}
+    sizes = Sizes({by_name[n]: v for n, v in plan.sizes.items() if n in by_name}, BATCH)
+    return from_text(
+        source.folded,
+        plan.mesh.tp,
+        sizes,
+        plan.strategies,
+        {k: list(v) for k, v in plan.boundaries.items()},
+        plan.splits.parameters,
+    )
+
+
+def make_program(source: Source, plan: Plan, sharding: Sharding) -> Program:
+    """The emitted program of a plan."""
+    specs = [StageSpec(s.first, s.last, frozenset(s.recompute)) for s in plan.stages]
+    program = emit_program(source.folded, sharding, specs, plan.model)
+    return Program({**program.files, "plan.json": plan.to_json()}, program.stages)
+
+
+def make_layout(source: Source, plan: Plan, seed: int = 0) -> Layout:
+    """What the runtime needs to know of the plan."""
+    folded, traced = source.folded, source.folded.traced
+    shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
+    held: dict[str, list[int]] = {}
+    buffers: dict[str, TensorSpec] = {}
+    from autoptd.passes.graph import ancestors
+    from autoptd.passes.fold import is_count
+
+    for index, stage in enumerate(plan.stages):
+        segments = folded.segments[stage.first : stage.last + 1]
+        names = [traced.parameters[p.name] for s in segments for p in s.parameters]
+        if index == 0:
+            names += [traced.parameters[n.name] for n in folded.unused_parameters]
+        for name in dict.fromkeys(names):
+            held.setdefault(name, []).append(index)
+        for node in ancestors(n for s in segments for n in s.prelude):
+            if node.op == "placeholder" and node.name not in traced.inputs and not is_count(node):
+                name = traced.buffers.get(node.name, node.name)
+                tensor = infos(node)[0]
+                stages = (*(buffers[name].stages if name in buffers else ()), index)
+                buffers[name] = TensorSpec(
+                    parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
+                )
+    order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
+    order += [n for n in held if n not in set(order)]
+    parameters = {
+        name: TensorSpec(
+            parse_placement(plan.splits.parameters[name]), shapes[name], tuple(held[name]), name not in traced.frozen
+        )
+        for name in order
+    }
+    return Layout(
+        mesh=RankMesh(dp=plan.mesh.dp, tp=plan.mesh.tp, pp=plan.mesh.pp),
+        micro=plan.micro,
+        microbatches=plan.schedule.microbatches,
+        inputs=tuple(traced.inputs.values()),
+        parameters=parameters,
+        buffers=buffers,
+        zero=plan.zero,
+        precision=plan.precision,
+        schedule=plan.schedule.kind,
+        seed=seed,
+    )
+
+
+def named_values(source: Source) -> dict[str, Any]:
+    """Constants that the graph closes over, by the names under which stages hold them."""
+    traced = source.folded.traced
+    return {name: value for name, value in traced.constants.items() if name not in traced.buffers}
