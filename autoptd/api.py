@@ -181,7 +181,7 @@ class Parallel:
 
     def start(self, communicators: Communicators) -> None:
         """Become the running part of the rank that these communicators belong to. A collective."""
-        layout = make_layout(self._source, self.plan, self._seed)
+        layout = make_layout(self._source, self.plan)
         index = communicators.stage
         key = DropoutKey(self._seed, communicators.dp.rank)
         with torch.device("meta"):

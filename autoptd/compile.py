@@ -261,7 +261,7 @@ def make_program(source: Source, plan: Plan, sharding: Sharding) -> Program:
     return Program({**program.files, "plan.json": plan.to_json()}, program.stages)
 
 
-def make_layout(source: Source, plan: Plan, seed: int = 0) -> Layout:
+def make_layout(source: Source, plan: Plan) -> Layout:
     """What the runtime needs to know of the plan."""
     folded, traced = source.folded, source.folded.traced
     shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
@@ -303,7 +303,6 @@ def make_layout(source: Source, plan: Plan, seed: int = 0) -> Layout:
         zero=plan.zero,
         precision=plan.precision,
         schedule=plan.schedule.kind,
-        seed=seed,
     )
 
 
