@@ -92,13 +92,14 @@ def fold(traced: Traced) -> Folded:
     prelude = find_prelude(graph, traced)
     main = [n for n in graph.nodes if n.op == "call_function" and n not in prelude]
     pieces = _cut(main, traced)
+    pieces = _place_idle(pieces, [s.kind for s in _segments(pieces, traced, prelude, loss)], traced)
     segments = _segments(pieces, traced, prelude, loss)
     used = {traced.parameters[p.name] for s in segments for p in s.parameters}
     return Folded(
         traced=traced,
         prelude=tuple(n for n in graph.nodes if n in prelude and n.op == "call_function"),
         segments=segments,
-        units=tuple(find_units(_wired(segments))),
+        units=_aligned(list(find_units(_wired(segments))), _wired(segments), segments, traced),
         loss=loss,
         counts=tuple(counts),
         unused_parameters=tuple(
@@ -141,21 +142,45 @@ def _cut(main: list[fx.Node], traced: Traced) -> list[list[fx.Node]]:
         if is_getitem(node):
             crossing[i] = len(main)
     pieces: list[list[fx.Node]] = [[]]
-    place = None  # the last narrow place since the piece began to work
+    places: list[int] = []  # narrow places since the piece began to work
     for i, node in enumerate(main):
         near = [x for x in crossing[max(1, i - _NEAR) : i + _NEAR + 1] if x > 0]
         if i > 0 and crossing[i] == min(near, default=0) and any(_works(n, traced) for n in pieces[-1]):
-            place = len(pieces[-1])
-        if place is not None and _works(node, traced):
-            pieces.append(pieces[-1][place:])
-            del pieces[-2][place:]
-            place = None
+            places.append(len(pieces[-1]))
+        if places and _works(node, traced):
+            whole = pieces.pop()
+            first, last = places[0], places[-1]
+            pieces += [p for p in (whole[:first], whole[first:last]) if p] + [whole[last:]]
+            places = []
         pieces[-1].append(node)
     return pieces
 
 
+def _place_idle(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -> list[list[fx.Node]]:
+    """Join each piece that does no work of its own to a neighbour: to the one before, unless that would set it apart
+    from others of its kind and the one behind is alone anyway."""
+    repeats = Counter(kinds)
+    found: list[list[fx.Node]] = []
+    joined = False  # whether the piece before waits for this one
+    for i, piece in enumerate(pieces):
+        idle = not any(_works(n, traced) for n in piece)
+        if joined:
+            found[-1].extend(piece)
+        elif idle and found:
+            behind = repeats[kinds[i + 1]] if i + 1 < len(pieces) else len(pieces)
+            if repeats[kinds[i - 1]] > 1 and behind == 1:
+                found.append(list(piece))
+                joined = True
+                continue
+            found[-1].extend(piece)
+        else:
+            found.append(list(piece))
+        joined = False
+    return found
+
+
 def _works(node: fx.Node, traced: Traced) -> bool:
-    """Whether a node reads a parameter or does heavy work; what does neither joins the piece before it."""
+    """Whether a node reads a parameter or does heavy work."""
     return _base(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
 
 
@@ -303,6 +328,43 @@ def find_units(kinds: list[str]) -> Iterator[Unit]:
                 best = Unit(at, length, count)
         yield best
         at = best.last + 1
+
+
+def _aligned(
+    units: list[Unit], kinds: list[str], segments: tuple[Segment, ...], traced: Traced
+) -> tuple[Unit, ...]:
+    """Where a repetition may as well begin a few segments later, begin it where its parameters' names repeat too.
+
+    (norm, attention, norm, MLP) × 12 that starts with the embedding's norm is (attention, norm, MLP, norm) × 12 from
+    the next segment on, and then every repetition is one module of the user's.
+    """
+    found: list[Unit] = []
+    at = 0
+    for unit in units:
+        if unit.last < at:
+            continue
+        unit = Unit(max(at, unit.first), unit.length, unit.count) if unit.count == 1 else unit
+        shifts = [0]
+        while unit.count > 1 and len(shifts) < unit.length and kinds[unit.last + len(shifts) : unit.last + len(shifts) + 1] == [
+            kinds[unit.first + len(shifts) - 1]
+        ]:
+            shifts.append(len(shifts))
+        shift = next((k for k in shifts if _names_repeat(unit, k, segments, traced)), 0)
+        found += [Unit(unit.first + k, 1, 1) for k in range(shift)]
+        found.append(Unit(unit.first + shift, unit.length, unit.count))
+        at = found[-1].last + 1
+    return tuple(found)
+
+
+def _names_repeat(unit: Unit, shift: int, segments: tuple[Segment, ...], traced: Traced) -> bool:
+    """Whether the parameter names of all repetitions differ by a number in one place only."""
+    patterns = set()
+    for k in range(unit.count):
+        start = unit.first + shift + k * unit.length
+        names = [traced.parameters[p.name] for s in segments[start : start + unit.length] for p in s.parameters]
+        paths = [n.split(".") for n in names]
+        patterns.add(tuple(n[len(".".join(_common_prefix(paths))) :] for n in names) if names else ())
+    return len(patterns) == 1
 
 
 def graph_hash(traced: Traced) -> str:
