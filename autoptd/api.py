@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from torch import Tensor, nn
 from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile import Source, make_layout, make_plan, make_program, named_values, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster, default_cluster
-from autoptd.errors import PlanError, RuntimeFault, nearest
+from autoptd.errors import AutoptdError, ClusterError, PlanError, RuntimeFault, nearest
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.initialise import values_for
+from autoptd.runtime.layout import Layout
+from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.trainer import Trainer
-from autoptd.search.wishes import read_wishes
+from autoptd.search.wishes import read_wishes, require_count
 
 OPTIMIZERS = ("adamw", "sgd")
 Optimizer = str | Callable[..., torch.optim.Optimizer]
@@ -55,9 +58,8 @@ def plan(
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, and DoesNotFit saying what is missing.
     """
     progress = progress or Silent()
-    wishes = read_wishes(fix)
-    chosen = _optimizer_name(optimizer)
-    where = _cluster(cluster)
+    _check_sizes(world, batch)
+    wishes, chosen, where = read_wishes(fix), _optimizer_name(optimizer), _cluster(cluster)
     _check_clip(clip_norm)
     source = read_model(model, inputs=inputs, loss=loss, seq=seq, precision=precision, progress=progress)
     return make_plan(
@@ -105,6 +107,7 @@ def parallelize(
         world = plan.world if plan is not None else running
         if world is None:
             raise PlanError("world was not given", where="world", fix="pass world=, or start under torchrun")
+    _check_sizes(world, batch)
     if plan is not None:
         plan.check_world(world)
     if running is not None and running != world:
@@ -114,8 +117,11 @@ def parallelize(
             fix=f"torchrun --nproc-per-node … with {world} processes in all, or world={running}",
         )
     _check_clip(clip_norm)
+    if plan is not None and not callable(optimizer):
+        optimizer = _planned_optimizer(plan)
+    chosen = _optimizer_name(optimizer, optimizer_options)
     if plan is None:
-        wishes, chosen, where = read_wishes(fix), _optimizer_name(optimizer), _cluster(cluster)
+        wishes, where = read_wishes(fix), _cluster(cluster)
         source = read_model(model, inputs=inputs, loss=loss, seq=seq, precision=precision, progress=progress)
         plan = make_plan(
             source,
@@ -130,15 +136,13 @@ def parallelize(
     else:
         length = seq if seq is not None else plan.sizes.get("s")
         source = read_model(model, inputs=inputs, loss=loss, seq=length, precision=plan.precision, progress=progress)
-    if plan.optimizer != "custom" and not callable(optimizer):
-        optimizer = plan.optimizer
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
     parallel = Parallel(plan, source, program, optimizer, dict(optimizer_options or {}), clip_norm, seed)
     if running is not None:
         from autoptd.runtime.processes import connect_processes
 
-        parallel.start(connect_processes(make_layout(source, plan).mesh))
+        parallel.start(connect_processes(parallel.layout.mesh))
     return parallel
 
 
@@ -179,9 +183,23 @@ class Parallel:
         assert isinstance(stage, Stage)
         return stage
 
-    def start(self, communicators: Communicators) -> None:
-        """Become the running part of the rank that these communicators belong to. A collective."""
-        layout = make_layout(self._source, self.plan)
+    @cached_property
+    def layout(self) -> Layout:
+        """Mesh, microbatches, and where each tensor lies: what the runtime reads of the plan."""
+        return make_layout(self._source, self.plan)
+
+    def initial_values(self, stage: int | None = None) -> dict[str, Tensor]:
+        """Whole parameters and buffers, of one stage or of all: the model's own, or made from the seed on meta."""
+        tensors = {**self.layout.parameters, **self.layout.buffers}
+        wanted = [n for n, spec in tensors.items() if stage is None or stage in spec.stages]
+        return values_for(self._source.model, wanted, self._seed, named_values(self._source))
+
+    def start(self, communicators: Communicators, values: Mapping[str, Tensor] | None = None) -> None:
+        """Become the running part of the rank that these communicators belong to. A collective.
+
+        values: of this stage's tensors at least; left out, the initial ones.
+        """
+        layout = self.layout
         index = communicators.stage
         key = DropoutKey(self._seed, communicators.dp.rank)
         with torch.device("meta"):
@@ -190,9 +208,7 @@ class Parallel:
         self._trainer = Trainer(
             stage, layout, communicators, self._optimizer, clip_norm=self._clip_norm, **self._optimizer_options
         )
-        wanted = [n for n, s in {**layout.parameters, **layout.buffers}.items() if index in s.stages]
-        values = values_for(self._source.model, wanted, self._seed, named_values(self._source))
-        self._trainer.load_parameters(values)
+        self._trainer.load_parameters(self.initial_values(index) if values is None else values)
 
     @property
     def _running(self) -> Trainer:
@@ -204,7 +220,7 @@ class Parallel:
                 )
             from autoptd.runtime.processes import connect_processes
 
-            self.start(connect_processes(make_layout(self._source, self.plan).mesh))
+            self.start(connect_processes(self.layout.mesh))
         assert self._trainer is not None
         return self._trainer
 
@@ -241,6 +257,11 @@ class Parallel:
         """Into how many shares the global batch is cut."""
         return self.plan.mesh.dp
 
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter and buffer that its stage holds, by original name."""
+        stage = self._running.stage
+        return {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients, full, by original name, on every rank. A collective."""
         return self._running.gradients()
@@ -271,17 +292,52 @@ def _running_world() -> int | None:
 def _cluster(cluster: str | os.PathLike[str] | Cluster | None) -> Cluster:
     if cluster is None:
         return default_cluster()
+    if not isinstance(cluster, (str, os.PathLike, Cluster)):
+        raise ClusterError(
+            f"cluster is of type {type(cluster).__name__}",
+            where="cluster",
+            fix="give a shipped name (autoptd clusters), the path of a .toml file, or a Cluster",
+        )
     return cluster if isinstance(cluster, Cluster) else Cluster.load(os.fspath(cluster))
 
 
-def _optimizer_name(optimizer: Optimizer) -> str:
-    if callable(optimizer):
-        return "custom"
-    if optimizer not in OPTIMIZERS:
-        raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=nearest(str(optimizer), OPTIMIZERS))
-    return optimizer
+def _optimizer_name(optimizer: Optimizer, options: Mapping[str, Any] | None = None) -> str:
+    """`adamw`, `sgd` or `custom`. One is made on nothing, so that a wrong one is refused before any process starts."""
+    known = "give 'adamw', 'sgd', or a callable that makes one of parameters, such as torch.optim.Adam"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(f"optimizer is a {type(optimizer).__name__} of parameters already", where="optimizer", fix=known)
+    if not callable(optimizer) and optimizer not in OPTIMIZERS:
+        fix = nearest(optimizer, OPTIMIZERS) + "; or a callable" if isinstance(optimizer, str) else known
+        raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
+    try:
+        make_optimizer(optimizer, [], **(options or {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, AutoptdError):
+            raise
+        raise PlanError(
+            f"the optimizer cannot be made: {error}", where="optimizer", fix="correct optimizer= or optimizer_options="
+        ) from error
+    return "custom" if callable(optimizer) else optimizer
 
 
-def _check_clip(clip_norm: float | None) -> None:
-    if clip_norm is not None and not clip_norm > 0:
+def _planned_optimizer(plan: Plan) -> str:
+    """The plan's optimizer, where it has a name."""
+    if plan.optimizer == "custom":
+        raise PlanError(
+            "the plan was made for an optimizer of your own, which a file cannot hold",
+            where="optimizer",
+            fix="pass the same optimizer= again",
+        )
+    return plan.optimizer
+
+
+def _check_sizes(world: object, batch: object) -> None:
+    require_count(world, "world", of="the devices, all nodes together")
+    if batch is not None:
+        require_count(batch, "batch", of="the samples of a step, all ranks together")
+
+
+def _check_clip(clip_norm: object) -> None:
+    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):  # type: ignore[operator]
         raise PlanError(f"clip_norm is {clip_norm!r}", where="clip_norm", fix="give a positive number, or leave it out")

@@ -27,7 +27,7 @@ from autoptd.passes.sharding import (
     parameter_splits,
     to_text,
 )
-from autoptd.passes.trace import BATCH, PRECISIONS, SEQUENCE, trace
+from autoptd.passes.trace import BATCH, SEQUENCE, trace
 from autoptd.passes.unknown import discovery
 from autoptd.passes.work import flops
 from autoptd.plans import Mesh, Plan, Predicted, Schedule, Splits, Stage
@@ -40,6 +40,7 @@ from autoptd.search.wishes import Wishes
 
 _TRACE_BATCH = 2  # samples in the example inputs that are made here
 _SEQUENCE_CAP = 4096
+_PRECISIONS = ("bf16", "fp32", "fp64")
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,26 @@ def read_model(
     progress: Progress,
 ) -> Source:
     """Trace and fold. Raises InputsError without inputs and no way to make them; TraceError, UnsupportedOp."""
-    if precision not in PRECISIONS or precision == "fp16":
-        raise PlanError(f"unknown precision {precision!r}", fix=nearest(precision, ("bf16", "fp32", "fp64")))
+    if precision not in _PRECISIONS:
+        raise PlanError(
+            f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS)
+        )
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model is {type(model).__name__}, not an nn.Module", fix="pass the module itself")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputsError("the model has no trainable parameter", fix="leave requires_grad=True on what is to train")
-    if seq is not None and (not isinstance(seq, int) or seq < 1):
-        raise InputsError(f"seq is {seq!r}", fix="give the sequence length, a whole number of at least 1")
+    if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool) or seq < 1):
+        raise InputsError(f"seq is {seq!r}", where="seq", fix="give the tokens of a sample, at least 1")
+    if loss is not None and not callable(loss):
+        raise InputsError(
+            f"loss is of type {type(loss).__name__}", where="loss", fix="give a function of the model's outputs"
+        )
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise InputsError(
+            f"inputs is of type {type(inputs).__name__}, not a mapping",
+            where="inputs",
+            fix="pass inputs={'name': tensor, …} with the keywords that forward takes",
+        )
     given = dict(inputs) if inputs is not None else _made_inputs(model, seq)
     with progress.stage(f"trace {type(model).__name__}"):
         traced = trace(model, given, loss=loss, precision=precision)
@@ -80,7 +93,7 @@ def read_model(
     sizes = {s: n for s, n in traced.example.items() if s != BATCH}
     if seq is not None and SEQUENCE in sizes:
         sizes[SEQUENCE] = seq
-    return Source(model, type(model).__name__, folded, digest, sizes)
+    return Source(model, model_name(model), folded, digest, sizes)
 
 
 def _made_inputs(model: nn.Module, seq: int | None) -> dict[str, Tensor]:
@@ -104,10 +117,6 @@ def make_plan(
     progress: Progress,
 ) -> Plan:
     """Search, and write the answer down. Raises PlanError, DoesNotFit."""
-    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise PlanError(f"world is {world!r}", where="world", fix="give the number of ranks, at least 1")
-    if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
-        raise PlanError(f"batch is {batch!r}", where="batch", fix="give the samples of a step, at least 1")
     notes = [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
     size = batch or 8 * world
     task = Task(source.folded, cluster, world, size, source.sizes, precision, optimizer, wishes)

@@ -21,7 +21,7 @@ from autoptd.passes.trace import loss_of
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout
 from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.optimizer import OPTIMIZERS
+from autoptd.runtime.optimizer import NAMED
 
 if TYPE_CHECKING:
     from autoptd.api import Parallel
@@ -55,7 +55,7 @@ def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s
     def body(communicators: Communicators) -> tuple[Trained, dict[str, str]]:
         mine = copy.copy(parallel)
         mine.start(communicators, values)
-        return train(mine, batches), mine.digests()
+        return train(mine, batches), {name: digest(x) for name, x in mine.local_tensors().items()}
 
     results = run_lockstep(layout.mesh, body, timeout_s=timeout_s)
     first = results[0][0]
@@ -87,7 +87,7 @@ def train_alone(
 ) -> Trained:
     """The same steps in plain PyTorch, on a copy of the model: whole batches, one process."""
     model = copy.deepcopy(model).train()
-    stepper = OPTIMIZERS[optimizer](model.parameters(), **(optimizer_options or {}))
+    stepper = NAMED[optimizer](model.parameters(), **(optimizer_options or {}))
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()

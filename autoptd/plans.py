@@ -189,7 +189,7 @@ class Plan(_Part):
         """Raise PlanError, naming both worlds, unless this plan is for `world` ranks."""
         if world != self.world:
             raise PlanError(
-                f"the plan is for a world of {self.world} ranks ({self.mesh}), but {world} are running",
+                f"the plan is for a world of {self.world} ranks ({self.mesh}), but the world is {world}",
                 where="world",
                 fix=f"start {self.world} processes, or plan again with world={world}",
             )

@@ -66,6 +66,13 @@ def substitute(value: Any, each: Any) -> Any:
     return value
 
 
+def op_name(node: fx.Node) -> str:
+    """`linear` for `aten.linear.default`, the function's name for any other target."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name.split("::")[1])
+    return getattr(node.target, "__name__", str(node.target))
+
+
 def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
@@ -92,9 +99,7 @@ def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     """(dotted path, class name) from the model down to the innermost module."""
     stack = node.meta.get("nn_module_stack") or {}
     entries = [(path, cls if isinstance(cls, str) else cls.__name__) for path, cls in stack.values()]
-    return [
-        (path.removeprefix("model").removeprefix("."), cls.rsplit(".", 1)[-1]) for path, cls in entries if path
-    ]
+    return [(path.removeprefix("model").removeprefix("."), cls.rsplit(".", 1)[-1]) for path, cls in entries if path]
 
 
 def source_line(node: fx.Node) -> str:

@@ -16,10 +16,17 @@ import torch
 from torch import fx
 
 from autoptd.errors import TraceError, UnsupportedOp
-from autoptd.passes.graph import info, infos, is_float, operands, plain, source_line
+from autoptd.passes.graph import info, infos, is_float, op_name, operands, plain, source_line
 from autoptd.passes.masks import name_causal_masks
-from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.reduce_loss import rewrite_loss
+from autoptd.passes.spellings import (
+    merge_reshapes,
+    write_addmm_as_linear,
+    write_equal_splits_as_chunk,
+    write_native_dropout_as_dropout,
+    write_views_as_reshape,
+)
 from autoptd.passes.trace import Traced
 
 aten = torch.ops.aten
@@ -89,7 +96,10 @@ def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
         value = node.meta.get("val")
         if node.op == "output":
             continue
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)) and node.op != "placeholder":
+        if (
+            isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+            and node.op != "placeholder"
+        ):
             size = _ours(value, traced, node)
             for user in list(node.users):
                 user.args = _replace(user.args, node, size)
@@ -118,9 +128,7 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
 
 def _clean(expr: sympy.Expr) -> sympy.Expr:
     """torch's own FloorDiv and the like as sympy's, for positive integers."""
-    return expr.replace(
-        lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv"), lambda e: _divide(e.args[0], e.args[1])
-    )
+    return expr.replace(lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv"), lambda e: _divide(e.args[0], e.args[1]))
 
 
 def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
@@ -157,20 +165,19 @@ def _numbers(value: object, traced: Traced, node: fx.Node) -> object:
 def drop_asserts(graph: fx.Graph, traced: Traced) -> None:
     """Remove run-time assertions of the tracer: shapes are proved by the plan, not on every step."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and _name(node) in _ASSERTS:
+        if node.op == "call_function" and not node.users and op_name(node) in _ASSERTS:
             graph.erase_node(node)
 
 
 _ASSERTS = frozenset(
-    "_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range sym_constrain_range_for_size".split()
+    [
+        "_assert_tensor_metadata",
+        "_assert_scalar",
+        "_assert_async",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+    ]
 )
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name.split("::")[1])
-    return getattr(target, "__name__", str(target))
 
 
 def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
@@ -184,7 +191,7 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         if not node.target._schema.is_mutable:
-            if _name(node) in ("batch_norm", "native_batch_norm", "instance_norm") and _updates_statistics(node):
+            if op_name(node) in ("batch_norm", "native_batch_norm", "instance_norm") and _updates_statistics(node):
                 raise UnsupportedOp(
                     f"{node.target} keeps running statistics of each batch, which no split of the batch can reproduce",
                     where=source_line(node),
@@ -199,9 +206,26 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
             )
         functional = _functional(node.target)
         if functional is None:
-            raise UnsupportedOp(f"{node.target} writes in place", where=source_line(node), fix="use its functional form")
+            raise UnsupportedOp(
+                f"{node.target} writes in place", where=source_line(node), fix="use its functional form"
+            )
         node.target = functional
-        written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+        later = [user for user in written.users if order[user] > order[node]]
+        result = _keep_dtype(graph, node, written)
+        for user in later:
+            user.replace_input_with(written, result)
+
+
+def _keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
+    """`x.add_(y)` keeps the type of x, where `x + y` takes the wider one."""
+    dtype = written.meta["val"].dtype
+    if all(o.meta["val"].dtype == dtype for o in node.all_input_nodes):
+        return node
+    with graph.inserting_after(node):
+        cast = graph.call_function(aten.to.dtype, (node, dtype))
+    cast.meta = dict(node.meta)
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    return cast
 
 
 def _updates_statistics(node: fx.Node) -> bool:
@@ -220,7 +244,7 @@ def annotate(graph: fx.Graph, traced: Traced) -> None:
         if node.op == "output":
             continue
         grad = node.name in traced.parameters and traced.parameters[node.name] not in traced.frozen
-        if node.op == "call_function" and _name(node) != "detach":
+        if node.op == "call_function" and op_name(node) != "detach":
             grad = any(t.requires_grad for o in operands(node) for t in infos(o))
         node.meta["info"] = _with_grad(node.meta["shapes"], grad)
 
@@ -230,18 +254,6 @@ def _with_grad(shapes: object, grad: bool) -> object:
         return TensorInfo(shapes.shape, shapes.dtype, grad and is_float(shapes.dtype))
     assert isinstance(shapes, tuple)
     return tuple(_with_grad(s, grad) for s in shapes if s is not None)
-
-
-def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
-    """Undo what functionalisation does to dropout; nobody reads the mask."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.native_dropout.default:
-            picked = [u for u in node.users if u.args[1] == 0]
-            with graph.inserting_before(node):
-                plain = graph.call_function(aten.dropout.default, (node.args[0], node.args[1], node.args[2] is not False))
-                plain.meta = {**node.meta, "info": infos(node)[0]}
-            for user in picked:
-                user.replace_all_uses_with(plain)
 
 
 def drop_identities(graph: fx.Graph, traced: Traced) -> None:
@@ -257,14 +269,9 @@ def drop_identities(graph: fx.Graph, traced: Traced) -> None:
 
 def _identity(node: fx.Node) -> fx.Node | None:
     """The operand that the node equals, or None."""
-    name, args = _name(node), node.args
+    name, args = op_name(node), node.args
     if name == "cat":
-        full = [x for x in args[0] if 0 not in info(x).shape]  # type: ignore[union-attr]
-        if len(full) < len(args[0]):  # type: ignore[arg-type]
-            if len(full) == 1:
-                return full[0]
-            node.args = (full, *args[1:])
-        return None
+        return _only_part(node)
     first = args[0] if args and isinstance(args[0], fx.Node) else None
     if first is None or isinstance(first.meta["info"], tuple):
         return None
@@ -289,80 +296,15 @@ def _identity(node: fx.Node) -> fx.Node | None:
             return None
 
 
-def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
-    """`view`, `flatten`, `unflatten` become `reshape` to the whole output shape; `expand` names every size."""
-    for node in graph.nodes:
-        name = _name(node) if node.op == "call_function" else ""
-        if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
-            if not isinstance(node.meta["info"], tuple) and node.target is not aten.view.dtype:
-                node.target = aten.reshape.default
-                node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
-        elif name in ("expand", "expand_as"):
-            node.target = aten.expand.default
-            node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
-
-
-def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
-    """`split` into equal parts becomes `chunk(x, n, dim)`, which has no size to localise."""
-    for node in graph.nodes:
-        if node.op != "call_function" or _name(node) not in ("split", "split_with_sizes", "tensor_split"):
-            continue
-        parts = infos(node)
-        if len({p.shape for p in parts}) == 1 and isinstance(node.args[1], (int, list, tuple)):
-            dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-            node.target = aten.chunk.default
-            node.args, node.kwargs = (node.args[0], len(parts), dim), {}
-
-
-def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:
-    """`reshape(addmm(b, reshape(x, [-1, k]), w))` becomes `linear(x, w.t(), b)`: leading dims stay apart.
-
-    A sequence that is split stays a dim of its own, and the emitted line is the one a person would write.
-    """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in (aten.addmm.default, aten.mm.default):
-            continue
-        bias, x, weight = node.args if node.target is aten.addmm.default else (None, *node.args)
-        if node.kwargs or not isinstance(weight, fx.Node) or not isinstance(x, fx.Node):
-            continue
-        if bias is not None and info(bias).ndim != 1:  # type: ignore[arg-type]
-            continue
-        source = _unflattened(x)
-        with graph.inserting_before(node):
-            turned = graph.call_function(aten.t.default, (weight,))
-            turned.meta = {**weight.meta, "info": _like(weight, info(weight).shape[::-1])}
-            turned.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta})
-            args = (source, turned) if bias is None else (source, turned, bias)
-            linear = graph.call_function(aten.linear.default, args)
-            linear.meta = {**node.meta, "info": _like(node, (*info(source).shape[:-1], info(node).shape[-1]))}
-            flat = graph.call_function(aten.reshape.default, (linear, list(info(node).shape)))
-            flat.meta = dict(node.meta)
-        node.replace_all_uses_with(flat)
-        graph.erase_node(node)
-
-
-def _unflattened(x: fx.Node) -> fx.Node:
-    """What was flattened to two dims, when only leading dims were merged."""
-    if x.op == "call_function" and x.target is aten.reshape.default:
-        source = x.args[0]
-        assert isinstance(source, fx.Node)
-        if info(source).ndim > 2 and info(source).shape[-1] == info(x).shape[-1]:
-            return source
-    return x
-
-
-def _like(node: fx.Node, shape: tuple[Size, ...]) -> TensorInfo:
-    return TensorInfo(shape, info(node).dtype, info(node).requires_grad)
-
-
-def merge_reshapes(graph: fx.Graph, traced: Traced) -> None:
-    """A reshape of a reshape is one reshape."""
-    for node in graph.nodes:
-        while node.op == "call_function" and node.target is aten.reshape.default:
-            source = node.args[0]
-            if source.op != "call_function" or source.target is not aten.reshape.default:
-                break
-            node.args = (source.args[0], node.args[1])
+def _only_part(node: fx.Node) -> fx.Node | None:
+    """Drop the empty tensors of a `cat`; the one that is left, if it is one."""
+    parts = operands(node)
+    full = [x for x in parts if 0 not in info(x).shape]
+    if len(full) == 1:
+        return full[0]
+    if len(full) < len(parts):
+        node.args = (full, *node.args[1:])
+    return None
 
 
 def share_repeated(graph: fx.Graph, traced: Traced) -> None:
@@ -392,7 +334,7 @@ def refuse_random(graph: fx.Graph, traced: Traced) -> None:
     """Only dropout may be random: its numbers are drawn by place in the model, the same under any plan."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if _is_random(node) and _name(node) not in ("dropout", "scaled_dot_product_attention"):
+            if _is_random(node) and op_name(node) not in ("dropout", "scaled_dot_product_attention"):
                 raise UnsupportedOp(
                     f"{node.target} draws random numbers",
                     where=source_line(node),

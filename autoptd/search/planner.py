@@ -86,8 +86,6 @@ class Planner:
     def _candidates(self) -> Sequence[Candidate]:
         task = self.task
         wish = dict(task.wishes.mesh)
-        if task.batch < task.world // max(1, int(wish.get("tp", 1)) * int(wish.get("pp", 1))) and "dp" in wish:
-            raise PlanError(f"batch {task.batch} is smaller than dp {wish['dp']}", where="batch", fix="use a larger batch")
         node = task.cluster.gpus_per_node or task.world
         tp_sizes = {d for d in divisors(task.world) if d <= node}
         if isinstance(wish.get("tp"), int):

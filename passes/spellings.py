@@ -1,0 +1,102 @@
+"""One spelling for what models write in many ways: views as `reshape`, equal splits as `chunk`, `addmm` as `linear`."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoptd.passes.graph import info, infos, op_name
+from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.trace import Traced
+
+aten = torch.ops.aten
+
+
+def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
+    """Undo what functionalisation does to dropout; nobody reads the mask."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.native_dropout.default:
+            picked = [u for u in node.users if u.args[1] == 0]
+            with graph.inserting_before(node):
+                plain = graph.call_function(
+                    aten.dropout.default, (node.args[0], node.args[1], node.args[2] is not False)
+                )
+                plain.meta = {**node.meta, "info": infos(node)[0]}
+            for user in picked:
+                user.replace_all_uses_with(plain)
+
+
+def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
+    """`view`, `flatten`, `unflatten` become `reshape` to the whole output shape; `expand` names every size."""
+    for node in graph.nodes:
+        name = op_name(node) if node.op == "call_function" else ""
+        if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
+            if not isinstance(node.meta["info"], tuple) and node.target is not aten.view.dtype:
+                node.target = aten.reshape.default
+                node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
+        elif name in ("expand", "expand_as"):
+            node.target = aten.expand.default
+            node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
+
+
+def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
+    """`split` into equal parts becomes `chunk(x, n, dim)`, which has no size to localise."""
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node) not in ("split", "split_with_sizes", "tensor_split"):
+            continue
+        parts = infos(node)
+        if len({p.shape for p in parts}) == 1 and isinstance(node.args[1], (int, list, tuple)):
+            dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+            node.target = aten.chunk.default
+            node.args, node.kwargs = (node.args[0], len(parts), dim), {}
+
+
+def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:
+    """`reshape(addmm(b, reshape(x, [-1, k]), w))` becomes `linear(x, w.t(), b)`: leading dims stay apart.
+
+    A sequence that is split stays a dim of its own, and the emitted line is the one a person would write.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (aten.addmm.default, aten.mm.default):
+            continue
+        bias, x, weight = node.args if node.target is aten.addmm.default else (None, *node.args)
+        if node.kwargs or not isinstance(weight, fx.Node) or not isinstance(x, fx.Node):
+            continue
+        if bias is not None and info(bias).ndim != 1:  # type: ignore[arg-type]
+            continue
+        source = _unflattened(x)
+        with graph.inserting_before(node):
+            turned = graph.call_function(aten.t.default, (weight,))
+            turned.meta = {**weight.meta, "info": _like(weight, info(weight).shape[::-1])}
+            turned.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta})
+            args = (source, turned) if bias is None else (source, turned, bias)
+            linear = graph.call_function(aten.linear.default, args)
+            linear.meta = {**node.meta, "info": _like(node, (*info(source).shape[:-1], info(node).shape[-1]))}
+            flat = graph.call_function(aten.reshape.default, (linear, list(info(node).shape)))
+            flat.meta = dict(node.meta)
+        node.replace_all_uses_with(flat)
+        graph.erase_node(node)
+
+
+def _unflattened(x: fx.Node) -> fx.Node:
+    """What was flattened to two dims, when only leading dims were merged."""
+    if x.op == "call_function" and x.target is aten.reshape.default:
+        source = x.args[0]
+        assert isinstance(source, fx.Node)
+        if info(source).ndim > 2 and info(source).shape[-1] == info(x).shape[-1]:
+            return source
+    return x
+
+
+def _like(node: fx.Node, shape: tuple[Size, ...]) -> TensorInfo:
+    return TensorInfo(shape, info(node).dtype, info(node).requires_grad)
+
+
+def merge_reshapes(graph: fx.Graph, traced: Traced) -> None:
+    """A reshape of a reshape is one reshape."""
+    for node in graph.nodes:
+        while node.op == "call_function" and node.target is aten.reshape.default:
+            source = node.args[0]
+            if source.op != "call_function" or source.target is not aten.reshape.default:
+                break
+            node.args = (source.args[0], node.args[1])

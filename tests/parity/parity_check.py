@@ -1,0 +1,149 @@
+"""One model on one mesh against one process: what is planned, and what must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from parity_models import MODELS, Case
+from torch import Tensor
+
+from autoptd.api import Parallel
+from autoptd.compile import Source, make_plan, make_program, read_model, read_sharding
+from autoptd.cost_models.cluster import Cluster
+from autoptd.lockstep import Trained, differences, train_alone, train_in_lockstep
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+from autoptd.runtime.mesh import Mesh
+from autoptd.search.wishes import read_wishes
+
+TOLERANCE = 1e-10
+STEPS = 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.05, "momentum": 0.9},
+    "adamw": {"lr": 3e-3, "weight_decay": 0.1},
+}
+MESHES = [Mesh(8 // tp // pp, tp, pp) for pp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if tp * pp <= 8]
+assert len(MESHES) == 10
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a mesh is used."""
+
+    zero: int = 1
+    recompute: str = "none"
+    micro: int = 1
+    clip_norm: float | None = None
+    sequence_parallel: bool = True
+
+
+@cache
+def case(name: str) -> Case:
+    return MODELS[name]()
+
+
+@cache
+def source(name: str) -> Source:
+    found = case(name)
+    inputs = {n: x[:2] for n, x in found.batch.items()}
+    return read_model(found.model, inputs=inputs, loss=found.loss, seq=None, precision="fp64", progress=Silent())
+
+
+@cache
+def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
+    wishes = {
+        "dp": mesh.dp,
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "zero": variant.zero,
+        "recompute": variant.recompute,
+        "micro": variant.micro,
+        "sequence_parallel": variant.sequence_parallel,
+    }
+    return make_plan(
+        source(name),
+        world=mesh.world,
+        cluster=Cluster.load("dgx-h100"),
+        batch=16,
+        precision="fp64",
+        optimizer="sgd",
+        wishes=read_wishes(wishes),
+        progress=Silent(),
+    )
+
+
+def parallel(name: str, plan: Plan, optimizer: str, clip_norm: float | None = None, seed: int = 0) -> Parallel:
+    origin = source(name)
+    program = make_program(origin, plan, read_sharding(origin, plan))
+    return Parallel(
+        plan.model_copy(update={"optimizer": optimizer}), origin, program, optimizer, OPTIONS[optimizer], clip_norm, seed
+    )
+
+
+def batches(name: str, steps: int = STEPS) -> list[dict[str, Tensor]]:
+    """The case's batch, rolled by one sample per step: other neighbours every time."""
+    return [{n: x.roll(step, 0) for n, x in case(name).batch.items()} for step in range(steps)]
+
+
+@cache
+def alone(name: str, optimizer: str, clip_norm: float | None = None) -> Trained:
+    found = case(name)
+    options = OPTIONS[optimizer]
+    return train_alone(
+        found.model, batches(name), loss=found.loss, optimizer=optimizer, optimizer_options=options, clip_norm=clip_norm
+    )
+
+
+def float32_loss(name: str) -> bool:
+    """Whether the model computes its loss in float32 whatever its own precision."""
+    return name == "gpt2"
+
+
+def complaints(name: str, found: Trained, expected: Trained) -> list[str]:
+    """All that differs by more than it may."""
+    # sums of float32 numbers in another order: the gradients of their addends do not notice
+    loose = 1e-6 if float32_loss(name) else TOLERANCE
+    wrong = []
+    for what, mine, theirs, limit in (
+        ("loss", found.losses, expected.losses, loose),
+        ("norm", found.norms, expected.norms, TOLERANCE),
+    ):
+        assert len(mine) == len(theirs) == STEPS
+        for step, (x, y) in enumerate(zip(mine, theirs, strict=True)):
+            if not abs(x - y) <= limit * abs(y):
+                wrong.append(f"{what} of step {step}: {x!r} instead of {y!r}")
+    for what, tensors, wanted in (
+        ("gradient", found.gradients, expected.gradients),
+        ("state", found.state, expected.state),
+    ):
+        wrong += [f"{what} {n}: off by {d:.1e}" for n, d in differences(tensors, wanted).items() if not d <= TOLERANCE]
+    wrong += [f"copies of {n} differ" for n in found.diverged]
+    return wrong
+
+
+def check(name: str, mesh: Mesh, variant: Variant, optimizer: str) -> list[str]:
+    """Train both ways and compare."""
+    plan = planned(name, mesh, variant)
+    assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp) == (mesh.dp, mesh.tp, mesh.pp)
+    made = parallel(name, plan, optimizer, variant.clip_norm)
+    return complaints(name, train_in_lockstep(made, batches(name)), alone(name, optimizer, variant.clip_norm))
+
+
+def with_files(made: Parallel, files: Mapping[str, str]) -> Parallel:
+    """The same plan with other sources."""
+    return Parallel(
+        made.plan,
+        made._source,
+        replace(made.program, files=dict(files)),
+        made._optimizer,
+        made._optimizer_options,
+        made._clip_norm,
+        made._seed,
+    )
+
+
+torch.set_num_threads(1)
