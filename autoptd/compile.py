@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import InputsError, PlanError, nearest
-from autoptd.models.inputs import example_inputs
+from autoptd.models.inputs import example_inputs, model_name
 from autoptd.passes.fold import Folded, fold, graph_hash
 from autoptd.passes.graph import infos, op_call
 from autoptd.passes.normalise import normalise
@@ -127,7 +127,7 @@ def make_plan(
 
 def _notes(source: Source, answer: Answer) -> list[str]:
     notes = list(source.folded.traced.graph.meta.get("loss_notes", ()))
-    found = {}
+    found: dict[str, None] = {}
     for segment in source.folded.representatives.values():
         for _, node in ops_of(segment):
             what = discovery(op_call(node))
@@ -156,7 +156,7 @@ def _embedding_notes(source: Source, answer: Answer) -> list[str]:
                 continue
             table = node.args[0]
             rows, width = infos(table)[0].shape  # type: ignore[arg-type]
-            name = names[table.name]  # type: ignore[union-attr]
+            name = names[table.name]  # type: ignore[union-attr,index]
             placed = parameter_splits(source.folded, answer.staged.sharded.sharding)[name]
             costs = [
                 f"{_SPLIT_WORDS.get(p, 'whole')} ({p}) " + ("impossible" if t is None else f"{t * 1e3:.2f} ms")

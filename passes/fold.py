@@ -22,14 +22,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.graph import ancestors, info, infos, is_getitem, module_path, operands, substitute
+from autoptd.passes.graph import ancestors, infos, is_getitem, module_path, operands, substitute
 from autoptd.passes.reduce_loss import COUNT
 from autoptd.passes.trace import Traced
 
 _NEAR = 24  # nodes on each side that a narrow place is compared with
-_HEAVY = (
-    "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d convolution scaled_dot_product_attention".split()
-)
+_HEAVY = [
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "einsum",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "convolution",
+    "scaled_dot_product_attention",
+]
 
 
 @dataclass(frozen=True)
@@ -190,9 +201,7 @@ def _base(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _segments(
-    pieces: list[list[fx.Node]], traced: Traced, prelude: set[fx.Node], loss: fx.Node
-) -> tuple[Segment, ...]:
+def _segments(pieces: list[list[fx.Node]], traced: Traced, prelude: set[fx.Node], loss: fx.Node) -> tuple[Segment, ...]:
     structure = _Structure(prelude)
     signatures: list[str] = []
     segments = []
@@ -330,9 +339,7 @@ def find_units(kinds: list[str]) -> Iterator[Unit]:
         at = best.last + 1
 
 
-def _aligned(
-    units: list[Unit], kinds: list[str], segments: tuple[Segment, ...], traced: Traced
-) -> tuple[Unit, ...]:
+def _aligned(units: list[Unit], kinds: list[str], segments: tuple[Segment, ...], traced: Traced) -> tuple[Unit, ...]:
     """Where a repetition may as well begin a few segments later, begin it where its parameters' names repeat too.
 
     (norm, attention, norm, MLP) × 12 that starts with the embedding's norm is (attention, norm, MLP, norm) × 12 from
@@ -345,9 +352,11 @@ def _aligned(
             continue
         unit = Unit(max(at, unit.first), unit.length, unit.count) if unit.count == 1 else unit
         shifts = [0]
-        while unit.count > 1 and len(shifts) < unit.length and kinds[unit.last + len(shifts) : unit.last + len(shifts) + 1] == [
-            kinds[unit.first + len(shifts) - 1]
-        ]:
+        while (
+            unit.count > 1
+            and len(shifts) < unit.length
+            and kinds[unit.last + len(shifts) : unit.last + len(shifts) + 1] == [kinds[unit.first + len(shifts) - 1]]
+        ):
             shifts.append(len(shifts))
         shift = next((k for k in shifts if _names_repeat(unit, k, segments, traced)), 0)
         found += [Unit(unit.first + k, 1, 1) for k in range(shift)]
@@ -402,5 +411,3 @@ def crossing(folded: Folded, place: int) -> list[fx.Node]:
         for n in s.sends
         if any(n in later.receives for later in folded.segments[place:])
     ]
-
-

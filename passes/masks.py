@@ -7,6 +7,9 @@ keeps its flash kernel; if it lets all see all, it goes. A mask that depends on 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import sympy
 import torch
 from torch import Tensor, fx
@@ -15,7 +18,8 @@ from autoptd.passes.graph import ancestors, info, substitute
 from autoptd.passes.trace import BATCH, Traced
 
 aten = torch.ops.aten
-_LARGEST = 1 << 14  # a window longer than this is not told from a causal mask by evaluation
+_LARGEST = 1 << 13  # a mask with a longer window or table is not evaluated: it stays dense
+_ENDLESS = (1 << 31) - 1  # what stands for "to the end" in slices and ranges
 
 
 def name_causal_masks(graph: fx.Graph, traced: Traced) -> None:
@@ -41,34 +45,42 @@ def _without_mask(node: fx.Node, *, causal: bool) -> None:
 
 
 def _judge(mask: fx.Node, traced: Traced) -> str:
-    """"causal", "nothing" (masks nothing) or "dense"."""
+    """ "causal", "nothing" (masks nothing) or "dense"."""
     sources = [n for n in ancestors([mask]) if n.op == "placeholder"]
     if info(mask).requires_grad or any(n.name in traced.inputs or n.name in traced.parameters for n in sources):
         return "dense"
     if any(_value(n, traced) is None for n in sources):
         return "dense"
-    largest = max((x for n in ancestors([mask]) for x in _literals(n) if x < _LARGEST), default=0)
-    verdicts = {_judge_at(mask, traced, length) for length in (7, largest + 9)}
+    numbers = [x for n in ancestors([mask]) for x in _literals(n) if x < _ENDLESS]
+    numbers += [int(n) for source in sources for n in info(source).shape if isinstance(n, int)]
+    if max(numbers, default=0) > _LARGEST:
+        return "dense"
+    verdicts = {_judge_at(mask, traced, length) for length in (7, max(numbers, default=0) + 9)}
     return verdicts.pop() if len(verdicts) == 1 else "dense"
 
 
 def _literals(node: fx.Node) -> list[int]:
+    """Whole numbers among the arguments: a window, or the length of a table, shows there."""
     found: list[int] = []
 
     def look(value: object) -> None:
         if isinstance(value, (tuple, list)):
             for v in value:
                 look(v)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            found.append(abs(value))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _ENDLESS:
+            found.append(math.ceil(abs(value)))
 
-    look((node.args, tuple(node.kwargs.values()))) if node.op == "call_function" else None
+    if node.op == "call_function":
+        look((node.args, tuple(node.kwargs.values())))
     return found
 
 
 def _judge_at(mask: fx.Node, traced: Traced, length: int) -> str:
     sizes = {symbol: 2 if symbol == BATCH else length for symbol in traced.sizes}
-    value = evaluate(mask, traced, sizes)
+    try:
+        value = evaluate(mask, traced, sizes)
+    except (RuntimeError, IndexError):  # sizes for which the model itself does not run
+        return "dense"
     allowed = value if value.dtype == torch.bool else value > -1e4
     if value.dtype != torch.bool and not bool(((value == 0) | (value <= -1e4)).all()):
         return "dense"
@@ -89,7 +101,7 @@ def evaluate(node: fx.Node, traced: Traced, sizes: dict[sympy.Symbol, int]) -> T
         if n.op == "placeholder":
             values[n] = _value(n, traced)
             continue
-        args = _concrete(substitute(n.args, values.__getitem__), sizes)
+        args: Any = _concrete(substitute(n.args, values.__getitem__), sizes)
         kwargs = {k: _concrete(substitute(v, values.__getitem__), sizes) for k, v in n.kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import fx
 
@@ -67,35 +68,41 @@ def rewrite_loss(graph: fx.Graph, traced: Traced) -> None:
 
 def _rewrite(graph: fx.Graph, traced: Traced, node: fx.Node, loss: Loss) -> None:
     """Replace `node`, a scalar that the loss is linear in, by its share."""
-    if node.op == "call_function" and len(node.users) == 1:
-        if node.target in (aten.add.Tensor, aten.sub.Tensor) and _scalars(node) and len(node.args) == 2:
-            for term in node.args:
-                _rewrite(graph, traced, term, loss)  # type: ignore[arg-type]
+    if node.op == "call_function" and len(node.users) == 1 and _depends_on_batch(node, traced):
+        terms = _linear_terms(node, traced)
+        if terms:
+            for term in terms:
+                _rewrite(graph, traced, term, loss)
             return
-        if node.target in _SCALING and (
-            not isinstance(node.args[-1], fx.Node) or len(node.args) == 1 or _constant(node.args[-1], traced)
-        ):
-            _rewrite(graph, traced, node.args[0], loss)  # type: ignore[arg-type]
-            return
-    if not info(node).requires_grad and node.op == "call_function":
-        _weigh_by_samples(graph, node, loss, traced)
-        return
-    made = _as_sum_and_count(graph, traced, node)
+    made = _as_sum_and_count(graph, traced, node) if _depends_on_batch(node, traced) else None
     if made is None:
         _weigh_by_samples(graph, node, loss, traced)
         return
     total, count = made
-    if count is None:
-        node.replace_all_uses_with(total) if total is not node else None
-        return
-    _divide(graph, node, total, count, loss, traced)
+    if count is not None:
+        _divide(graph, node, total, count, loss)
+    elif total is not node:
+        node.replace_all_uses_with(total)
 
 
-_SCALING = (
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
+def _linear_terms(node: fx.Node, traced: Traced) -> list[fx.Node]:
+    """The scalars that a sum, a scaling by a constant or a cast is made of; none for any other op."""
+    tensors, numbers = node.all_input_nodes, [a for a in node.args if not isinstance(a, fx.Node)]
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        alike = len(node.args) == 2 and not numbers and all(info(a).ndim == 0 for a in tensors)
+        return tensors if alike and len(tensors) == 2 else []
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        varying = [a for a in tensors if not _constant(a, traced)]
+        sized = any(isinstance(a, sympy.Basic) and BATCH in a.free_symbols for a in numbers)
+        return varying if varying == [node.args[0]] or ((varying == tensors[1:] and _times(node)) and not sized) else []
+    return tensors[:1] if node.target in _SAME_VALUE else []
+
+
+def _times(node: fx.Node) -> bool:
+    return node.target is aten.mul.Tensor
+
+
+_SAME_VALUE = (
     aten.neg.default,
     aten.to.dtype,
     aten._to_copy.default,
@@ -104,66 +111,99 @@ _SCALING = (
 )
 
 
-def _scalars(node: fx.Node) -> bool:
-    return all(isinstance(a, fx.Node) and info(a).ndim == 0 for a in node.args)
+def _constant(node: fx.Node, traced: Traced) -> bool:
+    """Whether a tensor is the same for every batch and needs no gradient."""
+    return not info(node).requires_grad and not _depends_on_batch(node, traced)
 
 
-def _constant(node: object, traced: Traced) -> bool:
-    """Whether a tensor is the same for every batch."""
-    return not isinstance(node, fx.Node) or not any(
-        n.name in traced.inputs or n.name in traced.parameters for n in ancestors([node])
-    )
+def _depends_on_batch(node: fx.Node, traced: Traced) -> bool:
+    return any(n.name in traced.inputs for n in ancestors([node]))
 
 
 def _as_sum_and_count(graph: fx.Graph, traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
     """(S, N) of a mean, (S, None) of a sum, None for what is neither."""
     match node.target:
         case aten.cross_entropy_loss.default:
-            return _cross_entropy(graph, node)
-        case aten.mean.default:
+            return _cross_entropy(graph, node, traced)
+        case aten.nll_loss_nd.default:
+            return _negative_log_likelihood(graph, node, traced)
+        case aten.mean.default | aten.mean.dim if _over_samples(node):
             with graph.inserting_before(node):
                 total = _new(graph, node, aten.sum.default, (node.args[0],))
-                return total, _elements(graph, node, node.args[0])  # type: ignore[arg-type]
-        case aten.sum.default:
+                return total, _elements(graph, node, node.all_input_nodes[0])
+        case aten.sum.default | aten.sum.dim_IntList if _over_samples(node):
             return node, None
-        case target if target in _REDUCED:
+        case target if target in _REDUCED and _over_samples(node):
             return _elementwise(graph, node, _REDUCED[target])
         case aten.div.Tensor:
-            total, count = node.args
-            additive = _additive_count(count, traced) if isinstance(count, fx.Node) else None
-            if additive is not None and isinstance(total, fx.Node) and _is_sum(total):
-                return total, additive
-            return None
-        case _:
-            return None
+            return _quotient(graph, traced, node)
+    return None
+
+
+def _over_samples(node: fx.Node) -> bool:
+    """Whether a scalar reduces a tensor with a size for the samples: over those a sum is additive."""
+    return any(
+        isinstance(n, sympy.Basic) and BATCH in n.free_symbols for a in node.all_input_nodes for n in info(a).shape
+    )
+
+
+def _quotient(graph: fx.Graph, traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
+    """`(x * mask).sum() / mask.sum()`, `x.sum() / x.size(0)`."""
+    total, count = node.args
+    if not isinstance(total, fx.Node) or not _is_sum(total) or not _over_samples(total):
+        return None
+    if isinstance(count, fx.Node):
+        additive = _additive_count(count, traced)
+        return None if additive is None else (total, additive)
+    if isinstance(count, sympy.Basic) and BATCH not in sympy.simplify(count / BATCH).free_symbols:
+        with graph.inserting_before(node):
+            return total, _new(graph, node, ops.element_count, (count,), grad=False)
+    return None
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (aten.sum.default, aten.sum.dim_IntList) and info(node).ndim == 0
+    return (
+        node.op == "call_function" and node.target in (aten.sum.default, aten.sum.dim_IntList) and info(node).ndim == 0
+    )
 
 
 def _additive_count(node: fx.Node, traced: Traced) -> fx.Node | None:
     """The node whose values over microbatches add up: a sum over inputs, under casts and a guard against zero."""
-    if info(node).requires_grad or any(n.name in traced.parameters for n in ancestors([node])):
+    if not _countable(node, traced):
         return None
     while node.op == "call_function":
         if _is_sum(node):
-            return node
+            return node if _over_samples(node) else None
         cast = node.target in (aten.to.dtype, aten._to_copy.default)
         guard = node.target in (aten.clamp.default, aten.clamp_min.default) and node.args[1] in (1, 1.0)
         if not (cast or guard):
             return None
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.all_input_nodes[0]
     return None
 
 
-def _cross_entropy(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    defaults = (None, None, None, _MEAN, -100, 0.0)
-    given = {n: node.args[i] if i < len(node.args) else node.kwargs.get(n, d) for i, (n, d) in enumerate(zip(names, defaults, strict=True))}
+def _countable(node: fx.Node, traced: Traced) -> bool:
+    """Whether a count is known from the inputs of the model alone, before any forward pass."""
+    return all(n.name in traced.inputs for n in ancestors([node]) if n.op == "placeholder")
+
+
+_NAMES = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+_DEFAULTS = (None, None, None, _MEAN, -100, 0.0)
+
+
+def _given(node: fx.Node) -> dict[str, object]:
+    """Arguments of cross entropy and its kin by name."""
+    pairs = enumerate(zip(_NAMES, _DEFAULTS, strict=True))
+    return {name: node.args[i] if i < len(node.args) else node.kwargs.get(name, d) for i, (name, d) in pairs}
+
+
+def _cross_entropy(graph: fx.Graph, node: fx.Node, traced: Traced) -> tuple[fx.Node, fx.Node | None] | None:
+    given = _given(node)
     logits, labels = given["input"], given["target"]
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
-    if given["weight"] is not None or info(labels).dtype.is_floating_point or info(logits).ndim < 2:
+    if given["weight"] is not None or info(labels).dtype.is_floating_point or not _over_samples(node):
+        return None
+    if info(logits).ndim < 2 or given["reduction"] not in (_MEAN, _SUM) or not _countable(labels, traced):
         return None
     with graph.inserting_before(node):
         if info(logits).ndim > 2:  # N C d1 … : the class dim last
@@ -173,12 +213,21 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node | N
         kwargs = {} if not given["label_smoothing"] else {"label_smoothing": given["label_smoothing"]}
         total = _new(graph, node, ops.cross_entropy, (logits, labels, given["ignore_index"]), kwargs=kwargs)
         if given["reduction"] == _SUM:
-            node.replace_all_uses_with(total)
             return total, None
-        if given["reduction"] != _MEAN:
-            return None
         count = _new(graph, node, ops.valid_count, (labels, given["ignore_index"]), grad=False)
         return total, count
+
+
+def _negative_log_likelihood(graph: fx.Graph, node: fx.Node, traced: Traced) -> tuple[fx.Node, fx.Node | None] | None:
+    given = _given(node)
+    labels = given["target"]
+    assert isinstance(labels, fx.Node)
+    if given["weight"] is not None or given["reduction"] != _MEAN or not _countable(labels, traced):
+        return (node, None) if given["reduction"] == _SUM else None
+    with graph.inserting_before(node):
+        args = (given["input"], labels, None, _SUM, given["ignore_index"])
+        total = _new(graph, node, node.target, args)
+        return total, _new(graph, node, ops.valid_count, (labels, given["ignore_index"]), grad=False)
 
 
 def _leading(logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -192,7 +241,7 @@ def _leading(logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _before_reshape(node: fx.Node) -> fx.Node:
     if node.op == "call_function" and node.target is aten.reshape.default:
-        return node.args[0]  # type: ignore[return-value]
+        return node.all_input_nodes[0]
     return node
 
 
@@ -210,7 +259,7 @@ def _elementwise(graph: fx.Graph, node: fx.Node, index: int) -> tuple[fx.Node, f
         kwargs["reduction"] = _SUM
     with graph.inserting_before(node):
         total = _new(graph, node, node.target, tuple(args), kwargs=kwargs)
-        return total, _elements(graph, node, max((args[0], args[1]), key=lambda n: info(n).ndim))
+        return total, _elements(graph, node, max(node.all_input_nodes[:2], key=lambda n: info(n).ndim))
 
 
 def _elements(graph: fx.Graph, node: fx.Node, of: fx.Node) -> fx.Node:
@@ -219,39 +268,37 @@ def _elements(graph: fx.Graph, node: fx.Node, of: fx.Node) -> fx.Node:
 
 
 def _weigh_by_samples(graph: fx.Graph, node: fx.Node, loss: Loss, traced: Traced) -> None:
-    """A loss of unknown form is taken as a mean over samples: each microbatch weighs by its share of them."""
-    loss.notes.append(
-        f"{node.target} is averaged over samples: its own mean was not recognised, so ragged microbatches may differ"
-    )
-    with graph.inserting_after(node):
+    """A loss of unknown form is taken as a mean over samples: each microbatch weighs by its share of them.
+
+    For a term that no input reaches, such as a penalty on parameters, that is exact.
+    """
+    if _depends_on_batch(node, traced):
+        loss.notes.append(
+            f"{node.target} is averaged over samples: its own mean was not recognised, so ragged microbatches may differ"
+        )
+    after = node if node.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(after):
         total = graph.call_function(aten.mul.Tensor, (node, BATCH))
         total.meta = dict(node.meta)
     with graph.inserting_after(total):
         count = _new(graph, node, ops.element_count, (BATCH,), grad=False)
-    users = [u for u in node.users if u is not total]
-    _divide(graph, node, total, count, loss, traced, users)
+    _divide(graph, node, total, count, loss, [u for u in node.users if u is not total])
 
 
 def _divide(
-    graph: fx.Graph,
-    node: fx.Node,
-    total: fx.Node,
-    count: fx.Node,
-    loss: Loss,
-    traced: Traced,
-    users: list[fx.Node] | None = None,
+    graph: fx.Graph, node: fx.Node, total: fx.Node, count: fx.Node, loss: Loss, readers: list[fx.Node] | None = None
 ) -> None:
+    """Give `total` over the global count to the readers of `node`."""
     name = f"{COUNT}_{len(loss.counts)}"
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         whole = graph.placeholder(name)
     whole.meta["info"] = TensorInfo((), info(count).dtype, False)
-    after = max((total, count), key=lambda n: list(graph.nodes).index(n))
-    readers = users if users is not None else list(node.users)
-    with graph.inserting_after(after):
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    with graph.inserting_after(max((total, count), key=order.__getitem__)):
         share = graph.call_function(aten.div.Tensor, (total, whole))
         share.meta = {**total.meta}
-    for user in readers:
+    for user in list(node.users) if readers is None else readers:
         user.replace_input_with(node, share)
     loss.counts.append(count)
 

@@ -9,15 +9,20 @@ traced in its stead, so a model of any size is traced in the memory of its graph
 from __future__ import annotations
 
 import copy
+import inspect
+import linecache
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
+from torch.export.graph_signature import InputKind
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
 
@@ -67,6 +72,7 @@ class _Loss(nn.Module):
 
 def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, Tensor]) -> Tensor:
     """The scalar to minimise, from what `forward` returned. Raises InputsError when there is none."""
+    value: Tensor | None
     if loss is not None:
         value = loss(out, inputs) if _takes_two(loss) else loss(out)
     elif isinstance(out, Tensor):
@@ -90,13 +96,13 @@ def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, T
 
 
 def _takes_two(loss: Callable[..., Tensor]) -> bool:
-    import inspect
-
     try:
         parameters = inspect.signature(loss).parameters.values()
     except (TypeError, ValueError):
         return False
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return len(required) == 2
 
 
@@ -140,13 +146,21 @@ def trace(
         name: torch.empty((ours, *x.shape[1:]) if _counts_samples(x, batch) else x.shape, dtype=x.dtype, device="meta")
         for name, x in inputs.items()
     }
-    dynamic = ({name: {i: Dim.AUTO for i in range(x.ndim)} for name, x in fake.items()},)
+    dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
     wrapper = _Loss(train, loss)
     try:
         program = torch.export.export(wrapper, (fake,), dynamic_shapes=dynamic, strict=False)
     except InputsError:
         raise
-    except (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, NotImplementedError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AssertionError,
+        KeyError,
+        AttributeError,
+        NotImplementedError,
+    ) as error:
         raise _explain(error) from error
     if _writes_through_views(program.graph):
         program = program.run_decompositions({})
@@ -154,7 +168,9 @@ def trace(
     traced = _collect(program, fake, names, frozen, batch)
     values = dict(model.named_buffers(remove_duplicate=False))
     traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
-    traced.constants |= {arg: values[name].detach().cpu() for arg, name in traced.buffers.items() if not values[name].is_meta}
+    traced.constants |= {
+        arg: values[name].detach().cpu() for arg, name in traced.buffers.items() if not values[name].is_meta
+    }
     return traced
 
 
@@ -213,45 +229,29 @@ def _explain(error: Exception) -> TraceError:
     )
 
 
-def _frames(error: BaseException) -> list[Any]:
-    frames, tb = [], error.__traceback__
-    while tb is not None:
-        frames.append(tb)
-        tb = tb.tb_next
-    return frames
-
-
 def _user_line(error: BaseException) -> str:
-    """`module.path (file.py:41)  source` of the deepest frame that is a module's forward outside torch."""
-    import linecache
-    from pathlib import Path
-
-    torch_home = str(Path(torch.__file__).parent)
-    best = ""
-    for tb in _frames(error):
-        code = tb.tb_frame.f_code
-        if code.co_filename.startswith(torch_home) or "autoptd" in Path(code.co_filename).parts[-3:]:
-            continue
-        if code.co_filename == __file__ or not Path(code.co_filename).exists():
-            continue
-        owner = tb.tb_frame.f_locals.get("self")
-        path = _module_path(tb, owner)
-        source = linecache.getline(code.co_filename, tb.tb_lineno).strip()
-        best = f"{path} ({Path(code.co_filename).name}:{tb.tb_lineno})  {source}"
-    return best
+    """`module.path (file.py:41)  source` of the deepest frame under a module's forward that is the user's own code."""
+    foreign = tuple(str(Path(file).parent) for file in (torch.__file__, sympy.__file__, __file__))
+    where, path = "", "model"
+    tb = error.__traceback__
+    while tb is not None:
+        frame, file = tb.tb_frame, Path(tb.tb_frame.f_code.co_filename)
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and not isinstance(owner, _Loss):
+            path = _module_path(tb.tb_frame, owner)
+        if file.exists() and not str(file).startswith(foreign):
+            source = linecache.getline(str(file), tb.tb_lineno).strip()
+            where = f"{path} ({file.name}:{tb.tb_lineno})  {source}"
+        tb = tb.tb_next
+    return where
 
 
-def _module_path(tb: Any, owner: Any) -> str:
+def _module_path(frame: FrameType | None, owner: nn.Module) -> str:
     """The dotted path of a module that is running, found in the wrapper further up the stack."""
-    if not isinstance(owner, nn.Module):
-        return tb.tb_frame.f_code.co_qualname if hasattr(tb.tb_frame.f_code, "co_qualname") else tb.tb_frame.f_code.co_name
-    frame = tb.tb_frame
     while frame is not None:
         root = frame.f_locals.get("self")
         if isinstance(root, _Loss):
-            for name, module in root.model.named_modules():
-                if module is owner:
-                    return name or type(owner).__name__
+            return next((n for n, m in root.model.named_modules() if m is owner and n), type(owner).__name__)
         frame = frame.f_back
     return type(owner).__name__
 
@@ -262,11 +262,13 @@ def _user_line_in(text: str) -> str:
 
 
 def _collect(
-    program: torch.export.ExportedProgram, fake: Mapping[str, Tensor], names: Mapping[str, str], frozen: set[str], batch: int
+    program: torch.export.ExportedProgram,
+    fake: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    frozen: set[str],
+    batch: int,
 ) -> Traced:
     graph = program.graph_module
-    from torch.export.graph_signature import InputKind
-
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
     inputs: dict[str, str] = {}

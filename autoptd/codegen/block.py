@@ -143,7 +143,10 @@ def _source(
     lines = [f"class {piece.block}(nn.Module):", f'    """{kinds}."""', ""]
     lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()", "        self.tp = tp"]
     if body.dropout:
-        lines += ["        self.dropout = dropout", "        self.first = first  # its first segment: keys its random numbers"]
+        lines += [
+            "        self.dropout = dropout",
+            "        self.first = first  # its first segment: keys its random numbers",
+        ]
     for node in own:
         name = names[node.name]
         placement = parameter_placement(sharding, piece, node)
@@ -178,8 +181,7 @@ def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, sym
     shape = local_shape_text(tensor, placement, sharding.ranks)
     takes = ", ".join(symbols)
     return (
-        f'Wire("x{index}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}, '
-        f"{tensor.requires_grad})  # {placement}"
+        f'Wire("x{index}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}, {tensor.requires_grad})  # {placement}'
     )
 
 

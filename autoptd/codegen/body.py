@@ -6,8 +6,9 @@ many need it. Each line that communicates says what it converts and which collec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -207,12 +208,14 @@ def _reads_in_place(node: fx.Node) -> bool:
     return reader.target in _VIEWS and not ends_line(node)
 
 
-_VIEWS = frozenset({aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default})
+_VIEWS = frozenset(
+    {aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+)
 
 
-def _with_texts(value: object, texts: object) -> object:
+def _with_texts(value: Any, texts: Iterator[Text]) -> Any:
     if isinstance(value, TensorInfo):
-        return next(texts)  # type: ignore[call-overload]
+        return next(texts)
     if isinstance(value, tuple):
         return tuple(_with_texts(v, texts) for v in value)
     if isinstance(value, list):
@@ -268,5 +271,3 @@ def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> st
 
     shape = local_shape(tensor, placement, ranks)
     return "(" + ", ".join(map(size_text, shape)) + ("," if len(shape) == 1 else "") + ")"
-
-

@@ -1,9 +1,9 @@
 """Files of an emitted program, and how they are imported again.
 
-    out/__init__.py     what this is
-    out/blocks.py       one class per distinct block, and the loss counts
-    out/stage_0.py …    one class per distinct stage; stages that differ in layer numbers alone share a file
-    out/plan.json       the plan that it was written from
+out/__init__.py     what this is
+out/blocks.py       one class per distinct block, and the loss counts
+out/stage_0.py …    one class per distinct stage; stages that differ in layer numbers alone share a file
+out/plan.json       the plan that it was written from
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Program:
                 (path / name).write_text(source, encoding="utf-8")
         except OSError as error:
             raise PlanFileError(
-                f"cannot write the program: {error.strerror}", where=str(error.filename or path), fix="choose another folder"
+                f"cannot write the program: {error.strerror}",
+                where=str(error.filename or path),
+                fix="choose another folder",
             ) from error
         return path
 
@@ -105,7 +107,7 @@ def emit_program(folded: Folded, sharding: Sharding, stages: Sequence[StageSpec]
 def _same_but_for_numbers(written: Sequence[StageSource]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for i, stage in enumerate(written):
-        groups.setdefault(_template(stage.body)[0] if 0 < i else f"0:{i}", []).append(i)
+        groups.setdefault(_template(stage.body)[0] if i > 0 else f"0:{i}", []).append(i)
     return list(groups.values())
 
 
@@ -148,7 +150,9 @@ def _stage_source(written: Sequence[StageSource], members: Sequence[int], cls: s
 def _file(title: str, source: str, ranks: int, defines: dict[str, str], uses: dict[str, str] | None = None) -> str:
     code = "\n".join(line.split("  # ")[0] for line in source.splitlines())
     constants = [f"{name} = {text}" for name, text in _DTYPES.items() if re.search(rf"\b{name}\b", code)]
-    lines = [text for pattern, text in _IMPORTS.items() if re.search(pattern, code) or (constants and text == "import torch")]
+    lines = [
+        text for pattern, text in _IMPORTS.items() if re.search(pattern, code) or (constants and text == "import torch")
+    ]
     stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(|\({n}\):", code)]
     lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []
     torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})

@@ -77,7 +77,9 @@ def call_text(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def expression(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The op as source, tensors being `Text`."""
-    kwargs = {k: v for k, v in kwargs.items() if not (k in ("pin_memory", "layout") and v in (None, False, torch.strided))}
+    kwargs = {
+        k: v for k, v in kwargs.items() if not (k in ("pin_memory", "layout") and v in (None, False, torch.strided))
+    }
     printer = PRINTERS.get(target)
     text = printer(*args, **kwargs) if printer is not None else None
     return text if text is not None else _by_name(target, args, kwargs)
@@ -97,14 +99,91 @@ def _by_name(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 # Spelled as in the ATen schema, argument for argument.
 _AS_METHOD = frozenset(
-    "transpose permute movedim unsqueeze squeeze select chunk unbind masked_fill type_as t flatten unflatten "
-    "gather index_select new_ones new_zeros new_empty new_full detach contiguous clone narrow".split()
+    [
+        "transpose",
+        "permute",
+        "movedim",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "chunk",
+        "unbind",
+        "masked_fill",
+        "type_as",
+        "t",
+        "flatten",
+        "unflatten",
+        "gather",
+        "index_select",
+        "new_ones",
+        "new_zeros",
+        "new_empty",
+        "new_full",
+        "detach",
+        "contiguous",
+        "clone",
+        "narrow",
+    ]
 )
 _AS_FUNCTION = frozenset(
-    "abs amax amin arange argmax bitwise_and bitwise_not bitwise_or bmm cat clamp cos cumsum div einsum erf exp eye full "
-    "full_like isinf isnan log log_softmax logical_and logical_not logical_or matmul maximum mean minimum mm neg ones "
-    "ones_like pow prod reciprocal repeat_interleave rsqrt sigmoid sign sin softmax sqrt square stack sum tanh topk tril "
-    "triu var where zeros zeros_like".split()
+    [
+        "abs",
+        "amax",
+        "amin",
+        "arange",
+        "argmax",
+        "bitwise_and",
+        "bitwise_not",
+        "bitwise_or",
+        "bmm",
+        "cat",
+        "clamp",
+        "cos",
+        "cumsum",
+        "div",
+        "einsum",
+        "erf",
+        "exp",
+        "eye",
+        "full",
+        "full_like",
+        "isinf",
+        "isnan",
+        "log",
+        "log_softmax",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "matmul",
+        "maximum",
+        "mean",
+        "minimum",
+        "mm",
+        "neg",
+        "ones",
+        "ones_like",
+        "pow",
+        "prod",
+        "reciprocal",
+        "repeat_interleave",
+        "rsqrt",
+        "sigmoid",
+        "sign",
+        "sin",
+        "softmax",
+        "sqrt",
+        "square",
+        "stack",
+        "sum",
+        "tanh",
+        "topk",
+        "tril",
+        "triu",
+        "var",
+        "where",
+        "zeros",
+        "zeros_like",
+    ]
 )
 
 
@@ -151,7 +230,11 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
     low = "" if start in (None, 0) else size_text(start)
     high = "" if end is None or (isinstance(end, int) and end >= 2**62) else size_text(end)
     piece = f"{low}:{high}" + (f":{step}" if step != 1 else "")
-    return f"{_operand(x)}[{', '.join([':'] * dim + [piece])}]" if dim >= 0 else f"{_operand(x)}[..., {piece}{', :' * (-1 - dim)}]"
+    return (
+        f"{_operand(x)}[{', '.join([':'] * dim + [piece])}]"
+        if dim >= 0
+        else f"{_operand(x)}[..., {piece}{', :' * (-1 - dim)}]"
+    )
 
 
 def _reshape(x: Any, shape: Sequence[Any]) -> str:

@@ -12,7 +12,9 @@ from torch import fx
 from autoptd.passes.fold import owner
 from autoptd.passes.graph import is_getitem, module_path
 
-_TAKEN = frozenset({"torch", "F", "nn", "ops", "tp", "self", "b", "s", "counts", "device", "checkpoint", "submodule", "parameter"})
+_TAKEN = frozenset(
+    {"torch", "F", "nn", "ops", "tp", "self", "b", "s", "counts", "device", "checkpoint", "submodule", "parameter"}
+)
 
 
 class Names:
@@ -51,7 +53,11 @@ def wish(node: fx.Node) -> str:
     if leaf and not leaf.isdigit() and any(_is_weight(o) for o in node.all_input_nodes):
         return leaf
     target = node.target
-    name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "x")
+    name = (
+        target._schema.name.split("::")[1]
+        if isinstance(target, torch._ops.OpOverload)
+        else getattr(target, "__name__", "x")
+    )
     return _SHORT.get(name, name).strip("_")
 
 
@@ -78,4 +84,13 @@ def _is_weight(node: fx.Node) -> bool:
     return node.name.startswith("p_") if node.op == "placeholder" else node.target is torch.ops.aten.t.default
 
 
-_SHORT = {"scaled_dot_product_attention": "attention", "layer_norm": "norm", "reshape": "view", "unsqueeze": "expanded", "cross_entropy": "loss_sum", "valid_count": "count", "arange": "positions", "slice": "part"}
+_SHORT = {
+    "scaled_dot_product_attention": "attention",
+    "layer_norm": "norm",
+    "reshape": "view",
+    "unsqueeze": "expanded",
+    "cross_entropy": "loss_sum",
+    "valid_count": "count",
+    "arange": "positions",
+    "slice": "part",
+}

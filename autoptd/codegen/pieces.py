@@ -170,4 +170,3 @@ def _piece(
         name += f"Part{low}" if low == high else f"Parts{low}To{high}"
     start = unit.first + group[0].index - instance[0].index
     return Piece(group, name, prefix, recomputed, layout.folded.segments[start : start + len(group)])
-

@@ -1,8 +1,8 @@
 """One stage class: what it receives, computes and sends, block by block.
 
-    received ─┐
-    inputs ───┼─ prelude ─ pieces: block calls (runs of equal calls as a loop) and single ops ─ sends, or the loss
-    counts ───┘
+received ─┐
+inputs ───┼─ prelude ─ pieces: block calls (runs of equal calls as a loop) and single ops ─ sends, or the loss
+counts ───┘
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int) -> None:
             name = traced.parameters[node.name]
             if name not in done:
                 done.add(name)
-                writer.setup.append(parameter_line(name, node, B, writer.sharding.ranks, name in traced.frozen) + ", unused")
+                writer.setup.append(
+                    parameter_line(name, node, B, writer.sharding.ranks, name in traced.frozen) + ", unused"
+                )
     for node in preludes:
         if node.op != "placeholder" or node.name in traced.inputs:
             continue
@@ -224,7 +226,7 @@ def _write_run(writer: _Writer, run: list[_Call]) -> None:
         over = f"for first in {starts}" if call.block.dropout else f"for _ in range({len(run)})"
         writer.setup.append(f"self.{group} = [{made} {over}]")
     elif loop is None:
-        made = f'submodule(self, path, {call.block.name}(tp{extra}))'
+        made = f"submodule(self, path, {call.block.name}(tp{extra}))"
         over = f"zip({paths!r}, {starts})" if call.block.dropout else repr(tuple(paths))
         loops = "for path, first in" if call.block.dropout else "for path in"
         writer.setup.append(f"self.{group} = [{made} {loops} {over}]")
@@ -233,7 +235,11 @@ def _write_run(writer: _Writer, run: list[_Call]) -> None:
         made = f'submodule(self, f"{pattern}", {call.block.name}(tp{extra}))'
         over = f"for i, first in zip({numbers}, {starts})" if call.block.dropout else f"for i in {numbers}"
         writer.setup.append(f"self.{group} = [{made} {over}]")
-    run_it = f"checkpoint(block, {call.arguments}, use_reentrant=False)" if call.piece.recompute else f"block({call.arguments})"
+    run_it = (
+        f"checkpoint(block, {call.arguments}, use_reentrant=False)"
+        if call.piece.recompute
+        else f"block({call.arguments})"
+    )
     writer.body.lines += [f"for block in self.{group}:", f"    {call.results} = {run_it}"]
 
 

@@ -3,7 +3,7 @@
 A configuration is in the Hugging Face dialect with a `source` (where its shapes are published) and perhaps a `note`.
 """
 
-from autoptd.models.inputs import example_inputs, sequence_limit
+from autoptd.models.inputs import example_inputs, model_name, sequence_limit
 from autoptd.models.load import describe_models, load_model, model_names
 
-__all__ = ["describe_models", "example_inputs", "load_model", "model_names", "sequence_limit"]
+__all__ = ["describe_models", "example_inputs", "load_model", "model_name", "model_names", "sequence_limit"]

@@ -5,6 +5,7 @@ Each is a meta tensor of its own: two inputs that are one tensor object would be
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from autoptd.errors import InputsError
@@ -40,6 +41,13 @@ def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict
         what = f"a sequence of {seq} is longer than the {limit} positions of {type(model).__name__}"
         raise InputsError(what, where="seq", fix=f"use seq={limit} or less")
     return _own_inputs(own, batch, seq) if own is not None else _text_inputs(batch, seq, masked=task == "masked")
+
+
+def model_name(model: nn.Module) -> str:
+    """What to call a model: the last part of its configuration's name or path, or else its class."""
+    path = getattr(getattr(model, "config", None), "name_or_path", "")
+    name = PurePath(path).name if isinstance(path, str) else ""
+    return name or type(model).__name__
 
 
 def sequence_limit(model: nn.Module) -> int | None:

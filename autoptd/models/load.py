@@ -92,8 +92,10 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
         raise ModelError(f"transformers has no model class {architecture!r}", where=str(path), fix=fix)
     fields = {key: value for key, value in data.items() if key not in (*_OURS, "model_type")}
     try:
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        config.name_or_path = _short_name(path)
         with torch.device(device):
-            return model_class(transformers.AutoConfig.for_model(kind, **fields)).train()
+            return model_class(config).train()
     except _USER_ERRORS as error:
         what = f"transformers cannot make a {architecture} of {path.name}: {_first_line(error)}"
         raise ModelError(what, where=str(path), fix="correct the configuration") from error

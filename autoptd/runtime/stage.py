@@ -84,12 +84,22 @@ def submodule(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
     standing = owner._modules[leaf]
     if type(standing) is not nn.Module:
         raise KeyError(f"attribute {name!r} already exists")
-    for inner, grandchild in standing.named_children():
-        child.add_module(inner, grandchild)
-    for inner, held in standing.named_parameters(recurse=False):
-        child.register_parameter(inner, held)
+    _hand_over(standing, child)
     owner._modules[leaf] = child
     return child
+
+
+def _hand_over(container: nn.Module, module: nn.Module) -> None:
+    """Move what a plain container holds into a module, and containers within it likewise."""
+    for name, inner in container.named_children():
+        if name in module._modules and type(inner) is nn.Module:
+            _hand_over(inner, module.get_submodule(name))
+        else:
+            module.add_module(name, inner)
+    for name, held in container.named_parameters(recurse=False):
+        module.register_parameter(name, held)
+    for name, held in container._buffers.items():
+        module.register_buffer(name, held, persistent=name not in container._non_persistent_buffers_set)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
