@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -179,7 +180,8 @@ class Parallel:
             raise PlanError(f"rank {rank} is not in a world of {self.plan.world}", fix=f"0 to {self.plan.world - 1}")
         index = rank // (self.plan.mesh.dp * self.plan.mesh.tp)
         with torch.device("meta"):
-            stage = load_stage(self.program, index)(Axis(_Rank(rank % self.plan.mesh.tp, self.plan.mesh.tp)))
+            alone = Axis(_Rank(rank % self.plan.mesh.tp, self.plan.mesh.tp))  # type: ignore[arg-type]  # never talks
+            stage = load_stage(self.program, index)(alone)
         assert isinstance(stage, Stage)
         return stage
 
@@ -209,6 +211,19 @@ class Parallel:
             stage, layout, communicators, self._optimizer, clip_norm=self._clip_norm, **self._optimizer_options
         )
         self._trainer.load_parameters(self.initial_values(index) if values is None else values)
+
+    def _check_agreement(self, communicators: Communicators) -> None:
+        """Every rank plans for itself, deterministically; other versions or models on some of them would hang or lie."""
+        text = "\0".join(self.program.files.values())
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
+        highest, lowest = communicators.world.all_reduce(agreed, "max").tolist()
+        if (highest, -lowest) != (digest, digest):
+            raise PlanError(
+                "the ranks made different plans or programs",
+                where=f"rank {communicators.world.rank}",
+                fix="run the same versions of model, torch and autoptd everywhere, or pass one plan file: plan='plan.json'",
+            )
 
     @property
     def _running(self) -> Trainer:

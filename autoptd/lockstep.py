@@ -133,4 +133,4 @@ def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tup
 
 def digest(x: Tensor) -> str:
     """A hash of a tensor's bits."""
-    return hashlib.blake2b(x.detach().cpu().contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(x.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()

@@ -333,13 +333,15 @@ def _is_random(node: fx.Node) -> bool:
 def refuse_random(graph: fx.Graph, traced: Traced) -> None:
     """Only dropout may be random: its numbers are drawn by place in the model, the same under any plan."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if _is_random(node) and op_name(node) not in ("dropout", "scaled_dot_product_attention"):
-                raise UnsupportedOp(
-                    f"{node.target} draws random numbers",
-                    where=source_line(node),
-                    fix="draw them outside the model and pass them as an input; nn.Dropout is supported",
-                )
+        if node.op == "call_function" and _is_random(node) and op_name(node) not in _KEYED:
+            raise UnsupportedOp(
+                f"{node.target} draws random numbers",
+                where=source_line(node),
+                fix="draw them outside the model and pass them as an input; nn.Dropout is supported",
+            )
+
+
+_KEYED = ("dropout", "scaled_dot_product_attention")  # their numbers are keyed by place
 
 
 def _check(graph: fx.Graph) -> None:

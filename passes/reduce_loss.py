@@ -150,14 +150,15 @@ def _over_samples(node: fx.Node) -> bool:
 def _quotient(graph: fx.Graph, traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
     """`(x * mask).sum() / mask.sum()`, `x.sum() / x.size(0)`."""
     total, count = node.args
-    if not isinstance(total, fx.Node) or not _is_sum(total) or not _over_samples(total):
+    made = _as_sum_and_count(graph, traced, total) if isinstance(total, fx.Node) else None
+    if made is None or made[1] is not None:
         return None
     if isinstance(count, fx.Node):
         additive = _additive_count(count, traced)
-        return None if additive is None else (total, additive)
+        return None if additive is None else (made[0], additive)
     if isinstance(count, sympy.Basic) and BATCH not in sympy.simplify(count / BATCH).free_symbols:
         with graph.inserting_before(node):
-            return total, _new(graph, node, ops.element_count, (count,), grad=False)
+            return made[0], _new(graph, node, ops.element_count, (count,), grad=False)
     return None
 
 
@@ -201,10 +202,11 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node, traced: Traced) -> tuple[fx.N
     given = _given(node)
     logits, labels = given["input"], given["target"]
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
-    if given["weight"] is not None or info(labels).dtype.is_floating_point or not _over_samples(node):
+    if not _over_samples(node):
         return None
-    if info(logits).ndim < 2 or given["reduction"] not in (_MEAN, _SUM) or not _countable(labels, traced):
-        return None
+    plain = given["weight"] is None and not info(labels).dtype.is_floating_point and info(logits).ndim > 1
+    if not plain or not _countable(labels, traced):
+        return (node, None) if given["reduction"] == _SUM else None
     with graph.inserting_before(node):
         if info(logits).ndim > 2:  # N C d1 … : the class dim last
             shape = info(logits).shape
@@ -233,10 +235,9 @@ def _negative_log_likelihood(graph: fx.Graph, node: fx.Node, traced: Traced) -> 
 def _leading(logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Undo `logits.view(-1, V), labels.view(-1)`: the sequence stays a dim of its own, and may be split."""
     a, b = _before_reshape(logits), _before_reshape(labels)
-    if a is not logits and b is not labels and info(a).shape[-1] == info(logits).shape[-1]:
-        if info(a).shape[:-1] == info(b).shape:
-            return a, b
-    return logits, labels
+    both = a is not logits and b is not labels
+    same = both and info(a).shape == (*info(b).shape, info(logits).shape[-1])
+    return (a, b) if same else (logits, labels)
 
 
 def _before_reshape(node: fx.Node) -> fx.Node:
@@ -274,7 +275,7 @@ def _weigh_by_samples(graph: fx.Graph, node: fx.Node, loss: Loss, traced: Traced
     """
     if _depends_on_batch(node, traced):
         loss.notes.append(
-            f"{node.target} is averaged over samples: its own mean was not recognised, so ragged microbatches may differ"
+            f"{node.target} is averaged over samples: its mean was not recognised, so ragged microbatches may differ"
         )
     after = node if node.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(after):

@@ -12,7 +12,8 @@ import copy
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +26,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
+from autoptd.passes.fake import fake_cpu
 
 PRECISIONS: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -106,15 +108,15 @@ def _takes_two(loss: Callable[..., Tensor]) -> bool:
     return len(required) == 2
 
 
-def skeleton(model: nn.Module, precision: str) -> nn.Module:
-    """A copy of the model on meta with floating-point parameters in `precision`; tied parameters stay tied."""
+def skeleton(model: nn.Module, precision: str, device: str = "meta") -> nn.Module:
+    """A copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied."""
     dtype = PRECISIONS[precision]
     memo: dict[int, Any] = {}
     for p in model.parameters():
         kept = dtype if p.is_floating_point() else p.dtype
-        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=kept, device="meta"), requires_grad=p.requires_grad)
+        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=kept, device=device), requires_grad=p.requires_grad)
     for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
+        memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
     return copy.deepcopy(model, memo)
 
 
@@ -138,34 +140,17 @@ def trace(
     """
     _check_inputs(inputs)
     names = canonical_names(model)
-    train = skeleton(model, precision).train()
-    # distinct meta tensors: export merges two inputs that are one object; sizes of 1 would be baked in
     batch = _batch_size(inputs)
-    ours = max(2, batch)
-    fake = {
-        name: torch.empty((ours, *x.shape[1:]) if _counts_samples(x, batch) else x.shape, dtype=x.dtype, device="meta")
-        for name, x in inputs.items()
-    }
-    dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
-    wrapper = _Loss(train, loss)
+    shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
+    specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     try:
-        program = torch.export.export(wrapper, (fake,), dynamic_shapes=dynamic, strict=False)
-    except InputsError:
-        raise
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AssertionError,
-        KeyError,
-        AttributeError,
-        NotImplementedError,
-    ) as error:
-        raise _explain(error) from error
+        program = _export(model, specs, loss, precision, "cpu")
+    except TraceError as error:
+        program = _export_on_meta(model, specs, loss, precision, error)
     if _writes_through_views(program.graph):
         program = program.run_decompositions({})
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    traced = _collect(program, fake, names, frozen, batch)
+    traced = _collect(program, list(inputs), names, frozen, batch)
     values = dict(model.named_buffers(remove_duplicate=False))
     traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
     traced.constants |= {
@@ -174,14 +159,48 @@ def trace(
     return traced
 
 
+Specs = Mapping[str, tuple[Any, torch.dtype]]  # of the example inputs: shape and dtype
+
+
+def _export(
+    model: nn.Module, specs: Specs, loss: Callable[..., Tensor] | None, precision: str, device: str
+) -> torch.export.ExportedProgram:
+    """Export without data. Sizes of 1 would be baked in, and inputs that are one object merged: these are new ones."""
+    with fake_cpu() if device == "cpu" else nullcontext():
+        train = skeleton(model, precision, device).train()
+        fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
+    dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
+    try:
+        return torch.export.export(_Loss(train, loss), (fake,), dynamic_shapes=dynamic, strict=False)
+    except InputsError:
+        raise
+    except _FAILURES as error:
+        raise _explain(error) from error
+
+
+def _export_on_meta(
+    model: nn.Module, specs: Specs, loss: Callable[..., Tensor] | None, precision: str, first: TraceError
+) -> torch.export.ExportedProgram:
+    """A model built on meta may hold meta tensors that are no buffers: then only meta will do."""
+    if isinstance(first, UnsupportedOp) or not any(p.is_meta for p in model.parameters()):
+        raise first
+    try:
+        return _export(model, specs, loss, precision, "meta")
+    except TraceError:
+        raise first from None
+
+
+_FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, NotImplementedError)
+
+
 def _writes_through_views(graph: fx.Graph) -> bool:
     """Whether an in-place op writes to a view, or to a tensor that has one: those need torch's functionalisation."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if node.target._schema.is_mutable and isinstance(node.args[0], fx.Node):
-            if any(_is_view(n) for n in (node.args[0], *node.args[0].users)):
-                return True
+        written = node.args[0] if node.target._schema.is_mutable else None
+        if isinstance(written, fx.Node) and any(_is_view(n) for n in (written, *written.users)):
+            return True
     return False
 
 
@@ -263,7 +282,7 @@ def _user_line_in(text: str) -> str:
 
 def _collect(
     program: torch.export.ExportedProgram,
-    fake: Mapping[str, Tensor],
+    fake: Sequence[str],
     names: Mapping[str, str],
     frozen: set[str],
     batch: int,

@@ -145,7 +145,7 @@ def _source(
     if body.dropout:
         lines += [
             "        self.dropout = dropout",
-            "        self.first = first  # its first segment: keys its random numbers",
+            "        self._first = first  # its first segment: keys its random numbers",
         ]
     for node in own:
         name = names[node.name]

@@ -65,7 +65,7 @@ class Body:
             return source
         args = conversion_args(given, needed)
         base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else wish(node)
-        name = self.names.fresh(f"{base}_{_SUFFIX[str(needed)[0]]}" if not str(needed) == "Bp" else f"{base}_whole")
+        name = self.names.fresh(f"{base}_{_SUFFIX[str(needed)[0]]}" if str(needed) != "Bp" else f"{base}_whole")
         note = conversion_note(given, needed, info(node).requires_grad)
         self.lines.append(f"{name} = tp.{row.function}({', '.join([source, *args])})  # {note}")
         return name
@@ -136,10 +136,7 @@ class Body:
         """The same numbers under every cut: keyed by the place in the model, which no plan moves."""
         self.dropout = True
         index, i = self.at
-        if self.first is None:
-            key = f'"{index}.{i}"'
-        else:
-            key = f'f"{{self.first + {index - self.first}}}.{i}"'
+        key = f'"{index}.{i}"' if self.first is None else f'f"{{self._first + {index - self.first}}}.{i}"'
         return f"key={key}, rng=self.dropout" + (", shard=tp.rank" if split else "")
 
     def _dropout_text(self, args: Sequence[object], split: bool) -> str:

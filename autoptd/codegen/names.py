@@ -33,6 +33,14 @@ class Names:
         self.used.add(name)
         return name
 
+    def argument(self, name: str) -> tuple[str, list[str]]:
+        """The variable for an argument whose name is not ours to choose, reserved before; and what assigns it."""
+        assert name in self.used, name
+        if name not in _TAKEN:
+            return name, []
+        variable = self.fresh(name)
+        return variable, [f"{variable} = {name}"]
+
     def release(self, name: str) -> None:
         """Nobody reads this variable any more: the name may be given again."""
         self.used.discard(name)

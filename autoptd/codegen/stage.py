@@ -31,10 +31,13 @@ from autoptd.codegen.body import Body
 from autoptd.codegen.expressions import value_text
 from autoptd.codegen.names import Names, wish
 from autoptd.codegen.pieces import Layout, Piece, pieces_of
-from autoptd.passes.fold import crossing, is_count
+from autoptd.errors import TraceError
+from autoptd.passes.fold import Folded, crossing, is_count
 from autoptd.passes.graph import ancestors, info
 from autoptd.passes.placements import B, Placement
 from autoptd.passes.sharding import Sharding
+
+_ARGUMENTS = ("self", "counts")  # what forward takes besides
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,18 @@ class _Writer:
     setup: list[str] = field(default_factory=list)  # lines of __init__
     calls: list[_Call] = field(default_factory=list)  # block calls not yet written
     groups: int = 0
+    arguments: list[str] = field(default_factory=list)  # lines that rename arguments
 
     @property
     def folded(self):  # type: ignore[no-untyped-def]
         return self.layout.folded
+
+    @property
+    def group(self) -> str:
+        """The attribute for lists of block calls: not one that the model has itself."""
+        traced = self.folded.traced
+        roots = {name.partition(".")[0] for name in (*traced.parameters.values(), *traced.buffers.values())}
+        return next(name for name in ("blocks", "calls", "_blocks") if name not in roots)
 
 
 def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recompute: frozenset[int]) -> StageSource:
@@ -81,7 +92,7 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
     is_last = last == len(folded.segments) - 1
     received = crossing(folded, first)
     sent = [] if is_last else crossing(folded, last + 1)
-    body = Body(sharding, Names())
+    body = Body(sharding, Names(_reserved(folded)))
     writer = _Writer(layout, sharding, pieces, body)
     preludes = _prelude(writer, is_last)
     given = {n: body.names.fresh("x") for n in received}
@@ -89,13 +100,28 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
         body.bind(node, placement_of(sharding, folded, node), text)
     inputs = [n for n in preludes if n.op == "placeholder" and n.name in folded.traced.inputs]
     for node in inputs:
-        body.bind(node, B, body.names.fresh(folded.traced.inputs[node.name]))
+        _bind_input(writer, node)
     _declare(writer, preludes, first)
     body.prelude([n for n in preludes if n.op == "call_function"])
     for i, piece in enumerate(pieces):
         _write_piece(writer, piece, pieces[i + 1 :], sent)
     _flush(writer)
     return _assemble(writer, received, given, inputs, sent, is_last, preludes)
+
+
+def _reserved(folded: Folded) -> frozenset[str]:
+    """Names that are not free: forward is called with the model's inputs by name, and sizes have one letter."""
+    traced = folded.traced
+    for name in traced.inputs.values():
+        if name in _ARGUMENTS:
+            raise TraceError(f"an input of the model is called {name!r}", fix="call that argument of forward otherwise")
+    return frozenset(traced.inputs.values()) | {str(symbol) for symbol in traced.sizes}
+
+
+def _bind_input(writer: _Writer, node: fx.Node) -> None:
+    variable, lines = writer.body.names.argument(writer.folded.traced.inputs[node.name])
+    writer.body.bind(node, B, variable)
+    writer.arguments += lines
 
 
 def _prelude(writer: _Writer, is_last: bool) -> list[fx.Node]:
@@ -213,7 +239,7 @@ def _alike(a: _Call, b: _Call) -> bool:
 
 def _write_run(writer: _Writer, run: list[_Call]) -> None:
     call, writer.groups = run[0], writer.groups + 1
-    group = "blocks" if writer.groups == 1 else f"blocks_{writer.groups}"
+    group = writer.group if writer.groups == 1 else f"{writer.group}_{writer.groups}"
     paths = [c.piece.prefix for c in run]
     loop = _loop_over(paths)
     extra = ""
@@ -274,11 +300,10 @@ def _assemble(
     folded, traced, body, sharding = writer.folded, writer.folded.traced, writer.body, writer.sharding
     symbols = [str(s) for s in traced.sizes]
     size_lines = _size_lines(writer, inputs)
-    input_names = {n: body.held[n, B] for n in inputs}
     if body.uses_device and not inputs:
-        _add_input(writer, inputs, input_names, next(iter(traced.inputs)))
+        _add_input(writer, inputs, next(iter(traced.inputs.values())))
     if body.uses_device:
-        size_lines.append(f"device = {input_names[inputs[0]]}.device")
+        size_lines.append(f"device = {body.held[inputs[0], B]}.device")
     count_inputs, count_source = write_counts(writer.layout, sharding)
     lines = []
     lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
@@ -295,13 +320,13 @@ def _assemble(
     lines.append("    loss_counts = staticmethod(loss_counts)")
     lines += ["", "    def __init__(self, tp: Axis, dropout: DropoutKey | None = None) -> None:"]
     lines += ["        super().__init__(tp, dropout)", *(f"        {line}" for line in writer.setup)]
-    arguments = ["self", *(f"{given[n]}: Tensor" for n in received), *(f"{input_names[n]}: Tensor" for n in inputs)]
+    arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]
     arguments += ["counts: tuple[Tensor, ...]"] if is_last else []
     result = "Tensor" if is_last else "tuple[Tensor, ...]"
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
     if uses_axis(body.lines):
         lines.append("        tp = self.tp")
-    lines += [f"        {line}" for line in [*size_lines, *body.lines]]
+    lines += [f"        {line}" for line in [*writer.arguments, *size_lines, *body.lines]]
     if is_last:
         lines.append(f"        return {body.read(folded.loss, B, B)}")
     else:
@@ -327,7 +352,7 @@ def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
     for symbol in sorted(body.sizes, key=str):
         source, dim = _where(traced, symbol, by_name)
         if source not in by_name:
-            _add_input(writer, inputs, {}, source)
+            _add_input(writer, inputs, source)
             by_name = {traced.inputs[n.name]: n for n in inputs}
         lines.append(f"{symbol} = {body.held[by_name[source], B]}.size({dim})")
     return lines
@@ -341,24 +366,29 @@ def _where(traced, symbol: sympy.Symbol, have: dict[str, fx.Node]) -> tuple[str,
     return traced.sizes[symbol]
 
 
-def _add_input(writer: _Writer, inputs: list[fx.Node], names: dict[fx.Node, str], source: str) -> None:
-    traced = writer.folded.traced
-    node = next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == source)
+def _add_input(writer: _Writer, inputs: list[fx.Node], source: str) -> None:
+    node = _placeholder(writer.folded.traced, source)
     inputs.append(node)
-    writer.body.bind(node, B, writer.body.names.fresh(source))
-    names[node] = writer.body.held[node, B]
+    _bind_input(writer, node)
 
 
 def write_counts(layout: Layout, sharding: Sharding) -> tuple[list[str], str]:
     """(model inputs, source) of the function that counts what the loss is divided by."""
     folded, traced = layout.folded, layout.folded.traced
-    body = Body(sharding, Names())
+    body = Body(sharding, Names(_reserved(folded)))
     wanted = ancestors(folded.counts)
     nodes = [n for n in traced.graph.graph.nodes if n in wanted]
     inputs = [n for n in nodes if n.op == "placeholder"]
     assert all(n.name in traced.inputs for n in inputs), "loss counts depend on inputs alone"
+    renames: list[str] = []
+
+    def bind(node: fx.Node) -> None:
+        variable, lines = body.names.argument(traced.inputs[node.name])
+        body.bind(node, B, variable)
+        renames.extend(lines)
+
     for node in inputs:
-        body.bind(node, B, body.names.fresh(traced.inputs[node.name]))
+        bind(node)
     body.prelude([n for n in nodes if n.op == "call_function"])
     by_name = {traced.inputs[n.name]: n for n in inputs}
     sizes = []
@@ -366,14 +396,14 @@ def write_counts(layout: Layout, sharding: Sharding) -> tuple[list[str], str]:
         source, dim = _where(traced, symbol, by_name)
         if source not in by_name:
             by_name[source] = _placeholder(traced, source)
-            body.bind(by_name[source], B, body.names.fresh(source))
+            bind(by_name[source])
         sizes.append(f"{symbol} = {body.held[by_name[source], B]}.size({dim})")
-    arguments = ", ".join(f"{body.held[n, B]}: Tensor" for n in by_name.values())
+    arguments = ", ".join(f"{name}: Tensor" for name in by_name)
     first = [f"device = {body.held[next(iter(by_name.values())), B]}.device"] if body.uses_device else []
     results = [body.held[n, B] for n in folded.counts]
     lines = [f"def loss_counts({arguments}) -> tuple[Tensor, ...]:"]
     lines.append('    """What one microbatch adds to each count that the loss is divided by."""')
-    lines += [f"    {line}" for line in [*sizes, *first, *body.lines]]
+    lines += [f"    {line}" for line in [*renames, *sizes, *first, *body.lines]]
     lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
     return list(by_name), "\n".join(lines) + "\n"
 

@@ -95,7 +95,10 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
         config = transformers.AutoConfig.for_model(kind, **fields)
         config.name_or_path = _short_name(path)
         with torch.device(device):
-            return model_class(config).train()
+            model = model_class(config).train()
+        if getattr(model, "loss_type", "") is None:
+            model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning
+        return model
     except _USER_ERRORS as error:
         what = f"transformers cannot make a {architecture} of {path.name}: {_first_line(error)}"
         raise ModelError(what, where=str(path), fix="correct the configuration") from error

@@ -98,8 +98,8 @@ def _hand_over(container: nn.Module, module: nn.Module) -> None:
             module.add_module(name, inner)
     for name, held in container.named_parameters(recurse=False):
         module.register_parameter(name, held)
-    for name, held in container._buffers.items():
-        module.register_buffer(name, held, persistent=name not in container._non_persistent_buffers_set)
+    for name, kept in container._buffers.items():
+        module.register_buffer(name, kept, persistent=name not in container._non_persistent_buffers_set)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -22,6 +22,7 @@ from autoptd.passes.trace import BATCH, SEQUENCE
 from autoptd.passes.work import work
 from autoptd.progress import Progress
 from autoptd.search.meshes import Candidate, Limits, Searched, candidates, divisors, search
+from autoptd.search.room import Room
 from autoptd.search.splits import InfeasibleSplit
 from autoptd.search.stages import Staged, Stages, simulated
 from autoptd.search.tensors import Sharded, Tensors, legal_strategies
@@ -64,22 +65,24 @@ class Planner:
         self._tensors: dict[tuple[int, int], Tensors] = {}
         self._sharded: dict[tuple[int, int], Sharded | AutoptdError] = {}
         self._legal: dict[int, Mapping[str, dict]] = {}
+        self._room = Room(task.folded, task.cluster, task.precision, task.optimizer)
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for wishes that cannot be, DoesNotFit where nothing fits."""
-        options = self._candidates()
+        possible = self._candidates()
         self._check_heads()
+        options = self._room.promising(possible)
         with self.progress.stage(f"split tensors for {len({(c.tp, c.micro) for c in options})} (tp, microbatch) pairs"):
             for tp, micro in sorted({(c.tp, c.micro) for c in options}):
                 self._shard(tp, micro)
         with self.progress.stage(f"cut stages for up to {len(options)} meshes"):
             found = search(options, self._lower_bound, self._evaluate, keep=_SIMULATED, slack=0.02)
         if not found.best:
-            raise self._nothing_fits(found)
+            raise self._nothing_fits(found, len(possible))
         with self.progress.stage(f"simulate the best {len(found.best)}"):
             best = min((simulated(f.result) for f in found.best), key=lambda s: s.seconds)
         key = best.candidate.tp, best.candidate.micro
-        return Answer(best, self._tensors[key], len(options), found.visited, found.gap)
+        return Answer(best, self._tensors[key], len(possible), found.visited, found.gap)
 
     # ---- candidates ----
 
@@ -169,19 +172,12 @@ class Planner:
         staged = Stages(tensors, sharded, c, self.task.precision, self.task.optimizer).solve()
         return staged.seconds, staged
 
-    def _nothing_fits(self, found: Searched[Staged]) -> DoesNotFit:
+    def _nothing_fits(self, found: Searched[Staged], considered: int) -> DoesNotFit:
         """The candidate that lacks least, with its own answer."""
         if not found.rejected:
             raise PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
         candidate, error = min(found.rejected, key=lambda r: max(getattr(r[1], "missing_bytes", (0.0,))))
-        where = f"closest: {candidate}\n{error.__dict__.get('where', '')}"
-        memory = self.task.cluster.device.memory_bytes / 2**30
-        return DoesNotFit(
-            f"no plan fits: {len(found.rejected)} meshes tried on {self.task.world} × "
-            f"{self.task.cluster.device.name} of {memory:.0f} GiB",
-            where=where,
-            fix=error.fix,
-        )
+        return self._room.refusal(self.task.world, considered, candidate, error, self.task.wishes.mesh)
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

@@ -172,24 +172,38 @@ def odd_mlp() -> Case:
     return Case(randomised(OddMLP()), {"x": x, "y": y})
 
 
-class SkipMLP(nn.Module):
-    """A U-Net of linear layers: the first half's outputs are concatenated to the second half's inputs."""
+class Level(nn.Module):
+    """As many residual layers as keep a U-Net's skip connections apart."""
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 9) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return x
+
+
+class SkipMLP(nn.Module):
+    """A U-Net of perceptrons: what each level going down gives is concatenated to what its counterpart going up gets."""
+
+    def __init__(self, levels: int = 3) -> None:
         super().__init__()
         self.stem = nn.Linear(8, WIDTH)
-        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(depth))
+        self.down = nn.ModuleList(Level() for _ in range(levels))
+        self.join = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(levels))
+        self.up = nn.ModuleList(Level() for _ in range(levels))
         self.head = nn.Linear(WIDTH, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         kept = []
-        for layer in self.down:
-            x = F.gelu(layer(x))
+        for level in self.down:
+            x = level(x)
             kept.append(x)
-        for layer in self.up:
-            x = torch.tanh(layer(torch.cat((x, kept.pop()), -1)))
+        for join, level in zip(self.join, self.up, strict=True):
+            x = level(torch.tanh(join(torch.cat((x, kept.pop()), -1))))
         return self.head(x)
 
 
@@ -274,6 +288,48 @@ def one_layer() -> Case:
     return Case(randomised(OneLayerManyTimes()), {"ids": ids, "labels": labels})
 
 
+class AwkwardLayer(nn.Module):
+    """Attributes that an emitted block has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.tp = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x + self.drop(self.tp(torch.tanh(self.first(x)))))
+
+
+class Awkward(nn.Module):
+    """Names that emitted code wants for itself: inputs, sizes, attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(AwkwardLayer() for _ in range(4))
+        self.tp = nn.Linear(WIDTH, WIDTH)
+        self.sizes = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input: Tensor, b: Tensor, x: Tensor, device: Tensor) -> Tensor:
+        s = self.inputs(input) * x.unsqueeze(-1)
+        for block in self.blocks:
+            s = block(s)
+        s = self.sizes(self.tp(s) + device[:, None, :])
+        return F.cross_entropy(s.flatten(0, 1), b.flatten())
+
+
+def awkward() -> Case:
+    """See `Awkward`."""
+    torch.manual_seed(0)
+    ids, labels = tokens()
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(SAMPLES, TOKENS, generator=generator, dtype=torch.float64)
+    device = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return Case(randomised(Awkward()), {"input": ids, "b": labels, "x": x, "device": device})
+
+
 def llama_2_kv() -> Case:
     """Fewer key heads than most tp sizes."""
     return llama(kv_heads=2)
@@ -290,4 +346,5 @@ MODELS: dict[str, Callable[[], Case]] = {
     "skip_mlp": skip_mlp,
     "oddities": oddities,
     "one_layer": one_layer,
+    "awkward": awkward,
 }

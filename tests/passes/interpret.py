@@ -1,0 +1,135 @@
+"""Run a normalised graph on real tensors, as the judge of what the passes made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from autoptd.passes.graph import substitute
+from autoptd.passes.normalise import normalise
+from autoptd.passes.reduce_loss import COUNT
+from autoptd.passes.trace import Traced, trace
+
+Batch = Mapping[str, Tensor]
+
+
+def normalised(model: nn.Module, batch: Batch, **options: object) -> Traced:
+    return normalise(trace(model, batch, precision="fp64", **options))  # type: ignore[arg-type]
+
+
+def names_of(traced: Traced) -> list[str]:
+    """The ops of the graph, by their short names."""
+    return [
+        str(n.target._schema.name).split("::")[1] if isinstance(n.target, torch._ops.OpOverload) else n.target.__name__
+        for n in traced.graph.graph.nodes
+        if n.op == "call_function"
+    ]
+
+
+def run(traced: Traced, state: Mapping[str, Tensor], batch: Batch, counts: Sequence[Tensor] = ()) -> list[Tensor]:
+    """[share of the loss, count 0, count 1, …] of one microbatch; missing global counts are 1."""
+    sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
+    values: dict[object, object] = {}
+
+    def concrete(value: object) -> object:
+        if isinstance(value, sympy.Basic):
+            number = value.subs(sizes)
+            return int(number) if number.is_Integer else float(number)
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, (list, tuple)):
+            return type(value)(concrete(v) for v in value)
+        return value
+
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = _given(traced, node.name, state, batch, counts)
+            continue
+        args = concrete(substitute(node.args, values.__getitem__))
+        if node.op == "output":
+            return list(args)  # type: ignore[call-overload]
+        kwargs = {k: concrete(substitute(v, values.__getitem__)) for k, v in node.kwargs.items()}
+        made = node.target(*args, **kwargs)
+        _check(node.meta["info"], made, concrete)
+        values[node] = made
+    raise AssertionError("no output")
+
+
+def _check(promised: object, made: object, concrete: object) -> None:
+    """What the graph says of a tensor is what comes out."""
+    if isinstance(promised, tuple):
+        for p, m in zip(promised, made, strict=True):  # type: ignore[call-overload]
+            _check(p, m, concrete)
+        return
+    assert tuple(map(concrete, promised.shape)) == tuple(made.shape), (promised, made.shape)  # type: ignore
+    if made.ndim:  # type: ignore[attr-defined]
+        assert promised.dtype == made.dtype, (promised, made.dtype)  # type: ignore[attr-defined]
+
+
+def _given(traced: Traced, name: str, state: Mapping[str, Tensor], batch: Batch, counts: Sequence[Tensor]) -> Tensor:
+    if name.startswith(COUNT):
+        index = int(name.rpartition("_")[2])
+        return counts[index] if counts else torch.tensor(1.0)
+    if name in traced.inputs:
+        return batch[traced.inputs[name]]
+    original = traced.parameters.get(name) or traced.buffers.get(name)
+    return state[original] if original is not None else traced.constants[name]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A loss, and the gradient of every parameter that has one."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def whole(model: nn.Module, batch: Batch) -> Outcome:
+    """What one process computes on the whole batch, by the model's own forward."""
+    model.zero_grad()
+    out = model(**batch)
+    loss = out if isinstance(out, Tensor) else out["loss"] if isinstance(out, dict) else out.loss
+    loss.backward()
+    return Outcome(loss.detach(), _gradients(model))
+
+
+def in_microbatches(model: nn.Module, traced: Traced, batch: Batch, pieces: Sequence[int]) -> Outcome:
+    """The same from the normalised graph, the batch cut into `pieces` samples each; shares are added."""
+    split = {n: x.split(list(pieces)) for n, x in batch.items()}
+    micro = [{n: x[i] for n, x in split.items()} for i in range(len(pieces))]
+    state = _state(model)
+    found = [run(traced, state, m)[1:] for m in micro]
+    counts = [torch.stack([c.double() for c in column]).sum() for column in zip(*found, strict=True)]
+    model.zero_grad()
+    shares = [run(traced, state, m, counts)[0] for m in micro]
+    for share in shares:
+        share.backward()
+    return Outcome(torch.stack([s.detach().double() for s in shares]).sum(), _gradients(model))
+
+
+def assert_same(a: Outcome, b: Outcome, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(a.loss.double(), b.loss.double(), rtol=tolerance, atol=tolerance)
+    assert a.gradients.keys() == b.gradients.keys()
+    for name in a.gradients:
+        torch.testing.assert_close(a.gradients[name], b.gradients[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def assert_unchanged(model: nn.Module, batch: Batch, pieces: Sequence[int] = (1, 3, 2)) -> Traced:
+    """Trace and normalise; the graph computes what the model does, in one piece and in unequal ones."""
+    traced = normalised(model, batch)
+    wanted = whole(model, batch)
+    assert_same(in_microbatches(model, traced, batch, [sum(pieces)]), wanted)
+    assert_same(in_microbatches(model, traced, batch, pieces), wanted)
+    return traced
