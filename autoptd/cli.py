@@ -34,6 +34,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "schedule": ("1f1b",),
 }
 _MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
+_ALL_HELP = "show every stage, activation and op as well"
 
 
 class UsageError(AutoptdError, ValueError):
@@ -108,7 +109,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         from autoptd.explain import explain
 
-        sys.stdout.write(explain(plan, _width()))
+        sys.stdout.write(explain(plan, _width(), arguments.all))
         if arguments.out:
             print(f"\nsaved to {arguments.out}")
     return DONE
@@ -122,7 +123,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({"headline": headline(plan), "prediction": prediction(plan), "plan": json.loads(plan.to_json())})
     else:
-        sys.stdout.write(explain(plan, _width()))
+        sys.stdout.write(explain(plan, _width(), arguments.all))
     return DONE
 
 
@@ -276,8 +277,10 @@ def _parser() -> _Parser:
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default %(default)s")
     plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXABLE)}")
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
+    plan.add_argument("--all", action="store_true", help=_ALL_HELP)
     explain = command("explain", _explain, "show a plan: what it does and what it costs")
     explain.add_argument("plan", metavar="PLAN", help="a plan file")
+    explain.add_argument("--all", action="store_true", help=_ALL_HELP)
     compare = command("compare", _compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import html
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -20,6 +22,7 @@ from autoptd.plans import Plan
 
 WIDTH = 100
 _BAR = 24
+_STAGES = 16  # rows of a table with one for each stage
 _GIB = 2**30
 _SHORT = {
     "activations": "acts",
@@ -28,24 +31,36 @@ _SHORT = {
     "parameters": "params",
     "temporary": "temp",
 }  # where the page is narrower than WIDTH
+_LEGEND = (
+    ("S", "S<dim> split"),
+    ("S/", "S<dim>/<n> split within each of n fused parts"),
+    ("B", "B whole"),
+    ("Bp", "Bp whole, gradients summed"),
+)
+_Row = TypeVar("_Row")
 
 
-def explain(plan: Plan, width: int = WIDTH) -> str:
-    """The whole plan as text of at most `width` columns."""
+def explain(plan: Plan, width: int = WIDTH, all: bool = False) -> str:
+    """The plan as text of at most `width` columns; with `all`, every stage, activation and op."""
     parts: list[RenderableType] = [
         Text(headline(plan)),
+        Text(steps(plan)),
         Text(prediction(plan)),
         *_section("Time of one step", _time_table(plan)),
-        *_section("Memory of one rank in each stage, GiB", _memory_table(plan, width)),
-        *_section("Stages", _stage_table(plan)),
-        *_section("Parameters on the tp axis", _split_table(plan.splits.parameters.items())),
-        *_section("Activations on the tp axis", _split_table(plan.splits.activations.items(), hide="B")),
-        *_section("Sent from stage to stage", _boundary_table(plan)),
+        *_section("Memory of one rank in each stage, GiB", _memory_table(plan, width, all)),
+        *_section("Stages", _stage_table(plan, all)),
     ]
-    for kind, strategies in sorted(plan.strategies.items()):
-        parts += _section(f"Strategies in {kind}", _split_table(strategies.items()))
-    if plan.notes:
-        parts += ["", *(Text(f"note  {note}") for note in plan.notes)]
+    if plan.mesh.tp > 1 or all:
+        legend = "; ".join(text for start, text in _LEGEND if _is_used(plan, start))
+        parts += _section("Parameters on the tp axis", _parameter_table(plan))
+        parts += [Padding(Text(legend), (0, 0, 0, 2))] if legend else []
+    parts += _section("Collectives of the tp axis, per microbatch", _collective_table(plan))
+    if all:
+        parts += _section("Activations on the tp axis", _split_table(plan.splits.activations.items(), hide="B"))
+        parts += _section("Given to each segment", _boundary_table(plan))
+        for kind, strategies in sorted(plan.strategies.items()):
+            parts += _section(f"Strategies in {kind}", _split_table(strategies.items()))
+    parts += _notes(plan)
     return _render(parts, width)
 
 
@@ -55,16 +70,19 @@ def explain_html(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """The answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, 1F1B, …`."""
+    """The answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, ZeRO-1, recompute none`."""
+    zero = f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO"
+    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {zero}, recompute {_recompute(plan)}"
+
+
+def steps(plan: Plan) -> str:
+    """What one step is made of: `a step of 512 samples, s 2048: 512 microbatches of 1 per dp rank, 1F1B, bf16, adamw`."""
     count = plan.schedule.microbatches
-    terms = [
-        str(plan.mesh),
-        plan.schedule.kind.upper(),
-        f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}",
-        f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO",
-        f"recompute {_recompute(plan)}",
-    ]
-    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {', '.join(terms)}"
+    sizes = "".join(f", {name} {value}" for name, value in sorted(plan.sizes.items()) if name != "b")
+    microbatches = f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}"
+    ranks = " per dp rank" if plan.mesh.dp > 1 else ""
+    kind = plan.schedule.kind.upper()
+    return f"a step of {plan.batch} samples{sizes}: {microbatches}{ranks}, {kind}, {plan.precision}, {plan.optimizer}"
 
 
 def prediction(plan: Plan) -> str:
@@ -125,31 +143,86 @@ def _time_table(plan: Plan) -> Table | None:
     whole = plan.predicted.step_time_s
     for name, value in sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0])):
         share = value / whole if whole else 0.0
-        if value:
+        if share >= 0.0005:  # what would print as 0.0%
             table.add_row(_words(name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
     return table if table.row_count else None
 
 
-def _memory_table(plan: Plan, width: int) -> Table:
+def _memory_table(plan: Plan, width: int, all: bool) -> Table:
     rows = plan.predicted.memory
     peak = {name: max(row.get(name, 0) for row in rows) for name in sorted(set().union(*rows))}
     categories = sorted((name for name in peak if peak[name]), key=lambda name: -peak[name])
     heads = [_words(name if width >= WIDTH else _SHORT.get(name, name)) for name in categories]
     table = _table("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
     room = plan.cluster.device.memory_bytes
-    for first, last, row in _runs(rows):
+    runs = _runs(rows)
+    for first, last, row in _shown(runs, all):
         total = sum(row.values())
         cells = [f"{row.get(name, 0) / _GIB:.2f}" for name in categories]
         table.add_row(ranges(range(first, last + 1)), *cells, f"{total / _GIB:.2f}", f"{total / room:.0%}")
+    if len(_shown(runs, all)) < len(runs):
+        table.add_row("…")
     return table
 
 
-def _stage_table(plan: Plan) -> Table:
-    table = _table("stage", "segments>", "modules", "recomputed segments")
-    for i, stage in enumerate(plan.stages):
-        again = ranges(stage.recompute) or "none"
-        table.add_row(str(i), str(stage.last - stage.first + 1), stage.modules, again)
+def _stage_table(plan: Plan, all: bool) -> Table:
+    table = _table("stage", "segments>", "recomputed>", "modules")
+    stages = list(enumerate(plan.stages))
+    for i, stage in _shown(stages, all):
+        again = (ranges(stage.recompute) if all else str(len(stage.recompute))) if stage.recompute else "-"
+        table.add_row(str(i), str(stage.last - stage.first + 1), again, stage.modules)
+    if len(_shown(stages, all)) < len(stages):
+        table.add_row("…")
     return table
+
+
+def _shown(rows: Sequence[_Row], all: bool) -> Sequence[_Row]:
+    """The first of very many rows, on the pages that are meant to be short."""
+    return rows if all or len(rows) <= _STAGES else rows[: _STAGES - 1]
+
+
+def _parameter_table(plan: Plan) -> Table | None:
+    """Layers folded into ranges, and the tensors of one module that lie alike into one line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for line, text in fold_table(plan.splits.parameters.items()):
+        module, _, leaf = line.rpartition(".")
+        groups.setdefault((module, text), []).append(leaf)
+    table = _table("name", "placement")
+    for (module, text), leaves in groups.items():
+        leaf = leaves[0] if len(leaves) == 1 else "{" + ",".join(leaves) + "}"
+        table.add_row(f"{module}.{leaf}" if module else leaf, text)
+    return table if table.row_count else None
+
+
+def _is_used(plan: Plan, start: str) -> bool:
+    texts = plan.splits.parameters.values()
+    return any("/" in text if start == "S/" else text.startswith("S") if start == "S" else text == start for text in texts)
+
+
+def _collective_table(plan: Plan) -> Table | None:
+    """Kinds of one repeated block together: the pieces of a transformer layer are one row."""
+    blocks: dict[tuple[str, int], tuple[Counter[str], Counter[str]]] = {}
+    for kind, found in sorted(plan.collectives.items()):
+        name = kind[: kind.rindex(".*") + 2] if ".*" in kind and found.count > 1 else kind
+        forward, backward = blocks.setdefault((name, found.count), (Counter(), Counter()))
+        forward.update(found.forward)
+        backward.update(found.backward)
+    table = _table("block", "blocks>", "forward", "backward")
+    for (name, count), (forward, backward) in blocks.items():
+        table.add_row(name, str(count), _counted(forward), _counted(backward))
+    return table if table.row_count else None
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {count}" for name, count in sorted(counts.items())) or "none"
+
+
+def _notes(plan: Plan) -> list[RenderableType]:
+    table = _table("", "")
+    table.show_header = False
+    for note in plan.notes:
+        table.add_row("note", note)
+    return ["", table] if plan.notes else []
 
 
 def _split_table(items: Iterable[tuple[str, str]], hide: str = "") -> Table | None:
@@ -160,7 +233,7 @@ def _split_table(items: Iterable[tuple[str, str]], hide: str = "") -> Table | No
 
 
 def _boundary_table(plan: Plan) -> Table | None:
-    table = _table("after", "placements")
+    table = _table("segment", "placements")
     for kind, placements in sorted(plan.boundaries.items()):
         if placements:
             table.add_row(kind, ", ".join(placements))

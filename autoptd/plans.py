@@ -89,6 +89,17 @@ class Splits(_Part):
     activations: dict[str, str]
 
 
+class Collectives(_Part):
+    """What the tp axis is asked for by one segment of a kind and one microbatch; `count` segments are of that kind.
+
+    Name of a collective -> how often. A recomputed segment issues those of its forward pass twice.
+    """
+
+    count: Count
+    forward: dict[str, Count]
+    backward: dict[str, Count]
+
+
 class Predicted(_Part):
     """What the cost models say: times in seconds per step, memory in bytes of one rank."""
 
@@ -124,7 +135,8 @@ class Plan(_Part):
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
     splits: Splits
     strategies: dict[str, dict[str, str]]
-    boundaries: dict[str, tuple[str, ...]]
+    boundaries: dict[str, tuple[str, ...]]  # kind of segment -> placements of the tensors that it is given
+    collectives: dict[str, Collectives] = {}  # by kind of segment; those that do not communicate are left out
     predicted: Predicted
     notes: tuple[str, ...] = ()
 
@@ -194,11 +206,11 @@ class Plan(_Part):
                 fix=f"start {self.world} processes, or plan again with world={world}",
             )
 
-    def explain(self) -> str:
-        """The plan as a person reads it, 100 columns wide."""
+    def explain(self, all: bool = False) -> str:
+        """The plan as a person reads it, 100 columns wide; with `all`, every tensor and op as well."""
         from autoptd.explain import explain
 
-        return explain(self)
+        return explain(self, all=all)
 
     def compare(self, other: Plan) -> str:
         """This plan beside another, term by term."""

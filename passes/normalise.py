@@ -23,6 +23,7 @@ from autoptd.passes.reduce_loss import rewrite_loss
 from autoptd.passes.spellings import (
     merge_reshapes,
     write_addmm_as_linear,
+    write_copy_as_source,
     write_equal_splits_as_chunk,
     write_native_dropout_as_dropout,
     write_views_as_reshape,
@@ -38,10 +39,15 @@ def normalise(traced: Traced) -> Traced:
     graph = traced.graph.graph
     for step in NORMALISE:
         step(graph, traced)
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(_acts)
         graph.lint()
     _check(graph)
     return traced
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether a node that nobody reads must stay: what writes, not what merely draws random numbers."""
+    return node.is_impure(impure_random=False)
 
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
@@ -185,24 +191,21 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
 
     Writes through views were functionalised by the tracer; a buffer that the model writes to is refused.
     """
-    state = set(traced.buffers) | set(traced.parameters) | set(traced.inputs)
+    _refuse_running_statistics(graph)
+    state = {**traced.buffers, **traced.parameters, **traced.inputs}
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         if not node.target._schema.is_mutable:
-            if op_name(node) in ("batch_norm", "native_batch_norm", "instance_norm") and _updates_statistics(node):
-                raise UnsupportedOp(
-                    f"{node.target} keeps running statistics of each batch, which no split of the batch can reproduce",
-                    where=source_line(node),
-                    fix="use GroupNorm or LayerNorm, or track_running_stats=False",
-                )
             continue
         written = node.args[0]
         assert isinstance(written, fx.Node)
         if written.name in state:
             raise UnsupportedOp(
-                f"{node.target} writes to {written.name}", where=source_line(node), fix="compute a new tensor instead"
+                f"{node.target} writes to {state[written.name]}",
+                where=source_line(node),
+                fix="compute a new tensor instead",
             )
         functional = _functional(node.target)
         if functional is None:
@@ -228,8 +231,14 @@ def _keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
     return cast
 
 
-def _updates_statistics(node: fx.Node) -> bool:
-    return len(node.args) > 5 and isinstance(node.args[3], fx.Node) and node.args[5] is True
+def _refuse_running_statistics(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and "batch_norm" in op_name(node) and len(node.args) > 5 and node.args[5] is True:
+            raise UnsupportedOp(
+                f"{node.target} computes statistics over this batch, which no split of the batch can reproduce",
+                where=source_line(node),
+                fix="use GroupNorm or LayerNorm",
+            )
 
 
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -362,6 +371,7 @@ NORMALISE: list[Pass] = [
     remove_mutation,
     annotate,
     write_native_dropout_as_dropout,
+    write_copy_as_source,
     drop_identities,
     write_views_as_reshape,
     write_equal_splits_as_chunk,

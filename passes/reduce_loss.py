@@ -94,12 +94,9 @@ def _linear_terms(node: fx.Node, traced: Traced) -> list[fx.Node]:
     if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         varying = [a for a in tensors if not _constant(a, traced)]
         sized = any(isinstance(a, sympy.Basic) and BATCH in a.free_symbols for a in numbers)
-        return varying if varying == [node.args[0]] or ((varying == tensors[1:] and _times(node)) and not sized) else []
+        scaled = varying == [node.args[0]] or (node.target is aten.mul.Tensor and len(varying) == 1)
+        return varying if scaled and not sized else []
     return tensors[:1] if node.target in _SAME_VALUE else []
-
-
-def _times(node: fx.Node) -> bool:
-    return node.target is aten.mul.Tensor
 
 
 _SAME_VALUE = (
@@ -150,16 +147,29 @@ def _over_samples(node: fx.Node) -> bool:
 def _quotient(graph: fx.Graph, traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
     """`(x * mask).sum() / mask.sum()`, `x.sum() / x.size(0)`."""
     total, count = node.args
-    made = _as_sum_and_count(graph, traced, total) if isinstance(total, fx.Node) else None
-    if made is None or made[1] is not None:
+    if not isinstance(total, fx.Node) or not _adds_up(graph, traced, total):
         return None
+    total = node.all_input_nodes[0]  # may have been rewritten
     if isinstance(count, fx.Node):
         additive = _additive_count(count, traced)
-        return None if additive is None else (made[0], additive)
+        return None if additive is None else (total, additive)
     if isinstance(count, sympy.Basic) and BATCH not in sympy.simplify(count / BATCH).free_symbols:
         with graph.inserting_before(node):
-            return made[0], _new(graph, node, ops.element_count, (count,), grad=False)
+            return total, _new(graph, node, ops.element_count, (count,), grad=False)
     return None
+
+
+def _adds_up(graph: fx.Graph, traced: Traced, node: fx.Node) -> bool:
+    """Whether the values of a scalar over microbatches add up: sums, and what is linear in sums."""
+    terms = _linear_terms(node, traced) if node.op == "call_function" else []
+    if terms:
+        return all(_adds_up(graph, traced, term) for term in terms)
+    made = _as_sum_and_count(graph, traced, node)
+    if made is None or made[1] is not None:
+        return False
+    if made[0] is not node:
+        node.replace_all_uses_with(made[0])
+    return True
 
 
 def _is_sum(node: fx.Node) -> bool:

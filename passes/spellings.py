@@ -26,6 +26,22 @@ def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
                 user.replace_all_uses_with(plain)
 
 
+def write_copy_as_source(graph: fx.Graph, traced: Traced) -> None:
+    """What is left of `y.copy_(x)`: x in the type and shape of y."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.copy.default:
+            source, like = node.args[1], info(node)
+            assert isinstance(source, fx.Node)
+            with graph.inserting_before(node):
+                if info(source).dtype != like.dtype:
+                    cast = graph.call_function(aten.to.dtype, (source, like.dtype))
+                    cast.meta = {**node.meta, "info": TensorInfo(info(source).shape, like.dtype, like.requires_grad)}
+                    source = cast
+                spread = graph.call_function(aten.expand.default, (source, list(like.shape)))
+                spread.meta = {**node.meta, "info": TensorInfo(like.shape, like.dtype, info(source).requires_grad)}
+            node.replace_all_uses_with(spread)
+
+
 def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
     """`view`, `flatten`, `unflatten` become `reshape` to the whole output shape; `expand` names every size."""
     for node in graph.nodes:

@@ -6,8 +6,9 @@ many need it. Each line that communicates says what it converts and which collec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import sympy
@@ -124,7 +125,7 @@ class Body:
         self._note_sizes((args, tuple(kwargs.values())))
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
-            return _implementation_text(function.__name__, args, kwargs)
+            return _implementation_text(function, args, kwargs)
         split = any(isinstance(p, Split) for p in strategy.gives)
         if node.target is aten.dropout.default:
             return self._dropout_text(args, split)
@@ -220,14 +221,16 @@ def _with_texts(value: Any, texts: Iterator[Text]) -> Any:
     return value
 
 
-def _implementation_text(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Vocabulary-parallel ops take the axis after their tensors."""
+def _implementation_text(function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Vocabulary-parallel ops take the axis after their tensors, then what differs from their own defaults."""
     tensors = [str(a) for a in args if isinstance(a, Text)]
-    rest = [repr(a) for a in args if not isinstance(a, Text)]
-    while rest and rest[-1] in ("False", "-100", "-1"):
-        rest.pop()
-    options = [f"{k}={v!r}" for k, v in kwargs.items()]
-    return f"ops.{name}({', '.join([*tensors, 'tp', *rest, *options])})"
+    rest = [a for a in args if not isinstance(a, Text)]
+    takes = list(signature(function).parameters.values())[len(tensors) + 1 :]
+    given = {p.name: a for p, a in zip(takes, rest, strict=False)} | dict(kwargs)
+    unknown = [*rest[len(takes) :], *(v for k, v in kwargs.items() if k not in {p.name for p in takes})]
+    assert not any(unknown), (function, unknown)
+    options = [f"{p.name}={given[p.name]!r}" for p in takes if given.get(p.name, p.default) != p.default]
+    return f"ops.{function.__name__}({', '.join([*tensors, 'tp', *options])})"
 
 
 def conversion_args(given: Placement, needed: Placement) -> list[str]:

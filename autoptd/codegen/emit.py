@@ -26,6 +26,7 @@ from autoptd.errors import PlanFileError
 from autoptd.passes.fold import Folded
 from autoptd.passes.sharding import Sharding
 
+_MARK = "Written by autoptd from a plan"
 _HEADER = '''"""{title}
 
 Written by autoptd from a plan; `tp` is the tensor-parallel axis, the same code runs on each of its {ranks} ranks.
@@ -70,6 +71,9 @@ class Program:
         path = Path(directory)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            for stale in path.glob("stage_*.py"):  # of an earlier plan: they would only mislead
+                if stale.name not in self.files and _MARK in stale.read_text(encoding="utf-8"):
+                    stale.unlink()
             for name, source in self.files.items():
                 (path / name).write_text(source, encoding="utf-8")
         except OSError as error:

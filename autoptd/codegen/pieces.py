@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autoptd.errors import TraceError
 from autoptd.passes.fold import Folded, Segment, Unit
 from autoptd.passes.graph import module_stack
+
+# attributes of emitted modules
+_BLOCK_NAMES = frozenset({"tp", "dropout"})
+_STAGE_NAMES = _BLOCK_NAMES | {"inputs", "receives", "sends", "is_last", "sizes", "count_inputs", "loss_counts"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Layout:
 def lay_out(folded: Folded) -> Layout:
     """Decide names once, for all stages alike."""
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
+    _refuse_taken(folded.traced.parameters.values())
     owned: dict[str, str] = {}
     prefixes: dict[int, str] = {}
     classes: dict[int, str] = {}
@@ -98,7 +104,18 @@ def lay_out(folded: Folded) -> Layout:
         for segments, (prefix, relative) in zip(instances, named, strict=True):
             prefixes[segments[0].index] = prefix if agree else ""
             owned |= relative if agree else {}
+    _refuse_taken(owned.values(), _BLOCK_NAMES)
     return Layout(folded, owned, prefixes, classes)
+
+
+def _refuse_taken(parameters: Iterable[str], taken: frozenset[str] = _STAGE_NAMES) -> None:
+    wrong = [name for name in parameters if name.partition(".")[0] in taken]
+    if wrong:
+        raise TraceError(
+            "parameters keep their names, and emitted modules have attributes of these names themselves",
+            where="\n".join(wrong),
+            fix=f"give the module another attribute name than {', '.join(sorted(taken))}",
+        )
 
 
 def _instance(folded: Folded, unit: Unit, k: int) -> tuple[Segment, ...]:

@@ -1,7 +1,14 @@
 """Where parameters get their first values: the model's own, or, on meta, its modules' own initialisers.
 
-Each module is initialised by itself, whole, from a seed made of (seed, its dotted name): any stage of any plan that
-holds a part of it starts from the same numbers, and no process ever holds more than one module's tensors besides its own.
+What a constructor does is done again for the tensors of one module at a time, in a copy of the model that is otherwise
+on meta, where initialising does nothing:
+
+    1. its own reset_parameters, then that of each module around it, inside out
+    2. `_init_weights(module)` of the nearest module that has one, on it and on each module around it, inside out
+       (GPT-2's residual projections are rescaled by the attention and perceptron around them)
+
+The seed is made of (seed, the module's dotted name): any stage of any plan that holds a part of it starts from the same
+numbers, and no process ever holds more than one module's tensors besides its own.
 """
 
 from __future__ import annotations
@@ -9,17 +16,20 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autoptd.errors import PlanError
 
+_SHOWN = 12  # tensors named in an error
+
 
 def values_for(
     model: nn.Module, names: Iterable[str], seed: int, extra: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Full values of the named parameters and buffers. Raises PlanError naming every tensor that has none.
+    """Full values of the named parameters and buffers. Raises PlanError naming those that have none.
 
     `extra`: values that are no tensors of the model, such as constants.
     """
@@ -28,63 +38,88 @@ def values_for(
     found: dict[str, Tensor] = {n: x for n, x in (extra or {}).items() if n in wanted}
     found |= {n: held[n].detach() for n in wanted if n in held and not held[n].is_meta}
     empty = [n for n in wanted if n not in found]
-    for path in dict.fromkeys(n.rpartition(".")[0] for n in empty):
-        found |= {n: x for n, x in _initialised(model, path, seed).items() if n in wanted}
+    if empty:
+        outline = _outline(model)
+        for path in dict.fromkeys(n.rpartition(".")[0] for n in empty):
+            found |= {n: x for n, x in _initialised(outline, path, seed).items() if n in wanted and n not in found}
     missing = [n for n in empty if n not in found]
     if missing:
+        more = [f"and {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
         raise PlanError(
             f"{len(missing)} tensors of a model on the meta device have no initialiser",
-            where="\n".join(missing[:20]),
-            fix="give their modules reset_parameters(), or build the model on the CPU",
+            where="\n".join([*missing[:_SHOWN], *more]),
+            fix="give the modules that own them reset_parameters(), or build the model on the CPU, where it has values",
         )
     return found
 
 
-def _initialised(model: nn.Module, path: str, seed: int) -> dict[str, Tensor]:
-    """The tensors that one module owns itself, made by its own initialiser; those it leaves alone are left out."""
-    owner = model.get_submodule(path)
-    module = copy.copy(owner)
-    module.__dict__ = dict(owner.__dict__)
-    parameters = {k: p for k, p in owner._parameters.items() if p is not None}
-    buffers = {k: b for k, b in owner._buffers.items() if b is not None}
-    module._parameters = {k: nn.Parameter(_blank(p), p.requires_grad) for k, p in parameters.items()}
-    module._buffers = {k: _blank(b) for k, b in buffers.items()}
-    module._modules = {}
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        torch.manual_seed(_module_seed(seed, path))
-        _run_initialiser(model, path, module)
-    made = {**module._parameters, **module._buffers}
-    prefix = f"{path}." if path else ""
-    return {prefix + k: x.detach() for k, x in made.items() if x is not None and not _is_blank(x)}
+def _outline(model: nn.Module) -> nn.Module:
+    """A copy of the model with every tensor on meta."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(model, memo)
 
 
-def _run_initialiser(model: nn.Module, path: str, module: nn.Module) -> None:
-    """`reset_parameters` where there is one, and then what the model does to its modules, as Hugging Face models do."""
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        reset()
+def _initialised(outline: nn.Module, path: str, seed: int) -> dict[str, Tensor]:
+    """The tensors that one module owns itself, made by initialisers; those that they leave alone are left out."""
+    made = _run(outline, path, seed, fill=False)
+    if any(x.dtype == torch.bool for x in made.values()):  # no boolean marks a place as never written
+        other = _run(outline, path, seed, fill=True)
+        made = {n: x for n, x in made.items() if x.dtype != torch.bool or torch.equal(x, other[n])}
+    return {n: x for n, x in made.items() if not _has_blanks(x)}
+
+
+def _run(outline: nn.Module, path: str, seed: int, *, fill: bool) -> dict[str, Tensor]:
+    """The module's own tensors after its initialisers, by full name. The outline is left as it was."""
+    owner = outline.get_submodule(path)
+    parameters, buffers = owner._parameters, owner._buffers
+    owner._parameters = {
+        k: None if p is None else nn.Parameter(_blank(p, fill), p.requires_grad) for k, p in parameters.items()
+    }
+    owner._buffers = {k: None if b is None else _blank(b, fill) for k, b in buffers.items()}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            torch.manual_seed(_module_seed(seed, path))
+            _run_initialisers(outline, path)
+        prefix = f"{path}." if path else ""
+        made = {**owner._parameters, **owner._buffers}
+        return {prefix + k: x.detach() for k, x in made.items() if x is not None}
+    finally:
+        owner._parameters, owner._buffers = parameters, buffers
+
+
+def _run_initialisers(model: nn.Module, path: str) -> None:
+    """Steps 1 and 2 for the module at `path`."""
     parts = path.split(".") if path else []
-    for length in range(len(parts), -1, -1):
-        ancestor = model.get_submodule(".".join(parts[:length]))
-        whole = getattr(ancestor, "_init_weights", None)
-        if callable(whole):
-            whole(module)
-            return
+    around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
+    for module in around:
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+    whole = next((i for i, m in enumerate(around) if callable(getattr(m, "_init_weights", None))), None)
+    if whole is not None:
+        for module in around[: whole + 1]:
+            around[whole]._init_weights(module)  # type: ignore[operator]
 
 
 def _module_seed(seed: int, path: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "big")
 
 
-def _blank(x: Tensor) -> Tensor:
-    """A tensor full of a value that no initialiser leaves: NaN, or the least integer."""
+def _blank(x: Tensor, fill: bool) -> Tensor:
+    """A tensor full of what no initialiser leaves: NaN, or the least integer; of booleans, `fill`."""
     empty = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     if x.dtype == torch.bool:
-        return empty.zero_()
+        return empty.fill_(fill)
     return empty.fill_(float("nan") if x.is_floating_point() or x.is_complex() else torch.iinfo(x.dtype).min)
 
 
-def _is_blank(x: Tensor) -> bool:
+def _has_blanks(x: Tensor) -> bool:
     if x.dtype == torch.bool or x.numel() == 0:
         return False
-    return bool(x.isnan().any()) if x.is_floating_point() or x.is_complex() else bool((x == torch.iinfo(x.dtype).min).any())
+    if x.is_floating_point() or x.is_complex():
+        return bool(x.isnan().any())
+    return bool((x == torch.iinfo(x.dtype).min).any())

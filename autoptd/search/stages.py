@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
@@ -21,8 +21,9 @@ from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos
 from autoptd.passes.placements import BP, Placement
 from autoptd.schedule import training_step
-from autoptd.search.cuts import SegmentCost, StageProblem, StageSolution, Unit, solve_stages
+from autoptd.search.cuts import InfeasibleStages, SegmentCost, StageProblem, StageSolution, Unit, solve_stages
 from autoptd.search.meshes import Candidate
+from autoptd.search.recompute import Block, choose, peak_bytes
 from autoptd.search.tensors import KindCost, Sharded, Tensors
 
 
@@ -73,11 +74,70 @@ class Stages:
             in_flight=tuple(in_flight(i, c.pp, c.microbatches) for i in range(c.pp)),
             recompute=c.recompute,  # type: ignore[arg-type]
         )
-        solution = solve_stages(problem)
+        solution = self._recompute_whole_blocks(problem, solve_stages(problem))
         stages = tuple(self._stage(i, solution) for i in range(c.pp))
         times = tuple(self._times(i, solution, cost) for i, cost in enumerate(stages))
         end = max(t.reduce_s + t.step_s + t.gather_s for t in times)
         return Staged(c, self.sharded, solution, stages, times, solution.bound_s + end)
+
+    def _recompute_whole_blocks(self, problem: StageProblem, solution: StageSolution) -> StageSolution:
+        """The cut stays; what is recomputed becomes whole blocks, as the emitted code calls them."""
+        recompute: list[tuple[int, ...]] = []
+        times = list(solution.times_s)
+        for i, (first, last) in enumerate(solution.boundaries):
+            blocks = self._blocks(first, last)
+            static, workspace = self._fixed_bytes(first, last)
+            match problem.recompute:
+                case "none":
+                    chosen: set[int] | None = set()
+                case "full":
+                    chosen = set(range(len(blocks)))
+                case "auto":
+                    chosen = choose(blocks, static, workspace, problem.in_flight[i], problem.budget_bytes[i])
+            if chosen is None or (
+                peak_bytes(blocks, chosen, static, workspace, problem.in_flight[i]) > problem.budget_bytes[i]
+            ):
+                everything = set(range(len(blocks)))
+                least = peak_bytes(blocks, everything, static, workspace, problem.in_flight[i])
+                raise InfeasibleStages(
+                    ((first, last),), (least - problem.budget_bytes[i],), least, False, self._names()
+                )
+            before = sum(self._cost(j).forward_s for j in solution.recompute[i])
+            times[i] += sum(blocks[j].forward_s for j in chosen) - before
+            recompute.append(tuple(sorted(s for j in chosen for s in blocks[j].segments)))
+        bound = problem.bound_s(times)
+        return replace(
+            solution, recompute=tuple(recompute), times_s=tuple(times), bottleneck_s=max(times), bound_s=bound
+        )
+
+    def _blocks(self, first: int, last: int) -> list[Block]:
+        """The blocks of a stage: repetitions of units, or the parts of them that lie inside."""
+        found = []
+        for unit in self.folded.units:
+            for start in range(unit.first, unit.last + 1, unit.length):
+                inside = tuple(i for i in range(start, start + unit.length) if first <= i <= last)
+                if inside:
+                    costs = [self._cost(i) for i in inside]
+                    found.append(
+                        Block(
+                            inside,
+                            sum(c.forward_s for c in costs),
+                            sum(c.activation_bytes for c in costs),
+                            costs[0].input_bytes,
+                        )
+                    )
+        return found
+
+    def _cost(self, segment: int) -> KindCost:
+        return self.sharded.costs[self.folded.segments[segment].kind]
+
+    def _fixed_bytes(self, first: int, last: int) -> tuple[int, int]:
+        """(parameters, gradients and optimizer; the largest workspace of an op)."""
+        segments = list(self.folded.segments[first : last + 1])
+        return self._state(segments).total, max(self._cost(s.index).temporary_bytes for s in segments)
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.folded.segments)
 
     # ---- numbers of the cuts search ----
 
@@ -174,12 +234,13 @@ class Stages:
         segments = list(self.folded.segments[first : last + 1])
         costs = {s.index: self.sharded.costs[s.kind] for s in segments}
         recompute_s = sum(costs[i].forward_s for i in recomputed)
-        kept = sum(c.input_bytes if i in recomputed else c.activation_bytes for i, c in costs.items())
-        restored = max((costs[i].activation_bytes for i in recomputed), default=0)
+        blocks = self._blocks(first, last)
+        chosen = {i for i, b in enumerate(blocks) if set(b.segments) <= recomputed}
         alive = in_flight(index, self.candidate.pp, self.candidate.microbatches)
+        _, workspace = self._fixed_bytes(first, last)
         memory = self._state(segments) + Memory(
-            activations=alive * kept + restored,
-            temporary=max(c.temporary_bytes for c in costs.values()),
+            activations=peak_bytes(blocks, chosen, 0, 0, alive),
+            temporary=workspace,
             overhead=self.cluster.device.context_bytes,
         )
         comm = sum(c.forward_comm_s + c.backward_comm_s for c in costs.values())
@@ -240,8 +301,6 @@ def _same(a: tuple[SegmentCost, ...], b: tuple[SegmentCost, ...]) -> bool:
 
 def simulated(staged: Staged) -> Staged:
     """The same with its step time by the very action lists that the runtime executes."""
-    from dataclasses import replace
-
     c = staged.candidate
     timeline = simulate(training_step("1f1b", c.pp, c.microbatches), staged.times)
     return replace(staged, seconds=timeline.makespan_s, timeline=timeline)

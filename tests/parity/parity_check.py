@@ -39,6 +39,15 @@ class Variant:
     micro: int = 1
     clip_norm: float | None = None
     sequence_parallel: bool = True
+    splits: tuple[tuple[str, str], ...] = ()  # parameters placed by hand
+    bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
+
+
+def bulk(cluster: Cluster) -> Cluster:
+    """The same rates without latencies: what tensors cost whose size matters, which here none has."""
+    device = cluster.device.model_copy(update={"launch_s": 0.0})
+    levels = tuple(level.model_copy(update={"latency_s": 0.0}) for level in cluster.levels)
+    return cluster.model_copy(update={"device": device, "levels": levels})
 
 
 @cache
@@ -63,11 +72,13 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "recompute": variant.recompute,
         "micro": variant.micro,
         "sequence_parallel": variant.sequence_parallel,
+        "splits": dict(variant.splits),
     }
+    cluster = Cluster.load("dgx-h100")
     return make_plan(
         source(name),
         world=mesh.world,
-        cluster=Cluster.load("dgx-h100"),
+        cluster=bulk(cluster) if variant.bulk else cluster,
         batch=16,
         precision="fp64",
         optimizer="sgd",

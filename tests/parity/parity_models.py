@@ -294,12 +294,12 @@ class AwkwardLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, 2 * WIDTH)
-        self.tp = nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.LayerNorm(WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(x + self.drop(self.tp(torch.tanh(self.first(x)))))
+        return self.norm(x + self.drop(self.second(torch.tanh(self.first(x)))))
 
 
 class Awkward(nn.Module):
@@ -307,16 +307,16 @@ class Awkward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inputs = nn.Embedding(VOCAB, WIDTH)
+        self.calls = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(AwkwardLayer() for _ in range(4))
-        self.tp = nn.Linear(WIDTH, WIDTH)
-        self.sizes = nn.Linear(WIDTH, VOCAB)
+        self.counts = nn.Linear(WIDTH, WIDTH)
+        self.stage = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input: Tensor, b: Tensor, x: Tensor, device: Tensor) -> Tensor:
-        s = self.inputs(input) * x.unsqueeze(-1)
+        s = self.calls(input) * x.unsqueeze(-1)
         for block in self.blocks:
             s = block(s)
-        s = self.sizes(self.tp(s) + device[:, None, :])
+        s = self.stage(self.counts(s) + device[:, None, :])
         return F.cross_entropy(s.flatten(0, 1), b.flatten())
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from interpret import assert_same, assert_unchanged, in_microbatches, normalised, whole
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, TraceError
 from autoptd.passes.trace import loss_of, trace
-from interpret import assert_same, assert_unchanged, in_microbatches, normalised, whole
 
 SAMPLES, LENGTH, CLASSES = 6, 5, 7
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -77,6 +77,7 @@ EXACT: dict[str, Loss] = {
     "sum_over_element_count": lambda z, y, m: z.square().sum() / (2 * z.size(0) * z.size(1)),
     "masked_average": lambda z, y, m: (z.square().mean(-1) * m).sum() / m.sum(),
     "masked_average_guarded": lambda z, y, m: (z.square().mean(-1) * m).sum() / m.sum().clamp(min=1),
+    "masked_average_scaled": lambda z, y, m: -0.1 * (z.mean(-1) * m).sum() / m.sum(),
     "masked_average_cast": lambda z, y, m: (z.mean(-1) * (y != -100)).sum() / (y != -100).sum().double(),
     "mse": lambda z, y, m: F.mse_loss(z[..., 0], m),
     "mse_sum": lambda z, y, m: F.mse_loss(z[..., 0], m, reduction="sum"),
@@ -92,7 +93,7 @@ EXACT: dict[str, Loss] = {
     ),
     "two_terms": lambda z, y, m: flat_ce(z, y) + 0.1 * (z.square().mean(-1) * m).sum() / m.sum(),
     "difference": lambda z, y, m: flat_ce(z, y) - z.square().mean() / 3,
-    "negative": lambda z, y, m: -(-flat_ce(z, y)),
+    "negative": lambda z, y, m: flat_ce(z, y).neg().neg(),
     "scaled_by_a_tensor": lambda z, y, m: torch.tensor(0.5, dtype=torch.float64) * flat_ce(z, y),
     "scaled_on_the_left": lambda z, y, m: 2 * flat_ce(z, y) / 7,
 }
@@ -184,7 +185,10 @@ def test_counts_depend_on_inputs_alone() -> None:
     traced = normalised(model_of(EXACT["two_terms"]), ragged())
     output = next(n for n in traced.graph.graph.nodes if n.op == "output")
     assert len(output.args) == 3
-    assert [n.name for n in traced.graph.graph.nodes if n.name.startswith("loss_count")] == ["loss_count_1", "loss_count_0"]
+    assert [n.name for n in traced.graph.graph.nodes if n.name.startswith("loss_count")] == [
+        "loss_count_0",
+        "loss_count_1",
+    ]
 
 
 class Output:
@@ -192,13 +196,17 @@ class Output:
         self.loss = loss
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, Output, lambda x: {"loss": x, "logits": torch.ones(3)}, lambda x: (x, torch.ones(3))])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, Output, lambda x: {"loss": x, "logits": torch.ones(3)}, lambda x: (x, torch.ones(3))]
+)
 def test_loss_is_found(wrap: Callable[[Tensor], object]) -> None:
     value = torch.tensor(2.0)
     assert loss_of(wrap(value), None, {}) is value
 
 
-@pytest.mark.parametrize("out", [torch.ones(3), {"logits": torch.ones(3)}, (torch.ones(2),), None, {"loss": torch.ones(3)}])
+@pytest.mark.parametrize(
+    "out", [torch.ones(3), {"logits": torch.ones(3)}, (torch.ones(2),), None, {"loss": torch.ones(3)}]
+)
 def test_no_loss_is_refused(out: object) -> None:
     with pytest.raises(InputsError, match="holds no scalar loss"):
         loss_of(out, None, {})
