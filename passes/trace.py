@@ -13,7 +13,7 @@ import inspect
 import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -108,15 +108,19 @@ def _takes_two(loss: Callable[..., Tensor]) -> bool:
     return len(required) == 2
 
 
-def skeleton(model: nn.Module, precision: str, device: str = "meta") -> nn.Module:
-    """A copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied."""
+def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContextManager[Any]) -> nn.Module:
+    """A copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
+
+    Parameters and buffers are made under `mode`; tensors that are neither keep their values.
+    """
     dtype = PRECISIONS[precision]
     memo: dict[int, Any] = {}
-    for p in model.parameters():
-        kept = dtype if p.is_floating_point() else p.dtype
-        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=kept, device=device), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
+    with mode:
+        for p in model.parameters():
+            kept = dtype if p.is_floating_point() else p.dtype
+            memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=kept, device=device), requires_grad=p.requires_grad)
+        for b in model.buffers():
+            memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
     return copy.deepcopy(model, memo)
 
 
@@ -166,8 +170,9 @@ def _export(
     model: nn.Module, specs: Specs, loss: Callable[..., Tensor] | None, precision: str, device: str
 ) -> torch.export.ExportedProgram:
     """Export without data. Sizes of 1 would be baked in, and inputs that are one object merged: these are new ones."""
-    with fake_cpu() if device == "cpu" else nullcontext():
-        train = skeleton(model, precision, device).train()
+    mode = fake_cpu() if device == "cpu" else nullcontext()
+    train = skeleton(model, precision, device, mode).train()
+    with mode:
         fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
     dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
     try:
@@ -342,11 +347,9 @@ def _name_symbols(
             # the hint: comparing a symbolic size itself would specialise it
             hint = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
             counts_samples = dim == 0 and hint == max(2, batch)
-            if not isinstance(size, torch.SymInt):
-                if counts_samples:
-                    baked.append(inputs[node.name])
-                continue
-            expr = size.node.expr
+            expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
+            if expr.is_Integer and counts_samples:
+                baked.append(inputs[node.name])
             if not isinstance(expr, sympy.Symbol):
                 continue
             if counts_samples:

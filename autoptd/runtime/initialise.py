@@ -29,11 +29,14 @@ _SHOWN = 12  # tensors named in an error
 def values_for(
     model: nn.Module, names: Iterable[str], seed: int, extra: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Full values of the named parameters and buffers. Raises PlanError naming those that have none.
+    """Full values of the named parameters and buffers; tied ones, whatever their name, are one tensor.
 
-    `extra`: values that are no tensors of the model, such as constants.
+    `extra`: values that are no tensors of the model, such as constants. Raises PlanError naming those that have none.
     """
-    wanted = dict.fromkeys(names)
+    first: dict[int, str] = {}
+    canonical = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+    asked = list(names)
+    wanted = dict.fromkeys(canonical.get(n, n) for n in asked)
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found: dict[str, Tensor] = {n: x for n, x in (extra or {}).items() if n in wanted}
     found |= {n: held[n].detach() for n in wanted if n in held and not held[n].is_meta}
@@ -50,7 +53,7 @@ def values_for(
             where="\n".join([*missing[:_SHOWN], *more]),
             fix="give the modules that own them reset_parameters(), or build the model on the CPU, where it has values",
         )
-    return found
+    return {n: found[canonical.get(n, n)] for n in asked}
 
 
 def _outline(model: nn.Module) -> nn.Module:

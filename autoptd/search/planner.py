@@ -1,7 +1,7 @@
 """The search: for each tp and microbatch size the splits ILP, for each mesh the cuts, best simulated wins.
 
-    tp, micro ──► splits ILP ──► Sharded ─┐
-    dp, pp, zero, recompute ──────────────┴─► bound ─► cuts ─► step time ─► the best few simulated
+tp, micro ──► splits ILP ──► Sharded ─┐
+dp, pp, zero, recompute ──────────────┴─► bound ─► cuts ─► step time ─► the best few simulated
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from autoptd.passes.sharding import ops_of
 from autoptd.passes.trace import BATCH, SEQUENCE
 from autoptd.passes.work import work
 from autoptd.progress import Progress
+from autoptd.search.legal import legal_strategies
 from autoptd.search.meshes import Candidate, Limits, Searched, candidates, divisors, search
 from autoptd.search.room import Room
 from autoptd.search.splits import InfeasibleSplit
 from autoptd.search.stages import Staged, Stages, simulated
-from autoptd.search.tensors import Sharded, Tensors, legal_strategies
+from autoptd.search.tensors import Sharded, Tensors
 from autoptd.search.wishes import Wishes
 
 _TOKENS = 65536  # of the largest microbatch that is considered
@@ -201,5 +202,3 @@ def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:
         except (InfeasibleSplit, PlanError):
             found.append((label, None))
     return found
-
-

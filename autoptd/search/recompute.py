@@ -3,7 +3,8 @@
 A block is one repetition of a unit, or the part of it that a stage holds; recomputed, it keeps its input alone and has
 its activations back, all at once, while its own backward runs:
 
-    memory(R) = static + in flight × (Σ_{not R} activations + Σ_R input) + max(workspace, max_R(workspace + activations - input))
+    memory(R) = static + in flight × (Σ_{not R} activations + Σ_R input)
+                + workspace + max_R(activations - input)
     extra time per microbatch = Σ_R forward
 """
 
@@ -60,7 +61,10 @@ def choose(blocks: Sequence[Block], static: int, workspace: int, in_flight: int,
 
 def _by_price(blocks: Sequence[Block], members: list[list[int]]) -> list[tuple[int, ...]]:
     """Counts per kind, growing one block at a time, the most bytes per second first."""
-    order = sorted(range(len(members)), key=lambda k: -blocks[members[k][0]].freed_bytes / (blocks[members[k][0]].forward_s or 1e-12))
+    order = sorted(
+        range(len(members)),
+        key=lambda k: -blocks[members[k][0]].freed_bytes / (blocks[members[k][0]].forward_s or 1e-12),
+    )
     counts = [0] * len(members)
     found = [tuple(counts)]
     for kind in order:

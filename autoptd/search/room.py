@@ -37,7 +37,7 @@ class Room:
         """The candidates whose state may fit; where none is, the few that lack least."""
         usable = self.cluster.device.usable_bytes
         fitting = [c for c in options if self.least_bytes(c) <= usable]
-        return fitting or sorted(options, key=self.least_bytes)[:_LEANEST]
+        return fitting or sorted(options, key=lambda c: (self.least_bytes(c), -c.tp))[:_LEANEST]
 
     def least_bytes(self, c: Candidate) -> float:
         """What the fullest rank holds at least."""
@@ -105,7 +105,7 @@ class Room:
         state, least = self._state(1).total, self.least_world()
         if least > world:
             remedies.append(
-                f"a world of more than {least - 1}: parameters, gradients and optimizer state alone are "
+                f"a world of at least {least}: parameters, gradients and optimizer state alone are "
                 f"{state / _GIB:,.0f} GiB"
             )
         else:

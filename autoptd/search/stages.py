@@ -1,7 +1,7 @@
 """From a sharded model to stages: the numbers of the cuts search, and time and memory of what it chose.
 
-    forward of a stage   sum of its segments            backward   the same, + a forward for each recomputed segment
-    memory of a rank     parameters + gradients + optimizer + in flight × activations + workspace + context
+forward of a stage   sum of its segments            backward   the same, + a forward for each recomputed segment
+memory of a rank     parameters + gradients + optimizer + in flight × activations + workspace + context
 """
 
 from __future__ import annotations
@@ -266,9 +266,7 @@ class Stages:
         gather_s = collective_s("all_gather", trained * compute, cluster, c.dp, c.tp) if c.zero else 0.0
         shard = trained // (c.dp if c.zero else 1)
         optimizer = self.optimizer if self.optimizer in ("adamw", "sgd") else "adamw"
-        step = memory_s(
-            cluster.device, optimizer_step_bytes(shard, precision=self.precision, optimizer=optimizer)
-        )
+        step = memory_s(cluster.device, optimizer_step_bytes(shard, precision=self.precision, optimizer=optimizer))
         return StageTimes(
             forward_s=cost.forward_s,
             backward_s=cost.backward_s,

@@ -12,41 +12,33 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
-import torch
 from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.collectives import collective_s
-from autoptd.cost_models.op_time import OpWork, memory_s, op_s
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.factors import Strategy
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, op_call, operands
-from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
-from autoptd.passes.placements import BP, B, Broadcast, P, Placement, Split, conversion, parse_placement
+from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.placements import BP, B, Broadcast, Placement, Split, conversion, parse_placement
 from autoptd.passes.saved import saved_tensors
 from autoptd.passes.sharding import (
     KindSharding,
     Sharding,
-    expand_kind,
     group_offers,
     ops_of,
     output_names,
     sends_of,
     tensor_name,
 )
-from autoptd.passes.trace import BATCH, SEQUENCE
-from autoptd.passes.work import work
+from autoptd.search.legal import counts_tokens, is_weight, legal_strategies
+from autoptd.search.prices import Prices
 from autoptd.search.splits import Choice, Node, SplitProblem, SplitSolution, solve_splits
-
-DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# gradient work relative to forward: matmuls compute two products; fused attention recomputes one (Dao 2023)
-_BACKWARD = {"matmul": 2.0, "attention": 2.5, "memory": 2.0, "view": 0.0}
 
 
 @dataclass(frozen=True)
 class KindCost:
-    """One segment of a kind on one rank: seconds and bytes per microbatch, elements of parameters by placement."""
+    """One segment of a kind on one rank: seconds and bytes per microbatch."""
 
     forward_s: float
     backward_s: float
@@ -65,12 +57,11 @@ class Sharded:
 
     sharding: Sharding
     costs: Mapping[str, KindCost]
-    parameter_numel: Mapping[str, tuple[int, int]]  # kind -> local elements (synchronised by dp alone, and by tp too)
     seconds: float  # one microbatch through the whole model, forward and backward
     gap: float
 
 
-class Tensors:
+class Tensors(Prices):
     """The tensor-level problem of one folded graph on one cluster for fixed tp, b and s."""
 
     def __init__(
@@ -87,73 +78,13 @@ class Tensors:
         sequence_parallel: bool = True,
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer)."""
-        self.folded, self.cluster, self.ranks = folded, cluster, ranks
-        self.values = dict(values)
-        self.sizes = Sizes(self.values, BATCH)
+        super().__init__(cluster, ranks, values)
+        self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
         self.pins = pins or {}
         self.sequence_parallel = sequence_parallel
         self.legal = legal or legal_strategies(folded, ranks, self.sizes, sequence_parallel=sequence_parallel)
-        self._numbers: dict[Size, int] = {}
-
-    # ---- sizes ----
-
-    def number(self, size: Size) -> int:
-        if isinstance(size, int):
-            return size
-        if size not in self._numbers:
-            self._numbers[size] = self.sizes(size)
-        return self._numbers[size]
-
-    def nbytes(self, tensor: TensorInfo, placement: Placement = B) -> int:
-        """Local bytes of a tensor in a placement."""
-        total = tensor.dtype.itemsize
-        for size in tensor.shape:
-            total *= self.number(size)
-        return total // self.ranks if isinstance(placement, Split) else total
-
-    # ---- seconds ----
-
-    def op_seconds(self, node: fx.Node, strategy: Strategy) -> tuple[float, float]:
-        """(forward, backward) of one op on one rank, with the collectives of its own implementation."""
-        call = op_call(node)
-        done = work(call)
-        if done.kind == "view":
-            return 0.0, 0.0
-        whole = sum(self.nbytes(t) for t in call.operands) or 1
-        local = sum(self.nbytes(t, p) for t, p in zip(call.operands, strategy.needs, strict=True))
-        nbytes = self.number(done.bytes_in) * local / whole
-        nbytes += sum(self.nbytes(t, p) for t, p in zip(call.outputs, strategy.gives, strict=True))
-        flops = self.number(done.flops) / strategy.ranks
-        float_dtypes = [t.dtype for t in (*call.outputs, *call.operands) if t.dtype in DTYPE_NAMES]
-        dtype = DTYPE_NAMES[float_dtypes[0]] if float_dtypes else "fp32"
-        forward = op_s(self.cluster.device, OpWork(done.kind, flops, nbytes, dtype))
-        backward = 0.0
-        if any(t.requires_grad for t in call.outputs):
-            factor = _BACKWARD[done.kind]
-            if done.kind == "matmul":
-                factor = float(sum(t.requires_grad for t in call.operands[:2]))
-            backward = op_s(self.cluster.device, OpWork(done.kind, flops * factor, nbytes * factor, dtype))
-        for name, elements in strategy.collectives:
-            forward += self.collective(name, self.number(elements) * 4)
-        return forward, backward
-
-    def collective(self, name: str, nbytes: float) -> float:
-        return collective_s(name, nbytes, self.cluster, self.ranks, 1)
-
-    def conversion_seconds(self, tensor: TensorInfo, source: Placement, target: Placement) -> tuple[float, float]:
-        """(forward, backward) of one conversion."""
-        row = conversion(source, target)
-        if not row.function:
-            return 0.0, 0.0
-        whole = self.nbytes(tensor)
-        move = memory_s(self.cluster.device, whole / self.ranks) + self.cluster.device.launch_s
-        forward = self.collective(row.forward, whole) if row.forward else move
-        backward = 0.0
-        if tensor.requires_grad:
-            backward = self.collective(row.backward, whole) if row.backward else move
-        return forward, backward
 
     # ---- the problem ----
 
@@ -229,13 +160,17 @@ class Tensors:
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
         """Placements in which a tensor may cross from segment to segment: never as addends."""
         broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
-        return (*broadcasts, *(Split(d) for d, size in enumerate(tensor.shape) if self._splittable(size) and self._may(size)))
+        return (
+            *broadcasts,
+            *(Split(d) for d, size in enumerate(tensor.shape) if self._splittable(size) and self._may(size)),
+        )
 
     def _may(self, size: Size) -> bool:
-        return self.sequence_parallel or not _counts_tokens(size)
+        return self.sequence_parallel or not counts_tokens(size)
 
     def _splittable(self, size: Size) -> bool:
-        return self.ranks > 1 and self.sizes.divisible(size, self.ranks)
+        allowed = self.sequence_parallel or not counts_tokens(size)
+        return allowed and self.ranks > 1 and self.sizes.divisible(size, self.ranks)
 
     def _parameter_choices(
         self, name: str, tensor: TensorInfo, times: int, offers: Mapping[tuple[str, int], frozenset[int]], node: fx.Node
@@ -339,7 +274,8 @@ class Tensors:
                     mine = _Scope(segment.kind, segment).parameter(i)
                     if placement not in choices[mine]:
                         raise PlanError(
-                            f"parameter {name} of shape {list(infos(node)[0].shape)} cannot lie as {placement} on tp {self.ranks}",
+                            f"parameter {name} of shape {list(infos(node)[0].shape)} cannot lie as {placement} "
+                            f"on tp {self.ranks}",
                             where=f"fix['splits'][{pattern!r}]",
                             fix=f"possible: {', '.join(choices[mine])}",
                         )
@@ -381,19 +317,8 @@ class Tensors:
     def priced(self, sharding: Sharding, solution: SplitSolution | None = None) -> Sharded:
         """What a sharding costs, per segment of each kind."""
         costs = {k: self._kind_cost(k, s, sharding.kinds[k]) for k, s in self.folded.representatives.items()}
-        numel = {k: self._numel(s, sharding.kinds[k]) for k, s in self.folded.representatives.items()}
         total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
-        return Sharded(sharding, costs, numel, total, solution.gap if solution else 0.0)
-
-    def _numel(self, segment: Segment, decided: KindSharding) -> tuple[int, int]:
-        plain = synced = 0
-        for node, placement in zip(segment.parameters, decided.parameters, strict=True):
-            elements = self.nbytes(infos(node)[0], placement) // infos(node)[0].dtype.itemsize
-            if placement == BP:
-                synced += elements
-            else:
-                plain += elements
-        return plain, synced
+        return Sharded(sharding, costs, total, solution.gap if solution else 0.0)
 
     def _kind_cost(self, kind: str, segment: Segment, decided: KindSharding) -> KindCost:
         forward = backward = forward_comm = backward_comm = 0.0
@@ -455,59 +380,6 @@ class Tensors:
             source, index = (node, 0) if node in outputs else (node.args[0], node.args[1])
             given[node] = outputs[source][index]  # type: ignore[index]
         return given, {n: infos(n)[0] for n in given}
-
-
-def legal_strategies(
-    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True
-) -> dict[str, dict[int, list[Strategy]]]:
-    """What the search may choose from, per kind and op.
-
-    An fp64 plan is asked for to be compared with one process to the last digits. Where the model itself drops to a
-    lower precision (a norm or a loss in float32), addends would be rounded before they are summed; there, none are.
-    """
-    found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
-    if not sequence_parallel:
-        found = {
-            k: {i: [s for s in each if not _splits_tokens(op_call(folded.representatives[k].nodes[i]), s)] for i, each in o.items()}
-            for k, o in found.items()
-        }
-    parameters = [infos(n)[0].dtype for s in folded.segments for n in s.parameters]
-    if torch.float64 not in parameters:
-        return found
-    return {
-        kind: {i: [s for s in each if _keeps_digits(op_call(nodes[i]), s)] for i, each in options.items()}
-        for kind, options in found.items()
-        for nodes in [folded.representatives[kind].nodes]
-    }
-
-
-def _splits_tokens(call: OpCall, strategy: Strategy) -> bool:
-    tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
-    return any(isinstance(p, Split) and _counts_tokens(t.shape[p.dim]) for t, p in tensors)
-
-
-def _counts_tokens(size: Size) -> bool:
-    return not isinstance(size, int) and SEQUENCE in size.free_symbols
-
-
-def _keeps_digits(call: OpCall, strategy: Strategy) -> bool:
-    tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
-    low = [p for t, p in tensors if t.dtype.is_floating_point and t.dtype != torch.float64]
-    return not low or (BP not in low and P not in low and not strategy.collectives)
-
-
-def is_weight(node: fx.Node) -> bool:
-    """Whether a parameter is multiplied with or looked up in, if only after views: then tp splits it where it can.
-
-    Whole weights with a split sequence are data or context parallelism: other axes, with their own memory.
-    """
-    for user in node.users:
-        if user.target in (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.reshape.default):
-            if is_weight(user):
-                return True
-        elif user.target is torch.ops.aten.embedding.default or work(op_call(user)).kind == "matmul":
-            return True
-    return False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from autoptd.search.recompute import Block, choose, peak_bytes
 def random_blocks(rng: random.Random) -> list[Block]:
     kinds = [(rng.uniform(0.1, 2), rng.randint(5, 40)) for _ in range(rng.randint(1, 3))]
     return [
-        Block((i,), seconds, nbytes, rng.randint(1, 4)) for i in range(rng.randint(1, 9)) for seconds, nbytes in [rng.choice(kinds)]
+        Block((i,), seconds, nbytes, rng.randint(1, 4))
+        for i in range(rng.randint(1, 9))
+        for seconds, nbytes in [rng.choice(kinds)]
     ]
 
 

@@ -1,0 +1,123 @@
+"""Every plan computes what one plain process does: loss, gradients, norm, and the parameters after three steps."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from parity_check import MESHES, Variant, alone, batches, case, check, complaints, parallel, planned
+from parity_models import MODELS
+
+from autoptd.lockstep import Trained, differences, train_in_lockstep
+from autoptd.runtime.mesh import Mesh
+
+PLAIN = Variant()
+# each mesh is trained by SGD in one way and by AdamW in another; which ways, goes round
+VARIANTS = (
+    Variant(bulk=True),
+    Variant(zero=0, micro=2),
+    Variant(bulk=True, recompute="full", clip_norm=0.7),
+    Variant(zero=0, recompute="full"),
+    Variant(bulk=True, sequence_parallel=False, micro=2),
+    Variant(clip_norm=0.7, zero=0, bulk=True),
+    Variant(bulk=True, micro=2, recompute="full"),
+)
+RAGGED = {"skip_mlp"}  # one sample short: the last microbatch is smaller, if there is more than one sample in it
+
+
+def variants(name: str, mesh: Mesh) -> tuple[Variant, Variant]:
+    """For SGD, for AdamW: a plain one and another, in turn."""
+    index = list(MODELS).index(name) + MESHES.index(mesh)
+    other = VARIANTS[index % len(VARIANTS)]
+    plain = PLAIN
+    if name in RAGGED:
+        plain, other = (Variant(**{**vars(v), "micro": 2}) for v in (plain, other))
+    return (plain, other) if index // len(VARIANTS) % 2 else (other, plain)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_trains_like_one_process(name: str, mesh: Mesh) -> None:
+    for optimizer, variant in zip(("sgd", "adamw"), variants(name, mesh), strict=True):
+        wrong = check(name, mesh, variant, optimizer)
+        assert not wrong, (optimizer, variant, wrong)
+
+
+def test_every_way_of_communicating_occurs() -> None:
+    """Plans for tiny models use the same collectives and vocabulary-parallel ops as those for large ones."""
+    found: set[str] = set()
+    for name in MODELS:
+        for mesh in MESHES:
+            for variant in variants(name, mesh):
+                files = parallel(name, planned(name, mesh, variant), "sgd").program.files
+                code = "\n".join(text for file, text in files.items() if file.endswith(".py"))
+                found |= {a or b for a, b in re.findall(r"\btp\.(\w+)\(|\bops\.(vocab_\w+)\(", code)}
+    expected = {"all_gather", "all_gather_whole", "all_reduce", "reduce_scatter", "all_to_all", "slice", "pad"}
+    assert found >= expected | {"vocab_embedding", "vocab_cross_entropy"}, sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("nanogpt", {"tokens.weight": "S0"}),
+        ("nanogpt", {"tokens.weight": "S1"}),
+        ("oddities", {"table.weight": "S0"}),
+        ("gpt2", {"transformer.wte.weight": "S0"}),
+        ("llama", {"model.embed_tokens.weight": "S0", "lm_head.weight": "S1"}),
+        ("bert", {"*.word_embeddings.weight": "S0"}),
+    ],
+)
+def test_parameters_placed_by_hand(name: str, splits: dict[str, str]) -> None:
+    variant = Variant(bulk=True, micro=2, splits=tuple(splits.items()))
+    plan = planned(name, Mesh(2, 2, 2), variant)
+    placed = {n: p for n, p in plan.splits.parameters.items() if any(n.endswith(k.strip("*.")) for k in splits)}
+    assert set(placed.values()) == set(splits.values())
+    assert not check(name, Mesh(2, 2, 2), variant, "sgd")
+
+
+def test_what_nobody_uses_or_may_change_stays_put() -> None:
+    made = parallel("oddities", planned("oddities", Mesh(2, 2, 2), PLAIN), "adamw")
+    found = train_in_lockstep(made, batches("oddities"))
+    before = case("oddities").model.state_dict()
+    assert not {n for n in found.gradients if n.startswith(("frozen", "unused"))}
+    for name in ("unused", "frozen.weight", "frozen.bias", "layers.2.scale"):
+        assert torch.equal(found.state[name], before[name]), name
+    assert all(not torch.equal(found.state[n], before[n]) for n in found.gradients)
+    assert "unused" in "".join(planned("oddities", Mesh(2, 2, 2), PLAIN).notes)
+
+
+def test_the_plan_s_own_text_is_enough() -> None:
+    """A plan that was written down and read back trains the same bits."""
+    plan = planned("nanogpt", Mesh(2, 2, 2), PLAIN)
+    again = type(plan).from_json(plan.to_json())
+    runs = [train_in_lockstep(parallel("nanogpt", p, "sgd"), batches("nanogpt")) for p in (plan, again)]
+    assert runs[0].losses == runs[1].losses
+    assert max(differences(runs[0].state, runs[1].state).values()) == 0
+
+
+def test_differences_are_seen_however_small_the_tensor() -> None:
+    one, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0 + 1e-8])
+    zero = torch.tensor([1e-17])
+    found = differences(
+        {"a": other.double(), "zero": -zero, "extra": one}, {"a": one.double(), "zero": zero, "lost": one}
+    )
+    assert found["extra"] == found["lost"] == float("inf")
+    assert found["zero"] < 1e-17
+    assert differences({"a": torch.tensor([float("nan")])}, {"a": torch.ones(1)}) == {"a": float("inf")}
+    assert differences({"a": torch.tensor([1 + 1e-9]).double()}, {"a": torch.ones(1).double()})["a"] > 0
+
+
+def test_complaints_name_what_is_wrong() -> None:
+    good = alone("odd_mlp", "sgd")
+    name = next(iter(good.gradients))
+    bad = Trained(
+        (good.losses[0] + 1e-8, *good.losses[1:]),
+        good.norms,
+        {n: x for n, x in good.gradients.items() if n != name},
+        good.state,
+        ("layers.0.weight",),
+    )
+    assert not complaints("odd_mlp", good, good)
+    text = " | ".join(complaints("odd_mlp", bad, good))
+    assert "loss of step 0" in text and f"gradient {name}: off by inf" in text and "copies of layers.0.weight" in text

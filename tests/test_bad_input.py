@@ -1,0 +1,555 @@
+"""Bad input is answered with one error that says what, where and the way out, before anything is written or started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+import autoptd.cli as cli
+from autoptd.errors import (
+    AutoptdError,
+    ClusterError,
+    DoesNotFit,
+    InputsError,
+    ModelError,
+    PlanError,
+    PlanFileError,
+    TraceError,
+    UnsupportedOp,
+)
+from autoptd.models import load_model
+from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.plans import Plan
+
+EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 16}
+X = {"x": torch.empty(4, 8)}
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+class Vector(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Router(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).nonzero()
+        return self.layer(x)[chosen].sum()
+
+
+class Branch(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            y = -y
+        return y.sum()
+
+
+class Number(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        count = int(x.sum().item())
+        return self.layer(x)[:count].sum()
+
+
+class Holder(nn.Module):
+    """Puts a module two levels down, so that its path has to be found."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def gpt(**sizes: int) -> NanoGPT:
+    with torch.device("meta"):
+        return NanoGPT(Sizes(**{"vocab": 64, "max_seq": 16, "width": 24, "layers": 2, "heads": 12} | sizes))
+
+
+def refusal(kind: type[AutoptdError], model: Any, **wishes: Any) -> AutoptdError:
+    """The error that `plan` raises; it must be complete, short, and nothing but itself."""
+    with pytest.raises(AutoptdError) as caught:
+        autoptd.plan(model, **wishes)
+    complete(caught.value)
+    assert type(caught.value) is kind
+    return caught.value
+
+
+def complete(error: AutoptdError) -> None:
+    assert error.what
+    assert error.fix
+    assert len(error.what) < 300
+    assert all(len(line) < 400 for line in str(error).splitlines())
+    assert "\n" not in error.what
+
+
+def line_of(kind: type, text: str) -> str:
+    """`file.py:41` of the line of a class in this file that holds `text`."""
+    import inspect
+
+    lines, start = inspect.getsourcelines(kind)
+    return f"{Path(__file__).name}:{start + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+# --- the model and its inputs -------------------------------------------------------------------------------------
+
+
+def test_no_example_inputs_and_no_way_to_make_them():
+    error = refusal(InputsError, Scalar(), **EIGHT)
+    assert error.what == "Scalar does not say what inputs it takes"
+    assert "inputs={" in error.fix
+    assert "example_inputs(batch, seq)" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ([torch.empty(4, 8)], "inputs is of type list"),
+        (torch.empty(4, 8), "inputs is of type Tensor"),
+        ({}, "no example inputs"),
+        ({"x": None}, "input 'x' is NoneType"),
+        ({"x": torch.tensor(1.0)}, "no input has a dim that counts samples"),
+    ],
+)
+def test_inputs_that_are_none(inputs: Any, said: str):
+    assert said in refusal(InputsError, Scalar(), **EIGHT, inputs=inputs).what
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"), [({"y": X["x"]}, "unexpected keyword argument 'y'"), ({"x": torch.empty(4, 9)}, "reduction dim")]
+)
+def test_inputs_that_the_model_refuses(inputs: Any, said: str):
+    error = refusal(TraceError, Scalar(), **EIGHT, inputs=inputs)
+    assert said in error.what
+    assert "model(**inputs)" in error.fix
+
+
+def test_no_loss():
+    error = refusal(InputsError, Vector(), **EIGHT, inputs=X)
+    assert "holds no scalar loss" in error.what
+    assert "loss=" in error.fix
+    assert "is of type str" in refusal(InputsError, Vector(), **EIGHT, inputs=X, loss="mse").what
+    assert "no scalar loss" in refusal(InputsError, Vector(), **EIGHT, inputs=X, loss=lambda out: out).what
+
+
+def test_not_a_module_or_nothing_to_train():
+    assert "the model is str" in refusal(InputsError, "gpt2", **EIGHT).what
+    assert "no trainable parameter" in refusal(InputsError, Scalar().requires_grad_(False), **EIGHT, inputs=X).what
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "kind", "text"),
+    [
+        (Holder(Router()), "body.1", Router, ".nonzero()"),
+        (Router(), "Router", Router, ".nonzero()"),
+        (Holder(Branch()), "body.1", Branch, "if y.sum() > 0"),
+        (Holder(Number()), "body.1", Number, ".item()"),
+    ],
+    ids=["nonzero", "nonzero at the root", "branch", "item"],
+)
+def test_shapes_that_depend_on_data(model: nn.Module, path: str, kind: type, text: str):
+    error = refusal(UnsupportedOp, model, **EIGHT, inputs=X)
+    assert "data" in error.what
+    assert error.where.startswith(path)
+    assert line_of(kind, text) in error.where
+    assert text in error.where
+    assert "torch.where" in error.fix
+
+
+def test_sequences_that_are_none_or_too_long():
+    assert refusal(InputsError, gpt(), **EIGHT, seq=64).fix == "use seq=16 or less"
+    for seq in (0, "5", True, 2.0):
+        assert refusal(InputsError, gpt(), **EIGHT, seq=seq).where == "seq"
+
+
+def test_a_parameter_without_gradient_is_allowed_and_said():
+    class Idle(Scalar):
+        def __init__(self) -> None:
+            super().__init__()
+            self.idle = nn.Linear(4, 4)
+
+    plan = autoptd.plan(Idle(), **EIGHT, inputs=X)
+    assert "parameters that do not reach the loss stay as they are: idle.bias, idle.weight" in plan.notes
+    assert plan.splits.parameters["idle.weight"] == "B"
+
+
+# --- what does not divide -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wishes", "what", "where", "fix"),
+    [
+        ({"fix": {"dp": 3}}, "world 8 is not divisible by dp 3", "fix['dp']", "use dp 2 or 4"),
+        ({"world": 6, "fix": {"tp": 4}}, "world 6 is not divisible by tp 4", "fix['tp']", "use tp 3 or 6"),
+        (
+            {"fix": {"tp": 2, "dp": 8}},
+            "world 8 is not divisible by dp 8 x tp 2 = 16",
+            "fix",
+            "use a world of 16, or leave one of them out",
+        ),
+        ({"fix": {"tp": 2, "dp": 2, "pp": 4}}, "dp 2 x tp 2 x pp 4 is 16, not the world of 8", "fix", "leave one"),
+        ({"world": 64, "batch": 64, "fix": {"pp": 64}}, "pp 64 is more than the 8 pieces", "fix['pp']", "use pp <= 8"),
+        ({"batch": 4, "fix": {"dp": 8}}, "batch 4 is smaller than dp 8", "batch", "use a batch of 8"),
+        ({"fix": {"dp": 8, "micro": 4}}, "batch 16 is smaller than dp 8 x micro 4 = 32", "batch", "use a batch of 32"),
+        ({"batch": 24, "fix": {"micro": 5}}, "batch 24 is not divisible by micro 5", "batch", "use a batch of 20 or 25"),
+        ({"world": 8192, "batch": 1}, "batch 1 is not divisible by dp x micro of any mesh", "dp x micro may be", "128"),
+    ],
+)
+def test_what_does_not_divide(wishes: dict[str, Any], what: str, where: str, fix: str):
+    error = refusal(PlanError, gpt(), **EIGHT | wishes)
+    assert what in error.what
+    assert where in error.where
+    assert fix in error.fix
+
+
+def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
+    error = refusal(PlanError, gpt(), **EIGHT, fix={"tp": 8})
+    assert error.what == "12 attention heads do not divide by tp 8"
+    assert "blocks.0.attention (nanogpt.py:" in error.where
+    assert error.fix == "use tp 1, 2, 4"
+    words = ["plan", "gpt2", "--world", "8", "--seq", "64", "--fix", "tp=8"]
+    code, out, err = run_cli(capsys, *words)
+    assert (code, out) == (2, "")
+    assert "autoptd: 12 attention heads do not divide by tp 8\n  where  transformer.h.0.attn" in err
+
+
+# --- what is not known --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fix", "what", "way_out"),
+    [
+        ({"tpp": 2}, "'tpp' cannot be fixed", "did you mean 'tp'"),
+        ({3: 2}, "3 cannot be fixed", "known: cp, dp"),
+        ({"tp": "2"}, "tp is '2'", "a whole number of at least 1"),
+        ({"tp": True}, "tp is True", "a whole number of at least 1"),
+        ({"micro": 0}, "micro is 0", "a whole number of at least 1"),
+        ("tp=2", "fix is 'tp=2', not a mapping", "fix={'tp': 8}"),
+        ([("tp", 2)], "fix is [('tp', 2)], not a mapping", "fix={'tp': 8}"),
+        ({"zero": 3}, "zero 3 is not possible", "possible: 0, 1"),
+        ({"zero": True}, "zero True is not possible", "possible: 0, 1"),
+        ({"recompute": "some"}, "recompute 'some' is not possible", "'auto', 'none', 'full'"),
+        ({"recompute": ["full"]}, "recompute ['full'] is not possible", "'auto', 'none', 'full'"),
+        ({"cp": 2}, "cp 2 cannot be run yet", "leave it out"),
+        ({"schedule": "gpipe"}, "schedule 'gpipe' cannot be run yet", "1f1b"),
+        ({"sequence_parallel": 1}, "sequence_parallel is 1", "True or False"),
+        ({"splits": ["S0"]}, "splits is ['S0']", "'*.q_proj.weight': 'S0'"),
+        ({"splits": {"*.qkv.weight": "T0"}}, "'T0' is not a placement", "S<dim>"),
+        ({"splits": {"*.qkv.weight": 3}}, "'3' is not a placement", "S<dim>"),
+        ({"splits": {"*.qvk.weight": "S0"}}, "no parameter is called '*.qvk.weight'", "qkv.weight"),
+        ({"tp": 2, "splits": {"*.qkv.weight": "S5"}}, "of shape [72, 24] cannot lie as S5", "S0, S0/3, S1"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
+    error = refusal(PlanError, gpt(), **EIGHT, fix=fix)
+    assert what in error.what
+    assert way_out in error.fix
+    assert error.where.startswith("fix")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "what", "way_out"),
+    [
+        ({"precision": "bfloat16"}, "unknown precision 'bfloat16'", "did you mean 'bf16'"),
+        ({"precision": torch.bfloat16}, "unknown precision torch.bfloat16", "known: bf16, fp32, fp64"),
+        ({"optimizer": "adam"}, "unknown optimizer 'adam'", "did you mean 'adamw'"),
+        ({"optimizer": None}, "unknown optimizer None", "'adamw', 'sgd'"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "is a SGD of parameters already", "a callable"),
+        ({"optimizer": torch.optim.Adafactor}, "Adafactor is not known to work elementwise", "AdamW"),
+        ({"optimizer": lambda: None}, "the optimizer cannot be made", "optimizer="),
+        ({"clip_norm": -1}, "clip_norm is -1", "positive"),
+        ({"clip_norm": "1"}, "clip_norm is '1'", "positive"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan", "positive"),
+        ({"world": 0}, "world is 0", "at least 1"),
+        ({"world": "8"}, "world is '8'", "at least 1"),
+        ({"batch": 0}, "batch is 0", "at least 1"),
+        ({"batch": 16.0}, "batch is 16.0", "at least 1"),
+    ],
+)
+def test_wrong_keywords(wishes: dict[str, Any], what: str, way_out: str):
+    error = refusal(PlanError, gpt(), **EIGHT | wishes)
+    assert what in error.what
+    assert way_out in error.fix
+    assert error.where
+
+
+def test_an_unknown_cluster(capsys: pytest.CaptureFixture[str]):
+    error = refusal(ClusterError, gpt(), **EIGHT | {"cluster": "dgx-h10"})
+    assert "did you mean 'dgx-h100'" in str(error)
+    assert refusal(ClusterError, gpt(), **EIGHT | {"cluster": 5}).what == "cluster is of type int"
+    code, out, err = run_cli(capsys, "plan", "gpt2", "--world", "8", "--cluster", "dgx-h10")
+    assert (code, out) == (2, "")
+    assert "did you mean 'dgx-h100'" in err
+
+
+def test_an_unknown_model(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ModelError, match="did you mean 'gpt3-175b'") as caught:
+        load_model("gpt3-175")
+    complete(caught.value)
+    code, out, err = run_cli(capsys, "plan", "gpt3-175", "--world", "8")
+    assert (code, out) == (2, "")
+    assert "did you mean 'gpt3-175b'" in err
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    words = ["plan", "llama3-8b", "--world", "2", "--cluster", "dgx-a100-40gb", "--seq", "256", "-o"]
+    code, out, err = run_cli(capsys, *words, str(tmp_path / "plan.json"))
+    assert (code, out) == (1, "")
+    assert list(tmp_path.iterdir()) == []
+    assert "2 × A100-SXM4-40GB, which have 38.7 GiB each for training" in err
+    assert "stage 0 (model.embed_tokens … " in err
+    assert "GiB" in err.split("lacks")[1]
+    # 8,030,261,248 parameters of 2 + 4 + 12 bytes are 134.6 GiB: four devices of 38.7
+    assert "a world of at least 4: parameters, gradients and optimizer state alone are 135 GiB" in err
+    assert "(dgx-b200, dgx-h200)" in err or "(dgx-b200" in err
+
+
+def test_missing_bytes_are_what_is_missing():
+    """A device that has just what the error asks for is enough; one with a little less is not."""
+    small = cluster(5e6)
+    wishes = {"world": 2, "batch": 2, "seq": 16, "fix": {"pp": 2, "dp": 1, "micro": 1}}
+    error = refusal(DoesNotFit, gpt(width=192, layers=4), cluster=small, **wishes)
+    assert "stage 0 (tokens … " in error.where
+    assert "fixing less than dp, micro, pp" in error.fix
+    lacking = [float(line.split("lacks ")[1].split()[0]) for line in error.where.splitlines() if "lacks" in line]
+    needed = 5e6 + max(lacking) * 2**30
+    autoptd.plan(gpt(width=192, layers=4), cluster=cluster(needed + 2**24), **wishes)
+    refusal(DoesNotFit, gpt(width=192, layers=4), cluster=cluster(needed - 2**24), **wishes)
+
+
+def test_recomputation_that_was_ruled_out_is_offered():
+    wishes = {"world": 1, "batch": 8, "seq": 16, "fix": {"micro": 8, "recompute": "none"}}
+    error = refusal(DoesNotFit, gpt(width=96, layers=8), cluster=cluster(36e6), **wishes)
+    assert "recompute" in error.fix
+    autoptd.plan(gpt(width=96, layers=8), cluster=cluster(36e6), **wishes | {"fix": {"micro": 8}})
+
+
+def cluster(memory_bytes: float) -> autoptd.Cluster:
+    data = autoptd.Cluster.load("dgx-h100").to_data()
+    data["device"]["memory_bytes"] = int(memory_bytes)
+    data["device"]["context_bytes"] = 0
+    return autoptd.Cluster.from_data(data)
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_plan() -> Plan:
+    return autoptd.plan(gpt(), **EIGHT, fix={"tp": 2, "pp": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data | {"format": "recipe"}, "this is not an autoptd plan: it has format 'recipe'"),
+        (lambda data: data | {"version": 2}, "the plan has version 2; this autoptd reads 1"),
+        (lambda data: data | {"batch": "16"}, "batch: "),
+        (lambda data: data | {"wrld": 8}, "wrld: "),
+        (lambda data: {key: data[key] for key in data if key != "mesh"}, "mesh: "),
+        (lambda data: data | {"world": 16}, "mesh: dp 2 × tp 2 × pp 2 is 8 ranks, but world is 16"),
+        (lambda data: data | {"stages": [{**data["stages"][0], "last": 1}, *data["stages"][1:]]}, "stages[1].first"),
+    ],
+)
+def test_corrupt_and_foreign_plans(
+    small_plan: Plan, change: Callable[[dict], Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(change(json.loads(small_plan.to_json()))))
+    with pytest.raises(PlanFileError) as caught:
+        autoptd.parallelize(gpt(), plan=path)
+    complete(caught.value)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    code, out, err = run_cli(capsys, "explain", str(path))
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("field", "key", "value", "said"),
+    [
+        ("strategies", "gelu", "S9 -> S9", "is no legal strategy of gelu"),
+        ("strategies", "gelu", None, "lacks 'gelu'"),
+        ("splits", "blocks.0.up.weight", None, "lacks 'blocks.0.up.weight'"),
+    ],
+)
+def test_plans_that_do_not_suit_their_graph(small_plan: Plan, field: str, key: str, value: str | None, said: str):
+    data = json.loads(small_plan.to_json())
+    tables = data[field].values() if field == "strategies" else [data[field]["parameters"]]
+    table = next(table for table in tables if key in table)
+    if value is None:
+        del table[key]
+    else:
+        table[key] = value
+    with pytest.raises(PlanFileError) as caught:
+        autoptd.parallelize(gpt(), plan=Plan.from_json(json.dumps(data)))
+    complete(caught.value)
+    assert said in caught.value.what
+    assert caught.value.where.startswith(field)
+
+
+def test_a_plan_of_another_model(small_plan: Plan):
+    with pytest.raises(PlanFileError) as caught:
+        autoptd.parallelize(gpt(width=48), plan=small_plan)
+    complete(caught.value)
+    assert small_plan.graph_hash in caught.value.what
+    assert caught.value.what.count("sha256:") == 2
+    assert "plan again" in caught.value.fix
+
+
+def test_a_plan_for_another_world(small_plan: Plan):
+    with pytest.raises(PlanError, match="world of 8 ranks .* but the world is 4") as caught:
+        autoptd.parallelize(gpt(), plan=small_plan, world=4)
+    complete(caught.value)
+    with pytest.raises(PlanError, match="world was not given") as caught:
+        autoptd.parallelize(gpt())
+    complete(caught.value)
+
+
+def test_a_plan_with_an_optimizer_that_a_file_cannot_hold():
+    plan = autoptd.plan(gpt(), **EIGHT, optimizer=torch.optim.Adam)
+    assert plan.optimizer == "custom"
+    with pytest.raises(PlanError, match="an optimizer of your own") as caught:
+        autoptd.parallelize(gpt(), plan=plan)
+    complete(caught.value)
+    autoptd.parallelize(gpt(), plan=plan, optimizer=torch.optim.Adam)
+    with pytest.raises(PlanError, match="elementwise"):
+        autoptd.parallelize(gpt(), plan=plan, optimizer=torch.optim.Adafactor)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wishes", "said"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "0"}, "plan=PLAN", "4"),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, "world=8, batch=16, cluster='local'", "4 processes are running"),
+    ],
+)
+def test_torchrun_with_another_world_fails_before_any_process_group(
+    small_plan: Plan, environment: Mapping[str, str], wishes: str, said: str, tmp_path: Path
+):
+    small_plan.save(tmp_path / "plan.json")
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import torch.distributed as dist
+from tests.test_bad_input import gpt
+import autoptd
+def refuse(*args, **kwargs):
+    sys.exit("a process group was started")
+dist.init_process_group = refuse
+PLAN = {str(tmp_path / "plan.json")!r}
+try:
+    autoptd.parallelize(gpt(), {wishes})
+except autoptd.AutoptdError as error:
+    print(type(error).__name__, error)
+assert not dist.is_initialized()
+"""
+    unreachable = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **unreachable, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PlanError")
+    assert said in done.stdout
+    assert "8" in done.stdout
+
+
+def test_a_process_that_is_not_one_of_the_ranks(small_plan: Plan):
+    parallel = autoptd.parallelize(gpt(), plan=small_plan)
+    with pytest.raises(AutoptdError, match="not one of the plan's 8 ranks") as caught:
+        parallel.train_step({})
+    complete(caught.value)
+    assert "torchrun" in caught.value.fix
+    with pytest.raises(PlanError, match="rank 8 is not in a world of 8"):
+        parallel.stage_module(8)
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written(small_plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    parallel = autoptd.parallelize(gpt(), plan=small_plan)
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(PlanFileError) as caught:
+            parallel.emit(place)
+        complete(caught.value)
+        assert str(tmp_path / "file") in str(caught.value)
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(PlanFileError, match="does not exist"):
+        small_plan.save(tmp_path / "no" / "plan.json")
+    small_plan.save(tmp_path / "plan.json")
+    words = ["emit", str(tmp_path / "plan.json"), "--model", "tests.test_bad_input:gpt", "-o", str(tmp_path / "file")]
+    code, out, err = run_cli(capsys, *words)
+    assert (code, out) == (2, "")
+    assert "cannot write into" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "plan.json"]
+
+
+# --- a step -------------------------------------------------------------------------------------------------------
+
+IDS = torch.zeros(4, 16, dtype=torch.int64)
+
+
+@pytest.fixture(scope="module")
+def running() -> autoptd.Parallel:
+    plan = {"world": 1, "cluster": "dgx-h100", "batch": 4, "seq": 16, "precision": "fp32", "fix": {"micro": 2}}
+    return autoptd.parallelize(gpt(), **plan)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ([IDS], "a batch is a mapping"),
+        ({"idx": IDS}, "lacks ['targets']"),
+        ({"idx": IDS, "targets": IDS, "mask": IDS}, "has ['mask'] which the plan does not know"),
+        ({"idx": IDS, "targets": 3}, "['targets'] must be tensors"),
+        ({"idx": IDS, "targets": IDS[:3]}, "different numbers of samples"),
+        ({"idx": IDS[:0], "targets": IDS[:0]}, "the batch is empty"),
+        ({"idx": IDS[:2], "targets": IDS[:2]}, "2 samples is 1 microbatches of up to 2, but the plan runs 2"),
+    ],
+)
+def test_wrong_batches(running: autoptd.Parallel, batch: Any, said: str):
+    before = {name: value.clone() for name, value in running.state_dict().items()}
+    with pytest.raises(InputsError) as caught:
+        running.train_step(batch)
+    assert said in caught.value.what
+    complete(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in running.state_dict().items())
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = cli.main(list(words))
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return code, out, err
