@@ -213,7 +213,7 @@ class Parallel:
         self._trainer.load_parameters(self.initial_values(index) if values is None else values)
 
     def _check_agreement(self, communicators: Communicators) -> None:
-        """Every rank plans for itself, deterministically; other versions or models on some of them would hang or lie."""
+        """Every rank plans for itself, and gets the same; other versions or models on some would hang or lie."""
         text = "\0".join(self.program.files.values())
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
@@ -222,7 +222,7 @@ class Parallel:
             raise PlanError(
                 "the ranks made different plans or programs",
                 where=f"rank {communicators.world.rank}",
-                fix="run the same versions of model, torch and autoptd everywhere, or pass one plan file: plan='plan.json'",
+                fix="run the same model, torch and autoptd everywhere, or pass one plan file: plan='plan.json'",
             )
 
     @property
@@ -297,9 +297,11 @@ class _Rank:
 
 
 def _running_world() -> int | None:
-    """How many processes a launcher started, or None outside one."""
+    """How many processes a launcher started, or None outside one: a process that is a world by itself may plan."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
+        size = torch.distributed.get_world_size()
+        if size > 1:
+            return size
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdigit() and "RANK" in os.environ else None
 
@@ -320,7 +322,9 @@ def _optimizer_name(optimizer: Optimizer, options: Mapping[str, Any] | None = No
     """`adamw`, `sgd` or `custom`. One is made on nothing, so that a wrong one is refused before any process starts."""
     known = "give 'adamw', 'sgd', or a callable that makes one of parameters, such as torch.optim.Adam"
     if isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(f"optimizer is a {type(optimizer).__name__} of parameters already", where="optimizer", fix=known)
+        raise PlanError(
+            f"optimizer is a {type(optimizer).__name__} of parameters already", where="optimizer", fix=known
+        )
     if not callable(optimizer) and optimizer not in OPTIMIZERS:
         fix = nearest(optimizer, OPTIMIZERS) + "; or a callable" if isinstance(optimizer, str) else known
         raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)

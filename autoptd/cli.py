@@ -30,7 +30,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "pp": int,
     "micro": int,
     "zero": int,
-    "recompute": ("none", "full"),
+    "recompute": ("none", "full", "auto"),
     "schedule": ("1f1b",),
 }
 _MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
@@ -206,8 +206,8 @@ def _print_json(value: object) -> None:
 
 
 def _width() -> int:
-    """Columns to write in: the terminal's, at most 100; 100 where standard output is none."""
-    return max(40, min(100, shutil.get_terminal_size((100, 24)).columns)) if sys.stdout.isatty() else 100
+    """Columns to write in: the terminal's, at most 140; 100 where standard output is none."""
+    return max(40, min(140, shutil.get_terminal_size((100, 24)).columns)) if sys.stdout.isatty() else 100
 
 
 def _refuse_folder(path: Path) -> None:

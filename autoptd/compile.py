@@ -15,8 +15,8 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import example_inputs, model_name
 from autoptd.passes.collectives import count_collectives
-from autoptd.passes.fold import Folded, fold, graph_hash
-from autoptd.passes.graph import infos, op_call
+from autoptd.passes.fold import Folded, fold, graph_hash, is_count
+from autoptd.passes.graph import ancestors, infos, op_call
 from autoptd.passes.normalise import normalise
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.placements import parse_placement
@@ -66,9 +66,7 @@ def read_model(
 ) -> Source:
     """Trace and fold. Raises InputsError without inputs and no way to make them; TraceError, UnsupportedOp."""
     if precision not in _PRECISIONS:
-        raise PlanError(
-            f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS)
-        )
+        raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model is {type(model).__name__}, not an nn.Module", fix="pass the module itself")
     if not any(p.requires_grad for p in model.parameters()):
@@ -167,7 +165,7 @@ def _embedding_notes(source: Source, answer: Answer) -> list[str]:
 
 
 def _embedding_note(table: str, placed: str, costs: list[tuple[str, float | None]]) -> str:
-    """`wte.weight [8, 4] is split by rows (S0): 2.00 ms a microbatch, forward and backward; by columns (S1) 2.10 ms`."""
+    """`embedding w [8, 4] is split by rows (S0): 2.00 ms a microbatch through the model; whole (B) 2.10 ms`."""
     times = dict(costs)
     mine = times.pop(placed, None)
     spent = "" if mine is None else f": {mine * 1e3:.2f} ms a microbatch through the model"
@@ -294,9 +292,6 @@ def make_layout(source: Source, plan: Plan) -> Layout:
     shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
     held: dict[str, list[int]] = {}
     buffers: dict[str, TensorSpec] = {}
-    from autoptd.passes.graph import ancestors
-    from autoptd.passes.fold import is_count
-
     for index, stage in enumerate(plan.stages):
         segments = folded.segments[stage.first : stage.last + 1]
         names = [traced.parameters[p.name] for s in segments for p in s.parameters]

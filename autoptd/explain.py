@@ -76,7 +76,7 @@ def headline(plan: Plan) -> str:
 
 
 def steps(plan: Plan) -> str:
-    """What one step is made of: `a step of 512 samples, s 2048: 512 microbatches of 1 per dp rank, 1F1B, bf16, adamw`."""
+    """What one step is made of: `a step of 512 samples, s 2048: 512 microbatches of 1, 1F1B, bf16, adamw`."""
     count = plan.schedule.microbatches
     sizes = "".join(f", {name} {value}" for name, value in sorted(plan.sizes.items()) if name != "b")
     microbatches = f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}"
@@ -196,7 +196,9 @@ def _parameter_table(plan: Plan) -> Table | None:
 
 def _is_used(plan: Plan, start: str) -> bool:
     texts = plan.splits.parameters.values()
-    return any("/" in text if start == "S/" else text.startswith("S") if start == "S" else text == start for text in texts)
+    return any(
+        "/" in text if start == "S/" else text.startswith("S") if start == "S" else text == start for text in texts
+    )
 
 
 def _collective_table(plan: Plan) -> Table | None:

@@ -1,8 +1,8 @@
 """Train a program with all its ranks in one process, and the plain model beside it: what parity is judged by.
 
-    Parallel ──one thread per rank──► Trained ─┐
-                                               ├─► differences, by name
-    model ─────────one process──────► Trained ─┘
+Parallel ──one thread per rank──► Trained ─┐
+                                           ├─► differences, by name
+model ─────────one process──────► Trained ─┘
 """
 
 from __future__ import annotations
@@ -133,4 +133,4 @@ def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tup
 
 def digest(x: Tensor) -> str:
     """A hash of a tensor's bits."""
-    return hashlib.blake2b(x.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
+    return hashlib.blake2b(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()

@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from autoptd.cost_models.complaints import describe_mistakes
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from autoptd.cost_models.complaints import describe_mistakes
 from autoptd.errors import ClusterError, nearest
 
 if sys.version_info >= (3, 11):

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoptd.cost_models.cluster import Cluster, Link
-
 from autoptd.errors import ClusterError
 
 

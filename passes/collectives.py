@@ -40,8 +40,8 @@ def _traffic(segment: Segment, decided: KindSharding) -> Traffic:
     given = _given(segment, decided)
     for node, wanted in dict.fromkeys(_wanted(segment, decided)):
         row = conversion(given[node], wanted)
-        forward.update([row.forward] * bool(row.forward))
-        backward.update([row.backward] * bool(row.backward and info(node).requires_grad))
+        forward.update([row.forward] if row.forward else [])
+        backward.update([row.backward] if row.backward and info(node).requires_grad else [])
     for strategy in decided.strategies.values():
         forward.update(name for name, _ in strategy.collectives)
     return Traffic(dict(sorted(forward.items())), dict(sorted(backward.items())))

@@ -170,5 +170,7 @@ def _repeats(example: Example) -> bool:
     """Whether running it twice gives the same and leaves the inputs alone."""
     before = [x.detach().clone() for x in example.operands]
     first, second = (as_list(example.target(*example.args, **example.kwargs)) for _ in range(2))
-    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+    same = all(
+        torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) for a, b in zip(first, second, strict=True)
+    )
     return same and all(torch.equal(a, b.detach()) for a, b in zip(before, example.operands, strict=True))

@@ -164,12 +164,16 @@ def _cut(main: list[fx.Node], traced: Traced) -> list[list[fx.Node]]:
             pieces += [p for p in (whole[:first], whole[first:last]) if p] + [whole[last:]]
             places = []
         pieces[-1].append(node)
+    if places:
+        whole = pieces.pop()
+        pieces += [whole[: places[0]], whole[places[0] :]]
     return pieces
 
 
 def _place_idle(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -> list[list[fx.Node]]:
     """Join each piece that does no work of its own to a neighbour: to the one before, unless that would set it apart
-    from others of its kind and the one behind is alone anyway."""
+    from others of its kind and the one behind is alone anyway. A loss without weights after equal blocks stays apart.
+    """
     repeats = Counter(kinds)
     found: list[list[fx.Node]] = []
     joined = False  # whether the piece before waits for this one
@@ -178,7 +182,7 @@ def _place_idle(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -
         if joined:
             found[-1].extend(piece)
         elif idle and found:
-            behind = repeats[kinds[i + 1]] if i + 1 < len(pieces) else len(pieces)
+            behind = repeats[kinds[i + 1]] if i + 1 < len(pieces) else 1
             if repeats[kinds[i - 1]] > 1 and behind == 1:
                 found.append(list(piece))
                 joined = True

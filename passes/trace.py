@@ -89,9 +89,11 @@ def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, T
     else:
         value = None
     if not isinstance(value, Tensor) or value.ndim != 0:
-        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else type(out).__name__
         raise InputsError(
-            f"the model returns {type(out).__name__}{shape}, which holds no scalar loss",
+            f"the model returns {kind}, which holds no scalar loss"
+            if loss is None
+            else f"loss returned {kind}, no scalar",
             fix="return a scalar, an object with .loss, or a mapping with 'loss'; or pass loss=lambda outputs: …",
         )
     return value
@@ -239,9 +241,8 @@ def _explain(error: Exception) -> TraceError:
     where = _user_line(error) or _user_line_in(text)
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
     if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
-        first = next((line.strip() for line in text.splitlines() if line.strip()), "")
         return UnsupportedOp(
-            f"a size or a branch depends on data: {first[:200]}",
+            _what_depends(text),
             where=where,
             fix="use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)",
         )
@@ -251,6 +252,16 @@ def _explain(error: Exception) -> TraceError:
         where=where,
         fix="check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
     )
+
+
+def _what_depends(text: str) -> str:
+    """What of a model depends on data, from the first line of torch's report."""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    if first.startswith("Could not guard on data-dependent"):
+        return "a branch depends on data: which way it goes is not known before the values are"
+    if first.startswith("Could not extract specialized integer"):
+        return "a number is read out of a tensor's data, and is not known before the values are"
+    return f"a size or a branch depends on data: {first[:200]}"
 
 
 def _user_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import autoptd
 import autoptd.cli as cli
+import autoptd.cost_models.cluster as cluster_module
 from autoptd.errors import (
     AutoptdError,
     ClusterError,
@@ -135,7 +137,8 @@ def test_inputs_that_are_none(inputs: Any, said: str):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"), [({"y": X["x"]}, "unexpected keyword argument 'y'"), ({"x": torch.empty(4, 9)}, "reduction dim")]
+    ("inputs", "said"),
+    [({"y": X["x"]}, "unexpected keyword argument 'y'"), ({"x": torch.empty(4, 9)}, "reduction dim")],
 )
 def test_inputs_that_the_model_refuses(inputs: Any, said: str):
     error = refusal(TraceError, Scalar(), **EIGHT, inputs=inputs)
@@ -148,7 +151,10 @@ def test_no_loss():
     assert "holds no scalar loss" in error.what
     assert "loss=" in error.fix
     assert "is of type str" in refusal(InputsError, Vector(), **EIGHT, inputs=X, loss="mse").what
-    assert "no scalar loss" in refusal(InputsError, Vector(), **EIGHT, inputs=X, loss=lambda out: out).what
+    assert (
+        "loss returned a tensor of 2 dims"
+        in refusal(InputsError, Vector(), **EIGHT, inputs=X, loss=lambda out: out).what
+    )
 
 
 def test_not_a_module_or_nothing_to_train():
@@ -160,7 +166,7 @@ def test_not_a_module_or_nothing_to_train():
     ("model", "path", "kind", "text"),
     [
         (Holder(Router()), "body.1", Router, ".nonzero()"),
-        (Router(), "Router", Router, ".nonzero()"),
+        (Router(), "", Router, ".nonzero()"),
         (Holder(Branch()), "body.1", Branch, "if y.sum() > 0"),
         (Holder(Number()), "body.1", Number, ".item()"),
     ],
@@ -210,8 +216,13 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
         ({"world": 64, "batch": 64, "fix": {"pp": 64}}, "pp 64 is more than the 8 pieces", "fix['pp']", "use pp <= 8"),
         ({"batch": 4, "fix": {"dp": 8}}, "batch 4 is smaller than dp 8", "batch", "use a batch of 8"),
         ({"fix": {"dp": 8, "micro": 4}}, "batch 16 is smaller than dp 8 x micro 4 = 32", "batch", "use a batch of 32"),
-        ({"batch": 24, "fix": {"micro": 5}}, "batch 24 is not divisible by micro 5", "batch", "use a batch of 20 or 25"),
-        ({"world": 8192, "batch": 1}, "batch 1 is not divisible by dp x micro of any mesh", "dp x micro may be", "128"),
+        (
+            {"batch": 24, "fix": {"micro": 5}},
+            "batch 24 is not divisible by micro 5",
+            "batch",
+            "use a batch of 20 or 25",
+        ),
+        ({"world": 8192, "batch": 1}, "batch 1 is smaller than dp x micro of any mesh", "dp x micro may be", "128"),
     ],
 )
 def test_what_does_not_divide(wishes: dict[str, Any], what: str, where: str, fix: str):
@@ -315,36 +326,52 @@ def test_an_unknown_model(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    words = ["plan", "llama3-8b", "--world", "2", "--cluster", "dgx-a100-40gb", "--seq", "256", "-o"]
-    code, out, err = run_cli(capsys, *words, str(tmp_path / "plan.json"))
+    shipped = (Path(cluster_module.__file__).parent / "clusters" / "dgx-h100.toml").read_text("utf-8")
+    text = re.sub(r"(?m)^memory_bytes = .*$", "memory_bytes = 2_000_000_000", shipped)
+    text = re.sub(r"(?m)^context_bytes = .*$", "context_bytes = 1_000_000_000", text)
+    (tmp_path / "small.toml").write_text(text, "utf-8")
+    words = ["plan", "tests.test_bad_input:large", "--world", "2", "--cluster", str(tmp_path / "small.toml")]
+    code, out, err = run_cli(capsys, *words, "--seq", "16", "-o", str(tmp_path / "plan.json"))
     assert (code, out) == (1, "")
-    assert list(tmp_path.iterdir()) == []
-    assert "2 × A100-SXM4-40GB, which have 38.7 GiB each for training" in err
-    assert "stage 0 (model.embed_tokens … " in err
+    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"]
+    assert "2 × H100-SXM5-80GB, which have 0.9 GiB each for training" in err
+    assert "stage 0 (tokens … " in err
     assert "GiB" in err.split("lacks")[1]
-    # 8,030,261,248 parameters of 2 + 4 + 12 bytes are 134.6 GiB: four devices of 38.7
-    assert "a world of at least 4: parameters, gradients and optimizer state alone are 135 GiB" in err
-    assert "(dgx-b200, dgx-h200)" in err or "(dgx-b200" in err
+    # (8 * 12 * 1536^2 + (64 + 16) * 1536 + 17 * 1536) parameters of 2 + 4 + 12 bytes are 4.1e9: five devices
+    assert "a world of at least 5: parameters, gradients and optimizer state alone are 4 GiB" in err
+    needed = float(err.split("or devices of ")[1].split()[0])
+    assert 2.5 < needed < 4.5
+    assert f"{needed} GiB (dgx-a100-40gb, dgx-a100-80gb, dgx-b200, dgx-h100, dgx-h200, local)" in err
 
 
 def test_missing_bytes_are_what_is_missing():
     """A device that has just what the error asks for is enough; one with a little less is not."""
-    small = cluster(5e6)
     wishes = {"world": 2, "batch": 2, "seq": 16, "fix": {"pp": 2, "dp": 1, "micro": 1}}
-    error = refusal(DoesNotFit, gpt(width=192, layers=4), cluster=small, **wishes)
+    error = refusal(DoesNotFit, large(), cluster=cluster(1e9), **wishes)
     assert "stage 0 (tokens … " in error.where
     assert "fixing less than dp, micro, pp" in error.fix
     lacking = [float(line.split("lacks ")[1].split()[0]) for line in error.where.splitlines() if "lacks" in line]
-    needed = 5e6 + max(lacking) * 2**30
-    autoptd.plan(gpt(width=192, layers=4), cluster=cluster(needed + 2**24), **wishes)
-    refusal(DoesNotFit, gpt(width=192, layers=4), cluster=cluster(needed - 2**24), **wishes)
+    needed = 1e9 + max(lacking) * 2**30
+    autoptd.plan(large(), cluster=cluster(needed + 2**24), **wishes)
+    refusal(DoesNotFit, large(), cluster=cluster(needed - 2**24), **wishes)
 
 
 def test_recomputation_that_was_ruled_out_is_offered():
-    wishes = {"world": 1, "batch": 8, "seq": 16, "fix": {"micro": 8, "recompute": "none"}}
-    error = refusal(DoesNotFit, gpt(width=96, layers=8), cluster=cluster(36e6), **wishes)
-    assert "recompute" in error.fix
-    autoptd.plan(gpt(width=96, layers=8), cluster=cluster(36e6), **wishes | {"fix": {"micro": 8}})
+    wishes: dict[str, Any] = {"world": 1, "batch": 64, "seq": 16}
+    none, full = (
+        autoptd.plan(large(), cluster=cluster(8e10), **wishes, fix={"micro": 64, "recompute": again})
+        for again in ("none", "full")
+    )
+    between = cluster((none.predicted.memory_bytes + full.predicted.memory_bytes) / 2)
+    error = refusal(DoesNotFit, large(), cluster=between, **wishes, fix={"micro": 64, "recompute": "none"})
+    assert "leave fix['recompute'] out" in error.fix
+    plan = autoptd.plan(large(), cluster=between, **wishes, fix={"micro": 64})
+    assert plan.predicted.memory_bytes <= between.device.usable_bytes
+
+
+def large() -> NanoGPT:
+    """227 million parameters: 4.1 GB of state."""
+    return gpt(width=1536, layers=8)
 
 
 def cluster(memory_bytes: float) -> autoptd.Cluster:
@@ -422,7 +449,7 @@ def test_a_plan_of_another_model(small_plan: Plan):
 
 
 def test_a_plan_for_another_world(small_plan: Plan):
-    with pytest.raises(PlanError, match="world of 8 ranks .* but the world is 4") as caught:
+    with pytest.raises(PlanError, match=r"world of 8 ranks .* but the world is 4") as caught:
         autoptd.parallelize(gpt(), plan=small_plan, world=4)
     complete(caught.value)
     with pytest.raises(PlanError, match="world was not given") as caught:

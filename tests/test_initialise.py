@@ -47,7 +47,9 @@ def build(name: str) -> nn.Module:
         case "gpt2":
             return transformers.GPT2LMHeadModel(GPT2)
         case "llama":
-            config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, vocab_size=256, max_position_embeddings=32)
+            config = transformers.LlamaConfig(
+                **SMALL, num_key_value_heads=2, vocab_size=256, max_position_embeddings=32
+            )
             return transformers.LlamaForCausalLM(config)
         case "bert":
             config = transformers.BertConfig(

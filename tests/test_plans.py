@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.explain import compare, differences, explain, headline
 from autoptd.fold_names import fold_names, fold_table, ranges
-from autoptd.plans import Mesh, Plan, Schedule, Splits, Stage
+from autoptd.plans import Collectives, Mesh, Plan, Schedule, Splits, Stage
 from tests.sample_plan import sample_plan
 
 
@@ -227,7 +227,7 @@ def test_another_graph_is_refused_with_both_hashes():
 
 def test_another_world_is_refused_with_both_numbers():
     sample_plan().check_world(8)
-    with pytest.raises(PlanError, match=r"world of 8 ranks .* but 6 are running"):
+    with pytest.raises(PlanError, match=r"world of 8 ranks .* but the world is 6"):
         sample_plan().check_world(6)
 
 
@@ -299,12 +299,10 @@ def loads_or_refuses(text: str) -> None:
 
 
 def test_the_answer_comes_first():
-    first, second = explain(sample_plan(), width=200).splitlines()[:2]
-    assert first == (
-        "gpt2-small on 8 × test-cluster: dp 2 × tp 2 × pp 2, 1F1B, "
-        "4 microbatches of 2, ZeRO-1, recompute 1 of 6 segments"
-    )
-    assert second == "predicted 250 ms/step, 8,192 tokens/s, MFU 43.2%, fullest rank 5.0 of 80.0 GiB"
+    first, second, third = explain(sample_plan(), width=200).splitlines()[:3]
+    assert first == "gpt2-small on 8 × test-cluster: dp 2 × tp 2 × pp 2, ZeRO-1, recompute 1 of 6 segments"
+    assert second == "a step of 16 samples, s 128: 4 microbatches of 2 per dp rank, 1F1B, bf16, adamw"
+    assert third == "predicted 250 ms/step, 8,192 tokens/s, MFU 43.2%, fullest rank 5.0 of 80.0 GiB"
 
 
 @pytest.mark.parametrize(("again", "said"), [((), "recompute none"), (tuple(range(6)), "recompute full")])
@@ -331,6 +329,43 @@ def test_layers_are_folded_and_every_parameter_appears():
     assert "transformer.h.{0..3}.attn.c_attn.weight  S1/3" in text
     assert "transformer.wte.weight                   S0" in text
     assert "transformer.h.0." not in text
+
+
+def test_tensors_of_a_module_that_lie_alike_are_one_line():
+    parameters = {f"h.{i}.fc.{leaf}": "S0" for i in range(3) for leaf in ("weight", "bias")} | {"norm.weight": "Bp"}
+    text = explain(sample_plan(splits=Splits(parameters=parameters, activations={})))
+    assert "h.{0..2}.fc.{bias,weight}  S0" in text
+    assert "S<dim> split; Bp whole, gradients summed\n" in text
+
+
+def test_pieces_of_a_layer_are_one_row_of_collectives():
+    pair = {"all_gather": 1, "reduce_scatter": 1}
+    pieces = {kind: Collectives(count=4, forward=pair, backward=pair) for kind in ("h.*.{ln_*,attn}", "h.*.{ln_*,mlp}")}
+    head = Collectives(count=1, forward={"all_reduce": 2}, backward={})
+    lines = [line.split() for line in explain(sample_plan(collectives={**pieces, "head": head})).splitlines()]
+    two = ["all-gather", "2,", "reduce-scatter", "2"]
+    assert ["h.*", "4", *two, *two] in lines
+    assert ["head", "1", "all-reduce", "2", "none"] in lines
+
+
+def test_the_page_is_short_and_the_whole_is_there_for_the_asking():
+    plan = sample_plan()
+    assert "c_proj" not in explain(plan).split("Parameters on the tp axis")[0]
+    assert "Strategies in block" not in plan.explain()
+    assert "Strategies in block" in plan.explain(all=True)
+    assert "embed.hidden" in plan.explain(all=True)
+    many = sample_plan(
+        world=80,
+        mesh=Mesh(dp=2, tp=2, pp=20),
+        segments=tuple(f"h.{i}" for i in range(20)),
+        stages=tuple(Stage(first=i, last=i, modules=f"h.{i}") for i in range(20)),
+        predicted=plan.predicted.model_copy(update={"memory": tuple({"parameters": i * 2**30} for i in range(1, 21))}),
+    )
+    rows = [line.split() for line in many.explain().splitlines()]
+    assert ["14", "1", "-", "h.14"] in rows
+    assert ["15", "1", "-", "h.15"] not in rows
+    assert rows.count(["…"]) == 2
+    assert ["19", "1", "-", "h.19"] in [line.split() for line in many.explain(all=True).splitlines()]
 
 
 def test_time_is_sorted_and_has_shares():
@@ -391,4 +426,4 @@ def test_comparing_says_who_wins_and_why():
 
 def test_schedule_microbatches_reads_well():
     plan = sample_plan(batch=4, schedule=Schedule(kind="1f1b", microbatches=1))
-    assert "1 microbatch of 2" in headline(plan)
+    assert "1 microbatch of 2 per dp rank, 1F1B" in explain(plan)

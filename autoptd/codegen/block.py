@@ -139,7 +139,7 @@ def _source(
     names, frozen = layout.folded.traced.parameters, layout.folded.traced.frozen
     arguments = ", ".join(["self", *(f"{text}: Tensor" for text in given.values()), *(f"{s}: int" for s in passed)])
     extra = ", dropout: DropoutKey | None, first: int" if body.dropout else ""
-    kinds = " + ".join(dict.fromkeys(s.kind for s in piece.segments))
+    kinds = _joined(list(dict.fromkeys(s.kind for s in piece.segments)))
     lines = [f"class {piece.block}(nn.Module):", f'    """{kinds}."""', ""]
     lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()", "        self.tp = tp"]
     if body.dropout:
@@ -159,6 +159,12 @@ def _source(
     lines += [f"        {line}" for line in [*size_lines, *body.lines]]
     lines.append(f"        return {', '.join(returned)}")
     return "\n".join(lines) + "\n"
+
+
+def _joined(kinds: list[str]) -> str:
+    """One line of a docstring, or one per kind."""
+    line = " + ".join(kinds)
+    return line if len(line) < 100 else " +\n    ".join(kinds)
 
 
 def uses_axis(lines: Sequence[str]) -> bool:

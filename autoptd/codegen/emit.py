@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from autoptd.codegen.lines import wrapped
 from autoptd.codegen.pieces import lay_out
 from autoptd.codegen.stage import StageSource, write_stage
 from autoptd.errors import PlanFileError
@@ -170,7 +171,7 @@ def _file(title: str, source: str, ranks: int, defines: dict[str, str], uses: di
         local = [f"from .blocks import {', '.join(used)}"]
     sections = ["\n".join(part) for part in (third, ours, local) if part]
     head = _HEADER.format(title=title, ranks=ranks) + "\n\n".join(sections) + "\n"
-    return head + ("\n" + "\n".join(constants) + "\n" if constants else "") + "\n\n" + source
+    return head + ("\n" + "\n".join(constants) + "\n" if constants else "") + "\n\n" + wrapped(source)
 
 
 def load_stage(program: Program, stage: int, directory: str | Path | None = None) -> Any:

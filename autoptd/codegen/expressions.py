@@ -34,11 +34,20 @@ class _Sizes(PythonCodePrinter):
         numerator, denominator = expr.as_numer_denom()
         if denominator == 1:
             return super()._print_Mul(expr)
-        top = self._print(numerator)
-        return f"{top if numerator.is_Atom else f'({top})'} // {self._print(denominator)}"
+        return self._floor(numerator, denominator)
 
     def _print_floor(self, expr: sympy.floor) -> str:
-        return self._print(expr.args[0])
+        return f"({self._floor(*sympy.together(expr.args[0]).as_numer_denom())})"
+
+    def _print_ceiling(self, expr: sympy.ceiling) -> str:
+        numerator, denominator = sympy.together(expr.args[0]).as_numer_denom()
+        return f"(-({self._floor(-numerator, denominator)}))"
+
+    def _floor(self, numerator: sympy.Expr, denominator: sympy.Expr) -> str:
+        return f"{self._tight(numerator)} // {self._tight(denominator)}"
+
+    def _tight(self, expr: sympy.Expr) -> str:
+        return self._print(expr) if expr.is_Atom else f"({self._print(expr)})"
 
 
 def size_text(size: Any) -> str:

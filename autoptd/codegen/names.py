@@ -5,12 +5,13 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from autoptd.passes.fold import owner
-from autoptd.passes.graph import is_getitem, module_path
+from autoptd.passes.graph import info, is_getitem, module_path
 
 _TAKEN = frozenset(
     {"torch", "F", "nn", "ops", "tp", "self", "b", "s", "counts", "device", "checkpoint", "submodule", "parameter"}
@@ -49,14 +50,14 @@ class Names:
 def wish(node: fx.Node) -> str:
     """The variable that the user's own line assigns, else `q_proj` for that module's result, else the op's name."""
     if node.op == "placeholder":
-        return node.name
+        return node.name.removeprefix("inputs_")
     assigned = assigned_names(node)
     if is_getitem(node):
         index = node.args[1]
         assert isinstance(index, int)
         return assigned[index] if index < len(assigned) > 1 else f"{wish(owner(node))}_{index}"
-    if len(assigned) == 1 and ends_line(node):
-        return assigned[0]
+    if ends_line(node) and (name := _target(node, assigned)):
+        return name
     leaf = module_path(node).rpartition(".")[2]
     if leaf and not leaf.isdigit() and any(_is_weight(o) for o in node.all_input_nodes):
         return leaf
@@ -66,14 +67,46 @@ def wish(node: fx.Node) -> str:
         if isinstance(target, torch._ops.OpOverload)
         else getattr(target, "__name__", "x")
     )
+    if name in _SAME_THING and not info(node).requires_grad and node.all_input_nodes:
+        return wish(node.all_input_nodes[0])
     return _SHORT.get(name, name).strip("_")
 
 
+def _target(node: fx.Node, assigned: Sequence[str]) -> str:
+    """The name for the last node of a line: the only one, or for `q, k = rotate(q, k)` the one in its place."""
+    if len(assigned) < 2:
+        return assigned[0] if assigned else ""
+    ends = [n for n in _line_of(node) if ends_line(n) and not is_getitem(n)]
+    return assigned[ends.index(node)] if len(ends) == len(assigned) else ""
+
+
+def _line_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that the same line of the same module made, in order."""
+
+    def alike(other: fx.Node) -> bool:
+        same = other.meta.get("stack_trace") == node.meta.get("stack_trace")
+        return other.op == "call_function" and same and module_path(other) == module_path(node)
+
+    first = node
+    while alike(first.prev):
+        first = first.prev
+    found = [first]
+    while alike(found[-1].next):
+        found.append(found[-1].next)
+    return found
+
+
+_SAME_THING = frozenset({"unsqueeze", "expand", "to", "_to_copy", "pad", "slice", "contiguous"})  # as its operand
+
+
 def assigned_names(node: fx.Node) -> list[str]:
-    """`["q", "k", "v"]` for a line `q, k, v = …` of the user's source."""
+    """`["q", "k", "v"]` for a line `q, k, v = …` of the user's source; the attribute's name for `self.q = …`."""
     code = source_code(node)
-    match = re.match(r"\s*((?:\w+\s*,\s*)*\w+)\s*=(?!=)", code)
-    return [part.strip() for part in match[1].split(",")] if match else []
+    match = re.match(rf"\s*({_PLACE}(?:,\s*{_PLACE})*)(?::[^=]+)?(?:\*\*|//|[-+*/@&|^%])?=(?!=)", code)
+    return [part.strip().rpartition(".")[2] for part in match[1].split(",")] if match else []
+
+
+_PLACE = r"[A-Za-z_][\w.]*\s*"
 
 
 def source_code(node: fx.Node) -> str:

@@ -78,7 +78,7 @@ class Layout:
     folded: Folded
     owned: dict[str, str]  # original name of a parameter -> its name within its block
     prefixes: dict[int, str]  # first segment of each unit's instance -> dotted path
-    classes: dict[int, str]  # first segment of each unit -> class name
+    classes: dict[int, str]  # first segment of each unit -> class name; of a single one, for when it is recomputed
 
     def prefix_of(self, segment: int) -> str:
         """The dotted path of the instance that a segment belongs to."""
@@ -95,10 +95,9 @@ def lay_out(folded: Folded) -> Layout:
     taken: Counter[str] = Counter()
     for unit in folded.units:
         instances = [_instance(folded, unit, k) for k in range(unit.count)]
-        if unit.count > 1:
-            name = _class_name(instances[0])
-            taken[name] += 1
-            classes[unit.first] = name if taken[name] == 1 else f"{name}{taken[name]}"
+        name = _class_name(instances[0]) + ("" if unit.count > 1 else _last_word(instances[0][0].name))
+        taken[name] += 1
+        classes[unit.first] = name if taken[name] == 1 else f"{name}{taken[name]}"
         named = [_relative(folded, segments, readers) for segments in instances]
         agree = len({tuple(relative.values()) for _, relative in named}) == 1 and unit.count > 1
         for segments, (prefix, relative) in zip(instances, named, strict=True):
@@ -150,6 +149,10 @@ def _class_name(segments: tuple[Segment, ...]) -> str:
     return "Block" if name in ("Sequential", "ModuleList", "Linear", "Module") else name
 
 
+def _last_word(name: str) -> str:
+    return "".join(part.title() for part in re.findall(r"[a-z]+", name)[-1:])
+
+
 def pieces_of(layout: Layout, first: int, last: int, recompute: frozenset[int]) -> list[Piece]:
     """A stage's segments as pieces, in program order."""
     folded = layout.folded
@@ -179,10 +182,8 @@ def _piece(
 ) -> Piece:
     recomputed = group[0].index in recompute
     prefix = layout.prefixes[instance[0].index]
-    name = layout.classes.get(unit.first, "")
-    if not name and recomputed:
-        name = _class_name(group) + "".join(part.title() for part in re.findall(r"[a-z]+", group[0].name)[-1:])
-    elif name and len(group) < len(instance):
+    name = layout.classes[unit.first] if unit.count > 1 or recomputed else ""
+    if name and len(group) < len(instance):
         low, high = group[0].index - instance[0].index + 1, group[-1].index - instance[0].index + 1
         name += f"Part{low}" if low == high else f"Parts{low}To{high}"
     start = unit.first + group[0].index - instance[0].index

@@ -103,6 +103,7 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
         _bind_input(writer, node)
     _declare(writer, preludes, first)
     body.prelude([n for n in preludes if n.op == "call_function"])
+    body.lines += [""] if body.lines else []
     for i, piece in enumerate(pieces):
         _write_piece(writer, piece, pieces[i + 1 :], sent)
     _flush(writer)
@@ -326,7 +327,7 @@ def _assemble(
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
     if uses_axis(body.lines):
         lines.append("        tp = self.tp")
-    lines += [f"        {line}" for line in [*writer.arguments, *size_lines, *body.lines]]
+    lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]
     if is_last:
         lines.append(f"        return {body.read(folded.loss, B, B)}")
     else:

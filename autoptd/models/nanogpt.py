@@ -1,7 +1,7 @@
 """A GPT in plain PyTorch, as people write them: fused qkv, learned positions, tied head, loss from `forward`.
 
-Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. Made empty under `torch.device("meta")`;
-every parameter belongs to a standard layer, so `reset_parameters` of its layers initialises it.
+Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. Made empty under `torch.device("meta")`,
+its parameters get values later from `reset_parameters` of its layers and `_init_weights`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,14 @@ class NanoGPT(nn.Module):
         self.norm = nn.LayerNorm(sizes.width, bias=sizes.bias)
         self.head = nn.Linear(sizes.width, sizes.vocab, bias=False)
         self.head.weight = self.tokens.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal weights of deviation 0.02 and zero biases (Radford et al. 2018, section 4.1)."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.drop(self.tokens(idx) + self.positions(torch.arange(idx.shape[1], device=idx.device)))

@@ -35,7 +35,9 @@ def cut_batch(
 def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     """Dim 0 of every input, which must agree."""
     if not isinstance(batch, Mapping):
-        raise InputsError(f"a batch is a mapping of keyword tensors, not a {type(batch).__name__}")
+        raise InputsError(
+            f"a batch is a mapping of keyword tensors, not a {type(batch).__name__}", fix=f"give a dict of {list(inputs)}"
+        )
     missing = [name for name in inputs if name not in batch]
     unknown = [name for name in batch if name not in inputs]
     if missing or unknown:
@@ -43,10 +45,12 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
         raise InputsError("the batch " + " and ".join(what), fix=f"give exactly {list(inputs)}")
     wrong = [name for name in inputs if not isinstance(batch[name], Tensor) or batch[name].ndim == 0]
     if wrong:
-        raise InputsError(f"{wrong} must be tensors whose dim 0 counts samples")
+        raise InputsError(f"{wrong} must be tensors whose dim 0 counts samples", fix="give a batch of tensors")
     sizes = {name: batch[name].shape[0] for name in inputs}
     if len(set(sizes.values())) > 1:
-        raise InputsError(f"the batch's tensors hold different numbers of samples: {sizes}")
+        raise InputsError(
+            f"the batch's tensors hold different numbers of samples: {sizes}", fix="give as many samples of each"
+        )
     samples = next(iter(sizes.values()), 0)
     if samples == 0:
         raise InputsError("the batch is empty", fix="drop the last, incomplete batch of the data loader")

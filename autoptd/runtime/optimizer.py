@@ -40,14 +40,16 @@ def make_optimizer(optimizer: str | Factory, params: Sequence[nn.Parameter], **k
     # torch refuses an empty list, and a stage may have nothing to train
     given = list(params) or [nn.Parameter(torch.empty(0))]
     if callable(optimizer):
-        made = optimizer(given)
+        made = optimizer(given, **kwargs)
     elif optimizer in NAMED:
         made = NAMED[optimizer](given, **({} if "foreach" in kwargs else {"fused": True}) | kwargs)
     else:
-        raise PlanError(f"unknown optimizer {optimizer!r}", fix=nearest(optimizer, NAMED) + "; or pass a factory")
+        fix = nearest(optimizer, NAMED) + "; or pass a factory"
+        raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
     if type(made) not in ELEMENTWISE and not getattr(type(made), "elementwise", False):
         raise PlanError(
             f"{type(made).__name__} is not known to work elementwise, and parameters are stepped in flat pieces",
+            where="optimizer",
             fix="use one of "
             + ", ".join(c.__name__ for c in ELEMENTWISE)
             + "; or set `elementwise = True` on its class",

@@ -187,8 +187,9 @@ def _nothing_left(limits: Limits, wish: Mapping[str, int | str]) -> PlanError:
     steps = sorted({dp * micro for dp, _, _ in meshes})
     batches = sorted({b for step in steps for b in _multiples(step, limits.batch)})
     return PlanError(
-        f"batch {limits.batch} is not divisible by dp x micro of any mesh of world {limits.world} with {asked}",
-        where=f"dp x micro may be {', '.join(map(str, steps))}",
+        f"batch {limits.batch} is {'smaller than' if limits.batch < steps[0] else 'not divisible by'} "
+        f"dp x micro of any mesh of world {limits.world} with {asked}",
+        where=f"dp x micro may be {', '.join(map(str, steps))}, as far as this model can be split by tp and pp",
         fix=f"use a batch of {_around(limits.batch, batches)}",
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _EXACT = 20_000  # combinations of counts that are tried one by one
@@ -45,6 +45,7 @@ def choose(blocks: Sequence[Block], static: int, workspace: int, in_flight: int,
     for i, block in enumerate(blocks):
         kinds.setdefault((block.forward_s, block.activation_bytes, block.input_bytes), []).append(i)
     members = list(kinds.values())
+    counts: Iterable[tuple[int, ...]]
     if math.prod(len(m) + 1 for m in members) <= _EXACT:
         counts = itertools.product(*(range(len(m) + 1) for m in members))
     else:

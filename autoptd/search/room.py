@@ -115,4 +115,4 @@ class Room:
         needed = error.budget_bytes + self.cluster.device.context_bytes
         larger = [n for n in Cluster.names() if Cluster.load(n).device.usable_bytes >= error.budget_bytes]
         which = f" ({', '.join(larger)})" if larger else ""
-        return "; or ".join([*remedies, f"devices of {needed / _GIB:.1f} GiB{which}"])
+        return "; or ".join([*remedies, f"devices of {math.ceil(10 * needed / _GIB) / 10:.1f} GiB{which}"])

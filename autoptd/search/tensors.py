@@ -7,6 +7,8 @@ tensor on in the placement in which every receiver takes it; parameters that sev
 from __future__ import annotations
 
 import fnmatch
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -281,9 +283,12 @@ class Tensors(Prices):
                         )
                     found[mine] = placement
             if not hits:
-                names = set(self.folded.traced.parameters.values())
+                layers = re.compile(r"(?<=\.)\d+(?=\.)")  # named once for all
+                names = {layers.sub("*", name) for name in self.folded.traced.parameters.values()}
                 raise PlanError(
-                    f"no parameter is called {pattern!r}", where="fix['splits']", fix=nearest(pattern, names)[:400]
+                    f"no parameter is called {pattern!r}",
+                    where=f"fix['splits'][{pattern!r}]",
+                    fix=textwrap.shorten(nearest(layers.sub("*", pattern), names), 300, placeholder=" …"),
                 )
         return found
 

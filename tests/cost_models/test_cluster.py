@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+
 from autoptd.cost_models import cluster as cluster_module
 from autoptd.cost_models.cluster import Cluster, Device, Peaks, default_cluster
-
 from autoptd.errors import ClusterError
 
 GPU_CLUSTERS = [name for name in Cluster.names() if name != "local"]

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from autoptd.cost_models.cluster import Cluster
 
+from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
 
 TEXT = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text("utf-8")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from autoptd.cost_models.cluster import Cluster, Link
-from autoptd.cost_models.collectives import COLLECTIVES, collective_s, crossings, p2p_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoptd.cost_models.cluster import Cluster, Link
+from autoptd.cost_models.collectives import COLLECTIVES, collective_s, crossings, p2p_s
 from autoptd.errors import ClusterError
 
 DEVICE = Cluster.load("dgx-h100").device

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from autoptd.cost_models.memory import (
     Memory,
     in_flight,
@@ -12,8 +15,6 @@ from autoptd.cost_models.memory import (
     optimizer_step_bytes,
     padded,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def test_total_and_sum():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from autoptd.cost_models.cluster import Cluster, Device, Peaks, Sustained
-from autoptd.cost_models.op_time import KINDS, OpWork, attention_s, matmul_s, memory_s, op_s
 from hypothesis import given
 from hypothesis import strategies as st
+
+from autoptd.cost_models.cluster import Cluster, Device, Peaks, Sustained
+from autoptd.cost_models.op_time import KINDS, OpWork, attention_s, matmul_s, memory_s, op_s
 
 DEVICE = Device(
     name="round",

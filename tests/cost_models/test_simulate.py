@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from autoptd.cost_models import simulate as simulate_module
-from autoptd.cost_models.simulate import StageTimes, Timeline, makespan_bound, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoptd.cost_models import simulate as simulate_module
+from autoptd.cost_models.simulate import StageTimes, Timeline, makespan_bound, simulate
 from autoptd.errors import PlanError
 
 

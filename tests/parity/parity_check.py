@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from parity_models import MODELS, Case
+from parity_models import DROPOUT, MODELS, Case
 from torch import Tensor
 
 from autoptd.api import Parallel
@@ -36,7 +36,7 @@ class Variant:
 
     zero: int = 1
     recompute: str = "none"
-    micro: int = 1
+    micro: int = 2
     clip_norm: float | None = None
     sequence_parallel: bool = True
     splits: tuple[tuple[str, str], ...] = ()  # parameters placed by hand
@@ -52,7 +52,7 @@ def bulk(cluster: Cluster) -> Cluster:
 
 @cache
 def case(name: str) -> Case:
-    return MODELS[name]()
+    return {**MODELS, **DROPOUT}[name]()
 
 
 @cache
@@ -90,9 +90,8 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
 def parallel(name: str, plan: Plan, optimizer: str, clip_norm: float | None = None, seed: int = 0) -> Parallel:
     origin = source(name)
     program = make_program(origin, plan, read_sharding(origin, plan))
-    return Parallel(
-        plan.model_copy(update={"optimizer": optimizer}), origin, program, optimizer, OPTIONS[optimizer], clip_norm, seed
-    )
+    plan = plan.model_copy(update={"optimizer": optimizer})
+    return Parallel(plan, origin, program, optimizer, OPTIONS[optimizer], clip_norm, seed)
 
 
 def batches(name: str, steps: int = STEPS) -> list[dict[str, Tensor]]:

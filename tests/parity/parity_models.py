@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class OddMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (5, 13, 7, 17, 11, 19, 13, 7, 3)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
@@ -186,9 +187,9 @@ class Level(nn.Module):
 
 
 class SkipMLP(nn.Module):
-    """A U-Net of perceptrons: what each level going down gives is concatenated to what its counterpart going up gets."""
+    """A U-Net of perceptrons: each level going down also feeds its counterpart going up."""
 
-    def __init__(self, levels: int = 3) -> None:
+    def __init__(self, levels: int = 2) -> None:
         super().__init__()
         self.stem = nn.Linear(8, WIDTH)
         self.down = nn.ModuleList(Level() for _ in range(levels))
@@ -347,4 +348,9 @@ MODELS: dict[str, Callable[[], Case]] = {
     "oddities": oddities,
     "one_layer": one_layer,
     "awkward": awkward,
+}
+
+DROPOUT: dict[str, Callable[[], Case]] = {
+    "gpt2_dropout": lambda: gpt2(dropout=0.2),
+    "nanogpt_dropout": lambda: nanogpt(dropout=0.2),
 }

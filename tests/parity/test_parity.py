@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,24 +17,22 @@ PLAIN = Variant()
 # each mesh is trained by SGD in one way and by AdamW in another; which ways, goes round
 VARIANTS = (
     Variant(bulk=True),
-    Variant(zero=0, micro=2),
+    Variant(zero=0, micro=1),
     Variant(bulk=True, recompute="full", clip_norm=0.7),
     Variant(zero=0, recompute="full"),
-    Variant(bulk=True, sequence_parallel=False, micro=2),
+    Variant(bulk=True, sequence_parallel=False),
     Variant(clip_norm=0.7, zero=0, bulk=True),
-    Variant(bulk=True, micro=2, recompute="full"),
+    Variant(bulk=True, recompute="full"),
 )
-RAGGED = {"skip_mlp"}  # one sample short: the last microbatch is smaller, if there is more than one sample in it
 
 
 def variants(name: str, mesh: Mesh) -> tuple[Variant, Variant]:
     """For SGD, for AdamW: a plain one and another, in turn."""
     index = list(MODELS).index(name) + MESHES.index(mesh)
     other = VARIANTS[index % len(VARIANTS)]
-    plain = PLAIN
-    if name in RAGGED:
-        plain, other = (Variant(**{**vars(v), "micro": 2}) for v in (plain, other))
-    return (plain, other) if index // len(VARIANTS) % 2 else (other, plain)
+    if name == "skip_mlp":  # its last microbatch is one sample short, which takes two
+        other = replace(other, micro=2)
+    return (PLAIN, other) if index // len(VARIANTS) % 2 else (other, PLAIN)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -69,7 +68,7 @@ def test_every_way_of_communicating_occurs() -> None:
     ],
 )
 def test_parameters_placed_by_hand(name: str, splits: dict[str, str]) -> None:
-    variant = Variant(bulk=True, micro=2, splits=tuple(splits.items()))
+    variant = Variant(bulk=True, splits=tuple(splits.items()))
     plan = planned(name, Mesh(2, 2, 2), variant)
     placed = {n: p for n, p in plan.splits.parameters.items() if any(n.endswith(k.strip("*.")) for k in splits)}
     assert set(placed.values()) == set(splits.values())
@@ -105,7 +104,8 @@ def test_differences_are_seen_however_small_the_tensor() -> None:
     assert found["extra"] == found["lost"] == float("inf")
     assert found["zero"] < 1e-17
     assert differences({"a": torch.tensor([float("nan")])}, {"a": torch.ones(1)}) == {"a": float("inf")}
-    assert differences({"a": torch.tensor([1 + 1e-9]).double()}, {"a": torch.ones(1).double()})["a"] > 0
+    one = torch.ones(1, dtype=torch.float64)
+    assert differences({"a": one + 1e-9}, {"a": one})["a"] == pytest.approx(1e-9, rel=1e-6)
 
 
 def test_complaints_name_what_is_wrong() -> None:

@@ -1,0 +1,153 @@
+"""Emitted programs: what they say, literally; that ruff accepts them; that they are the same every time."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from programs import folded_of, gpt2, llama, meta, program_of, text_of
+
+from autoptd.codegen.emit import Program, load_stage
+from autoptd.passes.fold import Folded
+from autoptd.runtime.axis import Axis
+
+pytest.importorskip("transformers")
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = {"gpt2": gpt2, "llama": llama, "gpt2_dropout": partial(gpt2, 0.1)}
+CASES = {
+    "gpt2_tp2_pp2": ("gpt2", 2, 2, ()),
+    "gpt2_tp4_pp8": ("gpt2", 4, 8, ()),
+    "gpt2_dropout_tp2_pp1": ("gpt2_dropout", 2, 1, (2, 3)),
+    "llama_tp2_pp2": ("llama", 2, 2, (1, 2)),
+    "llama_tp4_pp4": ("llama", 4, 4, ()),
+}
+
+
+@cache
+def folded(name: str) -> Folded:
+    return folded_of(meta(MODELS[name]))
+
+
+@cache
+def program(case: str) -> Program:
+    name, tp, pp, recompute = CASES[case]
+    return program_of(folded(name), name, tp=tp, pp=pp, recompute=recompute)
+
+
+@pytest.mark.parametrize("case", ["gpt2_tp2_pp2", "llama_tp2_pp2"])
+def test_golden(case: str, rewrite_golden: bool) -> None:
+    """Run with --rewrite-golden after a change that is meant; read the difference."""
+    path, text = GOLDEN / f"{case}.txt", text_of(program(case))
+    if rewrite_golden:
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ruff_accepts_it(case: str, tmp_path: Path) -> None:
+    program(case).write(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "E,F,W",
+        "--line-length",
+        "120",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_line_that_talks_says_what_it_converts(case: str) -> None:
+    for source in program(case).files.values():
+        for line in source.splitlines():
+            if (
+                re.search(r"\btp\.(?!rank\b)\w+\(|, tp[,)]", line)
+                and "__init__" not in line
+                and "self." not in line[:20]
+            ):
+                assert re.search(r"  # (\S+ -> |vocabulary-)", line), line
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_have_their_names_and_every_one_is_held(case: str) -> None:
+    name, tp, pp, _ = CASES[case]
+    traced = folded(name).traced
+    held: set[str] = set()
+    for stage in range(pp):
+        with torch.device("meta"):
+            module = load_stage(program(case), stage)(Axis(Alone(tp)))  # type: ignore[arg-type]
+        held |= {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    assert held == set(traced.parameters.values())
+
+
+class Alone:
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_are_words(case: str) -> None:
+    """No node numbers: a suffix only tells two variables of one name apart."""
+    for source in program(case).files.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Name) and (match := re.search(r"_(\d+)$", node.id)):
+                assert int(match[1]) < 12, node.id
+
+
+def test_classes_differ_and_stages_that_differ_in_numbers_share_a_file() -> None:
+    made = program("gpt2_tp4_pp8")
+    classes = re.findall(r"^class (\w+).*?(?=^class |^def |\Z)", made.files["blocks.py"], re.M | re.S)
+    assert len(classes) == len(set(classes))
+    assert len({name for name, _ in made.stages}) < len(made.stages)
+    assert len(made.stages) == 8
+
+
+def test_bodies_of_block_classes_differ() -> None:
+    for case in CASES:
+        source = program(case).files["blocks.py"]
+        bodies = [ast.dump(ast.Module(n.body[1:], [])) for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
+        assert len(bodies) == len(set(bodies)), case
+
+
+def test_users_words_are_used() -> None:
+    blocks = program("llama_tp2_pp2").files["blocks.py"]
+    assert "def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:" in blocks
+    for line in ("query_states = ", "key_states = ", "gate_proj = F.linear(", "self.mlp.down_proj.weight"):
+        assert line in blocks
+
+
+def test_dropout_is_keyed_by_place() -> None:
+    blocks = program("gpt2_dropout_tp2_pp1").files["blocks.py"]
+    keys = re.findall(r'key=(f"[^"]+")', blocks)
+    assert keys and all("first" in key for key in keys)
+
+
+def test_the_same_in_every_process() -> None:
+    """Also where strings hash differently."""
+    case = "llama_tp2_pp2"
+    code = f"import hashlib, test_emit as t; print(hashlib.sha256(t.text_of(t.program({case!r})).encode()).hexdigest())"
+    path = os.pathsep.join([str(Path(__file__).parent)])
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1

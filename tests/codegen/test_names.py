@@ -1,0 +1,135 @@
+"""Variables are called what the user calls them, and never clash with anything."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import random
+import re
+
+import pytest
+import sympy
+import torch
+from programs import folded_of, program_of
+from torch import Tensor, nn
+
+from autoptd.codegen.expressions import size_text
+from autoptd.codegen.lines import wrapped
+from autoptd.codegen.names import Names
+
+WIDTH = 8
+
+
+class Odd(nn.Module):
+    """Assignments of every form, to names that emitted code must not take as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops = self.a(x).sin()
+        tp = ops.cos() + 1
+        input = tp.exp()
+        first, second = input.sin(), input.cos()
+        self.latest = first * second
+        total = self.latest.tanh()
+        total += self.b(first)
+        total *= 2.0
+        very_long_line = total.sin() + second.cos()
+        device, counts = very_long_line.chunk(2, -1)
+        nn_ = torch.cat((device, counts), dim=-1)
+        typed: Tensor = nn_.sigmoid()
+        return (typed == typed).double().mean() * typed.square().mean()
+
+
+def source_of(model: nn.Module) -> str:
+    found = folded_of(model, {"x": torch.ones(4, 6, WIDTH)})
+    program = program_of(found, "odd", tp=2, pp=1, length=6)
+    return "\n".join(program.files.values())
+
+
+def test_odd_assignments() -> None:
+    source = source_of(Odd())
+    tree = ast.parse(source)
+    (forward,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "forward"]
+    stored = {n.id for n in ast.walk(forward) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    clash = stored & ({"F", "torch", "nn", "ops", "self", "counts"} | set(dir(builtins)) | set(keyword.kwlist))
+    assert not clash
+    assert {"first", "second", "total", "very_long_line", "typed", "latest"} <= {
+        n.rstrip("_0123456789") for n in stored
+    }
+    assert {"ops_2", "input_2", "device_2", "counts_2"} <= stored
+
+
+def test_names_are_given_once_until_released() -> None:
+    names = Names()
+    assert [names.fresh("x"), names.fresh("x"), names.fresh("for"), names.fresh("list"), names.fresh("3d")] == [
+        "x",
+        "x_2",
+        "for_2",
+        "list_2",
+        "x_3d",
+    ]
+    names.release("x")
+    assert names.fresh("x") == "x"
+    assert names.fresh("a.b-c") == "a_b_c" and names.fresh("") == "x_3"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sizes_are_written_as_they_are(seed: int) -> None:
+    rng = random.Random(seed)
+    b, s = sympy.symbols("b s", integer=True, positive=True)
+    numbers = [b, s, *(sympy.Integer(rng.randint(1, 9)) for _ in range(3))]
+
+    def grow(depth: int) -> sympy.Expr:
+        if depth == 0:
+            return rng.choice(numbers)
+        x, y = grow(depth - 1), grow(depth - 1)
+        k = rng.randint(2, 7)
+        return rng.choice([x + y, x * y, x - y, sympy.floor(x / k), sympy.ceiling(x / k), sympy.floor((x + 1) / 2) * y])
+
+    expr = grow(3)
+    for _ in range(5):
+        values = {"b": rng.randint(1, 50), "s": rng.randint(1, 50)}
+        wanted = int(expr.subs({b: values["b"], s: values["s"]}))
+        assert eval(size_text(expr), {}, dict(values)) == wanted, (expr, size_text(expr))
+
+
+@pytest.mark.parametrize("expr", ["s/2", "b*s/8", "s/2 + 1", "b*(s/4)"])
+def test_exact_quotients(expr: str) -> None:
+    b, s = sympy.symbols("b s", integer=True, positive=True)
+    text = size_text(sympy.sympify(expr, {"b": b, "s": s}))
+    assert eval(text, {}, {"b": 3, "s": 16}) == eval(expr, {}, {"b": 3, "s": 16})
+
+
+def test_long_lines_are_broken_at_arguments() -> None:
+    call = "    x = f(" + ", ".join(f"argument_{i}(1, [2, 3])" for i in range(8)) + ")  # S0 -> B: all-gather"
+    text = wrapped(call)
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.splitlines()[0] == "    x = f(  # S0 -> B: all-gather"
+    assert ast.dump(ast.parse(text.replace("    x", "x", 1).replace("\n    )", "\n)"))) == ast.dump(
+        ast.parse(call.strip())
+    )
+    assert wrapped("short(1)") == "short(1)"
+
+
+class Unknown(nn.Module):
+    """Ops that no rule is written for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.special.erfcx(self.a(x).tanh())
+        d = torch.cdist(h, self.b(h)) + torch.fft.rfft(h, dim=-1).abs().mean(-1, keepdim=True)
+        return d.square().mean()
+
+
+def test_emitted_calls_of_unknown_ops_are_spelled_in_full() -> None:
+    source = source_of(Unknown())
+    assert re.search(r"torch\.ops\.aten\.special_erfcx\.default\(", source)
+    assert re.search(r"torch\.ops\.aten\.\w*fft\w*\.\w+\(", source)

@@ -1,0 +1,153 @@
+"""Models of uncommon form, planned, written, run on all ranks: equal to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoptd.api import Parallel
+from autoptd.compile import make_plan, make_program, read_model, read_sharding
+from autoptd.cost_models.cluster import Cluster
+from autoptd.lockstep import differences, train_alone, train_in_lockstep
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+from autoptd.search.wishes import read_wishes
+
+WIDTH, SAMPLES, LENGTH = 8, 8, 4
+
+
+def batches(steps: int = 2) -> list[dict[str, Tensor]]:
+    rng = torch.Generator().manual_seed(5)
+    return [{"x": torch.randn(SAMPLES, LENGTH, WIDTH, generator=rng, dtype=torch.float64)} for _ in range(steps)]
+
+
+def trained(model: nn.Module, **mesh: object) -> tuple[Plan, list[str]]:
+    """The plan, and what differs from one process."""
+    model, data = model.double(), batches()
+    source = read_model(
+        model, inputs={n: x[:2] for n, x in data[0].items()}, loss=None, seq=None, precision="fp64", progress=Silent()
+    )
+    sizes = {"dp": 1, "tp": 1, "pp": 1} | mesh
+    world = sizes["dp"] * sizes["tp"] * sizes["pp"]  # type: ignore[operator]
+    plan = make_plan(
+        source,
+        world=world,  # type: ignore[arg-type]
+        cluster=Cluster.load("dgx-h100"),
+        batch=SAMPLES,
+        precision="fp64",
+        optimizer="sgd",
+        wishes=read_wishes({"micro": 1, **sizes}),
+        progress=Silent(),
+    )
+    program = make_program(source, plan, read_sharding(source, plan))
+    made = Parallel(plan, source, program, "sgd", {"lr": 0.05}, None, 0)
+    found, wanted = (
+        train_in_lockstep(made, data),
+        train_alone(model, data, optimizer="sgd", optimizer_options={"lr": 0.05}),
+    )
+    wrong = [f"loss {a} {b}" for a, b in zip(found.losses, wanted.losses, strict=True) if abs(a - b) > 1e-12 * abs(b)]
+    for mine, theirs in ((found.gradients, wanted.gradients), (found.state, wanted.state)):
+        wrong += [f"{n}: {d}" for n, d in differences(mine, theirs).items() if not d <= 1e-11]
+    return plan, wrong
+
+
+class Unknown(nn.Module):
+    """Ops without a row in the rule table: one that is elementwise, one that splits nowhere, one that gives complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.special.erfcx(self.a(x).tanh())
+        d = torch.cdist(h, self.b(h) + 2)
+        spectrum = torch.fft.rfft(self.c(h), dim=-1).abs()
+        return d.square().mean() + spectrum.mean()
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "dp": 2, "pp": 2}], ids=str)
+def test_unknown_ops_run_right_and_are_reported(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    plan, wrong = trained(Unknown(), **mesh)
+    assert not wrong
+    notes = [n for n in plan.notes if n.startswith("no row in the rule table")]
+    for op in ("special_erfcx", "cdist", "fft"):
+        assert any(op in n for n in notes), notes
+    assert any("special_erfcx" in n and "replicated" not in n for n in notes)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.register_buffer("table", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x) * self.table.cos()).relu())
+
+
+class Stack(nn.Module):
+    """Blocks and a loss without weights; optionally the first output is read again at the end."""
+
+    def __init__(self, blocks: Sequence[nn.Module], skip: bool = False) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.skip = nn.Linear(WIDTH, WIDTH), nn.ModuleList(blocks), skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return (h * first if self.skip else h).square().mean()
+
+
+def shared() -> list[nn.Module]:
+    return [Block()] * 4
+
+
+STACKS = {
+    "equal": lambda: Stack([Block() for _ in range(4)]),
+    "alternating": lambda: Stack([Block(16 if i % 2 else 24) for i in range(4)]),
+    "skip": lambda: Stack([Block() for _ in range(12)], skip=True),
+    "shared": lambda: Stack(shared()),
+}
+MESHES = [{"tp": 2, "pp": 2}, {"dp": 2, "pp": 4}, {"pp": 4, "recompute": "full"}, {"tp": 2, "dp": 2, "zero": 1}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks(name: str, mesh: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    assert not trained(STACKS[name](), **mesh)[1]
+
+
+def test_a_stage_may_hold_nothing_but_the_loss() -> None:
+    torch.manual_seed(0)
+    plan, wrong = trained(STACKS["equal"](), pp=6)
+    assert not wrong
+    assert plan.stages[-1].first == plan.stages[-1].last == len(plan.segments) - 1
+
+
+class InPlace(nn.Module):
+    """Writes that functionalisation rewrites, on split tensors too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).mul_(3.0)
+        h[:, 0] = 0.5
+        h[:, :, 1:3] *= 2
+        y = self.b(h)
+        y[:, 1] = x[:, 1]
+        return F.mse_loss(y, x)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_writes_in_place(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    assert not trained(InPlace(), **mesh)[1]

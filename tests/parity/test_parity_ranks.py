@@ -1,0 +1,84 @@
+"""Real gloo processes compute what the threads of lockstep and one plain process do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parity_check import OPTIONS, TOLERANCE, Variant, alone, batches, complaints, parallel, planned
+from torch import Tensor
+
+from autoptd.codegen.emit import Program, load_stage
+from autoptd.lockstep import Trained, differences, train_in_lockstep
+from autoptd.runtime.axis import Axis
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.layout import Layout
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.pool import Pool
+from autoptd.runtime.trainer import Trainer
+
+pytestmark = pytest.mark.ranks
+
+PAIRS = [
+    ("gpt2", Mesh(2, 2, 2), Variant(bulk=True), "adamw"),
+    ("gpt2", Mesh(1, 2, 4), Variant(recompute="full", clip_norm=0.7), "sgd"),
+    ("llama", Mesh(2, 4, 1), Variant(bulk=True), "sgd"),
+    ("llama_2_kv", Mesh(1, 8, 1), Variant(bulk=True), "adamw"),
+    ("bert", Mesh(4, 2, 1), Variant(bulk=True, clip_norm=0.7), "sgd"),
+    ("vit", Mesh(1, 4, 2), Variant(bulk=True, zero=0), "adamw"),
+    ("nanogpt", Mesh(4, 1, 2), Variant(micro=1), "adamw"),
+    ("odd_mlp", Mesh(8, 1, 1), Variant(), "sgd"),
+    ("skip_mlp", Mesh(1, 1, 8), Variant(), "adamw"),
+    ("oddities", Mesh(2, 2, 2), Variant(bulk=True, recompute="full"), "adamw"),
+    ("one_layer", Mesh(2, 1, 4), Variant(), "sgd"),
+]
+assert len(PAIRS) >= 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(8) as running:
+        yield running
+
+
+def train_rank(
+    communicators: Communicators,
+    program: Program,
+    layout: Layout,
+    values: dict[str, Tensor],
+    batches: Sequence[dict[str, Tensor]],
+    optimizer: str,
+    clip_norm: float | None,
+) -> Trained:
+    """A worker's job: what `Parallel` does, from files, layout and values alone, so that no worker traces a model."""
+    with torch.device("meta"):
+        stage = load_stage(program, communicators.stage)(Axis(communicators.tp))
+    trainer = Trainer(stage, layout, communicators, optimizer, clip_norm=clip_norm, **OPTIONS[optimizer])
+    trainer.load_parameters(values)
+    losses, norms, gradients = [], [], {}
+    for step, batch in enumerate(batches):
+        share = {n: x.tensor_split(layout.mesh.dp)[communicators.dp.rank] for n, x in batch.items()}
+        losses.append(float(trainer.train_step(share)))
+        assert trainer.grad_norm is not None
+        norms.append(float(trainer.grad_norm))
+        if step == 0:
+            gradients = trainer.gradients()
+    return Trained(tuple(losses), tuple(norms), gradients, trainer.state_dict())
+
+
+@pytest.mark.parametrize(("name", "mesh", "variant", "optimizer"), PAIRS, ids=[f"{n}-{m}" for n, m, _, _ in PAIRS])
+def test_processes_are_one_process(pool: Pool, name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
+    made = parallel(name, planned(name, mesh, variant), optimizer, variant.clip_norm)
+    job: tuple[Any, ...] = (made.program, made.layout, made.initial_values(), batches(name), optimizer)
+    results = pool.run(mesh, train_rank, *job, variant.clip_norm)
+    lockstep = train_in_lockstep(made, batches(name))
+    for rank, found in enumerate(results):
+        assert found.losses == results[0].losses and found.norms == results[0].norms, rank
+        assert max(differences(found.gradients, lockstep.gradients).values()) <= TOLERANCE, rank
+        assert max(differences(found.state, {n: lockstep.state[n] for n in found.state}).values()) <= TOLERANCE, rank
+    first = results[0]
+    whole = replace(first, state=lockstep.state | first.state)  # buffers, which no step changes
+    assert not complaints(name, whole, alone(name, optimizer, variant.clip_norm))

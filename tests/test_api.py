@@ -1,0 +1,156 @@
+"""What a person calls: plans are the same every time, name their model, count their collectives, and run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autoptd
+from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+
+PAIR = {"all_gather": 2, "reduce_scatter": 2}
+
+
+def gpt() -> NanoGPT:
+    with torch.device("meta"):
+        return NanoGPT(Sizes(vocab=64, max_seq=16, width=32, layers=3, heads=4))
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+    )
+    config.name_or_path = "someone/llama-tiny"
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=4096, n_layer=3, n_head=32, vocab_size=50304, n_positions=2048)
+        )
+
+
+@pytest.fixture(scope="module")
+def planned() -> autoptd.Parallel:
+    return autoptd.parallelize(llama(), world=8, cluster="dgx-h100", batch=8, fix={"tp": 8, "micro": 1})
+
+
+def test_a_model_is_called_what_its_configuration_says(planned: autoptd.Parallel):
+    assert planned.plan.model == "llama-tiny"
+    assert autoptd.plan(gpt(), world=2, cluster="dgx-h100", batch=4).model == "NanoGPT"
+
+
+@pytest.mark.parametrize("model", [llama, gpt2])
+def test_a_layer_communicates_as_megatron_does(model: Any):
+    """Two all-gathers and two reduce-scatters each way: sequence parallelism, found unaided."""
+    plan = autoptd.plan(model(), world=8, cluster="dgx-h100", batch=8, fix={"tp": 8, "micro": 1})
+    layers = [found for kind, found in plan.collectives.items() if ".*." in kind]
+    assert {found.count for found in layers} == {3}
+    assert sum((Counter(found.forward) for found in layers), Counter()) == PAIR
+    assert sum((Counter(found.backward) for found in layers), Counter()) == PAIR
+    assert plan.collectives["lm_head"].forward == {"all_reduce": 2}  # of the vocabulary-parallel cross entropy
+    assert "layers" in plan.explain() or "transformer.h" in plan.explain()
+
+
+def test_the_plan_counts_what_the_program_has(planned: autoptd.Parallel):
+    """Read off the emitted source: a block's lines that communicate, and the stage's own."""
+    blocks = planned.program.files["blocks.py"]
+    calls = Counter(re.findall(r"tp\.(all_gather|reduce_scatter|all_reduce|all_to_all)\(", blocks))
+    assert calls == PAIR
+    assert planned.plan.mesh.pp == 1
+    own = Counter(re.findall(r"tp\.(\w+)\(", planned.program.files["stage_0.py"]))
+    outside = [found for kind, found in planned.plan.collectives.items() if ".*." not in kind]
+    counted = sum((Counter(found.forward) for found in outside), Counter())
+    counted["all_reduce"] -= 2  # inside the cross entropy
+    assert +own == +counted
+
+
+def test_a_single_tensor_rank_does_not_communicate():
+    plan = autoptd.plan(gpt(), world=2, cluster="dgx-h100", batch=4, fix={"tp": 1})
+    assert plan.collectives == {}
+    assert "Collectives" not in plan.explain()
+
+
+def test_plans_and_programs_are_the_same_in_every_process(tmp_path: Path):
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.test_api import gpt
+import autoptd
+par = autoptd.parallelize(gpt(), world=8, cluster="dgx-h100", batch=16, fix={"tp": 2, "pp": 2, "recompute": "full"})
+par.emit(sys.argv[2])
+"""
+    for seed in ("0", "123"):
+        subprocess.run(
+            [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(tmp_path / seed)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            timeout=120,
+        )
+    a, b = ({path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()} for seed in ("0", "123"))
+    assert a == b
+    assert {"blocks.py", "plan.json", "stage_0.py"} <= a.keys()
+    assert Plan.load(tmp_path / "0" / "plan.json").to_json().encode() == a["plan.json"]
+
+
+def test_a_plan_that_is_given_is_not_searched_for(planned: autoptd.Parallel, tmp_path: Path):
+    class Steps(Silent):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def stage(self, name: str) -> Any:
+            self.seen.append(name)
+            return super().stage(name)
+
+    planned.plan.save(tmp_path / "plan.json")
+    steps = Steps()
+    again = autoptd.parallelize(llama(), plan=tmp_path / "plan.json", progress=steps)
+    assert again.program.files == planned.program.files
+    assert not any("mesh" in step or "split tensors" in step for step in steps.seen)
+
+
+def test_no_plan_needs_more_than_a_device_has(planned: autoptd.Parallel):
+    for world, micro in ((1, 1), (2, 4), (8, 2)):
+        plan = autoptd.plan(llama(), world=world, cluster="dgx-a100-40gb", batch=32, seq=512, fix={"micro": micro})
+        assert plan.predicted.memory_bytes <= plan.cluster.device.memory_bytes
+        assert plan.predicted.memory_bytes == max(sum(row.values()) for row in plan.predicted.memory)
+
+
+def test_a_world_of_one_trains_here():
+    parallel = autoptd.parallelize(
+        gpt(),
+        world=1,
+        cluster="dgx-h100",
+        batch=4,
+        precision="fp32",
+        optimizer=torch.optim.Adam,
+        optimizer_options={"lr": 0.01},
+    )
+    assert "tokens.weight" in parallel.state_dict()
+    assert isinstance(parallel.optimizer, torch.optim.Adam)
+    assert parallel.optimizer.param_groups[0]["lr"] == 0.01
+    ids = torch.arange(64).view(4, 16)
+    losses = [float(parallel.train_step({"idx": ids, "targets": ids})) for _ in range(15)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert float(parallel.eval_step({"idx": ids, "targets": ids})) < losses[0]
+    assert (parallel.dp_rank, parallel.dp_size) == (0, 1)
