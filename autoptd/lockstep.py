@@ -133,4 +133,5 @@ def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tup
 
 def digest(x: Tensor) -> str:
     """A hash of a tensor's bits."""
-    return hashlib.blake2b(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
+    flat = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()

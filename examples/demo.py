@@ -93,7 +93,8 @@ def train_twice(text: Tensor, folder: Path) -> str | None:
     with progress.stage("train in one process"):
         alone, alone_s = train_alone(model, text)
     print(f"\n{'step':>4}  {'1 process':>18}  {'8 processes':>18}  {'difference':>10}")
-    losses, rank_s = [], 0.0
+    losses: list[float] = []
+    rank_s = 0.0
     rows = run_ranks(folder)
     with progress.stage("start 8 processes, each of which traces the model and imports its stage"):
         first = next(rows, {"seconds": 0.0})
@@ -159,7 +160,8 @@ def batch_of(text: Tensor, step: int) -> dict[str, Tensor]:
 def train_alone(model: NanoGPT, text: Tensor) -> tuple[list[float], float]:
     """Plain PyTorch, on `model` itself: the losses, and the seconds of all steps but the first."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    losses, started = [], 0.0
+    losses: list[float] = []
+    started = 0.0
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = model(**batch_of(text, step))

@@ -36,7 +36,8 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     """Dim 0 of every input, which must agree."""
     if not isinstance(batch, Mapping):
         raise InputsError(
-            f"a batch is a mapping of keyword tensors, not a {type(batch).__name__}", fix=f"give a dict of {list(inputs)}"
+            f"a batch is a mapping of keyword tensors, not a {type(batch).__name__}",
+            fix=f"give a dict of {list(inputs)}",
         )
     missing = [name for name in inputs if name not in batch]
     unknown = [name for name in batch if name not in inputs]

@@ -236,5 +236,5 @@ def test_loss_callable_is_traced_with_the_model() -> None:
 
 
 def test_a_model_without_loss_is_refused() -> None:
-    with pytest.raises(InputsError, match=r"Tensor of shape .*holds no scalar loss.*"):
+    with pytest.raises(InputsError, match="a tensor of 2 dims, which holds no scalar loss"):
         trace(Logits(), {"x": torch.ones(6, 4)})
