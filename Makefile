@@ -13,8 +13,9 @@ PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 demo: $(INSTALLED)
 	$(RUN) examples/demo.py
 
+# two processes, one thread each; the tests of a file stay together and share what they traced
 test: $(INSTALLED)
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -1,8 +1,8 @@
 """autoptd compiles a plain PyTorch model into a distributed training program.
 
-    plan = autoptd.plan(model, world=64, cluster="dgx-h100", batch=512, seq=2048)
-    par = autoptd.parallelize(model, world=64)      # under torchrun: this rank's running part
-    loss = par.train_step(batch)
+plan = autoptd.plan(model, world=64, cluster="dgx-h100", batch=512, seq=2048)
+par = autoptd.parallelize(model, world=64)      # under torchrun: this rank's running part
+loss = par.train_step(batch)
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_an_indivisible_vocabulary_is_not_split() -> None:
 
 def test_without_sequence_parallelism_no_tensor_lies_split_along_the_sequence() -> None:
     graph = folded(llama(), 2048)
-    tensors, answer = solved(graph, 8, sequence_parallel=False)
+    _, answer = solved(graph, 8, sequence_parallel=False)
     assert all(str(p) != "S1" for d in answer.sharding.kinds.values() for p in (*d.receives, *d.sends))
     assert answer.seconds > solved(graph, 8)[1].seconds
     found = parameter_splits(graph, answer.sharding)
@@ -167,13 +167,13 @@ def test_the_optimum_of_a_traced_graph_is_brute_forces() -> None:
     graph = fold(normalise(trace(Mlp(1024), {"x": torch.empty(2, 512, 1024)}, precision="bf16")))
     problem = Tensors(graph, NODE, 4, {BATCH: 1, SEQUENCE: 512}, microbatches=8).problem
     best = float("inf")
-    edges = {a: b for a, b in problem.ties}
-    free = [n for n in problem.nodes if n.name not in edges.values()]
-    tied = {n.name: {c.label: c for c in n.choices} for n in problem.nodes if n.name in edges.values()}
+    edges = {b: a for a, b in problem.ties}  # receiver -> sender
+    free = [n for n in problem.nodes if n.name not in edges]
+    tied = {n.name: {c.label: c for c in n.choices} for n in problem.nodes if n.name in edges}
     assert len(problem.nodes) >= 8
     for combination in itertools.product(*(n.choices for n in free)):
         taken = {n.name: c for n, c in zip(free, combination, strict=True)}
-        for a, b in edges.items():
+        for b, a in edges.items():
             if taken[a].label not in tied[b]:
                 break
             taken[b] = tied[b][taken[a].label]
