@@ -118,10 +118,15 @@ def with_step_end(schedule: Schedule) -> Schedule:
 
 
 def training_step(kind: str, stages: int, microbatches: int) -> Schedule:
-    """The whole proved step of a row of `SCHEDULES`: compute, communication, step end. KeyError for an unknown kind."""
-    schedule = with_step_end(with_communication(SCHEDULES[kind](stages, microbatches)))
+    """`step_lists`, proved to finish. KeyError for an unknown kind, StuckSchedule for one that blocks."""
+    schedule = step_lists(kind, stages, microbatches)
     prove(schedule)
     return schedule
+
+
+def step_lists(kind: str, stages: int, microbatches: int) -> Schedule:
+    """The whole step of a row of `SCHEDULES`: compute, communication, step end; not yet proved."""
+    return with_step_end(with_communication(SCHEDULES[kind](stages, microbatches)))
 
 
 def in_flight(actions: Sequence[Action]) -> int:

@@ -122,6 +122,8 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     expr = sympy.sympify(value.node.expr)
+    if expr in traced.resolved:
+        return traced.resolved[expr]
     unknown = [s for s in expr.free_symbols if s not in traced.symbol]
     if unknown:
         raise UnsupportedOp(
@@ -129,7 +131,7 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
             where=source_line(node),
             fix="use a fixed-capacity form such as torch.topk, or a mask with torch.where",
         )
-    return plain(_clean(expr.subs(traced.symbol)))
+    return traced.resolved.setdefault(expr, plain(_clean(expr.subs(traced.symbol))))
 
 
 def _clean(expr: sympy.Expr) -> sympy.Expr:

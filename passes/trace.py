@@ -58,6 +58,7 @@ class Traced:
     example: dict[sympy.Symbol, int]  # our symbol -> its value in the example inputs
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied parameters -> the canonical one
     frozen: frozenset[str] = frozenset()  # parameters with requires_grad=False
+    resolved: dict[sympy.Expr, Any] = field(default_factory=dict)  # sizes in torch's symbols -> in ours, as met
     transient: frozenset[str] = frozenset()  # buffers that are not part of the state dict
 
 

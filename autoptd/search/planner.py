@@ -21,6 +21,7 @@ from autoptd.passes.sharding import ops_of
 from autoptd.passes.trace import BATCH, SEQUENCE
 from autoptd.passes.work import work
 from autoptd.progress import Progress
+from autoptd.schedule import training_step
 from autoptd.search.legal import legal_strategies
 from autoptd.search.meshes import Candidate, Limits, Searched, candidates, divisors, search
 from autoptd.search.room import Room
@@ -82,6 +83,7 @@ class Planner:
             raise self._nothing_fits(found, len(possible))
         with self.progress.stage(f"simulate the best {len(found.best)}"):
             best = min((simulated(f.result) for f in found.best), key=lambda s: s.seconds)
+            training_step("1f1b", best.candidate.pp, best.candidate.microbatches)  # proves that it cannot block
         key = best.candidate.tp, best.candidate.micro
         return Answer(best, self._tensors[key], len(possible), found.visited, found.gap)
 

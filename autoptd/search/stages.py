@@ -20,7 +20,7 @@ from autoptd.cost_models.simulate import StageTimes, Timeline, simulate
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos
 from autoptd.passes.placements import BP, Placement
-from autoptd.schedule import training_step
+from autoptd.schedule import step_lists
 from autoptd.search.cuts import InfeasibleStages, SegmentCost, StageProblem, StageSolution, Unit, solve_stages
 from autoptd.search.meshes import Candidate
 from autoptd.search.recompute import Block, choose, peak_bytes
@@ -300,5 +300,5 @@ def _same(a: tuple[SegmentCost, ...], b: tuple[SegmentCost, ...]) -> bool:
 def simulated(staged: Staged) -> Staged:
     """The same with its step time by the very action lists that the runtime executes."""
     c = staged.candidate
-    timeline = simulate(training_step("1f1b", c.pp, c.microbatches), staged.times)
+    timeline = simulate(step_lists("1f1b", c.pp, c.microbatches), staged.times)
     return replace(staged, seconds=timeline.makespan_s, timeline=timeline)
