@@ -201,6 +201,7 @@ class Parallel:
 
         values: of this stage's tensors at least; left out, the initial ones.
         """
+        self._check_agreement(communicators)
         layout = self.layout
         index = communicators.stage
         key = DropoutKey(self._seed, communicators.dp.rank)
@@ -285,8 +286,9 @@ class Parallel:
         """Full tensors under the original names, tied ones under each of theirs, on every rank. A collective."""
         found = self._running.state_dict()
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
-        buffers = self._source.model.state_dict()
-        return {name: found.get(name, value) for name, value in buffers.items()} | found
+        model = self._source.model
+        others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)
+        return {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
 
 
 class _Rank:

@@ -154,3 +154,14 @@ def test_a_world_of_one_trains_here():
     assert losses[-1] < 0.8 * losses[0]
     assert float(parallel.eval_step({"idx": ids, "targets": ids})) < losses[0]
     assert (parallel.dp_rank, parallel.dp_size) == (0, 1)
+
+
+def test_ranks_that_made_different_programs_refuse_to_start():
+    from autoptd.runtime.lockstep import run_lockstep
+
+    parts = [
+        autoptd.parallelize(gpt(), world=2, cluster="local", batch=4, precision="fp32", fix={"tp": 2, "recompute": how})
+        for how in ("none", "full")
+    ]
+    with pytest.raises(autoptd.AutoptdError, match="different plans or programs"):
+        run_lockstep(parts[0].layout.mesh, lambda c: parts[c.world.rank].start(c))
