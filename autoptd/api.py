@@ -16,6 +16,7 @@ from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile import Source, make_layout, make_plan, make_program, named_values, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster, default_cluster
 from autoptd.errors import AutoptdError, ClusterError, PlanError, RuntimeFault, nearest
+from autoptd.passes.collector import without_collector
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
 from autoptd.runtime.axis import Axis
@@ -32,6 +33,7 @@ OPTIMIZERS = ("adamw", "sgd")
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
 
+@without_collector()
 def plan(
     model: nn.Module,
     *,
@@ -75,6 +77,7 @@ def plan(
     )
 
 
+@without_collector()
 def parallelize(
     model: nn.Module,
     *,

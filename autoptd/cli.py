@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autoptd.errors import AutoptdError, DoesNotFit, nearest
+from autoptd.passes.collector import without_collector
 
 DONE, NO, BAD = 0, 1, 2
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = _parser().parse_args(argv)
-        code: int = arguments.run(arguments)
+        with without_collector():
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
     except AutoptdError as error:

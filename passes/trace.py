@@ -9,12 +9,11 @@ traced in its stead, so a model of any size is traced in the memory of its graph
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,6 +26,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
+from autoptd.passes.collector import without_collector
 from autoptd.passes.fake import fake_cpu
 
 PRECISIONS: dict[str, torch.dtype] = {
@@ -180,24 +180,12 @@ def _export(
         fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
     dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
     try:
-        with _without_collector():
+        with without_collector():
             return torch.export.export(_Loss(train, loss), (fake,), dynamic_shapes=dynamic, strict=False)
     except InputsError:
         raise
     except _FAILURES as error:
         raise _explain(error) from error
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Export makes millions of objects that all stay: looking for garbage among them is a tenth of its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _export_on_meta(
