@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import InputsError, PlanError, nearest
-from autoptd.models.inputs import example_inputs, model_name
+from autoptd.models.inputs import example_inputs, model_name, sequence_limit
 from autoptd.passes.collectives import count_collectives
-from autoptd.passes.fold import Folded, fold, graph_hash, is_count
-from autoptd.passes.graph import ancestors, infos, op_call
+from autoptd.passes.fold import Folded, fold, graph_hash, is_count, needed_prelude
+from autoptd.passes.graph import infos, op_call
 from autoptd.passes.normalise import normalise
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.placements import parse_placement
@@ -96,8 +96,6 @@ def read_model(
 
 
 def _made_inputs(model: nn.Module, seq: int | None) -> dict[str, Tensor]:
-    from autoptd.models.inputs import sequence_limit
-
     if seq is None:
         limit = sequence_limit(model)
         seq = None if limit is None else min(limit, _SEQUENCE_CAP)
@@ -299,7 +297,7 @@ def make_layout(source: Source, plan: Plan) -> Layout:
             names += [traced.parameters[n.name] for n in folded.unused_parameters]
         for name in dict.fromkeys(names):
             held.setdefault(name, []).append(index)
-        for node in ancestors(n for s in segments for n in s.prelude):
+        for node in needed_prelude(folded, segments):
             if node.op == "placeholder" and node.name not in traced.inputs and not is_count(node):
                 name = traced.buffers.get(node.name, node.name)
                 tensor = infos(node)[0]

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-COMPUTE = ("F", "B")
 SENDS = ("SF", "SB")
 RECEIVES = ("RF", "RB")
 STEP_END = ("REDUCE", "STEP", "GATHER")

@@ -42,24 +42,6 @@ class Memory:
         return asdict(self)
 
 
-def local_numel(numel_by_placement: Mapping[str, int], tp: int) -> int:
-    """Elements on one rank, given the whole elements under each placement text: `{"S0": 10, "B": 1}`.
-
-    A Split must divide evenly among `tp` ranks; other placements keep every element on every rank. Raises ValueError.
-    """
-    total = 0
-    for placement, numel in numel_by_placement.items():
-        if placement.startswith("S"):
-            if numel % tp:
-                raise ValueError(f"{numel} elements with placement {placement} do not divide among {tp} ranks")
-            total += numel // tp
-        elif placement in ("B", "Bp"):
-            total += numel
-        else:
-            raise ValueError(f"a parameter cannot lie as {placement!r}; known: B, Bp, S<dim>, S<dim>/<groups>")
-    return total
-
-
 def padded(numel: int, multiple: int) -> int:
     """`numel` rounded up to a multiple."""
     return -(-numel // multiple) * multiple

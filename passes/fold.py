@@ -402,9 +402,10 @@ def is_count(node: fx.Node) -> bool:
 
 
 def needed_prelude(folded: Folded, segments: Iterable[Segment]) -> list[fx.Node]:
-    """The prelude nodes that these segments read, with what those are computed from, in program order."""
+    """The prelude nodes that these segments read and what those are computed from, inputs and buffers included, in
+    program order."""
     wanted = ancestors(n for s in segments for n in s.prelude)
-    return [n for n in folded.prelude if n in wanted]
+    return [n for n in folded.traced.graph.graph.nodes if n in wanted]
 
 
 def crossing(folded: Folded, place: int) -> list[fx.Node]:

@@ -12,8 +12,6 @@ from torch import fx
 
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 
-Info = TensorInfo | tuple[TensorInfo, ...]
-
 
 def info(node: fx.Node) -> TensorInfo:
     """Shape, dtype and gradient of a node that is one tensor."""

@@ -143,7 +143,6 @@ VIEW = Rule(view, first)
 RESHAPE = Rule(view, first, shape(1))
 FACTORY = Rule(n.whole)
 STATISTIC = Rule(n.reduce())
-PRODUCT = Rule("... m k, ... k n -> ... m n", each)
 PLANE = Rule(n.pool(2))
 
 RULES: Mapping[Callable[..., Any], Rule] = {

@@ -17,7 +17,7 @@ from torch import fx
 
 from autoptd.codegen.expressions import Text, expression, size_text
 from autoptd.codegen.names import Names, ends_line, wish
-from autoptd.passes.factors import Strategy, local_args
+from autoptd.passes.factors import Strategy, local_args, local_shape
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import TensorInfo
@@ -267,7 +267,5 @@ def implementation_note(strategy: Strategy) -> str:
 
 def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> str:
     """`(4096, 512)` for the local part of a parameter."""
-    from autoptd.passes.factors import local_shape
-
     shape = local_shape(tensor, placement, ranks)
     return "(" + ", ".join(map(size_text, shape)) + ("," if len(shape) == 1 else "") + ")"

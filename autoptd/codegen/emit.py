@@ -96,14 +96,14 @@ def emit_program(folded: Folded, sharding: Sharding, stages: Sequence[StageSpec]
             assert blocks.setdefault(name, source) == source, f"two blocks are called {name}"
     counts = blocks.pop("loss_counts")
     files = {"__init__.py": f'"""{title}, written by autoptd."""\n'}
-    files["blocks.py"] = _file(f"Blocks of {title}.", "\n\n".join([*blocks.values(), counts]), sharding.ranks, blocks)
+    files["blocks.py"] = _file(f"Blocks of {title}.", "\n\n".join([*blocks.values(), counts]), sharding.ranks)
     where: list[tuple[str, str]] = [("", "")] * len(stages)
     for members in _same_but_for_numbers(written):
         label = _label(members)
         name, cls = f"stage_{label}.py", f"Stage{label.title().replace('_', '')}"
         source = _stage_source(written, members, cls, stages)
         word = f"Stage {members[0]}" if len(members) == 1 else f"Stages {', '.join(map(str, members))}"
-        files[name] = _file(f"{word} of {title}.", source, sharding.ranks, {}, uses=blocks)
+        files[name] = _file(f"{word} of {title}.", source, sharding.ranks, uses=blocks)
         for i in members:
             where[i] = (name, cls)
     return Program(files, tuple(where))
@@ -152,7 +152,7 @@ def _stage_source(written: Sequence[StageSource], members: Sequence[int], cls: s
     return layers + "\n".join(table) + "\n}\n\n\n" + head + text
 
 
-def _file(title: str, source: str, ranks: int, defines: dict[str, str], uses: dict[str, str] | None = None) -> str:
+def _file(title: str, source: str, ranks: int, uses: dict[str, str] | None = None) -> str:
     code = "\n".join(line.split("  # ")[0] for line in source.splitlines())
     constants = [f"{name} = {text}" for name, text in _DTYPES.items() if re.search(rf"\b{name}\b", code)]
     lines = [

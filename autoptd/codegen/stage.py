@@ -32,10 +32,11 @@ from autoptd.codegen.expressions import value_text
 from autoptd.codegen.names import Names, wish
 from autoptd.codegen.pieces import Layout, Piece, pieces_of
 from autoptd.errors import TraceError
-from autoptd.passes.fold import Folded, crossing, is_count
+from autoptd.passes.fold import Folded, crossing, is_count, needed_prelude
 from autoptd.passes.graph import ancestors, info
 from autoptd.passes.placements import B, Placement
 from autoptd.passes.sharding import Sharding
+from autoptd.passes.trace import Traced
 
 _ARGUMENTS = ("self", "counts")  # what forward takes besides
 
@@ -74,7 +75,7 @@ class _Writer:
     arguments: list[str] = field(default_factory=list)  # lines that rename arguments
 
     @property
-    def folded(self):  # type: ignore[no-untyped-def]
+    def folded(self) -> Folded:
         return self.layout.folded
 
     @property
@@ -128,9 +129,7 @@ def _bind_input(writer: _Writer, node: fx.Node) -> None:
 def _prelude(writer: _Writer, is_last: bool) -> list[fx.Node]:
     """All prelude nodes that the stage needs, placeholders included, in program order."""
     folded = writer.folded
-    wanted = ancestors(n for p in writer.pieces for n in p.prelude)
-    graph = folded.traced.graph.graph
-    found = [n for n in graph.nodes if n in wanted]
+    found = needed_prelude(folded, (s for p in writer.pieces for s in p.segments))
     assert is_last or not any(is_count(n) for n in found)
     return found
 
@@ -339,7 +338,7 @@ def _assemble(
     return StageSource("\n".join(lines) + "\n", blocks, dropout)
 
 
-def _wire(node: fx.Node, index: int, folded, sharding: Sharding, symbols: Sequence[str]) -> str:  # type: ignore[no-untyped-def]
+def _wire(node: fx.Node, index: int, folded: Folded, sharding: Sharding, symbols: Sequence[str]) -> str:
     text = wire_line(folded, sharding, node, index, symbols)
     code, _, note = text.partition("  # ")
     return f"        {code},  # {note}"
@@ -359,7 +358,7 @@ def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
     return lines
 
 
-def _where(traced, symbol: sympy.Symbol, have: dict[str, fx.Node]) -> tuple[str, int]:  # type: ignore[no-untyped-def]
+def _where(traced: Traced, symbol: sympy.Symbol, have: dict[str, fx.Node]) -> tuple[str, int]:
     """(input, dim) that has the size, an input that is read anyway first."""
     for name, node in have.items():
         if symbol in info(node).shape:
@@ -409,7 +408,7 @@ def write_counts(layout: Layout, sharding: Sharding) -> tuple[list[str], str]:
     return list(by_name), "\n".join(lines) + "\n"
 
 
-def _placeholder(traced, source: str) -> fx.Node:  # type: ignore[no-untyped-def]
+def _placeholder(traced: Traced, source: str) -> fx.Node:
     return next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == source)
 
 

@@ -10,7 +10,7 @@ import fnmatch
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import sympy
@@ -49,7 +49,6 @@ class KindCost:
     activation_bytes: int  # kept for the backward pass
     input_bytes: int  # of what it receives: all that a full recompute keeps
     temporary_bytes: int  # the largest op's operands and results
-    send_bytes: int
     collectives: tuple[str, ...]  # as the emitted code issues them, forward then backward
 
 
@@ -296,8 +295,6 @@ class Tensors(Prices):
 
     def solve(self, second_per_byte: float = 0.0, time_limit_s: float = 20.0) -> Sharded:
         """The cheapest sharding; `second_per_byte` is what a kept byte is worth."""
-        from dataclasses import replace
-
         solution = solve_splits(replace(self.problem, second_per_byte=second_per_byte), time_limit_s)
         return self.priced(self._sharding(solution), solution)
 
@@ -362,7 +359,6 @@ class Tensors(Prices):
                 backward_comm += b
                 collectives.append(row.backward)
         inputs = sum(self.nbytes(infos(n)[0], p) for n, p in zip(segment.receives, decided.receives, strict=True))
-        sends = sum(self.nbytes(infos(n)[0], p) for n, p in zip(segment.sends, decided.sends, strict=True))
         return KindCost(
             forward,
             backward,
@@ -371,7 +367,6 @@ class Tensors(Prices):
             sum(saved.values()),
             inputs,
             temporary,
-            sends,
             tuple(collectives),
         )
 

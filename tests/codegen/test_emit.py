@@ -18,7 +18,6 @@ from autoptd.codegen.emit import Program, load_stage
 from autoptd.passes.fold import Folded
 from autoptd.runtime.axis import Axis
 
-pytest.importorskip("transformers")
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = {"gpt2": gpt2, "llama": llama, "gpt2_dropout": partial(gpt2, 0.1)}
 CASES = {

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from autoptd.cost_models.memory import (
     Memory,
     in_flight,
-    local_numel,
     model_state,
     optimizer_step_bytes,
     padded,
@@ -75,14 +74,6 @@ def test_torch_keeps_as_much(optimizer: str):
 def test_unknown_choices_are_refused(wrong: dict[str, object]):
     with pytest.raises(ValueError, match="known: "):
         model_state([1], **{"precision": "bf16", "optimizer": "adamw", **wrong})  # type: ignore[arg-type]
-
-
-def test_local_numel():
-    assert local_numel({"S0": 80, "S1/3": 24, "B": 7, "Bp": 3}, tp=8) == 10 + 3 + 10
-    with pytest.raises(ValueError, match="12 elements"):
-        local_numel({"S0": 12}, tp=8)
-    with pytest.raises(ValueError, match="'P'"):
-        local_numel({"P": 8}, tp=8)
 
 
 def test_optimizer_step_bytes():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from interpret import assert_unchanged
 from torch import Tensor, nn
 
@@ -174,7 +175,6 @@ def test_hand_written_attention_stays_right() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_hugging_face_causal_mask(padded: bool) -> None:
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
     )

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from autoptd.cost_models.cluster import Cluster
@@ -16,8 +17,6 @@ from autoptd.passes.sharding import from_text, parameter_splits, to_text
 from autoptd.passes.trace import BATCH, SEQUENCE, trace
 from autoptd.search.splits import evaluate, solve_splits
 from autoptd.search.tensors import Sharded, Tensors
-
-transformers = pytest.importorskip("transformers")
 
 NODE = Cluster.load("dgx-h100")  # eight GPUs on NVLink
 
