@@ -11,20 +11,23 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoptd.api import Parallel, parallelize, plan
+    from autoptd.api import Parallel, parallelize, plan, trace
+    from autoptd.compile import TracedModel
     from autoptd.cost_models.cluster import Cluster
     from autoptd.errors import AutoptdError
     from autoptd.plans import Plan
 
-__all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "parallelize", "plan"]
+__all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel", "parallelize", "plan", "trace"]
 
 _WHERE = {
     "AutoptdError": "autoptd.errors",
     "Cluster": "autoptd.cost_models.cluster",
     "Parallel": "autoptd.api",
     "Plan": "autoptd.plans",
+    "TracedModel": "autoptd.compile",
     "parallelize": "autoptd.api",
     "plan": "autoptd.api",
+    "trace": "autoptd.api",
 }
 
 

@@ -1,4 +1,4 @@
-"""What a person calls: `plan`, `parallelize`, and the `Parallel` that runs."""
+"""What a person calls: `trace`, `plan`, `parallelize`, and the `Parallel` that runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.codegen.emit import Program, load_stage
-from autoptd.compile import Source, make_layout, make_plan, make_program, named_values, read_model, read_sharding
+from autoptd.compile import TracedModel, make_layout, make_plan, make_program, named_values, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster, default_cluster
-from autoptd.errors import AutoptdError, ClusterError, PlanError, RuntimeFault, nearest
+from autoptd.errors import AutoptdError, ClusterError, InputsError, PlanError, RuntimeFault, nearest
 from autoptd.passes.collector import without_collector
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
@@ -34,8 +34,25 @@ Optimizer = str | Callable[..., torch.optim.Optimizer]
 
 
 @without_collector()
-def plan(
+def trace(
     model: nn.Module,
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    seq: int | None = None,
+    precision: str = "bf16",
+    progress: Progress | None = None,
+) -> TracedModel:
+    """Trace a model once, for many calls of `plan` and `parallelize`, which take the result in place of the module.
+
+    Keywords are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
+    """
+    return read_model(model, inputs=inputs, loss=loss, seq=seq, precision=precision, progress=progress or Silent())
+
+
+@without_collector()
+def plan(
+    model: nn.Module | TracedModel,
     *,
     world: int,
     inputs: Mapping[str, Tensor] | None = None,
@@ -43,7 +60,7 @@ def plan(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     batch: int | None = None,
     seq: int | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     optimizer: Optimizer = "adamw",
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
@@ -55,8 +72,10 @@ def plan(
     for Hugging Face models and for modules with `example_inputs(batch, seq)`. loss: a function of the outputs (and the
     inputs, if it takes two), where `forward` gives no scalar, `.loss` or `["loss"]`. cluster: a shipped name, a TOML
     path, a `Cluster`; left out, this machine's GPUs, or dgx-h100. batch: samples per step, all ranks together; left
-    out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: any of dp, tp, pp, micro, zero, recompute,
-    sequence_parallel, splits.
+    out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made by hand, `wishes.KNOWN`; with
+    some of them a plan can be predicted, but not run (`Plan.not_runnable`).
+
+    precision: "bf16", "fp32" or "fp64"; left out, bf16. A model from `trace` brings inputs, loss, seq and precision.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, and DoesNotFit saying what is missing.
     """
@@ -64,13 +83,13 @@ def plan(
     _check_sizes(world, batch)
     wishes, chosen, where = read_wishes(fix), _optimizer_name(optimizer), _cluster(cluster)
     _check_clip(clip_norm)
-    source = read_model(model, inputs=inputs, loss=loss, seq=seq, precision=precision, progress=progress)
+    source = _traced(model, inputs, loss, seq, precision, progress)
     return make_plan(
         source,
         world=world,
         cluster=where,
         batch=batch,
-        precision=precision,
+        precision=source.precision,
         optimizer=chosen,
         wishes=wishes,
         progress=progress,
@@ -79,7 +98,7 @@ def plan(
 
 @without_collector()
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | TracedModel,
     *,
     world: int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -88,7 +107,7 @@ def parallelize(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     batch: int | None = None,
     seq: int | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     optimizer: Optimizer = "adamw",
     optimizer_options: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
@@ -126,20 +145,22 @@ def parallelize(
     chosen = _optimizer_name(optimizer, optimizer_options)
     if plan is None:
         wishes, where = read_wishes(fix), _cluster(cluster)
-        source = read_model(model, inputs=inputs, loss=loss, seq=seq, precision=precision, progress=progress)
+        source = _traced(model, inputs, loss, seq, precision, progress)
         plan = make_plan(
             source,
             world=world,
             cluster=where,
             batch=batch,
-            precision=precision,
+            precision=source.precision,
             optimizer=chosen,
             wishes=wishes,
             progress=progress,
         )
+        plan.check_runnable()
     else:
         length = seq if seq is not None else plan.sizes.get("s")
-        source = read_model(model, inputs=inputs, loss=loss, seq=length, precision=plan.precision, progress=progress)
+        plan.check_runnable()
+        source = _traced(model, inputs, loss, length, plan.precision, progress)
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
     parallel = Parallel(plan, source, program, optimizer, dict(optimizer_options or {}), clip_norm, seed)
@@ -156,7 +177,7 @@ class Parallel:
     def __init__(
         self,
         plan: Plan,
-        source: Source,
+        source: TracedModel,
         program: Program,
         optimizer: Optimizer,
         optimizer_options: dict[str, Any],
@@ -292,6 +313,39 @@ class Parallel:
         model = self._source.model
         others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)
         return {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
+
+
+def _traced(
+    model: nn.Module | TracedModel,
+    inputs: Mapping[str, Tensor] | None,
+    loss: Callable[..., Tensor] | None,
+    seq: int | None,
+    precision: str | None,
+    progress: Progress,
+) -> TracedModel:
+    """The model traced, now or before. Raises InputsError where a traced model is asked to be another."""
+    if not isinstance(model, TracedModel):
+        return read_model(
+            model,
+            inputs=inputs,
+            loss=loss,
+            seq=seq,
+            precision="bf16" if precision is None else precision,
+            progress=progress,
+        )
+    traced_as = {"seq": model.seq, "precision": model.precision}
+    asked = {"inputs": inputs, "loss": loss, "seq": seq, "precision": precision}
+    others = [
+        n for n, value in asked.items() if value is not None and (n in ("inputs", "loss") or value != traced_as[n])
+    ]
+    if others:
+        given = ", ".join(name if name in ("inputs", "loss") else f"{name} {asked[name]!r}" for name in others)
+        raise InputsError(
+            f"the model was traced before, with seq {model.seq} and {model.precision}; it is now given {given}",
+            where=", ".join(others),
+            fix="leave these out, or give them to autoptd.trace",
+        )
+    return model
 
 
 class _Rank:

@@ -1,4 +1,4 @@
-"""The command line: `autoptd plan | explain | compare | emit | models | clusters`.
+"""The command line: `autoptd plan | explain | compare | simulate | emit | models | clusters`.
 
 Exit codes: 0 done; 1 the answer is no (nothing fits, the plans differ); 2 bad usage or bad input.
 With `--json` standard output holds one JSON value, an `{"error": …}` object if things went wrong.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -23,16 +24,30 @@ from autoptd.errors import AutoptdError, DoesNotFit, nearest
 from autoptd.passes.collector import without_collector
 
 DONE, NO, BAD = 0, 1, 2
+SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 # What `--fix` takes, and how each value is read.
 FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "dp": int,
     "tp": int,
     "pp": int,
+    "cp": int,
     "micro": int,
+    "virtual": int,
+    "shards": int,
     "zero": int,
-    "recompute": ("none", "full", "auto"),
-    "schedule": ("1f1b",),
+    "recompute": ("auto", "none", "selective", "ops", "full"),
+    "schedule": SCHEDULE_KINDS,
+    "overlap": ("dp", "p2p", "tp"),  # several, or none
+    "kernels": ("eager", "fused", "compiled"),
+    "attention": ("flash", "triton", "cudnn"),
+    "gathers": ("kept", "again"),
+    "gradients": ("main", "compute"),
+    "bucket_bytes": int,
+    "stages": ("balanced", "even"),
+    "sends": ("whole", "slices"),
+    "memory": ("check", "ignore"),
+    "sequence_parallel": ("true", "false"),
 }
 _MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
 _ALL_HELP = "show every stage, activation and op as well"
@@ -122,11 +137,39 @@ def _explain(arguments: argparse.Namespace) -> int:
     from autoptd.plans import Plan
 
     plan = Plan.load(arguments.plan)
+    if arguments.memory:
+        return _explain_memory(arguments, plan)
     if arguments.json:
         _print_json({"headline": headline(plan), "prediction": prediction(plan), "plan": json.loads(plan.to_json())})
     else:
         sys.stdout.write(explain(plan, _width(), arguments.all))
     return DONE
+
+
+def _explain_memory(arguments: argparse.Namespace, plan: Any) -> int:
+    from autoptd.models.load import load_model
+
+    name = _model_of(arguments, plan.model)
+    progress = _progress(arguments)
+    with progress.stage("make the model, without weights"):
+        model, _ = load_model(name)
+    from autoptd.explain_memory import explain_memory, memory_data, traced
+
+    found = traced(plan, model, progress)
+    if arguments.json:
+        _print_json(memory_data(plan, *found))
+    else:
+        sys.stdout.write(explain_memory(plan, *found, _width()))
+    return DONE
+
+
+def _model_of(arguments: argparse.Namespace, planned: str) -> str:
+    """The model's name: given, or the plan's where it is shipped. Raises UsageError."""
+    from autoptd.models.load import model_names
+
+    if arguments.model is None and planned not in model_names():
+        raise UsageError(f"the plan is for {planned!r}, which is no shipped model", fix="say which: --model MODEL")
+    return str(arguments.model or planned)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -141,14 +184,36 @@ def _compare(arguments: argparse.Namespace) -> int:
     return DONE if a == b else NO
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    from autoptd.plans import Plan, refuse_unwritable
+    from autoptd.simulate import rank_names, report, simulate_plan, summary
+
+    if arguments.virtual is not None and arguments.schedule != "interleaved":
+        raise UsageError("--virtual is for the interleaved schedule", fix="add --schedule interleaved")
+    plan = Plan.load(arguments.plan)
+    if arguments.trace:
+        refuse_unwritable(Path(arguments.trace))
+    schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
+    if arguments.trace:
+        from autoptd.cost_models.perfetto import trace_text
+        from autoptd.plans import write_whole
+
+        write_whole(Path(arguments.trace), trace_text(timeline, rank_names(plan)))
+    if arguments.json:
+        _print_json(summary(plan, schedule, timeline))
+    else:
+        sys.stdout.write(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, _width()))
+        if arguments.trace:
+            print(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
+    return DONE
+
+
 def _emit(arguments: argparse.Namespace) -> int:
-    from autoptd.models.load import load_model, model_names
+    from autoptd.models.load import load_model
     from autoptd.plans import Plan
 
     plan = Plan.load(arguments.plan)
-    name = arguments.model or plan.model
-    if arguments.model is None and name not in model_names():
-        raise UsageError(f"the plan is for {name!r}, which is no shipped model", fix="say which: --model MODEL")
+    name = _model_of(arguments, plan.model)
     _refuse_folder(Path(arguments.out))
     progress = _progress(arguments)
     with progress.stage("make the model, without weights"):
@@ -180,6 +245,33 @@ def _clusters(arguments: argparse.Namespace) -> int:
         _print_json({cluster.name: cluster.to_data() for cluster in clusters})
     else:
         print("\n\n".join(cluster.describe() for cluster in clusters))
+    return DONE
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from autoptd.profile.command import profile, text
+
+    source = Path(arguments.source) if arguments.source else None
+    if source and (arguments.processes or arguments.points or arguments.time_limit is not None):
+        fix = "leave out --processes, --points and --time-limit, or leave out --from"
+        raise UsageError("--from measures nothing", fix=fix)
+    out, points = Path(arguments.out), Path(arguments.points) if arguments.points else None
+    found = profile(
+        out,
+        points=points,
+        source=source,
+        limit_s=arguments.time_limit or 120.0,
+        processes=arguments.processes,
+        show=not arguments.json,
+    )
+    if found is None:  # another rank of torchrun tells
+        return DONE
+    cluster, record, rows = found
+    if arguments.json:
+        data = {"cluster": cluster.to_data(), "fit": [row.to_data() for row in rows], "saved": str(out)}
+        _print_json(data | {"skipped": [f"{skipped.case}: {skipped.why}" for skipped in record.skipped]})
+    else:
+        sys.stdout.write(text(cluster, record, rows, out, points))
     return DONE
 
 
@@ -223,9 +315,9 @@ def _refuse_folder(path: Path) -> None:
 
 
 def read_fix(text: str) -> dict[str, object]:
-    """`tp=8,recompute=none` -> {"tp": 8, "recompute": "none"}. Raises argparse's error for a bad one."""
+    """`tp=8,overlap=dp,p2p` -> {"tp": 8, "overlap": ("dp", "p2p")}. Raises argparse's error for a bad one."""
     fixed: dict[str, object] = {}
-    for item in text.split(","):
+    for item in re.sub(r",(?=\s*(?:dp|p2p|tp)\s*(?:,|$))", "+", text).split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
             raise argparse.ArgumentTypeError(f"{item!r} is not NAME=VALUE, for example tp=8")
@@ -239,6 +331,10 @@ def read_fix(text: str) -> dict[str, object]:
 
 def _fixed_value(name: str, value: str) -> object:
     kind = FIXABLE[name]
+    if name == "overlap":
+        return _streams(value)
+    if name == "sequence_parallel" and value in ("true", "false"):
+        return value == "true"
     if isinstance(kind, tuple):
         if value not in kind:
             raise argparse.ArgumentTypeError(f"{name} is one of {', '.join(kind)}, not {value!r}")
@@ -249,11 +345,32 @@ def _fixed_value(name: str, value: str) -> object:
     return kind(value)
 
 
+def _streams(value: str) -> tuple[str, ...]:
+    """`dp+p2p` or `none`: what runs beside compute."""
+    streams = FIXABLE["overlap"]
+    assert isinstance(streams, tuple)
+    named = () if value == "none" else tuple(part.strip() for part in value.split("+"))
+    if wrong := [part for part in named if part not in streams]:
+        raise argparse.ArgumentTypeError(f"overlap is none, or some of {', '.join(streams)}, not {wrong[0]!r}")
+    return named
+
+
 def count(text: str) -> int:
     """A whole number from 1."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A positive time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
 
 
 def _parser() -> _Parser:
@@ -283,13 +400,26 @@ def _parser() -> _Parser:
     explain = command("explain", _explain, "show a plan: what it does and what it costs")
     explain.add_argument("plan", metavar="PLAN", help="a plan file")
     explain.add_argument("--all", action="store_true", help=_ALL_HELP)
+    explain.add_argument("--memory", action="store_true", help="formulas of what occupies memory; traces the model")
+    explain.add_argument("--model", metavar="MODEL", help=f"for --memory: {_MODEL_HELP} (default: the plan's)")
     compare = command("compare", _compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")
+    simulate = command("simulate", _simulate, "play a plan's step and show where its time goes")
+    simulate.add_argument("plan", metavar="PLAN", help="a plan file")
+    simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="play another schedule (default the plan's)")
+    simulate.add_argument("--virtual", type=count, metavar="N", help="chunks per rank, of equal work (interleaved)")
+    simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")
     emit = command("emit", _emit, "write the program of each stage as Python files")
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
     emit.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP} (default: the plan's, if shipped)")
     emit.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the files go")
+    profile = command("profile", _profile, "measure this machine and write its cluster file")
+    profile.add_argument("-o", "--out", default="cluster.toml", metavar="FILE", help="default %(default)s")
+    profile.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to spend, about (default 120)")
+    profile.add_argument("--processes", type=count, metavar="N", help="default one per GPU; without a GPU 2")
+    profile.add_argument("--points", metavar="FILE", help="keep all measured points as JSON")
+    profile.add_argument("--from", dest="source", metavar="FILE", help="fit kept points again, without measuring")
     command("models", _models, "list the shipped models")
     command("clusters", _clusters, "list the shipped clusters")
     return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.step_times import times_to_data
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import example_inputs, model_name, sequence_limit
 from autoptd.passes.collectives import count_collectives
 from autoptd.passes.fold import Folded, fold, graph_hash, is_count, needed_prelude
-from autoptd.passes.graph import infos, op_call
+from autoptd.passes.graph import infos
 from autoptd.passes.normalise import normalise
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.placements import parse_placement
@@ -30,13 +31,13 @@ from autoptd.passes.sharding import (
 )
 from autoptd.passes.trace import BATCH, SEQUENCE, trace
 from autoptd.passes.unknown import discovery
-from autoptd.passes.work import flops
-from autoptd.plans import Collectives, Mesh, Plan, Predicted, Schedule, Splits, Stage
+from autoptd.plans import Collectives, Mesh, Method, Plan, Predicted, Schedule, Splits, Stage
 from autoptd.progress import Progress
 from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
+from autoptd.search.known import Known
 from autoptd.search.planner import Answer, Planner, Task, alternatives
-from autoptd.search.stages import Staged
+from autoptd.search.stages import Staged, rank_times
 from autoptd.search.wishes import Wishes
 
 _TRACE_BATCH = 2  # samples in the example inputs that are made here
@@ -45,14 +46,25 @@ _PRECISIONS = ("bf16", "fp32", "fp64")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A traced model: its folded graph and what it was traced from."""
+class TracedModel:
+    """A model traced and folded: what `autoptd.trace` gives, and what `plan` and `parallelize` take in its place.
+
+    Made once for many plans: what one plan works out (legal strategies, sharded models) is kept for the next in
+    `known`, under everything that it depends on. The module must not change meanwhile.
+    """
 
     model: nn.Module
     name: str
     folded: Folded
     graph_hash: str
     sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
+    precision: str
+    known: Known = field(compare=False, repr=False)
+
+    @property
+    def seq(self) -> int | None:
+        """Tokens of a sample; None where the model has no sequence."""
+        return self.sizes.get(SEQUENCE)
 
 
 def read_model(
@@ -63,7 +75,7 @@ def read_model(
     seq: int | None,
     precision: str,
     progress: Progress,
-) -> Source:
+) -> TracedModel:
     """Trace and fold. Raises InputsError without inputs and no way to make them; TraceError, UnsupportedOp."""
     if precision not in _PRECISIONS:
         raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
@@ -89,10 +101,11 @@ def read_model(
     with progress.stage("normalise and fold the graph"):
         folded = fold(normalise(traced))
         digest = graph_hash(traced)
+        known = Known(folded).read()
     sizes = {s: n for s, n in traced.example.items() if s != BATCH}
     if seq is not None and SEQUENCE in sizes:
         sizes[SEQUENCE] = seq
-    return Source(model, model_name(model), folded, digest, sizes)
+    return TracedModel(model, model_name(model), folded, digest, sizes, precision, known)
 
 
 def _made_inputs(model: nn.Module, seq: int | None) -> dict[str, Tensor]:
@@ -103,7 +116,7 @@ def _made_inputs(model: nn.Module, seq: int | None) -> dict[str, Tensor]:
 
 
 def make_plan(
-    source: Source,
+    source: TracedModel,
     *,
     world: int,
     cluster: Cluster,
@@ -117,19 +130,18 @@ def make_plan(
     notes = [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
     size = batch or 8 * world
     task = Task(source.folded, cluster, world, size, source.sizes, precision, optimizer, wishes)
-    answer = Planner(task, progress).answer()
+    answer = Planner(task, progress, source.known).answer()
     notes += _notes(source, answer)
     return _written(source, task, answer, tuple(notes))
 
 
-def _notes(source: Source, answer: Answer) -> list[str]:
+def _notes(source: TracedModel, answer: Answer) -> list[str]:
     notes = list(source.folded.traced.graph.meta.get("loss_notes", ()))
     found: dict[str, None] = {}
-    for segment in source.folded.representatives.values():
-        for _, node in ops_of(segment):
-            what = discovery(op_call(node))
-            if what is not None:
-                found.setdefault(str(what), None)
+    for op in source.known.facts.ops.values():
+        what = discovery(op.call)
+        if what is not None:
+            found.setdefault(str(what), None)
     notes += [f"no row in the rule table: {text}" for text in found]
     unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
     if unused:
@@ -142,9 +154,12 @@ def _notes(source: Source, answer: Answer) -> list[str]:
     return notes
 
 
-def _embedding_notes(source: Source, answer: Answer) -> list[str]:
-    """Why each embedding table lies as it does: what a microbatch takes under each placement."""
-    if answer.tensors.ranks == 1:
+def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
+    """Why each embedding table lies as it does: what a microbatch takes under each placement.
+
+    Not where tensors were placed by hand: each placement costs a solution of the splits ILP, as long as the prediction.
+    """
+    if answer.tensors.ranks == 1 or answer.question.pins:
         return []
     names = source.folded.traced.parameters
     placed = parameter_splits(source.folded, answer.staged.sharded.sharding)
@@ -178,9 +193,9 @@ def _embedding_note(table: str, placed: str, costs: list[tuple[str, float | None
 _SPLIT_WORDS = {"S0": "split by rows", "S1": "split by hidden size"}
 
 
-def _written(source: Source, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
+def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
     staged, folded = answer.staged, source.folded
-    candidate, sharding = staged.candidate, staged.sharded.sharding
+    candidate, sharding, method = staged.candidate, staged.sharded.sharding, staged.method
     strategies, boundaries = to_text(folded, sharding)
     return Plan(
         model=source.name,
@@ -191,9 +206,20 @@ def _written(source: Source, task: Task, answer: Answer, notes: tuple[str, ...])
         sizes={str(s): int(n) for s, n in {BATCH: candidate.micro, **task.sizes}.items()},
         precision=task.precision,  # type: ignore[arg-type]
         optimizer=task.optimizer,  # type: ignore[arg-type]
-        mesh=Mesh(dp=candidate.dp, tp=candidate.tp, pp=candidate.pp),
-        schedule=Schedule(kind="1f1b", microbatches=candidate.microbatches),
+        mesh=Mesh(dp=candidate.dp, tp=candidate.tp, pp=candidate.pp, cp=method.cp),
+        schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
         zero=candidate.zero,
+        method=Method(
+            recompute=candidate.recompute if candidate.recompute in ("selective", "ops") else "full",  # type: ignore[arg-type]
+            overlap=method.overlap,  # type: ignore[arg-type]
+            kernels=method.kernels,  # type: ignore[arg-type]
+            attention=method.attention,  # type: ignore[arg-type]
+            gathers=method.gathers,  # type: ignore[arg-type]
+            gradients=method.gradients,  # type: ignore[arg-type]
+            bucket_bytes=method.bucket_bytes,
+            shards=method.shards,
+            sends=method.sends,  # type: ignore[arg-type]
+        ),
         stages=tuple(
             Stage(first=first, last=last, modules=_modules(folded, first, last), recompute=tuple(map(int, recompute)))
             for (first, last), recompute in zip(staged.solution.boundaries, staged.solution.recompute, strict=True)
@@ -217,52 +243,43 @@ def _modules(folded: Folded, first: int, last: int) -> str:
     return a if first == last else f"{a} … {b}"
 
 
-def model_flops(source: Source, batch: int) -> float:
-    """Floating point operations of a step that the model asks for: forward, and twice that backward."""
-    values = {BATCH: 1, **source.sizes}
-    total = 0.0
-    for segment in source.folded.segments:
-        for _, node in ops_of(segment):
-            call = op_call(node)
-            count = flops(call)
-            times = 1 + sum(t.requires_grad for t in call.operands[:2])
-            total += times * float(sympy.sympify(count).subs(values))
-    return total * batch
-
-
-def _predicted(source: Source, task: Task, staged: Staged, answer: Answer) -> Predicted:
+def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) -> Predicted:
     candidate, m = staged.candidate, staged.candidate.microbatches
-    slowest = max(range(candidate.pp), key=lambda i: staged.stages[i].forward_s + staged.stages[i].backward_s)
-    cost, times = staged.stages[slowest], staged.times[slowest]
-    work = cost.forward_s + cost.backward_s
-    end = {"dp_communication": times.reduce_s + times.gather_s, "optimizer": times.step_s}
+    ranks = [staged.stages[rank :: candidate.pp] for rank in range(candidate.pp)]
+    slowest = max(range(candidate.pp), key=lambda rank: sum(s.forward_s + s.backward_s for s in ranks[rank]))
+    chunks, end = ranks[slowest], staged.ends[slowest]
+    again = sum(s.recompute_s for s in chunks)
+    tp = sum(s.forward_tp_s + s.backward_tp_s for s in chunks)
+    sharding = sum(s.sharding_s for s in chunks)
+    work = sum(s.forward_s + s.backward_s for s in chunks)
     parts = {
-        "compute": m * max(0.0, work - cost.comm_s - cost.recompute_s),
-        "recompute": m * cost.recompute_s,
-        "tp_communication": m * cost.comm_s,
-        **end,
+        "compute": m * max(0.0, work - tp - again - sharding),
+        "recompute": m * again,
+        "tp_communication": m * tp,
+        "dp_communication": m * sharding + end.reduce_s + end.gather_s,
+        "optimizer": end.step_s,
     }
     idle = staged.seconds - sum(parts.values())
     parts["pipeline_bubble"] = idle if idle > 1e-9 * staged.seconds else 0.0  # or the rounding of the sum
-    flop = model_flops(source, task.batch)
+    flop = source.known.flops(tuple(task.sizes.items())) * task.batch
     tokens = task.batch * float(task.sizes.get(SEQUENCE, 1))
     peak = task.cluster.device.matmul_flops_per_s.of(task.precision)
-    memory = tuple({k: int(v) for k, v in s.memory.to_data().items()} for s in staged.stages)
     return Predicted(
         step_time_s=staged.seconds,
         tokens_per_s=tokens / staged.seconds,
         mfu=flop / (staged.seconds * task.world * peak),
-        memory_bytes=int(max(s.memory.total for s in staged.stages)),
+        memory_bytes=int(max(m.total for m in staged.memory)),
         time_s=parts,
-        memory=memory,
+        memory=tuple({k: int(v) for k, v in m.to_data().items()} for m in staged.memory),
         model_flops_per_step=flop,
+        times=times_to_data(rank_times(staged)),
     )
 
 
 # ---- from a plan to a program ----
 
 
-def read_sharding(source: Source, plan: Plan) -> Sharding:
+def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
     """The plan's tensor-level decisions on this graph. Raises PlanFileError."""
     plan.check_graph(source.graph_hash)
     by_name = {str(s): s for s in source.folded.traced.sizes}
@@ -277,14 +294,14 @@ def read_sharding(source: Source, plan: Plan) -> Sharding:
     )
 
 
-def make_program(source: Source, plan: Plan, sharding: Sharding) -> Program:
+def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program:
     """The emitted program of a plan."""
     specs = [StageSpec(s.first, s.last, frozenset(s.recompute)) for s in plan.stages]
     program = emit_program(source.folded, sharding, specs, plan.model)
     return Program({**program.files, "plan.json": plan.to_json()}, program.stages)
 
 
-def make_layout(source: Source, plan: Plan) -> Layout:
+def make_layout(source: TracedModel, plan: Plan) -> Layout:
     """What the runtime needs to know of the plan."""
     folded, traced = source.folded, source.folded.traced
     shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
@@ -326,7 +343,7 @@ def make_layout(source: Source, plan: Plan) -> Layout:
     )
 
 
-def named_values(source: Source) -> dict[str, Any]:
+def named_values(source: TracedModel) -> dict[str, Any]:
     """Constants that the graph closes over, by the names under which stages hold them."""
     traced = source.folded.traced
     return {name: value for name, value in traced.constants.items() if name not in traced.buffers}

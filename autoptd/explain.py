@@ -46,6 +46,7 @@ def explain(plan: Plan, width: int = WIDTH, all: bool = False) -> str:
         Text(headline(plan)),
         Text(steps(plan)),
         Text(prediction(plan)),
+        Text(method(plan)),
         *_section("Time of one step", _time_table(plan)),
         *_section("Memory of one rank in each stage, GiB", _memory_table(plan, width, all)),
         *_section("Stages", _stage_table(plan, all)),
@@ -61,7 +62,7 @@ def explain(plan: Plan, width: int = WIDTH, all: bool = False) -> str:
         for kind, strategies in sorted(plan.strategies.items()):
             parts += _section(f"Strategies in {kind}", _split_table(strategies.items()))
     parts += _notes(plan)
-    return _render(parts, width)
+    return render(parts, width)
 
 
 def explain_html(plan: Plan) -> str:
@@ -95,6 +96,27 @@ def prediction(plan: Plan) -> str:
     )
 
 
+def method(plan: Plan) -> str:
+    """How it is carried out; a second line says so if only a prediction is possible."""
+    asked = plan.method
+    beside = f"{', '.join(asked.overlap)} beside compute" if asked.overlap else "nothing beside compute"
+    parts = [f"{asked.kernels} kernels", f"gradients in the {asked.gradients} type", beside]
+    if asked.attention != "flash":
+        parts.append(f"{asked.attention} attention")
+    if asked.gathers == "again":
+        parts.append("what tp gathers gathered again")
+    if asked.bucket_bytes:
+        parts.append(f"buckets of {asked.bucket_bytes / 1e6:.0f} MB")
+    if plan.schedule.virtual > 1:
+        parts.append(f"{plan.schedule.virtual} chunks per rank")
+    if asked.shards:
+        parts.append(f"shards of {asked.shards} ranks")
+    if asked.sends == "slices":
+        parts.append("sends in slices")
+    said = f"carried out with {', '.join(parts)}"
+    return f"{said}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else said
+
+
 def seconds(value: float) -> str:
     """`0.0123` -> `12.3 ms`: three digits in the fitting unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -115,7 +137,7 @@ def compare(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B"), width: int = 
     memory = _differences(_fullest(a), _fullest(b), lambda size: f"{size / _GIB:.2f} GiB")
     parts += _section("Memory of the fullest stage", _sides(names, memory))
     parts += _section("Parameters split differently", _sides(names, _split_differences(a, b)))
-    return _render(parts, width)
+    return render(parts, width)
 
 
 def verdict(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B")) -> str:
@@ -246,7 +268,8 @@ def _recompute(plan: Plan) -> str:
     again = sum(len(set(stage.recompute)) for stage in plan.stages)
     if again == 0:
         return "none"
-    return "full" if again == len(plan.segments) else f"{again} of {len(plan.segments)} segments"
+    part = "" if plan.method.recompute == "full" else f"{plan.method.recompute}, "
+    return "full" if again == len(plan.segments) and not part else f"{part}{again} of {len(plan.segments)} segments"
 
 
 def _runs(rows: Sequence[Mapping[str, int]]) -> list[tuple[int, int, Mapping[str, int]]]:
@@ -353,7 +376,8 @@ def _section(title: str, table: Table | None) -> list[RenderableType]:
     return [] if table is None else ["", Text(title), Padding(table, (0, 0, 0, 2))]
 
 
-def _render(parts: Sequence[RenderableType], width: int) -> str:
+def render(parts: Sequence[RenderableType], width: int) -> str:
+    """Tables and text as plain text of at most `width` columns."""
     sink = io.StringIO()
     console = Console(file=sink, width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
     for part in parts:

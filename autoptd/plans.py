@@ -52,29 +52,49 @@ class _Part(BaseModel):
 
 
 class Mesh(_Part):
-    """Sizes of the axes. Rank = (pp_i * dp + dp_i) * tp + tp_i: tp is fastest."""
+    """Sizes of the axes. Rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i: tp is fastest."""
 
     dp: Count
     tp: Count
     pp: Count
+    cp: Count = 1
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"dp {self.dp} × tp {self.tp} × pp {self.pp}"
+        cp = f" × cp {self.cp}" if self.cp > 1 else ""
+        return f"dp {self.dp} × tp {self.tp} × pp {self.pp}{cp}"
 
 
 class Schedule(_Part):
     """Which schedule the stages follow, and how many microbatches make one step."""
 
-    kind: Literal["1f1b"]
+    kind: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
     microbatches: Count
+    virtual: Count = 1  # chunks of the model per pipeline rank
+
+
+class Method(_Part):
+    """How the plan is carried out; each word is explained where it is read, `autoptd.search.wishes.Method`."""
+
+    recompute: Literal["full", "selective", "ops"] = "full"  # what the segments in a stage's `recompute` run again
+    overlap: tuple[Literal["dp", "p2p", "tp"], ...] = ("p2p",)
+    kernels: Literal["eager", "fused", "compiled"] = "eager"
+    attention: Literal["flash", "triton", "cudnn"] = "flash"
+    gathers: Literal["kept", "again"] = "kept"
+    gradients: Literal["main", "compute", "both"] = "main"
+    bucket_bytes: Index = 0
+    shards: Index = 0
+    sends: Literal["whole", "slices"] = "whole"
 
 
 class Stage(_Part):
-    """Segments `first` to `last` (both included), named by `modules`; those in `recompute` keep no activations."""
+    """Segments `first` to `last` (both included), named by `modules`; those in `recompute` keep no activations.
+
+    With several chunks per rank, stage k is chunk k // pp of rank k % pp.
+    """
 
     first: Index
     last: Index
@@ -110,6 +130,7 @@ class Predicted(_Part):
     time_s: dict[str, Amount]  # category -> seconds per step
     memory: tuple[dict[str, Index], ...]  # per stage: category -> bytes of one rank
     model_flops_per_step: Amount
+    times: tuple[dict[str, Amount], ...] = ()  # per stage: of a microbatch, by `simulate.times_to_data`
 
 
 class Plan(_Part):
@@ -130,7 +151,8 @@ class Plan(_Part):
     optimizer: Literal["adamw", "sgd", "custom"]
     mesh: Mesh
     schedule: Schedule
-    zero: Annotated[int, Field(ge=0, le=1)]
+    zero: Annotated[int, Field(ge=0, le=3)]
+    method: Method = Method()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
     splits: Splits
@@ -206,6 +228,35 @@ class Plan(_Part):
                 fix=f"start {self.world} processes, or plan again with world={world}",
             )
 
+    @property
+    def not_runnable(self) -> tuple[str, ...]:
+        """What of this plan the runtime cannot carry out: it is a prediction only. Empty for plans that run."""
+        default, asked = Method(), self.method
+        reasons = {
+            f"cp {self.mesh.cp}": self.mesh.cp > 1,
+            f"the {self.schedule.kind} schedule": self.schedule.kind != "1f1b",
+            f"ZeRO {self.zero}": self.zero > 1,
+            f"{asked.recompute} recomputation": asked.recompute != "full" and any(s.recompute for s in self.stages),
+            f"overlap of {', '.join(asked.overlap) or 'nothing'}": asked.overlap != default.overlap,
+            f"{asked.kernels} kernels": asked.kernels != default.kernels,
+            f"{asked.attention} attention": asked.attention != default.attention,
+            "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,
+            f"buckets of {asked.bucket_bytes} bytes": asked.bucket_bytes != default.bucket_bytes,
+            "gradients in the compute type": asked.gradients != default.gradients and self.precision == "bf16",
+            f"shards of {asked.shards} ranks": asked.shards not in (0, self.mesh.dp),
+            "sends in slices": asked.sends != default.sends and self.mesh.pp > 1 and self.mesh.tp > 1,
+        }
+        return tuple(reason for reason, holds in reasons.items() if holds)
+
+    def check_runnable(self) -> None:
+        """Raise PlanError naming what of the plan nothing here can carry out."""
+        if self.not_runnable:
+            raise PlanError(
+                f"the plan can be predicted, but not run: {'; '.join(self.not_runnable)}",
+                where="plan",
+                fix="plan again without fixing these",
+            )
+
     def explain(self, all: bool = False) -> str:
         """The plan as a person reads it, 100 columns wide; with `all`, every tensor and op as well."""
         from autoptd.explain import explain
@@ -258,6 +309,8 @@ def _faults(plan: Plan) -> Iterator[Fault]:
     yield from _placement_faults(plan)
     if len(plan.predicted.memory) != plan.mesh.pp:
         yield "predicted.memory", f"has {len(plan.predicted.memory)} entries; one per stage is {plan.mesh.pp}"
+    if plan.predicted.times and len(plan.predicted.times) != len(plan.stages):
+        yield "predicted.times", f"has {len(plan.predicted.times)} entries; one per stage is {len(plan.stages)}"
 
 
 def _batch_faults(plan: Plan) -> Iterator[Fault]:
@@ -275,8 +328,10 @@ def _batch_faults(plan: Plan) -> Iterator[Fault]:
 
 
 def _stage_faults(plan: Plan) -> Iterator[Fault]:
-    if len(plan.stages) != plan.mesh.pp:
-        yield "stages", f"has {len(plan.stages)} entries, but mesh.pp is {plan.mesh.pp}"
+    virtual = plan.schedule.virtual
+    if len(plan.stages) != plan.mesh.pp * virtual:
+        chunks = f" with {virtual} chunks each" if virtual > 1 else ""
+        yield "stages", f"has {len(plan.stages)} entries, but mesh.pp is {plan.mesh.pp}{chunks}"
     start = 0
     for i, stage in enumerate(plan.stages):
         if stage.first != start:

@@ -16,11 +16,12 @@ import sys
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoptd.cost_models.complaints import describe_mistakes
+from autoptd.cost_models.wiring import check_wiring
 from autoptd.errors import ClusterError, nearest
 
 if sys.version_info >= (3, 11):
@@ -31,6 +32,7 @@ else:
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+_NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
 
 class _Frozen(BaseModel):
@@ -59,6 +61,14 @@ class Sustained(_Frozen):
     source: str = ""
 
 
+class AttentionRates(_Frozen):
+    """Fractions of the matmul peak that one implementation of fused attention sustains."""
+
+    forward: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    backward: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    source: str = ""
+
+
 class Device(_Frozen):
     """One accelerator (or one CPU process). Sizes in bytes, rates per second, times in seconds."""
 
@@ -68,11 +78,19 @@ class Device(_Frozen):
     memory_bytes: Annotated[int, Field(gt=0)]
     context_bytes: Annotated[int, Field(ge=0)] = 0  # taken by the driver and loaded kernels before the first tensor
     memory_bytes_per_s: Rate
-    launch_s: Seconds = 0.0  # added to every op
+    launch_s: Seconds = 0.0  # added to every kernel
+    dispatch_s: Seconds = 0.0  # of the host, for every op that it launches: the step is no faster than this
+    multiprocessors: Annotated[int, Field(gt=0)] | None = None  # None: every shape of a matmul runs at one rate
+    collective_multiprocessors: Annotated[int, Field(ge=0)] = 0  # that collectives take from kernels beside them
+    k_overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of a tile of a matmul, in steps along k
+    head_overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of attention, in elements of a head
     matmul_flops_per_s: Peaks
     matmul_sustained: Sustained = Sustained()
-    attention_sustained: Sustained = Sustained()
+    attention_sustained: Sustained = Sustained()  # forward
+    attention_backward_sustained: Sustained | None = None  # None: as forward
+    attention: dict[Name, AttentionRates] = {}  # implementations besides the usual one, by name
     memory_sustained: Sustained = Sustained()
+    rows_sustained: Sustained | None = None  # by kernels that need whole rows: softmax, norms; None: as others
 
     @model_validator(mode="after")
     def _leaves_room(self) -> Device:
@@ -81,28 +99,61 @@ class Device(_Frozen):
         return self
 
     @property
+    def collective_share(self) -> float:
+        """The share of the device that collectives take while they run beside kernels."""
+        return self.collective_multiprocessors / self.multiprocessors if self.multiprocessors else 0.0
+
+    @property
     def usable_bytes(self) -> int:
         """Memory that tensors and the allocator can have."""
         return self.memory_bytes - self.context_bytes
 
 
+class InSwitch(_Frozen):
+    """Sums in the switch of a level (NVLink SHARP): the fraction of `bytes_per_s` it sustains, and a pass's latency."""
+
+    fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    latency_s: Seconds
+    source: str = ""
+
+
 class Link(_Frozen):
     """One level: groups of `ranks` neighbouring ranks; None on the last level, which has no end.
 
-    `bytes_per_s` is per GPU, one direction: the GPU's own share where several GPUs share a NIC.
-    `latency_s` is one hop of a collective or one message.
+    `bytes_per_s` is per GPU, one direction: the GPU's own share where several GPUs share a NIC. `port_bytes_per_s` is
+    what one GPU reaches while its neighbours are silent, such as a whole NIC; left out, its share.
+    `latency_s` is one hop of a collective or one message, in NCCL's simple protocol.
+    `protocols` are those of NCCL that the link can carry; "plain" stands for rings without any, such as those of gloo.
+    `in_switch`: the level's switch sums. `wiring`: the links between GPUs of a unit that has no switch.
     """
 
     name: Name
     source: str = ""
     ranks: Annotated[int, Field(gt=0)] | None = None
     bytes_per_s: Rate
+    port_bytes_per_s: Rate | None = None
     latency_s: Seconds
     sustained: Sustained = Sustained()
+    protocols: Annotated[tuple[Literal["LL", "LL128", "Simple", "plain"], ...], Field(min_length=1)] = _NCCL_PROTOCOLS
+    in_switch: InSwitch | None = None
+    wiring: tuple[tuple[int, ...], ...] | None = None
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Link:
+        if self.port_bytes_per_s is not None and self.port_bytes_per_s < self.bytes_per_s:
+            raise ValueError(f"port_bytes_per_s {self.port_bytes_per_s} is less than bytes_per_s {self.bytes_per_s}")
+        if self.wiring is not None:
+            check_wiring(self.wiring, self.ranks)
+        return self
 
     @property
     def sustained_bytes_per_s(self) -> float:
         return self.bytes_per_s * self.sustained.fraction
+
+    def lane_bytes_per_s(self, sharers: int, active: int) -> float:
+        """Sustained rate of one of `active` ranks at work, of the `sharers` that share a unit's links."""
+        alone = max(self.bytes_per_s, self.port_bytes_per_s or 0.0)
+        return min(self.bytes_per_s * sharers / active, alone) * self.sustained.fraction
 
 
 class Cluster(_Frozen):
@@ -113,8 +164,13 @@ class Cluster(_Frozen):
     device: Device
     levels: Annotated[tuple[Link, ...], Field(min_length=1)]
 
+    def __hash__(self) -> int:  # of a few fields: collectives are looked up by cluster tens of thousands of times
+        return hash((self.name, self.device.name, self.levels[0].bytes_per_s, self.levels[-1].bytes_per_s))
+
     @model_validator(mode="after")
     def _levels_nest(self) -> Cluster:
+        if any(level.wiring or level.in_switch for level in self.levels[1:]):
+            raise ValueError("only the first of levels may have `wiring` or `in_switch`")
         sizes = [level.ranks for level in self.levels]
         if None in sizes[:-1]:
             raise ValueError("only the last of levels may leave out `ranks`")
@@ -176,8 +232,8 @@ class Cluster(_Frozen):
             name=f"{gpus_per_node}x {chosen.name}",
             device=chosen,
             levels=(
-                intra.model_copy(update={"ranks": gpus_per_node, "bytes_per_s": float(intra_node_bytes_per_s)}),
-                inter.model_copy(update={"bytes_per_s": float(inter_node_bytes_per_s)}),
+                _with_rate(intra, intra_node_bytes_per_s, ranks=gpus_per_node),
+                _with_rate(inter, inter_node_bytes_per_s),
             ),
         )
 
@@ -243,6 +299,13 @@ def default_cluster() -> Cluster:
     return Cluster.load("dgx-h100")
 
 
+def _with_rate(level: Link, bytes_per_s: float, **changes: Any) -> Link:
+    """The level at another rate per GPU, where what one GPU alone reaches is not known; `wiring` is not kept."""
+    if bytes_per_s != level.bytes_per_s:
+        changes |= {"bytes_per_s": float(bytes_per_s), "port_bytes_per_s": None}
+    return level.model_copy(update={"wiring": None, **changes})
+
+
 def _visible_gpus() -> tuple[str, ...]:
     import torch  # here, so that reading a cluster does not load torch
 
@@ -255,7 +318,9 @@ def _with_node_of(cluster: Cluster, gpus: int) -> Cluster:
     if gpus == inner.ranks:
         return cluster
     name = f"{cluster.name}, {gpus} GPUs a node"
-    return cluster.model_copy(update={"name": name, "levels": (inner.model_copy(update={"ranks": gpus}), *outer)})
+    return cluster.model_copy(
+        update={"name": name, "levels": (_with_rate(inner, inner.bytes_per_s, ranks=gpus), *outer)}
+    )
 
 
 def _check_sizes(gpus_per_node: int, intra_bytes_per_s: float, inter_bytes_per_s: float) -> None:

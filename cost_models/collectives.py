@@ -1,18 +1,6 @@
-"""Time of collectives and messages: latency and bandwidth over the levels of a cluster.
+"""Time of collectives and messages, as NCCL would run them on the links of a cluster.
 
-A group is `ranks` members, `stride` ranks apart. Its ring visits the members of a node one after the other, so on each
-level it crosses between neighbouring units; with k members in each unit, k such rings run at once, each leaving through
-its own member's link. A group therefore moves data at
-
-    bus = min over crossed levels of  k(level - 1) * bytes_per_s(level)        k(-1) = 1, k = members in one unit
-
-(8 of 8 GPUs of a node: NVLink, then 8 NICs together; tp 8 and dp across nodes: each dp group has its own NIC.) With n
-ranks, V bytes in the whole tensor and h the latency of n - 1 hops around the ring:
-
-    all_gather, reduce_scatter   h + (n - 1)/n V / bus          (Thakur et al. 2005)
-    all_reduce                   both, one after the other
-    broadcast                    h + V / bus                    (pipelined)
-    all_to_all                   h over the n - 1 partners + the slowest level's share of V/n / bytes_per_s
+`paths` says what a group crosses, `nccl` what each algorithm and protocol costs there; here the quickest is taken.
 
 `nbytes` is everywhere V, the bytes of the whole tensor of this group: what all_gather ends with, reduce_scatter starts
 from, each rank of an all_reduce or broadcast holds, and all ranks of an all_to_all hold together.
@@ -20,108 +8,78 @@ from, each rank of an all_reduce or broadcast holds, and all ranks of an all_to_
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from functools import lru_cache
 
-from autoptd.cost_models.cluster import Cluster, Link
-from autoptd.errors import ClusterError
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.nccl import COLLECTIVES, Way, common_protocols
+from autoptd.cost_models.paths import crossings, message_lane
 
-
-@dataclass(frozen=True)
-class Crossing:
-    """A level that a group communicates over."""
-
-    link: Link
-    hops: int  # edges of the ring on this level; over all levels they add up to the number of ranks
-    lanes: int  # members that leave one unit of the level below side by side
-    partners: int  # ranks that a member reaches over this level
-
-
-def crossings(cluster: Cluster, ranks: int, stride: int) -> tuple[Crossing, ...]:
-    """The levels that a group of `ranks` members, `stride` apart, communicates over, innermost first."""
-    if ranks < 1 or stride < 1:
-        raise ValueError(f"a group needs ranks >= 1 and stride >= 1, got ranks={ranks}, stride={stride}")
-    found = []
-    inside = 1  # members in one unit of the level below
-    for level in cluster.levels:
-        here = ranks if level.ranks is None else min(ranks, max(inside, level.ranks // stride))
-        if here > inside:
-            units = -(-ranks // inside)
-            outer = -(-ranks // here)
-            hops = units - (outer if outer > 1 else 0)
-            found.append(Crossing(level, hops, ranks % inside or inside, here - inside))
-        inside = here
-    if inside < ranks:
-        raise ClusterError(
-            f"a group of {ranks} ranks with stride {stride} is larger than cluster {cluster.name!r} "
-            f"({cluster.levels[-1].ranks} ranks)",
-            fix="use fewer ranks, or leave out `ranks` of the cluster's last level",
-        )
-    return tuple(found)
-
-
-def ring_bytes_per_s(path: tuple[Crossing, ...]) -> float:
-    """The bandwidth at which the group's rings pass data on together."""
-    return min(crossing.lanes * crossing.link.sustained_bytes_per_s for crossing in path)
-
-
-def ring_latency_s(path: tuple[Crossing, ...]) -> float:
-    """Latency of n - 1 hops, leaving out the quickest of the ring's n."""
-    around_s = sum(crossing.hops * crossing.link.latency_s for crossing in path)
-    return around_s - min(crossing.link.latency_s for crossing in path)
-
-
-def _one_pass_s(nbytes: float, path: tuple[Crossing, ...], ranks: int) -> float:
-    return ring_latency_s(path) + nbytes * (ranks - 1) / ranks / ring_bytes_per_s(path)
-
-
-def _two_passes_s(nbytes: float, path: tuple[Crossing, ...], ranks: int) -> float:
-    return 2 * _one_pass_s(nbytes, path, ranks)
-
-
-def _pipelined_s(nbytes: float, path: tuple[Crossing, ...], ranks: int) -> float:
-    return ring_latency_s(path) + nbytes / ring_bytes_per_s(path)
-
-
-def _pairwise_s(nbytes: float, path: tuple[Crossing, ...], ranks: int) -> float:
-    """Each rank sends every partner 1/n of its slice; levels work side by side, each GPU on its own links."""
-    per_pair = nbytes / ranks / ranks
-    latency_s = sum(crossing.partners * crossing.link.latency_s for crossing in path)
-    return latency_s + max(crossing.partners * per_pair / crossing.link.sustained_bytes_per_s for crossing in path)
-
-
-COLLECTIVES: dict[str, Callable[[float, tuple[Crossing, ...], int], float]] = {
-    "all_gather": _one_pass_s,
-    "all_reduce": _two_passes_s,
-    "all_to_all": _pairwise_s,
-    "broadcast": _pipelined_s,
-    "reduce_scatter": _one_pass_s,
-}
+__all__ = ["COLLECTIVES", "algorithm", "collective_s", "p2p_s", "ways"]
 
 
 def collective_s(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> float:
     """Seconds of one collective of `nbytes` (the whole tensor) in a group of `ranks` members, `stride` apart.
 
-    Raises ValueError for an unknown name, or a group that the cluster cannot hold. One rank alone takes no time.
+    Groups of the same kind are taken to fill the cluster and to work at the same time. Never falls as `nbytes` grows.
+    One rank alone takes no time. Raises ValueError for an unknown name, ClusterError for a group that the cluster
+    cannot hold.
     """
-    if name not in COLLECTIVES:
-        raise ValueError(f"unknown collective {name!r}; known: {', '.join(COLLECTIVES)}")
     if nbytes < 0:
         raise ValueError(f"{name} of {nbytes} bytes: cannot be negative")
-    path = crossings(cluster, ranks, stride)
-    return COLLECTIVES[name](nbytes, path, ranks) if ranks > 1 else 0.0
+    found = ways(name, cluster, ranks, stride)
+    return min([way.seconds(nbytes) for way in found]) if found else 0.0
+
+
+def algorithm(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> str:
+    """How `collective_s` takes it to run: "ring Simple", "tree LL128", "nvls" …; "none" for one rank alone."""
+    found = ways(name, cluster, ranks, stride)
+    return min(found, key=lambda way: way.seconds(nbytes)).name if found else "none"
 
 
 def p2p_s(nbytes: float, cluster: Cluster, distance_ranks: int, first_rank: int = 0) -> float:
-    """Seconds of one message from `first_rank` to the rank `distance_ranks` on, over their innermost common level."""
+    """Seconds of one message from `first_rank` to the rank `distance_ranks` on, over their innermost common level.
+
+    Every rank is taken to send as far at the same time, as in a pipeline. Raises ValueError, ClusterError.
+    """
     if nbytes < 0 or distance_ranks < 0 or first_rank < 0:
         raise ValueError(f"cannot be negative: nbytes={nbytes}, distance={distance_ranks}, first_rank={first_rank}")
     if distance_ranks == 0:
         return 0.0
-    for level in cluster.levels:
-        if level.ranks is None or first_rank % level.ranks + distance_ranks < level.ranks:
-            return level.latency_s + nbytes / level.sustained_bytes_per_s
-    raise ClusterError(
-        f"rank {first_rank + distance_ranks} is outside cluster {cluster.name!r} ({cluster.levels[-1].ranks} ranks)",
-        fix="use fewer ranks, or leave out `ranks` of the cluster's last level",
+    return min([way.seconds(nbytes) for way in _message_ways(cluster, distance_ranks, first_rank)])
+
+
+@lru_cache(maxsize=4096)
+def ways(name: str, cluster: Cluster, ranks: int, stride: int) -> tuple[Way, ...]:
+    """Every way to run a collective that is the quickest for some size; none for one rank alone.
+
+    Raises ValueError for an unknown name, ClusterError for a group larger than the cluster.
+    """
+    if name not in COLLECTIVES:
+        raise ValueError(f"unknown collective {name!r}; known: {', '.join(COLLECTIVES)}")
+    path = crossings(cluster, ranks, stride)
+    if not path:
+        return ()
+    return _worth_a_look(COLLECTIVES[name](path, ranks, common_protocols(tuple(crossing.link for crossing in path))))
+
+
+@lru_cache(maxsize=4096)
+def _message_ways(cluster: Cluster, distance_ranks: int, first_rank: int) -> tuple[Way, ...]:
+    link, bytes_per_s = message_lane(cluster, distance_ranks, first_rank)
+    inside = link == cluster.levels[0]
+    return _worth_a_look(
+        Way(
+            protocol.name,
+            protocol.base_s + link.latency_s * (protocol.hop_inside if inside else protocol.hop_between),
+            1 / bytes_per_s / protocol.bandwidth,
+        )
+        for protocol in common_protocols((link,))
     )
+
+
+def _worth_a_look(candidates: Iterable[Way]) -> tuple[Way, ...]:
+    kept: list[Way] = []
+    for way in candidates:
+        if not any(way.never_quicker(other) for other in kept):
+            kept = [other for other in kept if not other.never_quicker(way)] + [way]
+    return tuple(kept)

@@ -1,55 +1,116 @@
-"""Time of one op on one device, by the roofline (Williams et al. 2009).
+"""Time of one kernel on one device.
 
-    t = max(flops / sustained flop/s, bytes / sustained bytes/s) + launch
+Memory-bound ops move their bytes at the sustained rate of the device's memory. Products follow the tiles of the kernel
+(NVIDIA 2023, "Matrix Multiplication Background User's Guide", tile and wave quantisation): a result of M × N is cut
+into tiles of m × n, one per multiprocessor at a time, in waves; a tile runs through K after a prologue that takes as
+long as `k_overhead` steps of it. Few tiles with a long K are cut along K as well (split-K), at the price of adding up
+the parts through memory:
 
-Matmuls run at the matrix units' rate for their precision, attention at the fraction of it that fused attention reaches,
-everything else at the plain fp32 (or fp64) rate. An op that neither computes nor moves anything (a view) takes no time.
-All functions are pure on numbers, so that a caller may evaluate its symbolic sizes first.
+    t = waves · 2 m n (K / splits + k_overhead) / (sustained flop/s of a multiprocessor · rate of the tile)
+    waves = ceil(batch · ceil(M / m) · ceil(N / n) · splits / multiprocessors)
+
+and never faster than its bytes. The quickest (tile, splits) is what a tuned library picks. Fused attention (Dao 2023,
+FlashAttention-2) computes blocks of 128 queries; under a causal mask it skips blocks above the diagonal. Every kernel
+takes `launch_s` besides. All functions are pure on numbers.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autoptd.cost_models.cluster import Device
 
-KINDS = ("matmul", "attention", "memory")
+KINDS = ("matmul", "attention", "memory", "rows")
+# rows and columns of a tile, and the share of the best tile's rate that it sustains: smaller ones read more per product
+# (NVIDIA 2023, figure 4: arithmetic intensity m n / (m + n) against what the multiprocessor's shared memory delivers)
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.93),
+    (64, 128, 0.8),
+    (128, 64, 0.8),
+    (64, 64, 0.65),
+    (32, 64, 0.4),
+)
+SPLITS = (1, 2, 4, 8, 16)
+ATTENTION_BLOCK = 128  # queries and keys of a block of fused attention
 
 
 @dataclass(frozen=True)
 class OpWork:
-    """What one op does on one rank: flops, bytes read and written, precision of its operands ("bf16", …).
+    """What one kernel (or several alike) does on one rank.
 
-    `m`, `n`, `k` are the local sizes of a matmul (m×k times k×n) where known, for models that depend on shape.
+    `nbytes`: read and written. `dtype`: of its operands ("bf16", …). `launches`: kernels, 0 where it is part of another
+    one. Products: `batch` × (`m` × `k` times `k` × `n`) where known. Attention: `batch` heads, `m` queries, `n` keys,
+    `k` the head size; flops count the whole square even where it is `causal`.
     """
 
     kind: str
     flops: float
     nbytes: float
     dtype: str
-    m: float | None = None
-    n: float | None = None
-    k: float | None = None
+    m: int | None = None
+    n: int | None = None
+    k: int | None = None
+    batch: int = 1
+    causal: bool = False
+    backward: bool = False
+    launches: int = 1
+    implementation: str = ""  # of attention; "" is the usual one of a device
 
 
-def matmul_s(
-    device: Device,
-    flops: float,
-    nbytes: float,
-    dtype: str,
-    m: float | None = None,
-    n: float | None = None,
-    k: float | None = None,
-) -> float:
-    """Seconds of a (batched) matmul, without launch. All shapes sustain one fraction of the peak."""
-    compute_s = flops / (device.matmul_flops_per_s.of(dtype) * device.matmul_sustained.fraction)
-    return max(compute_s, memory_s(device, nbytes))
+def matmul_s(device: Device, work: OpWork) -> float:
+    """Seconds of a (batched) matmul, without launch. Without m, n and k it runs at the best rate."""
+    rate = device.matmul_flops_per_s.of(work.dtype) * device.matmul_sustained.fraction
+    bytes_s = memory_s(device, work.nbytes)
+    if work.m is None or work.n is None or work.k is None or device.multiprocessors is None:
+        return max(work.flops / rate, bytes_s)
+    steps, extra_bytes = _best_tiling(
+        work.batch, work.m, work.n, work.k, device.multiprocessors, device.k_overhead, memory_s(device, 1.0) * rate
+    )
+    return max(steps / rate + memory_s(device, extra_bytes), bytes_s)
 
 
-def attention_s(device: Device, flops: float, nbytes: float, dtype: str) -> float:
-    """Seconds of fused attention, without launch: flops of both matmuls, bytes of q, k, v and output only."""
-    compute_s = flops / (device.matmul_flops_per_s.of(dtype) * device.attention_sustained.fraction)
-    return max(compute_s, memory_s(device, nbytes))
+@lru_cache(maxsize=65536)
+def _best_tiling(
+    batch: int, m: int, n: int, k: int, multiprocessors: int, k_overhead: float, flops_per_byte: float
+) -> tuple[float, float]:
+    """(flops that the device would have done in that time at its best rate, bytes of adding up splits)."""
+    best, least = (math.inf, 0.0), math.inf
+    for rows, columns, share in TILES:
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        for splits in SPLITS:
+            if splits > 1 and k // splits < 8 * 32:
+                break
+            waves = -(-tiles * splits // multiprocessors)
+            flops = waves * multiprocessors * 2 * rows * columns * (k / splits + k_overhead) / share
+            extra = 8.0 * batch * m * n * splits if splits > 1 else 0.0  # fp32 parts, written and read
+            total = flops + extra * flops_per_byte
+            if total < least:
+                best, least = (flops, extra), total
+            if waves > 4:
+                break
+    return best
+
+
+def attention_s(device: Device, work: OpWork) -> float:
+    """Seconds of fused attention, without launch: flops of its matmuls, bytes of q, k, v and output only."""
+    rates = device.attention.get(work.implementation)
+    if rates:
+        fraction = rates.backward if work.backward else rates.forward
+    else:
+        backward = device.attention_backward_sustained if work.backward else None
+        fraction = (backward or device.attention_sustained).fraction
+    flops = work.flops
+    if work.m and work.n and work.k:
+        if work.causal:  # blocks on and below the diagonal
+            blocks = -(-max(work.m, work.n) // ATTENTION_BLOCK)
+            flops *= (blocks + 1) / (2 * blocks)
+        flops *= 1 + device.head_overhead / work.k
+    compute_s = flops / (device.matmul_flops_per_s.of(work.dtype) * fraction)
+    return max(compute_s, memory_s(device, work.nbytes))
 
 
 def memory_s(device: Device, nbytes: float) -> float:
@@ -65,13 +126,16 @@ def op_s(device: Device, work: OpWork) -> float:
         return 0.0
     match work.kind:
         case "matmul":
-            busy_s = matmul_s(device, work.flops, work.nbytes, work.dtype, work.m, work.n, work.k)
+            busy_s = matmul_s(device, work)
         case "attention":
-            busy_s = attention_s(device, work.flops, work.nbytes, work.dtype)
+            busy_s = attention_s(device, work)
         case "memory":
             # elementwise arithmetic on half-precision operands runs in fp32
             rate = device.matmul_flops_per_s.of("fp64" if work.dtype == "fp64" else "fp32")
             busy_s = max(work.flops / rate, memory_s(device, work.nbytes))
+        case "rows":
+            sustained = device.rows_sustained or device.memory_sustained
+            busy_s = work.nbytes / (device.memory_bytes_per_s * sustained.fraction)
         case _:
             raise ValueError(f"unknown kind of op {work.kind!r}; known: {', '.join(KINDS)}")
-    return busy_s + device.launch_s
+    return busy_s + work.launches * device.launch_s

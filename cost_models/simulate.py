@@ -1,14 +1,30 @@
-"""Simulation of one training step from the lists of actions that its stages execute.
+"""Simulation of one training step from the lists of actions that its pipeline ranks execute.
 
-    F, B                  forward, backward of a microbatch: the stage is busy for their seconds
-    SF, SB                send on: takes the stage no time; the message leaves when its edge and direction are free, and
-                          is there `send_*_s` later
-    RF, RB                receive: the stage waits until the message is there
-    REDUCE, STEP, GATHER  end of the step: busy for their seconds
+Each rank has streams that run beside each other: compute, tp, p2p (one per edge and direction), dp.
 
-Each stage does its list in order, and an edge's two directions are separate, each first in, first out. Such a network
-has one outcome whatever order the stages are visited in (Kahn 1974), so no clock or queue of events is needed: run a
-stage until it waits for a message, then whoever may go on.
+    F, B, W   forward, backward, weight gradients of a microbatch on a chunk, on the compute stream. Collectives on the
+              tp axis come on top: F lasts forward_s + forward_tp_s. With `Overlap.tp` it lasts the longer of the two.
+              Where a rank has W, B lasts backward_s - weight_s, and W weight_s.
+    SF, SB    send on. With `Overlap.p2p` the rank goes on at once; the message leaves when its edge and direction are
+              free, and is there `send_*_s` later. Without, it holds the sender's compute stream for that time, as
+              Megatron-LM's batched send and receive does without --overlap-p2p-communication (a batch sends one way
+              and receives the other at once: it costs the ranks at either end the time of one message each, as here).
+    RF, RB    receive: the rank waits until the message is there
+    REDUCE    the reduction of gradients on the dp axis. With `Overlap.dp` it runs on the dp stream, chunk by chunk,
+              while the last backward of the chunk runs (the last W, where there are W): in n buckets, of which the k-th
+              starts when k/n of that backward is done and the stream is free. REDUCE waits for what is left.
+              A chunk's part of the reduction is that of its backward_s in the rank's.
+    STEP      the optimizer. No rank starts it before all are done with REDUCE: the gradient norm is global.
+    GATHER    the parameters' all-gather. With `Overlap.gather` it takes no time at the end of the step: it runs on the
+              dp stream from the start of the (next) step on, and the first forward of each chunk waits for the buckets
+              that it needs.
+
+What is left out: communication slows down no computing that runs beside it, streams do not share links, and a sender
+never waits for a receiver (the executor lets two messages of a channel be under way).
+
+Each rank does its list in order, and an edge's two directions are separate, each first in, first out. Such a network
+has one outcome whatever order the ranks are visited in (Kahn 1974), so no clock or queue of events is needed: run a
+rank until it waits for a message, then whoever may go on.
 
 1F1B, 3 stages, 4 microbatches, forward 1 s, backward 2 s, messages free; a column is a second, (4 + 3 - 1) * 3 of them:
 
@@ -20,103 +36,116 @@ stage until it waits for a message, then whoever may go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
 
+from autoptd.cost_models.step_times import ChunkTimes as ChunkTimes
+from autoptd.cost_models.step_times import Overlap, StageTimes
+from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
 from autoptd.errors import PlanError
+from autoptd.schedule import Action
+
+KINDS = ("F", "B", "W", "SF", "SB", "RF", "RB", "REDUCE", "STEP", "GATHER")
 
 
-class ActionLike(Protocol):
-    """What a stage does: its kind, and the microbatch it does it for (None at the end of a step)."""
+class _Rank:
+    """One rank on its way through its list."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def microbatch(self) -> int | None: ...
+    def __init__(self, actions: Sequence[ActionLike], times: StageTimes, overlap: Overlap) -> None:
+        self.actions, self.times, self.overlap = actions, times, overlap
+        self.record = RankRecord(actions, overlap.tp)
+        self.now_s = 0.0
+        self.dp_free_s = 0.0
+        self.forward_in: deque[tuple[int | None, int, float, float]] = deque()  # microbatch, chunk, sent, there
+        self.backward_in: deque[tuple[int | None, int, float, float]] = deque()
+        splits = any(action.kind == "W" for action in actions)
+        put_off = [c.weight_s if splits else 0.0 for c in times.chunks]
+        compute_s = {
+            "F": [c.forward_s for c in times.chunks],
+            "B": [c.backward_s - w for c, w in zip(times.chunks, put_off, strict=True)],
+        }
+        tp_s = {"F": [c.forward_tp_s for c in times.chunks], "B": [c.backward_tp_s for c in times.chunks]}
+        self.seconds = {
+            kind: [max(c, t) if overlap.tp else c + t for c, t in zip(compute_s[kind], tp_s[kind], strict=True)]
+            for kind in "FB"
+        }
+        self.record.tp_s = {
+            kind: [(t, s - c) for t, s, c in zip(tp_s[kind], self.seconds[kind], compute_s[kind], strict=True)]
+            for kind in "FB"
+        }
+        self.seconds["W"] = put_off
+        self.firsts = dict(self._firsts(range(len(actions)), "F")) if overlap.gathers and times.gather_s else {}
+        last = dict(self._firsts(range(len(actions))[::-1], "W" if splits else "B")) if overlap.dp else {}
+        self.lasts = last if times.reduce_s else {}
+        self.share = times.shares()
+        self.piece = 1 / times.buckets if times.buckets else 0.0
+        self._gather_from_the_start()
 
+    def _firsts(self, order: range, kind: str) -> Iterator[tuple[int, int]]:
+        """(index, chunk) of the first action of the kind on each chunk, in an order of the list."""
+        missing = set(range(len(self.times.chunks)))
+        for at in order:
+            if self.actions[at].kind == kind and self.actions[at].chunk in missing:
+                missing.remove(self.actions[at].chunk)
+                yield at, self.actions[at].chunk
+            if not missing:
+                return
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of each kind of action on one stage; sends are the time of the message to the neighbour."""
+    def _gather_from_the_start(self) -> None:
+        self.gathered_from_s: dict[int, float] = {}
+        for chunk in self.firsts.values():
+            self.gathered_from_s[chunk] = self.dp_free_s
+            self.dp_free_s += self.times.gather_s * self.share[chunk]
+            self.record.dp.append((Action("GATHER", None, chunk), self.gathered_from_s[chunk], self.dp_free_s))
 
-    forward_s: float
-    backward_s: float
-    send_forward_s: float = 0.0
-    send_backward_s: float = 0.0
-    reduce_s: float = 0.0
-    step_s: float = 0.0
-    gather_s: float = 0.0
+    def beside(self, at: int, start_s: float, end_s: float) -> float:
+        """When an action that has dp communication beside it ends."""
+        if at in self.firsts:
+            chunk, forward_s = self.firsts[at], end_s - start_s
+            from_s, gather_s = self.gathered_from_s[chunk], self.times.gather_s * self.share[chunk]
+            begins_s = from_s + gather_s * self.piece + forward_s
+            waited_s = max(end_s, begins_s, from_s + gather_s + forward_s * self.piece) - end_s
+            self.record.dp_exposed_s += waited_s
+            return end_s + waited_s
+        chunk = self.lasts[at]
+        reduce_s = self.times.reduce_s * self.share[chunk]
+        from_s = max(self.dp_free_s, start_s + (end_s - start_s) * self.piece)
+        self.dp_free_s = max(from_s + reduce_s, end_s + reduce_s * self.piece)
+        self.record.dp.append((Action("REDUCE", None, chunk), from_s, self.dp_free_s))
+        return end_s
 
-
-class Event(NamedTuple):
-    """One action of one stage; for a receive, the time it waited."""
-
-    stage: int
-    action: ActionLike
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One simulated step. `idle_s` is the bubble: the makespan less the time that a stage works."""
-
-    makespan_s: float
-    busy_s: tuple[float, ...]
-    idle_s: tuple[float, ...]
-    events: tuple[Event, ...]  # by stage, then in order of execution
-
-    @property
-    def bubble(self) -> float:
-        """The fraction of all stages' time in which they do not work."""
-        whole_s = self.makespan_s * len(self.idle_s)
-        return sum(self.idle_s) / whole_s if whole_s else 0.0
-
-    def busy_by_kind_s(self, stage: int) -> dict[str, float]:
-        """Seconds that a stage spends on each kind of action; a receive's are waiting."""
-        seconds: dict[str, float] = {}
-        for event in self.events:
-            if event.stage == stage:
-                seconds[event.action.kind] = seconds.get(event.action.kind, 0.0) + event.end_s - event.start_s
-        return seconds
-
-
-WORK = {"F": "forward_s", "B": "backward_s", "REDUCE": "reduce_s", "STEP": "step_s", "GATHER": "gather_s"}
-SENDS = {"SF": (+1, "send_forward_s"), "SB": (-1, "send_backward_s")}
-RECEIVES = {"RF": -1, "RB": +1}
-
-
-class _Edge:
-    """Messages on the way from one stage to a neighbour."""
-
-    def __init__(self) -> None:
-        self.free_s = 0.0
-        self.messages: deque[tuple[int | None, float]] = deque()
-
-    def send(self, microbatch: int | None, now_s: float, transfer_s: float) -> None:
-        self.free_s = max(now_s, self.free_s) + transfer_s
-        self.messages.append((microbatch, self.free_s))
+    def end_of_step(self, kind: str) -> float:
+        """When REDUCE, STEP or GATHER ends that starts now."""
+        match kind:
+            case "REDUCE" if self.lasts:
+                return max(self.now_s, self.dp_free_s)
+            case "REDUCE":
+                return self.now_s + self.times.reduce_s
+            case "STEP":
+                return self.now_s + self.times.step_s
+            case _:
+                return self.now_s + (0.0 if self.firsts else self.times.gather_s)
 
 
 class _Simulation:
-    def __init__(self, schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes]) -> None:
-        self.schedule = schedule
-        self.seconds = [{kind: getattr(t, name) for kind, name in WORK.items()} for t in times]
-        self.transfer_s = [{kind: getattr(t, name) for kind, (_, name) in SENDS.items()} for t in times]
-        stages = len(schedule)
-        self.done = [0] * stages
-        self.clock_s = [0.0] * stages
-        self.busy_s = [0.0] * stages
-        self.events: list[list[Event]] = [[] for _ in range(stages)]
-        self.edges = {(s, t): _Edge() for s in range(stages) for t in (s - 1, s + 1) if 0 <= t < stages}
+    def __init__(self, schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes], overlap: Overlap) -> None:
+        self.schedule, self.overlap = schedule, overlap
+        self.virtual = 1 + max((action.chunk for actions in schedule for action in actions), default=0)
+        for stage, own in enumerate(times):
+            if len(own.chunks) < self.virtual:
+                raise ValueError(f"stage {stage}: {self.virtual} chunks, but times for {len(own.chunks)}")
+        self.ranks = [_Rank(actions, own, overlap) for actions, own in zip(schedule, times, strict=True)]
+        self.free_s = {"SF": [0.0] * len(schedule), "SB": [0.0] * len(schedule)}  # of the edge, by sender
+        self.to_step = {s for s, actions in enumerate(schedule) if any(a.kind == "STEP" for a in reversed(actions))}
+        self.at_step_s: dict[int, float] = {}
 
     def run(self) -> None:
-        ready = deque(range(len(self.schedule)))
+        ready = deque(range(len(self.ranks)))
         while ready:
             ready.extend(self._advance(ready.popleft()))
-        blocked = [s for s, actions in enumerate(self.schedule) if self.done[s] < len(actions)]
+        blocked = [s for s, rank in enumerate(self.ranks) if len(rank.record.ends_s) < len(rank.actions)]
         if blocked:
+            # who stands at STEP waits for the others
+            blocked = [s for s in blocked if self._next(s).kind != "STEP"] or blocked
             raise PlanError(
                 f"the schedule cannot finish: {len(blocked)} of {len(self.schedule)} stages wait for messages that "
                 "nobody sends",
@@ -125,55 +154,93 @@ class _Simulation:
             )
 
     def _advance(self, stage: int) -> set[int]:
-        """Run one stage until it waits or is done; returns the stages that it sent to."""
-        actions, seconds = self.schedule[stage], self.seconds[stage]
-        now_s, woken = self.clock_s[stage], set()
-        for at in range(self.done[stage], len(actions)):
+        """Run one rank until it waits or is done; returns the ranks that may now go on.
+
+        One loop over local names: it runs once per action of the schedule.
+        """
+        rank, woken = self.ranks[stage], set()
+        actions, record, now_s = rank.actions, rank.record, rank.now_s
+        starts_s, ends_s = record.starts_s, record.ends_s
+        forward_s, backward_s, weight_s = (rank.seconds[kind] for kind in "FBW")
+        marked = {**rank.firsts, **rank.lasts}
+        forward_in, backward_in = rank.forward_in, rank.backward_in
+        busy_s = record.busy_s
+        for at in range(len(ends_s), len(actions)):
             action, start_s = actions[at], now_s
             kind = action.kind
-            if kind in seconds:
-                now_s += seconds[kind]
-                self.busy_s[stage] += seconds[kind]
-            elif kind in SENDS:
-                woken.add(self._send(stage, at, now_s))
-            elif kind in RECEIVES:
-                there_s = self._receive(stage, at)
-                if there_s is None:
+            if kind == "RF" or kind == "RB":
+                inbox = forward_in if kind == "RF" else backward_in
+                if not inbox:
+                    self._neighbour(stage, at, -1 if kind == "RF" else +1)
                     break
-                now_s = max(now_s, there_s)
+                microbatch, chunk, sent_s, there_s = inbox.popleft()
+                if microbatch != action.microbatch or chunk != action.chunk:
+                    raise self._wrong(stage, at, f"the message that arrives is that of {_at(microbatch, chunk)}")
+                if there_s > now_s:
+                    record.awaited_s += there_s - max(now_s, sent_s)
+                    now_s = there_s
+            elif kind == "SF" or kind == "SB":
+                target, there_s = self._send(stage, at, now_s)
+                woken.add(target)
+                if not self.overlap.p2p:
+                    record.held_s += there_s - now_s
+                    busy_s += there_s - now_s
+                    now_s = there_s
             else:
-                raise self._wrong(stage, at, f"known kinds: {', '.join([*WORK, *SENDS, *RECEIVES])}")
-            self.events[stage].append(Event(stage, action, start_s, now_s))
-        self.done[stage] = len(self.events[stage])
-        self.clock_s[stage] = now_s
-        return woken
+                if kind == "F":
+                    now_s += forward_s[action.chunk]
+                elif kind == "B":
+                    now_s += backward_s[action.chunk]
+                elif kind == "W":
+                    now_s += weight_s[action.chunk]
+                elif kind not in KINDS:
+                    raise self._wrong(stage, at, f"known kinds: {', '.join(KINDS)}")
+                else:
+                    if kind == "STEP":
+                        self.at_step_s.setdefault(stage, now_s)
+                        if len(self.at_step_s) < len(self.to_step):
+                            break
+                        woken |= self.to_step
+                        start_s = now_s = max(self.at_step_s.values())
+                    rank.now_s = now_s
+                    now_s = rank.end_of_step(kind)
+                if at in marked:
+                    now_s = rank.beside(at, start_s, now_s)
+                busy_s += now_s - start_s
+            starts_s.append(start_s)
+            ends_s.append(now_s)
+        rank.now_s, record.busy_s = now_s, busy_s
+        return woken - {stage}
 
-    def _send(self, stage: int, at: int, now_s: float) -> int:
-        """Put the message on its edge; returns the stage it goes to."""
+    def _send(self, stage: int, at: int, now_s: float) -> tuple[int, float]:
+        """Put the message on its edge; returns the rank it goes to, and when it is there."""
         action = self.schedule[stage][at]
-        target = stage + SENDS[action.kind][0]
-        self._edge(stage, target, stage, at).send(action.microbatch, now_s, self.transfer_s[stage][action.kind])
-        return target
+        forward = action.kind == "SF"
+        target, chunk = self._neighbour(stage, at, 1 if forward else -1)
+        own, free_s = self.ranks[stage].times.chunks[action.chunk], self.free_s[action.kind]
+        leaves_s = max(now_s, free_s[stage])
+        there_s = leaves_s + (own.send_forward_s if forward else own.send_backward_s)
+        free_s[stage] = there_s
+        inbox = self.ranks[target].forward_in if forward else self.ranks[target].backward_in
+        inbox.append((action.microbatch, chunk, now_s, there_s))
+        self.ranks[stage].record.sent.append((at, leaves_s, there_s))
+        return target, there_s
 
-    def _receive(self, stage: int, at: int) -> float | None:
-        """When the message is there; None if nobody has sent it yet."""
-        action = self.schedule[stage][at]
-        edge = self._edge(stage + RECEIVES[action.kind], stage, stage, at)
-        if not edge.messages:
-            return None
-        microbatch, there_s = edge.messages.popleft()
-        if microbatch != action.microbatch:
-            raise self._wrong(stage, at, f"the message that arrives is that of microbatch {microbatch}")
-        return there_s
+    def _neighbour(self, stage: int, at: int, step: int) -> tuple[int, int]:
+        """The rank and chunk of the next or previous stage of the model."""
+        target, chunk = stage + step, self.schedule[stage][at].chunk
+        if not 0 <= target < len(self.ranks):
+            target, chunk = target % len(self.ranks), chunk + step
+            if not 0 <= chunk < self.virtual or len(self.ranks) == 1:
+                raise self._wrong(stage, at, "there is no stage on that side")
+        return target, chunk
 
-    def _edge(self, source: int, target: int, stage: int, at: int) -> _Edge:
-        if (source, target) not in self.edges:
-            raise self._wrong(stage, at, "there is no stage on that side")
-        return self.edges[source, target]
+    def _next(self, stage: int) -> ActionLike:
+        return self.schedule[stage][len(self.ranks[stage].record.ends_s)]
 
     def _standing(self, stage: int) -> str:
-        at = self.done[stage]
-        return f"stage {stage} at {_text(self.schedule[stage][at])}, action {at} of {len(self.schedule[stage])}"
+        at = len(self.ranks[stage].record.ends_s)
+        return f"stage {stage} at {_text(self._next(stage))}, action {at} of {len(self.schedule[stage])}"
 
     def _wrong(self, stage: int, at: int, why: str) -> PlanError:
         return PlanError(
@@ -183,26 +250,31 @@ class _Simulation:
         )
 
 
+def _at(microbatch: int | None, chunk: int) -> str:
+    return f"microbatch {microbatch}" + (f" on chunk {chunk}" if chunk else "")
+
+
 def _text(action: ActionLike) -> str:
-    return action.kind if action.microbatch is None else f"{action.kind}{action.microbatch}"
+    number = "" if action.microbatch is None else f"{action.microbatch}"
+    return f"{action.kind}{number}" + (f".{action.chunk}" if action.chunk else "")
 
 
-def simulate(schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes]) -> Timeline:
-    """Play one step: `schedule[s]` is what stage s does in order, `times[s]` how long its actions take.
+def simulate(
+    schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes], overlap: Overlap | None = None
+) -> Timeline:
+    """Play one step: `schedule[r]` is what pipeline rank r does in order, `times[r]` how long its actions take.
 
-    Raises PlanError for lists that cannot finish (with the actions at which stages are blocked), that receive a
-    message meant for another microbatch, or that hold an unknown kind.
+    Raises PlanError for lists that cannot finish (with the actions at which ranks are blocked), that receive a
+    message meant for another microbatch or chunk, or that hold an unknown kind; ValueError for times that are missing.
     """
     if len(schedule) != len(times):
         raise ValueError(f"{len(schedule)} stages, but times for {len(times)}")
-    simulation = _Simulation(schedule, times)
+    simulation = _Simulation(schedule, times, overlap or Overlap())
     simulation.run()
-    makespan_s = max(simulation.clock_s, default=0.0)
     return Timeline(
-        makespan_s=makespan_s,
-        busy_s=tuple(simulation.busy_s),
-        idle_s=tuple(makespan_s - busy_s for busy_s in simulation.busy_s),
-        events=tuple(event for events in simulation.events for event in events),
+        makespan_s=max((rank.now_s for rank in simulation.ranks), default=0.0),
+        busy_s=tuple(rank.record.busy_s for rank in simulation.ranks),
+        records=tuple(rank.record for rank in simulation.ranks),
     )
 
 

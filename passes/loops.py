@@ -112,6 +112,8 @@ def divide(size: Size, by: Size) -> Size:
     if isinstance(size, int) and isinstance(by, int):
         assert size % by == 0, f"{size} is not a multiple of {by}"
         return size // by
+    if isinstance(by, int) and by == 1:
+        return size
     quotient = sympy.cancel(sympy.sympify(size) / by)
     return int(quotient) if quotient.is_Integer else quotient
 

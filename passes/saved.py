@@ -1,10 +1,12 @@
 """What autograd keeps of an op for its backward pass, found by running the op on meta tensors under its own hooks.
 
-Two ops are told apart from what meta tensors show, because the kernels of an accelerator keep less:
+Three ops are told apart from what meta tensors show, because the kernels of an accelerator keep less:
 
     attention   the flash kernel: query, key, value, mask, result, and the log of the sum of exponentials of each
                 query in float32; never the scores (Dao et al. 2022, FlashAttention)
     dropout     a boolean mask
+    rms_norm    operand, weight, and the reciprocal root mean square of each row in float32 (aten._fused_rms_norm, which
+                torch runs on CUDA); on a CPU it is written out and keeps two more tensors in float32
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from autoptd.runtime import ops
 aten = torch.ops.aten
 ATTENTION = frozenset({aten.scaled_dot_product_attention.default, ops.attention})
 DROPOUT = frozenset({aten.dropout.default, ops.dropout})
+RMS_NORM = frozenset({aten.rms_norm.default})
 
 # Values for symbols on meta tensors: distinct, unlikely as a model's sizes, and divisible by all small numbers.
 SYMBOL_VALUES = (55440, 50400, 45360, 75600, 83160, 98280)
@@ -52,7 +55,14 @@ def saved_tensors(call: OpCall) -> Saved:
     if call.target in DROPOUT:
         shape = call.operands[0].shape
         return Saved(extra=(TensorInfo(shape, torch.bool, False),)) if _drops(call) else Saved()
+    if call.target in RMS_NORM:
+        return _rms_norm(call)
     return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+
+
+def is_off(call: OpCall) -> bool:
+    """Whether a call is a dropout that drops nothing and hands its operand through."""
+    return call.target in DROPOUT and not _drops(call)
 
 
 def _drops(call: OpCall) -> bool:
@@ -65,16 +75,16 @@ def _attention(call: OpCall) -> Saved:
     return Saved(tuple(range(len(call.operands))), (0,), (rows,))
 
 
+def _rms_norm(call: OpCall) -> Saved:
+    source, normalised = call.operands[0], len(call.arg(1, "normalized_shape"))
+    rows = (*source.shape[: source.ndim - normalised], *(1,) * normalised)
+    return Saved(tuple(range(len(call.operands))), (), (TensorInfo(rows, torch.float32, False),))
+
+
 @cache
 def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Saved:
     call = OpCall(target, args, dict(kwargs), outputs)
-    symbols = sorted(set(_symbols((call.args, tuple(call.kwargs.values()), call.outputs))), key=str)
-    assert len(symbols) <= len(SYMBOL_VALUES), f"{target} has more symbols than there are values: {symbols}"
-    values = dict(zip(symbols, SYMBOL_VALUES, strict=False))
-    operands: list[Tensor] = []
-    concrete = [_concrete(a, values, operands) for a in call.args]
-    named = {k: _concrete(v, values, operands) for k, v in call.kwargs.items()}
-    named |= {"device": torch.device("meta")} if "device" in named else {}
+    run, operands, values = meta_call(call)
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -82,15 +92,27 @@ def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.enable_grad():
-        results = as_list(target(*concrete, **named))
+        results = as_list(run())
     before, after = [_storage(x) for x in operands], [_storage(y) for y in results]
     stores = {_storage(x): x for x in kept}
-    known = _names(call, values)
+    known = name_sizes(call, values)
     return Saved(
         tuple(i for i, s in enumerate(before) if s in stores),
         tuple(i for i, s in enumerate(after) if s in stores and s not in before),
         tuple(_symbolic(x, known) for s, x in stores.items() if s not in before and s not in after and x.numel() > 1),
     )
+
+
+def meta_call(call: OpCall) -> tuple[Callable[[], Any], list[Tensor], dict[sympy.Symbol, int]]:
+    """The call on meta tensors, its tensor operands, and the numbers that stand for its symbols."""
+    symbols = sorted(set(_symbols((call.args, tuple(call.kwargs.values()), call.outputs))), key=str)
+    assert len(symbols) <= len(SYMBOL_VALUES), f"{call.target} has more symbols than there are values: {symbols}"
+    values = dict(zip(symbols, SYMBOL_VALUES, strict=False))
+    operands: list[Tensor] = []
+    concrete = [_concrete(a, values, operands) for a in call.args]
+    named = {k: _concrete(v, values, operands) for k, v in call.kwargs.items()}
+    named |= {"device": torch.device("meta")} if "device" in named else {}
+    return (lambda: call.target(*concrete, **named)), operands, values
 
 
 def _concrete(value: Any, values: Mapping[sympy.Symbol, int], operands: list[Tensor]) -> Any:
@@ -130,7 +152,7 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _names(call: OpCall, values: Mapping[sympy.Symbol, int]) -> dict[int, Size]:
+def name_sizes(call: OpCall, values: Mapping[sympy.Symbol, int]) -> dict[int, Size]:
     """What a number stands for: a symbolic size of the call, or a product of its sizes."""
     sizes: Sequence[Size] = list(dict.fromkeys(n for t in call.operands + call.outputs for n in t.shape if n != 1))
     products = [a * b for a, b in combinations_with_replacement(sizes, 2)]

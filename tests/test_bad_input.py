@@ -250,18 +250,31 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
     ("fix", "what", "way_out"),
     [
         ({"tpp": 2}, "'tpp' cannot be fixed", "did you mean 'tp'"),
-        ({3: 2}, "3 cannot be fixed", "known: cp, dp"),
+        ({3: 2}, "3 cannot be fixed", "known: attention, bucket_bytes, cp, dp"),
         ({"tp": "2"}, "tp is '2'", "a whole number of at least 1"),
         ({"tp": True}, "tp is True", "a whole number of at least 1"),
         ({"micro": 0}, "micro is 0", "a whole number of at least 1"),
         ("tp=2", "fix is 'tp=2', not a mapping", "fix={'tp': 8}"),
         ([("tp", 2)], "fix is [('tp', 2)], not a mapping", "fix={'tp': 8}"),
-        ({"zero": 3}, "zero 3 is not possible", "possible: 0, 1"),
-        ({"zero": True}, "zero True is not possible", "possible: 0, 1"),
-        ({"recompute": "some"}, "recompute 'some' is not possible", "'auto', 'none', 'full'"),
-        ({"recompute": ["full"]}, "recompute ['full'] is not possible", "'auto', 'none', 'full'"),
-        ({"cp": 2}, "cp 2 cannot be run yet", "leave it out"),
-        ({"schedule": "gpipe"}, "schedule 'gpipe' cannot be run yet", "1f1b"),
+        ({"zero": 4}, "zero 4 is not possible", "possible: 0, 1, 2, 3"),
+        ({"zero": True}, "zero True is not possible", "possible: 0, 1, 2, 3"),
+        ({"recompute": "some"}, "recompute 'some' is not possible", "'auto', 'none', 'selective', 'ops', 'full'"),
+        ({"recompute": ["full"]}, "recompute ['full'] is not possible", "'none', 'selective'"),
+        ({"cp": 0}, "cp is 0", "a whole number of at least 1"),
+        ({"cp": 3}, "world 8 is not divisible by cp 3", "use a divisor"),
+        ({"schedule": "gpipes"}, "schedule 'gpipes' is not possible", "'1f1b', 'gpipe'"),
+        ({"schedule": "interleaved"}, "schedule 'interleaved' with virtual 1", "several chunks per rank"),
+        ({"virtual": 2, "schedule": "1f1b"}, "schedule '1f1b' with virtual 2", "several chunks per rank"),
+        ({"virtual": 2.0}, "virtual is 2.0", "a whole number of at least 1"),
+        ({"shards": -1}, "shards is -1", "a whole number of at least 1"),
+        ({"overlap": "dp"}, "overlap is 'dp'", "('dp', 'p2p', 'tp')"),
+        ({"overlap": ["dp", "pp"]}, "overlap is ['dp', 'pp']", "('dp', 'p2p', 'tp')"),
+        ({"kernels": "fast"}, "kernels 'fast' is not possible", "'eager', 'fused', 'compiled'"),
+        ({"attention": "ring"}, "attention 'ring' is not possible", "'flash', 'triton', 'cudnn'"),
+        ({"gradients": "fp32"}, "gradients 'fp32' is not possible", "'main', 'compute'"),
+        ({"stages": 2}, "stages 2 is not possible", "'balanced', 'even'"),
+        ({"sends": True}, "sends True is not possible", "'whole', 'slices'"),
+        ({"memory": "none"}, "memory 'none' is not possible", "'check', 'ignore'"),
         ({"sequence_parallel": 1}, "sequence_parallel is 1", "True or False"),
         ({"splits": ["S0"]}, "splits is ['S0']", "'*.q_proj.weight': 'S0'"),
         ({"splits": {"*.qkv.weight": "T0"}}, "'T0' is not a placement", "S<dim>"),
@@ -341,7 +354,7 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "a world of at least 5: parameters, gradients and optimizer state alone are 4 GiB" in err
     needed = float(err.split("or devices of ")[1].split()[0])
     assert 2.5 < needed < 4.5
-    assert f"{needed} GiB (dgx-a100-40gb, dgx-a100-80gb, dgx-b200, dgx-h100, dgx-h200, local)" in err
+    assert f"{needed} GiB ({', '.join(autoptd.Cluster.names())})" in err
 
 
 def test_missing_bytes_are_what_is_missing():

@@ -168,7 +168,17 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         (["plan", "gpt2", "--world", "8", "--fix", "tp"], "'tp' is not NAME=VALUE"),
         (["plan", "gpt2", "--world", "8", "--fix", "tp=2,tp=4"], "'tp' is fixed twice"),
         (["plan", "gpt2", "--world", "8", "--fix", "tp=-2"], "tp is a whole number from 1, not '-2'"),
-        (["plan", "gpt2", "--world", "8", "--fix", "recompute=ful"], "recompute is one of none, full"),
+        (
+            ["plan", "gpt2", "--world", "8", "--fix", "recompute=ful"],
+            "recompute is one of auto, none, selective, ops, full, not 'ful'",
+        ),
+        (["plan", "gpt2", "--world", "8", "--fix", "overlap=dp,pp"], "'pp' is not NAME=VALUE"),
+        (
+            ["plan", "gpt2", "--world", "8", "--fix", "overlap=all"],
+            "overlap is none, or some of dp, p2p, tp, not 'all'",
+        ),
+        (["plan", "gpt2", "--world", "8", "--fix", "sequence_parallel=1"], "sequence_parallel is one of true, false"),
+        (["plan", "gpt2", "--world", "8", "--fix", "schedule=interleave"], "schedule is one of 1f1b, gpipe"),
         (["plan", "gpt3-175", "--world", "8"], "did you mean 'gpt3-175b'"),
         (["plan", "./nowhere/config.json", "--world", "8"], "there is no file nowhere/config.json"),
         (["plan", "no_such_module:build", "--world", "8"], "cannot import 'no_such_module'"),
@@ -185,6 +195,29 @@ def test_bad_usage_is_2_and_one_message(run: Run, api: list[dict[str, Any]], wor
     assert (code, errors) == (2, "")
     assert said in json.loads(text)["error"]["what"] + json.loads(text)["error"]["fix"]
     assert api == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("overlap=dp,p2p,tp=2", {"overlap": ("dp", "p2p"), "tp": 2}),
+        ("tp=4, overlap=tp", {"tp": 4, "overlap": ("tp",)}),
+        ("overlap=dp, tp,kernels=fused", {"overlap": ("dp", "tp"), "kernels": "fused"}),
+        ("overlap=none,sequence_parallel=false", {"overlap": (), "sequence_parallel": False}),
+        ("virtual=2,schedule=interleaved,cp=2,zero=3", {"virtual": 2, "schedule": "interleaved", "cp": 2, "zero": 3}),
+    ],
+)
+def test_what_fix_reads(text: str, fix: dict[str, Any]):
+    assert cli.read_fix(text) == fix
+
+
+def test_fix_knows_what_the_search_does():
+    from autoptd.search import wishes
+
+    assert set(cli.FIXABLE) == set(wishes.KNOWN) - {"splits"}
+    given = {name: tuple(map(str, values)) for name, values in wishes.ALLOWED.items() if name != "zero"}
+    assert {name: cli.FIXABLE[name] for name in given} == given
+    assert cli.FIXABLE["overlap"] == wishes.STREAMS
 
 
 # --- the other commands -------------------------------------------------------------------------------------------

@@ -92,7 +92,8 @@ def test_the_public_names_are_sorted_and_there():
 
 
 def test_the_public_names_are_frozen():
-    assert autoptd.__all__ == ["AutoptdError", "Cluster", "Parallel", "Plan", "parallelize", "plan"]
+    types = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel"]
+    assert autoptd.__all__ == [*types, "parallelize", "plan", "trace"]
 
 
 def test_importing_autoptd_does_not_import_torch():

@@ -10,7 +10,7 @@ import torch
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.placements import Placement, Split
 from autoptd.runtime.mesh import Mesh
-from autoptd.schedule import SCHEDULES
+from autoptd.schedule import RUNNABLE, SCHEDULES
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -57,6 +57,10 @@ class Layout:
             raise PlanError(f"zero={self.zero} is not supported by the runtime", fix="use zero 0 or 1")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {self.schedule!r}", fix=nearest(self.schedule, SCHEDULES))
+        if self.schedule not in RUNNABLE:
+            raise PlanError(
+                f"the runtime cannot run the schedule {self.schedule!r}", fix=f"use {' or '.join(RUNNABLE)}"
+            )
         if self.precision not in PRECISIONS:
             raise PlanError(f"unknown precision {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
 

@@ -7,7 +7,8 @@ dp, pp, zero, recompute ──────────────┴─► boun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import sympy
 
@@ -16,17 +17,17 @@ from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info, op_call, source_line
-from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding import ops_of
-from autoptd.passes.trace import BATCH, SEQUENCE
+from autoptd.passes.trace import SEQUENCE
 from autoptd.passes.work import work
 from autoptd.progress import Progress
-from autoptd.schedule import training_step
-from autoptd.search.legal import legal_strategies
+from autoptd.schedule import prove
+from autoptd.search.kinds import PARTIAL
+from autoptd.search.known import Known, Legal, Question
 from autoptd.search.meshes import Candidate, Limits, Searched, candidates, divisors, search
 from autoptd.search.room import Room
 from autoptd.search.splits import InfeasibleSplit
-from autoptd.search.stages import Staged, Stages, simulated
+from autoptd.search.stages import Staged, Stages, action_lists, simulated
 from autoptd.search.tensors import Sharded, Tensors
 from autoptd.search.wishes import Wishes
 
@@ -57,23 +58,28 @@ class Answer:
     considered: int
     visited: int
     gap: float
+    question: Question  # that `tensors` answers
+    known: Known
 
 
 class Planner:
-    """Answers one task; sharded models are kept per (tp, micro)."""
+    """Answers one task; sharded models are kept per (tp, micro), and in `known` for further tasks of this graph."""
 
-    def __init__(self, task: Task, progress: Progress) -> None:
+    def __init__(self, task: Task, progress: Progress, known: Known | None = None) -> None:
+        assert known is None or known.folded is task.folded, "what is known is of another graph"
         self.task, self.progress = task, progress
+        self.known = known or Known(task.folded)
         self._tensors: dict[tuple[int, int], Tensors] = {}
         self._sharded: dict[tuple[int, int], Sharded | AutoptdError] = {}
-        self._legal: dict[int, Mapping[str, dict]] = {}
+        self._method = task.wishes.method
         self._room = Room(task.folded, task.cluster, task.precision, task.optimizer)
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for wishes that cannot be, DoesNotFit where nothing fits."""
-        possible = self._candidates()
+        possible = self.candidates()
         self._check_heads()
-        options = self._room.promising(possible)
+        ignored = self._method.memory == "ignore"
+        options = list(possible) if ignored else self._room.promising(possible)
         with self.progress.stage(f"split tensors for {len({(c.tp, c.micro) for c in options})} (tp, microbatch) pairs"):
             for tp, micro in sorted({(c.tp, c.micro) for c in options}):
                 self._shard(tp, micro)
@@ -83,27 +89,44 @@ class Planner:
             raise self._nothing_fits(found, len(possible))
         with self.progress.stage(f"simulate the best {len(found.best)}"):
             best = min((simulated(f.result) for f in found.best), key=lambda s: s.seconds)
-            training_step("1f1b", best.candidate.pp, best.candidate.microbatches)  # proves that it cannot block
-        key = best.candidate.tp, best.candidate.micro
-        return Answer(best, self._tensors[key], len(possible), found.visited, found.gap)
+            c, method = best.candidate, self._method
+            _prove(method.schedule, c.pp, c.microbatches, method.virtual)
+        tensors, question = self._tensors[c.tp, c.micro], self._question(c.tp, c.micro)
+        return Answer(best, tensors, len(possible), found.visited, found.gap, question, self.known)
+
+    def predict(self, candidate: Candidate) -> Staged:
+        """Time and memory of one candidate, simulated; nothing is searched but its splits and cuts, nothing proved.
+
+        For sweeps over many. Raises PlanError, InfeasibleSplit, DoesNotFit.
+        """
+        if (candidate.tp, candidate.micro) not in self._sharded:
+            self._shard(candidate.tp, candidate.micro)
+        solved = self._sharded[candidate.tp, candidate.micro]
+        if isinstance(solved, AutoptdError):
+            raise solved
+        return simulated(self._evaluate(candidate)[1])
 
     # ---- candidates ----
 
-    def _candidates(self) -> Sequence[Candidate]:
+    def candidates(self) -> Sequence[Candidate]:
         task = self.task
         wish = dict(task.wishes.mesh)
-        node = task.cluster.gpus_per_node or task.world
-        tp_sizes = {d for d in divisors(task.world) if d <= node}
+        cp = self._method.cp
+        if task.world % cp:
+            raise PlanError(f"world {task.world} is not divisible by cp {cp}", where="fix['cp']", fix="use a divisor")
+        world = task.world // cp
+        node = task.cluster.gpus_per_node or world
+        tp_sizes = {d for d in divisors(world) if d <= node}
         if isinstance(wish.get("tp"), int):
             tp_sizes.add(int(wish["tp"]))
         length = task.sizes.get(SEQUENCE, 1)
         limits = Limits(
-            world=task.world,
+            world=world,
             batch=task.batch,
             segments=len(task.folded.segments),
             tp_sizes=tuple(sorted(tp_sizes)),
-            zeros=(1, 0) if "zero" in wish else (1,),
-            recomputes=("auto", "none", "full") if "recompute" in wish else ("auto",),
+            zeros=(1, 0, 2, 3) if "zero" in wish else (1,),
+            recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in wish else ("auto",),
             max_micro=max(8, _TOKENS // max(1, length)),
         )
         found = candidates(limits, wish)
@@ -127,52 +150,66 @@ class Planner:
                         fix=f"use tp {', '.join(map(str, sizes))}",
                     )
 
+    @cached_property
+    def _sizes(self) -> Mapping[sympy.Symbol, int]:
+        """Of one rank: its share of a sample's tokens."""
+        sizes, cp = dict(self.task.sizes), self._method.cp
+        if cp > 1:
+            if sizes.get(SEQUENCE, 1) % cp:
+                raise PlanError(
+                    f"cp {cp} does not divide the sequence of {sizes.get(SEQUENCE, 1)} tokens",
+                    where="fix['cp']",
+                    fix="use a divisor of the sequence length",
+                )
+            sizes[SEQUENCE] //= cp
+        return sizes
+
     # ---- tensor level ----
 
-    def _legal_for(self, tp: int) -> Mapping[str, dict]:
-        if tp not in self._legal:
-            sizes = Sizes({BATCH: 1, **self.task.sizes}, BATCH)
-            self._legal[tp] = legal_strategies(
-                self.task.folded, tp, sizes, sequence_parallel=self.task.wishes.sequence_parallel
-            )
-        return self._legal[tp]
+    def _legal_for(self, tp: int) -> Legal:
+        return self.known.legal(tp, tuple(self._sizes.items()), self.task.wishes.sequence_parallel)
+
+    def _question(self, tp: int, micro: int) -> Question:
+        task, wanted = self.task, self.task.wishes.mesh.get("recompute")
+        return Question(
+            cluster=task.cluster,
+            tp=tp,
+            micro=micro,
+            values=tuple(self._sizes.items()),
+            microbatches=max(1, task.batch * tp // (task.world * micro)),
+            static_bytes=COMPUTE_BYTES[task.precision] + 4 * MAIN_BYTES[task.precision],
+            cp=self._method.cp,
+            kernels=self._method.kernels,
+            attention=self._method.attention,
+            pins=tuple(task.wishes.splits.items()),
+            sequence_parallel=task.wishes.sequence_parallel,
+            policies=tuple(policy for policy in PARTIAL if policy == wanted),
+        )
 
     def _shard(self, tp: int, micro: int) -> None:
-        task = self.task
-        microbatches = max(1, task.batch * tp // (task.world * micro))
-        tensors = Tensors(
-            task.folded,
-            task.cluster,
-            tp,
-            {BATCH: micro, **task.sizes},
-            microbatches=microbatches,
-            static_bytes=COMPUTE_BYTES[task.precision] + 4 * MAIN_BYTES[task.precision],
-            pins=task.wishes.splits,
-            legal=self._legal_for(tp),
-            sequence_parallel=task.wishes.sequence_parallel,
-        )
-        self._tensors[tp, micro] = tensors
-        try:
-            self._sharded[tp, micro] = tensors.solve()
-        except (InfeasibleSplit, PlanError) as error:
-            if "tp" in task.wishes.mesh or len({c for c, _ in self._sharded}) == 0:
-                raise
-            self._sharded[tp, micro] = error
+        tensors, solved = self.known.sharded(self._question(tp, micro))
+        if isinstance(solved, AutoptdError):
+            if not isinstance(solved, (InfeasibleSplit, PlanError)):
+                raise solved
+            if "tp" in self.task.wishes.mesh or not self._sharded:
+                raise solved
+        self._tensors[tp, micro], self._sharded[tp, micro] = tensors, solved
 
     # ---- stage level ----
 
     def _lower_bound(self, c: Candidate) -> float:
-        """Perfectly even stages: (m - 1) · total / p + total."""
+        """Perfectly even stages of total time T: m T / p, and a ramp of p - 1 chunks."""
         sharded = self._sharded[c.tp, c.micro]
         if isinstance(sharded, AutoptdError):
             return float("inf")
-        return (c.microbatches - 1) * sharded.seconds / c.pp + sharded.seconds
+        seconds = sharded.compute_seconds if "tp" in self._method.overlap else sharded.seconds
+        return (c.microbatches + (c.pp - 1) / self._method.virtual) * seconds / c.pp
 
     def _evaluate(self, c: Candidate) -> tuple[float, Staged]:
         sharded = self._sharded[c.tp, c.micro]
         assert isinstance(sharded, Sharded)
         tensors = self._tensors[c.tp, c.micro]
-        staged = Stages(tensors, sharded, c, self.task.precision, self.task.optimizer).solve()
+        staged = Stages(tensors, sharded, c, self._method, self.task.precision, self.task.optimizer).solve()
         return staged.seconds, staged
 
     def _nothing_fits(self, found: Searched[Staged], considered: int) -> DoesNotFit:
@@ -183,24 +220,19 @@ class Planner:
         return self._room.refusal(self.task.world, considered, candidate, error, self.task.wishes.mesh)
 
 
+@lru_cache(maxsize=256)
+def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
+    """That the schedule cannot block. Raises StuckSchedule."""
+    prove(action_lists(kind, stages, microbatches, virtual))
+
+
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:
     """(placement, seconds per microbatch) of a parameter if it were stored otherwise; None where nothing allows it."""
-    tensors = answer.tensors
     found: list[tuple[str, float | None]] = []
-    for label in tensors.parameter_labels(name):
-        pinned = Tensors(
-            tensors.folded,
-            tensors.cluster,
-            tensors.ranks,
-            tensors.values,
-            microbatches=tensors.microbatches,
-            static_bytes=tensors.static_bytes,
-            pins={**tensors.pins, name: label},
-            legal=tensors.legal,
-            sequence_parallel=tensors.sequence_parallel,
-        )
-        try:
-            found.append((label, pinned.solve().seconds))
-        except (InfeasibleSplit, PlanError):
-            found.append((label, None))
+    for label in answer.tensors.parameter_labels(name):
+        pins = tuple({**dict(answer.question.pins), name: label}.items())
+        _, solved = answer.known.sharded(replace(answer.question, pins=pins, policies=()))
+        if isinstance(solved, AutoptdError) and not isinstance(solved, (InfeasibleSplit, PlanError)):
+            raise solved
+        found.append((label, None if isinstance(solved, AutoptdError) else solved.seconds))
     return found

@@ -1,36 +1,40 @@
-"""Seconds of ops and conversions, and bytes of tensors, on one rank of a tp axis."""
+"""Kernels of ops, seconds of ops and conversions, and bytes of tensors, on one rank of a tp axis."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import sympy
-import torch
 from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
 from autoptd.passes.factors import Strategy
-from autoptd.passes.graph import op_call
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.placements import B, Placement, Split, conversion
 from autoptd.passes.trace import BATCH
-from autoptd.passes.work import work
+from autoptd.search.workbook import Op, Workbook
 
-DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# gradient work relative to forward: matmuls compute two products; fused attention recomputes one (Dao 2023)
-_BACKWARD = {"matmul": 2.0, "attention": 2.5, "memory": 2.0, "view": 0.0}
+Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
 
 
 class Prices:
-    """What things cost on `ranks` ranks of `cluster`, for given sizes."""
+    """What things cost on `ranks` ranks of `cluster`, for given sizes.
 
-    def __init__(self, cluster: Cluster, ranks: int, values: Mapping[sympy.Symbol, int]) -> None:
-        self.cluster, self.ranks = cluster, ranks
+    `cp`: ranks that share a sample's tokens; sizes are those of one of them, but attention looks at all keys.
+    """
+
+    def __init__(
+        self, workbook: Workbook, cluster: Cluster, ranks: int, values: Mapping[sympy.Symbol, int], cp: int = 1
+    ) -> None:
+        self.workbook, self.cluster, self.ranks, self.cp = workbook, cluster, ranks, cp
         self.values = dict(values)
         self.sizes = Sizes(self.values, BATCH)
         self._numbers: dict[Size, int] = {}
+        self._nbytes: dict[TensorInfo, int] = {}
+        self._kernels: dict[tuple[fx.Node, str], Kernels] = {}
 
     # ---- sizes ----
 
@@ -43,33 +47,108 @@ class Prices:
 
     def nbytes(self, tensor: TensorInfo, placement: Placement = B) -> int:
         """Local bytes of a tensor in a placement."""
-        total = tensor.dtype.itemsize
-        for size in tensor.shape:
-            total *= self.number(size)
-        return total // self.ranks if isinstance(placement, Split) else total
+        if tensor not in self._nbytes:
+            total = tensor.dtype.itemsize
+            for size in tensor.shape:
+                total *= self.number(size)
+            self._nbytes[tensor] = total
+        whole = self._nbytes[tensor]
+        return whole // self.ranks if isinstance(placement, Split) else whole
+
+    # ---- kernels ----
+
+    def kernels(self, node: fx.Node, strategy: Strategy) -> Kernels:
+        """What one op launches on one rank, forward and backward."""
+        key = node, str(strategy)
+        if key not in self._kernels:
+            op = self.workbook.ops[node]
+            self._kernels[key] = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
+        return self._kernels[key]
+
+    def _forward(self, op: Op, strategy: Strategy) -> Iterator[OpWork]:
+        if op.work.kind == "view":
+            return
+        operands, outputs, extra = self._local(op, strategy)
+        moves = op.traffic
+        nbytes = sum(outputs[i] for i in moves.writes)
+        if op.is_lookup:  # of its table it reads only what it gives
+            nbytes += sum(outputs) + sum(operands[i] for i in moves.reads if i > 0)
+        else:
+            nbytes += sum(operands[i] for i in moves.reads)
+        if op.trained:
+            nbytes += sum(extra)
+        if op.work.kind == "memory":
+            if nbytes:
+                yield OpWork("rows" if moves.rows else "memory", 0, nbytes, op.dtype, launches=moves.launches)
+            return
+        flops = self.number(op.work.flops) / strategy.ranks
+        yield self._product(op, strategy, flops, nbytes)
+
+    def _product(self, op: Op, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
+        if op.work.kind == "attention":
+            query, key = op.call.operands[:2]
+            m, n, k = self.number(query.shape[-2]), self.number(key.shape[-2]), self.number(query.shape[-1])
+            heads = max(1, round(flops / (4 * m * n * k)))
+            return OpWork(
+                "attention",
+                flops * self.cp,
+                nbytes,
+                op.dtype,
+                m,
+                n * self.cp,
+                k,
+                heads,
+                op.work.causal,
+                implementation=self.workbook.attention,
+            )
+        if op.loops is None:
+            return OpWork("matmul", flops, nbytes, op.dtype)
+        extents = {"m": 1, "n": 1, "k": 1, "batch": 1}
+        split = op.split_factor(strategy)
+        for name, role in op.roles.items():
+            size = self.number(op.loops.sizes[name])
+            extents[role] *= size // strategy.ranks if name == split else size
+        m, n, k, batch = (extents[role] for role in ("m", "n", "k", "batch"))
+        return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch)
+
+    def _backward(self, op: Op, strategy: Strategy) -> Iterator[OpWork]:
+        if op.work.kind == "view" or not op.trained:
+            return
+        operands, outputs, extra = self._local(op, strategy)
+        moves = op.traffic
+        if op.work.kind == "matmul":
+            (forward,) = self._forward(op, strategy)
+            yield from _gradient_products(op, forward)
+        else:
+            nbytes = sum(outputs[i] for i in (*moves.gradients_read, *moves.kept_outputs))
+            nbytes += sum(extra[i] for i in moves.kept_extra)
+            read = moves.kept_operands + (() if op.is_lookup else moves.gradients_written)
+            nbytes += sum(operands[i] for i in read)
+            if op.is_lookup:  # adds its rows to a gradient
+                nbytes += 2 * sum(outputs)
+            if op.work.kind == "attention":
+                (forward,) = self._forward(op, strategy)
+                flops = 2.5 * forward.flops  # five products instead of two (Dao 2023)
+                yield replace(forward, flops=flops, nbytes=nbytes, backward=True)
+            elif nbytes:
+                kind = "rows" if moves.rows else "memory"
+                yield OpWork(kind, 0, nbytes, op.dtype, backward=True, launches=moves.backward_launches)
+        for i, times in moves.sums.items():
+            yield OpWork("memory", 0, 3 * operands[i] * times, op.dtype, backward=True, launches=times)
+
+    def _local(self, op: Op, strategy: Strategy) -> tuple[list[int], list[int], list[int]]:
+        """Local bytes of operands, outputs, and what else is kept."""
+        operands = [self.nbytes(t, p) for t, p in zip(op.call.operands, strategy.needs, strict=True)]
+        outputs = [self.nbytes(t, p) for t, p in zip(op.call.outputs, strategy.gives, strict=True)]
+        extra = [self.nbytes(t) // strategy.ranks for t in op.saved.extra]
+        return operands, outputs, extra
 
     # ---- seconds ----
 
     def op_seconds(self, node: fx.Node, strategy: Strategy) -> tuple[float, float]:
         """(forward, backward) of one op on one rank, with the collectives of its own implementation."""
-        call = op_call(node)
-        done = work(call)
-        if done.kind == "view":
-            return 0.0, 0.0
-        whole = sum(self.nbytes(t) for t in call.operands) or 1
-        local = sum(self.nbytes(t, p) for t, p in zip(call.operands, strategy.needs, strict=True))
-        nbytes = self.number(done.bytes_in) * local / whole
-        nbytes += sum(self.nbytes(t, p) for t, p in zip(call.outputs, strategy.gives, strict=True))
-        flops = self.number(done.flops) / strategy.ranks
-        float_dtypes = [t.dtype for t in (*call.outputs, *call.operands) if t.dtype in DTYPE_NAMES]
-        dtype = DTYPE_NAMES[float_dtypes[0]] if float_dtypes else "fp32"
-        forward = op_s(self.cluster.device, OpWork(done.kind, flops, nbytes, dtype))
-        backward = 0.0
-        if any(t.requires_grad for t in call.outputs):
-            factor = _BACKWARD[done.kind]
-            if done.kind == "matmul":
-                factor = float(sum(t.requires_grad for t in call.operands[:2]))
-            backward = op_s(self.cluster.device, OpWork(done.kind, flops * factor, nbytes * factor, dtype))
+        device = self.cluster.device
+        forward, backward = (sum(op_s(device, work) for work in each) for each in self.kernels(node, strategy))
         for name, elements in strategy.collectives:
             forward += self.collective(name, self.number(elements) * 4)
         return forward, backward
@@ -89,3 +168,14 @@ class Prices:
         if tensor.requires_grad:
             backward = self.collective(row.backward, whole) if row.backward else move
         return forward, backward
+
+
+def _gradient_products(op: Op, forward: OpWork) -> Iterator[OpWork]:
+    """Two products of the forward's size: the gradient of the first operand sums over n, of the second over m."""
+    first, second = (t.requires_grad for t in op.call.operands[:2])
+    m, n, k = forward.m, forward.n, forward.k
+    shapes = [(m, k, n)] * first + [(k, n, m)] * second
+    for rows, columns, inner in shapes:
+        yield OpWork(
+            "matmul", forward.flops, forward.nbytes, forward.dtype, rows, columns, inner, forward.batch, backward=True
+        )

@@ -1,110 +1,146 @@
 """From a sharded model to stages: the numbers of the cuts search, and time and memory of what it chose.
 
-forward of a stage   sum of its segments            backward   the same, + a forward for each recomputed segment
 memory of a rank     parameters + gradients + optimizer + in flight × activations + workspace + context
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-from torch import fx
+from functools import lru_cache
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.collectives import collective_s, p2p_s
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, Memory, in_flight, model_state, optimizer_step_bytes
-from autoptd.cost_models.op_time import memory_s
-from autoptd.cost_models.simulate import StageTimes, Timeline, simulate
-from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import infos
-from autoptd.passes.placements import BP, Placement
-from autoptd.schedule import step_lists
+from autoptd.cost_models.memory import Memory, allocator_bytes, communicator_bytes, in_flight
+from autoptd.cost_models.simulate import simulate
+from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
+from autoptd.cost_models.timeline import Timeline
+from autoptd.passes.fold import Segment
+from autoptd.passes.liveness import Peak
+from autoptd.schedule import Schedule, step_lists
+from autoptd.search.chunks import ChunkCost, Chunks
 from autoptd.search.cuts import InfeasibleStages, SegmentCost, StageProblem, StageSolution, Unit, solve_stages
+from autoptd.search.even import even_cuts
+from autoptd.search.footprints import activation_bytes, block_peak
+from autoptd.search.kinds import PARTIAL
 from autoptd.search.meshes import Candidate
 from autoptd.search.recompute import Block, choose, peak_bytes
-from autoptd.search.tensors import KindCost, Sharded, Tensors
+from autoptd.search.tensors import Sharded, Tensors
+from autoptd.search.wishes import Method
 
 
 @dataclass(frozen=True)
-class StageCost:
-    """One stage on one rank: seconds per microbatch, and bytes."""
+class RankEnd:
+    """Seconds of the end of a step on one pipeline rank."""
 
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    comm_s: float  # of tp, part of the others
-    memory: Memory
+    reduce_s: float
+    step_s: float
+    gather_s: float
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A candidate with its stages: everything that a plan says, in numbers."""
+    """A candidate with its stages: everything that a plan says, in numbers. Stage k is chunk k // pp of rank k % pp."""
 
     candidate: Candidate
-    sharded: Sharded
+    method: Method
+    chunks: Chunks
     solution: StageSolution
-    stages: tuple[StageCost, ...]
-    times: tuple[StageTimes, ...]
+    policy: str  # of recomputation
+    stages: tuple[ChunkCost, ...]
+    sends_s: tuple[float, ...]  # of what crosses behind each stage, one way
+    memory: tuple[Memory, ...]  # of each pipeline rank
+    ends: tuple[RankEnd, ...]
     seconds: float  # of a step: by the bound at first, by simulation for the best few
     timeline: Timeline | None = None
+
+    @property
+    def sharded(self) -> Sharded:
+        return self.chunks.sharded
 
 
 class Stages:
     """The stage-level problem of one candidate, given a sharding."""
 
     def __init__(
-        self, tensors: Tensors, sharded: Sharded, candidate: Candidate, precision: str, optimizer: str
+        self, tensors: Tensors, sharded: Sharded, candidate: Candidate, method: Method, precision: str, optimizer: str
     ) -> None:
-        self.tensors, self.sharded, self.candidate = tensors, sharded, candidate
-        self.precision, self.optimizer = precision, optimizer
-        self.folded: Folded = tensors.folded
-        self.cluster: Cluster = tensors.cluster
+        self.tensors, self.sharded, self.candidate, self.method = tensors, sharded, candidate, method
+        self.folded = tensors.folded
+        self.chunks = Chunks(tensors, sharded, candidate, method, precision, optimizer)
+        usable = tensors.cluster.device.usable_bytes - self._communication_bytes
+        self.budget = math.inf if method.memory == "ignore" else float(usable)
+        self._known_segments: dict[tuple[str, Hashable], SegmentCost] = {}
+        self._known_blocks: dict[tuple[str, ...], Block] = {}
+        self.policy = candidate.recompute if candidate.recompute in ("selective", "ops") else "full"
 
     def solve(self) -> Staged:
         """The best cut. Raises DoesNotFit."""
-        c = self.candidate
-        budget = self.cluster.device.usable_bytes
+        c, chunks = self.candidate, self.chunks
+        count = c.pp * self.method.virtual
         problem = StageProblem(
-            units=tuple(self._units()),
-            stages=c.pp,
+            units=tuple(self._units()) if self.method.stages == "balanced" else (),
+            stages=count,
             microbatches=c.microbatches,
-            budget_bytes=(float(budget),) * c.pp,
-            in_flight=tuple(in_flight(i, c.pp, c.microbatches) for i in range(c.pp)),
-            recompute=c.recompute,  # type: ignore[arg-type]
+            budget_bytes=(self.budget,) * count,
+            in_flight=tuple(in_flight(i % c.pp, c.pp, c.microbatches) for i in range(count)),
+            recompute=c.recompute if c.recompute in ("none", "auto") else "full",  # type: ignore[arg-type]
         )
-        solution = self._recompute_whole_blocks(problem, solve_stages(problem))
-        stages = tuple(self._stage(i, solution) for i in range(c.pp))
-        times = tuple(self._times(i, solution, cost) for i, cost in enumerate(stages))
-        end = max(t.reduce_s + t.step_s + t.gather_s for t in times)
-        return Staged(c, self.sharded, solution, stages, times, solution.bound_s + end)
+        if self.method.stages == "even":
+            solution = self._even(problem)
+        elif self.method.virtual == 1:
+            solution = solve_stages(problem)
+        else:  # memory is a matter of all chunks of a rank together
+            solution = solve_stages(replace(problem, budget_bytes=(math.inf,) * count))
+        solution = self._recompute_whole_blocks(problem, solution)
+        memory = tuple(self._memory(rank, solution) for rank in range(c.pp))
+        self._check_memory(memory, solution)
+        return timed(chunks, solution, self.policy, memory)
+
+    def _even(self, problem: StageProblem) -> StageSolution:
+        """The same number of blocks on every stage."""
+        cuts = even_cuts(self.folded, problem.stages)
+        empty = ((),) * problem.stages
+        nothing = (0.0,) * problem.stages
+        return StageSolution(cuts, empty, nothing, nothing, 0.0, 0.0)
+
+    def _check_memory(self, memory: tuple[Memory, ...], solution: StageSolution) -> None:
+        """Cuts that were not searched under a budget."""
+        usable = self.tensors.cluster.device.memory_bytes
+        if self.method.memory == "check" and any(m.needed > usable for m in memory):
+            missing = tuple(float(m.needed - usable) for m in memory)
+            raise InfeasibleStages(
+                solution.boundaries[: len(memory)], missing, max(m.needed for m in memory), False, self._names()
+            )
 
     def _recompute_whole_blocks(self, problem: StageProblem, solution: StageSolution) -> StageSolution:
         """The cut stays; what is recomputed becomes whole blocks, as the emitted code calls them."""
         recompute: list[tuple[int, ...]] = []
-        times = list(solution.times_s)
+        times = []
         for i, (first, last) in enumerate(solution.boundaries):
             blocks = self._blocks(first, last)
             static, workspace = self._fixed_bytes(first, last)
+            chosen: set[int] | None
             match problem.recompute:
                 case "none":
-                    chosen: set[int] | None = set()
+                    chosen = set()
                 case "full":
-                    chosen = set(range(len(blocks)))
+                    chosen = {j for j, b in enumerate(blocks) if self._repeats(b)}
                 case "auto":
                     chosen = choose(blocks, static, workspace, problem.in_flight[i], problem.budget_bytes[i])
             if chosen is None or (
-                peak_bytes(blocks, chosen, static, workspace, problem.in_flight[i]) > problem.budget_bytes[i]
+                self.method.virtual == 1
+                and peak_bytes(blocks, chosen, static, workspace, problem.in_flight[i]) > problem.budget_bytes[i]
             ):
                 everything = set(range(len(blocks)))
                 least = peak_bytes(blocks, everything, static, workspace, problem.in_flight[i])
                 raise InfeasibleStages(
                     ((first, last),), (least - problem.budget_bytes[i],), least, False, self._names()
                 )
-            before = sum(self._cost(j).forward_s for j in solution.recompute[i])
-            times[i] += sum(blocks[j].forward_s for j in chosen) - before
-            recompute.append(tuple(sorted(s for j in chosen for s in blocks[j].segments)))
+            again = tuple(sorted(s for j in chosen for s in blocks[j].segments))
+            cost = self.chunks.chunk(first, last, frozenset(again), self.policy)
+            times.append(cost.forward_s + cost.backward_s)
+            recompute.append(again)
         bound = problem.bound_s(times)
         return replace(
             solution, recompute=tuple(recompute), times_s=tuple(times), bottleneck_s=max(times), bound_s=bound
@@ -112,29 +148,41 @@ class Stages:
 
     def _blocks(self, first: int, last: int) -> list[Block]:
         """The blocks of a stage: repetitions of units, or the parts of them that lie inside."""
-        found = []
+        return [self._block(run) for run in self._runs(first, last)]
+
+    def _runs(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
+        """The segments of each block."""
         for unit in self.folded.units:
             for start in range(unit.first, unit.last + 1, unit.length):
-                inside = tuple(i for i in range(start, start + unit.length) if first <= i <= last)
-                if inside:
-                    costs = [self._cost(i) for i in inside]
-                    found.append(
-                        Block(
-                            inside,
-                            sum(c.forward_s for c in costs),
-                            sum(c.activation_bytes for c in costs),
-                            costs[0].input_bytes,
-                        )
-                    )
-        return found
+                if inside := tuple(i for i in range(start, start + unit.length) if first <= i <= last):
+                    yield inside
 
-    def _cost(self, segment: int) -> KindCost:
-        return self.sharded.costs[self.folded.segments[segment].kind]
+    def _block(self, run: tuple[int, ...]) -> Block:
+        kinds = tuple(self.folded.segments[i].kind for i in run)
+        if kinds not in self._known_blocks:
+            costs = [self.chunks.cost(i) for i in run]
+            if self.policy in PARTIAL:
+                seconds, least = sum(c.again_s[self.policy] for c in costs), self._peak(run, self.policy).kept
+            else:
+                seconds, least = sum(c.forward_s for c in costs), costs[0].input_bytes
+            kept = sum(c.activation_bytes for c in costs)
+            self._known_blocks[kinds] = Block(run, seconds, kept, min(least, kept))
+        return replace(self._known_blocks[kinds], segments=run)
+
+    def _peak(self, run: tuple[int, ...], policy: str) -> Peak:
+        segments = [self.folded.segments[i] for i in run]
+        return block_peak(self.tensors, self.sharded, segments, policy, self.method.gathers)
+
+    def _repeats(self, block: Block) -> bool:
+        """Whether a block is one of many: what a full recompute means, where a model has any that repeat."""
+        units = [u for u in self.folded.units if u.count > 1] or list(self.folded.units)
+        return any(u.first <= block.segments[0] <= u.last for u in units)
 
     def _fixed_bytes(self, first: int, last: int) -> tuple[int, int]:
         """(parameters, gradients and optimizer; the largest workspace of an op)."""
-        segments = list(self.folded.segments[first : last + 1])
-        return self._state(segments).total, max(self._cost(s.index).temporary_bytes for s in segments)
+        return self.chunks.state([(first, last)]).total, max(
+            self.chunks.cost(i).temporary_bytes for i in range(first, last + 1)
+        )
 
     def _names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.folded.segments)
@@ -154,151 +202,126 @@ class Stages:
                 at = end
 
     def _segment(self, segment: Segment) -> SegmentCost:
-        cost: KindCost = self.sharded.costs[segment.kind]
+        """Segments alike in kind, parameters and what crosses behind them are worked out once."""
+        key = segment.kind, self.chunks.alike(segment.index)
+        if key not in self._known_segments:
+            self._known_segments[key] = self._costed(segment)
+        return self._known_segments[key]
+
+    def _costed(self, segment: Segment) -> SegmentCost:
+        cost, i = self.chunks.cost(segment.index), segment.index
+        timed = self.chunks.chunk(i, i, frozenset(), "none")
+        again = self.chunks.chunk(i, i, frozenset({i}), self.policy)
         return SegmentCost(
             name=segment.kind if self.folded.multiplicity(segment.kind) > 1 else segment.name,
-            forward_s=cost.forward_s,
-            backward_s=cost.backward_s,
+            forward_s=timed.forward_s,
+            backward_s=timed.backward_s,
             activation_bytes=cost.activation_bytes,
             recompute_activation_bytes=cost.input_bytes,
-            recompute_s=cost.forward_s,
-            parameter_bytes=self._state([segment]).total,
+            recompute_s=again.backward_s - timed.backward_s,
+            parameter_bytes=self.chunks.state([(i, i)]).total,
             temporary_bytes=cost.temporary_bytes,
-            send_bytes_s=2 * self._send_s(segment.index + 1),
+            send_bytes_s=2 * self.chunks.send_s(i + 1),
         )
-
-    def _send_s(self, place: int) -> float:
-        """Seconds to send what crosses a place, one way."""
-        nbytes = self._crossing_bytes[place] if place < len(self._crossing_bytes) else 0
-        stride = self.candidate.tp * self.candidate.dp
-        return p2p_s(nbytes, self.cluster, stride) if nbytes and self.candidate.pp > 1 else 0.0
-
-    @cached_property
-    def _crossing_bytes(self) -> list[int]:
-        """Local bytes alive at each place between segments."""
-        placed: dict[fx.Node, tuple[int, Placement]] = {}
-        last: dict[fx.Node, int] = {}
-        for segment in self.folded.segments:
-            decided = self.sharded.sharding.kinds[segment.kind]
-            for node in segment.receives:
-                last[node] = segment.index
-            for node, placement in zip(segment.sends, decided.sends, strict=True):
-                placed[node] = segment.index, placement
-        found = [0] * len(self.folded.segments)
-        for node, until in last.items():
-            made, placement = placed[node]
-            for place in range(made + 1, until + 1):
-                found[place] += self.tensors.nbytes(infos(node)[0], placement)
-        return found
 
     # ---- what was chosen ----
 
-    def _state(self, segments: list[Segment]) -> Memory:
-        """Parameters, gradients and optimizer state of segments, each parameter once."""
-        frozen, trained = self._numel(segments)
-        state = model_state(
-            [trained],
-            precision=self.precision,
-            optimizer=self.optimizer if self.optimizer in ("adamw", "sgd") else "adamw",
-            zero=self.candidate.zero,
-            dp=self.candidate.dp,
+    def _memory(self, rank: int, solution: StageSolution) -> Memory:
+        """Of one pipeline rank: all of its chunks."""
+        c, device = self.candidate, self.tensors.cluster.device
+        mine = range(rank, len(solution.boundaries), c.pp)
+        peaks = []
+        for stage in mine:
+            again = set(solution.recompute[stage])
+            runs = self._runs(*solution.boundaries[stage])
+            peaks.append([self._peak(run, self.policy if set(run) <= again else "none") for run in runs])
+        kept, extra = activation_bytes(peaks, rank, c, self.method)
+        state = self.chunks.state([solution.boundaries[stage] for stage in mine], self._largest_block())
+        work, upcast = kept + extra, self.chunks.upcast_bytes([solution.boundaries[stage] for stage in mine])
+        found = state + Memory(
+            activations=kept,
+            temporary=max(extra, upcast - kept),
+            communication=self._communication_bytes,
+            context=device.context_bytes,
         )
-        return state + Memory(parameters=frozen * COMPUTE_BYTES[self.precision])
+        # blocks of a pass are no use to the step, which wants few large ones: the allocator keeps both
+        unused = allocator_bytes(work) + min(work, upcast)
+        return found + Memory(overhead=min(unused, max(0, device.memory_bytes - found.total)))
 
-    def _numel(self, segments: list[Segment], placement: Placement | None = None) -> tuple[int, int]:
-        """Local elements (frozen, trained), of one placement or of all; tied parameters of these segments once."""
-        traced = self.folded.traced
-        found: dict[str, int] = {}
-        for segment in segments:
-            decided = self.sharded.sharding.kinds[segment.kind]
-            for node, stored in zip(segment.parameters, decided.parameters, strict=True):
-                name = traced.parameters[node.name]
-                first = self._first_reader[name] == segment.index
-                if (placement is None or stored == placement) and (first or self.candidate.pp > 1 or len(segments) > 1):
-                    tensor = infos(node)[0]
-                    found[name] = self.tensors.nbytes(tensor, stored) // tensor.dtype.itemsize
-        frozen = sum(n for name, n in found.items() if name in traced.frozen)
-        return frozen, sum(found.values()) - frozen
+    @property
+    def _communication_bytes(self) -> int:
+        """Buffers of the library, by communicator, and of gradients on their way."""
+        c, dp = self.candidate, self.chunks.dp
+        groups = (c.tp * dp * c.pp, c.tp, dp, c.pp, min(c.pp, 2))
+        return communicator_bytes(groups) + 3 * self.method.bucket_bytes  # two to reduce by turns, one to gather
 
-    @cached_property
-    def _first_reader(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for segment in self.folded.segments:
-            for node in segment.parameters:
-                found.setdefault(self.folded.traced.parameters[node.name], segment.index)
-        return found
-
-    def _stage(self, index: int, solution: StageSolution) -> StageCost:
-        first, last = solution.boundaries[index]
-        recomputed = set(solution.recompute[index])
-        segments = list(self.folded.segments[first : last + 1])
-        costs = {s.index: self.sharded.costs[s.kind] for s in segments}
-        recompute_s = sum(costs[i].forward_s for i in recomputed)
-        blocks = self._blocks(first, last)
-        chosen = {i for i, b in enumerate(blocks) if set(b.segments) <= recomputed}
-        alive = in_flight(index, self.candidate.pp, self.candidate.microbatches)
-        _, workspace = self._fixed_bytes(first, last)
-        memory = self._state(segments) + Memory(
-            activations=peak_bytes(blocks, chosen, 0, 0, alive),
-            temporary=workspace,
-            overhead=self.cluster.device.context_bytes,
-        )
-        comm = sum(c.forward_comm_s + c.backward_comm_s for c in costs.values())
-        comm += sum(costs[i].forward_comm_s for i in recomputed)
-        return StageCost(
-            forward_s=sum(c.forward_s for c in costs.values()),
-            backward_s=sum(c.backward_s for c in costs.values()) + recompute_s,
-            recompute_s=recompute_s,
-            comm_s=comm,
-            memory=memory,
-        )
-
-    def _times(self, index: int, solution: StageSolution, cost: StageCost) -> StageTimes:
-        c, cluster = self.candidate, self.cluster
-        first, last = solution.boundaries[index]
-        segments = list(self.folded.segments[first : last + 1])
-        _, trained = self._numel(segments)
-        main, compute = MAIN_BYTES[self.precision], COMPUTE_BYTES[self.precision]
-        reduce_s = collective_s("reduce_scatter" if c.zero else "all_reduce", trained * main, cluster, c.dp, c.tp)
-        _, partial = self._numel(segments, BP)
-        reduce_s += collective_s("all_reduce", partial * main, cluster, c.tp, 1)
-        reduce_s += self._tied_s(segments, main)
-        gather_s = collective_s("all_gather", trained * compute, cluster, c.dp, c.tp) if c.zero else 0.0
-        shard = trained // (c.dp if c.zero else 1)
-        optimizer = self.optimizer if self.optimizer in ("adamw", "sgd") else "adamw"
-        step = memory_s(cluster.device, optimizer_step_bytes(shard, precision=self.precision, optimizer=optimizer))
-        return StageTimes(
-            forward_s=cost.forward_s,
-            backward_s=cost.backward_s,
-            send_forward_s=self._send_s(last + 1) if index < c.pp - 1 else 0.0,
-            send_backward_s=self._send_s(first) if index > 0 else 0.0,
-            reduce_s=reduce_s,
-            step_s=step,
-            gather_s=gather_s,
-        )
-
-    def _tied_s(self, segments: list[Segment], main: int) -> float:
-        """The sum over stages of gradients of parameters that other stages hold too."""
-        if self.candidate.pp == 1:
-            return 0.0
-        traced = self.folded.traced
-        mine = {traced.parameters[p.name]: (s, p) for s in segments for p in s.parameters}
-        inside = {s.index for s in segments}
-        elsewhere = {
-            traced.parameters[p.name] for s in self.folded.segments if s.index not in inside for p in s.parameters
-        }
-        numel = sum(self._numel([s])[1] for name, (s, _) in mine.items() if name in elsewhere)
-        stride = self.candidate.tp * self.candidate.dp * (self.candidate.pp - 1)
-        shard = numel * main / (self.candidate.dp if self.candidate.zero else 1)
-        return collective_s("all_reduce", shard, self.cluster, 2, stride) if numel else 0.0
+    def _largest_block(self) -> int:
+        """Local elements of the block that has most, of those that repeat."""
+        found = (self.chunks.numel(u.first, u.first + u.length - 1)[1] for u in self.folded.units if u.count > 1)
+        return max(found, default=0)
 
 
 def _same(a: tuple[SegmentCost, ...], b: tuple[SegmentCost, ...]) -> bool:
     return all(x == y for x, y in zip(a, b, strict=True))
 
 
+def timed(chunks: Chunks, solution: StageSolution, policy: str, memory: tuple[Memory, ...]) -> Staged:
+    """The stages of a cut with their times; of the step, the bound."""
+    c, method = chunks.candidate, chunks.method
+    stages = tuple(
+        chunks.chunk(*run, frozenset(again), policy)
+        for run, again in zip(solution.boundaries, solution.recompute, strict=True)
+    )
+    runs = [list(solution.boundaries[rank :: c.pp]) for rank in range(c.pp)]
+    ends = tuple(RankEnd(chunks.reduce_s(r), chunks.step_s(r), chunks.gather_s(r)) for r in runs)
+    sends = tuple(chunks.send_s(last + 1) for _, last in solution.boundaries[:-1])
+    seconds = _bound_s(stages, c, method) + max(e.reduce_s + e.step_s + e.gather_s for e in ends)
+    return Staged(c, method, chunks, solution, policy, stages, sends, memory, ends, seconds)
+
+
+def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:
+    """The slowest rank in its steady state, and a chunk on every other before or behind (Narayanan et al. 2021)."""
+    chunks = [s.forward_s + s.backward_s for s in stages]
+    ranks = [sum(chunks[rank :: c.pp]) for rank in range(c.pp)]
+    ramp = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
+    return (c.microbatches - 1) * max(ranks) + ramp
+
+
+def under(staged: Staged, cluster: Cluster) -> Staged:
+    """The same plan on another cluster, simulated; memory stays as it was."""
+    return simulated(timed(staged.chunks.under(cluster), staged.solution, staged.policy, staged.memory))
+
+
+def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
+    """Seconds of every pipeline rank's chunks and step end; tp holds what compute does not hide."""
+    sends = (*staged.sends_s, 0.0)
+    chunks = [
+        ChunkTimes(
+            forward_s=cost.forward_s - cost.forward_tp_s,
+            backward_s=cost.backward_s - cost.backward_tp_s,
+            forward_tp_s=cost.forward_tp_s,
+            backward_tp_s=cost.backward_tp_s,
+            send_forward_s=sends[i],
+            send_backward_s=sends[i - 1] if i else 0.0,
+        )
+        for i, cost in enumerate(staged.stages)
+    ]
+    pp = staged.candidate.pp
+    return tuple(
+        StageTimes(tuple(chunks[rank::pp]), end.reduce_s, end.step_s, end.gather_s)
+        for rank, end in enumerate(staged.ends)
+    )
+
+
+@lru_cache(maxsize=16)  # of 64 ranks and 512 microbatches it takes longer to make than to simulate
+def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    """`schedule.step_lists`, kept."""
+    return step_lists(kind, ranks, microbatches, virtual)
+
+
 def simulated(staged: Staged) -> Staged:
     """The same with its step time by the very action lists that the runtime executes."""
-    c = staged.candidate
-    timeline = simulate(step_lists("1f1b", c.pp, c.microbatches), staged.times)
+    c, method = staged.candidate, staged.method
+    lists = action_lists(method.schedule, c.pp, c.microbatches, method.virtual)
+    timeline = simulate(lists, rank_times(staged), Overlap.of(set(method.overlap) - {"tp"}))
     return replace(staged, seconds=timeline.makespan_s, timeline=timeline)

@@ -6,50 +6,38 @@ tensor on in the placement in which every receiver takes it; parameters that sev
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import sympy
 from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.op_time import OpWork
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.factors import Strategy
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import infos, op_call, operands
-from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.graph import infos, operands
+from autoptd.passes.liveness import Peak
+from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.placements import BP, B, Broadcast, Placement, Split, conversion, parse_placement
-from autoptd.passes.saved import saved_tensors
 from autoptd.passes.sharding import (
     KindSharding,
     Sharding,
-    group_offers,
     ops_of,
     output_names,
     sends_of,
     tensor_name,
 )
-from autoptd.search.legal import counts_tokens, is_weight, legal_strategies
+from autoptd.search.kinds import PARTIAL, KindCost, KindWork, price
+from autoptd.search.legal import counts_tokens, legal_strategies
 from autoptd.search.prices import Prices
 from autoptd.search.splits import Choice, Node, SplitProblem, SplitSolution, solve_splits
-
-
-@dataclass(frozen=True)
-class KindCost:
-    """One segment of a kind on one rank: seconds and bytes per microbatch."""
-
-    forward_s: float
-    backward_s: float
-    forward_comm_s: float  # part of forward_s
-    backward_comm_s: float
-    activation_bytes: int  # kept for the backward pass
-    input_bytes: int  # of what it receives: all that a full recompute keeps
-    temporary_bytes: int  # the largest op's operands and results
-    collectives: tuple[str, ...]  # as the emitted code issues them, forward then backward
+from autoptd.search.workbook import Workbook
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,9 @@ class Sharded:
     sharding: Sharding
     costs: Mapping[str, KindCost]
     seconds: float  # one microbatch through the whole model, forward and backward
+    compute_seconds: float  # without communication
     gap: float
+    peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks, as they are asked for
 
 
 class Tensors(Prices):
@@ -72,19 +62,26 @@ class Tensors(Prices):
         ranks: int,
         values: Mapping[sympy.Symbol, int],
         *,
+        workbook: Workbook | None = None,
+        cp: int = 1,
         microbatches: int,
         static_bytes: float = 16.0,
         pins: Mapping[str, str] | None = None,
         legal: Mapping[str, dict[int, list[Strategy]]] | None = None,
         sequence_parallel: bool = True,
+        policies: Iterable[str] = PARTIAL,
     ) -> None:
-        """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer)."""
-        super().__init__(cluster, ranks, values)
+        """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
+
+        `policies`: those of recomputation that costs are to be told for.
+        """
+        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
         self.pins = pins or {}
         self.sequence_parallel = sequence_parallel
+        self.policies = tuple(policies)
         self.legal = legal or legal_strategies(folded, ranks, self.sizes, sequence_parallel=sequence_parallel)
 
     # ---- the problem ----
@@ -122,17 +119,22 @@ class Tensors(Prices):
             fixed=self._fixed(nodes),
         )
 
-    @staticmethod
-    def _convertible(tensor: TensorInfo, source: Placement, target: Placement) -> bool:
-        """Integers have no addends; everything else has its row in the table."""
+    def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement) -> bool:
+        """Integers have no addends; without sequence parallelism nothing whole or summed is cut between ops."""
+        if isinstance(target, Split) and not isinstance(source, Split) and not self._may_cut(tensor):
+            return False
         is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         return is_number or not any(str(p) == "P" for p in (source, target))
+
+    def _may_cut(self, tensor: TensorInfo) -> bool:
+        """Whether tp may split what lies between products: only with sequence parallelism, where it counts tokens."""
+        return self.sequence_parallel or not any(counts_tokens(n) for n in tensor.shape)
 
     def _kind_nodes(
         self, kind: str, segment: Segment, saved_bytes: dict[tuple[str, Placement], float]
     ) -> Iterator[tuple[Node, dict[str, tuple[TensorInfo, int, bool]]]]:
         times = self.folded.multiplicity(kind)
-        offers = group_offers(segment)
+        offers = self.workbook.facts.offers[kind]
         scope = _Scope(kind, segment)
         for i, node in enumerate(segment.parameters):
             info = infos(node)[0]
@@ -161,17 +163,9 @@ class Tensors(Prices):
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
         """Placements in which a tensor may cross from segment to segment: never as addends."""
         broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
-        return (
-            *broadcasts,
-            *(Split(d) for d, size in enumerate(tensor.shape) if self._splittable(size) and self._may(size)),
-        )
-
-    def _may(self, size: Size) -> bool:
-        return self.sequence_parallel or not counts_tokens(size)
-
-    def _splittable(self, size: Size) -> bool:
-        allowed = self.sequence_parallel or not counts_tokens(size)
-        return allowed and self.ranks > 1 and self.sizes.divisible(size, self.ranks)
+        if self.ranks == 1 or not self._may_cut(tensor):
+            return broadcasts
+        return (*broadcasts, *(Split(d) for d, n in enumerate(tensor.shape) if self.sizes.divisible(n, self.ranks)))
 
     def _parameter_choices(
         self, name: str, tensor: TensorInfo, times: int, offers: Mapping[tuple[str, int], frozenset[int]], node: fx.Node
@@ -183,7 +177,11 @@ class Tensors(Prices):
             for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset()))
             if self.ranks > 1 and self.sizes.divisible(size, self.ranks, groups)
         ]
-        whole = not splits or not is_weight(node) or self.folded.traced.parameters[node.name] in self.pinned
+        whole = (
+            not splits
+            or node not in self.workbook.facts.weights
+            or self.folded.traced.parameters[node.name] in self.pinned
+        )
         if whole:
             yield Choice("B", gives=((name, B),), bytes=static * self.nbytes(tensor))
         if whole and tensor.requires_grad and self.ranks > 1:
@@ -205,8 +203,7 @@ class Tensors(Prices):
     @cached_property
     def pinned(self) -> frozenset[str]:
         """Parameters that somebody placed by hand."""
-        names = self.folded.traced.parameters.values()
-        return frozenset(n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in self.pins))
+        return frozenset(name for pattern in self.pins for _, _, name in self.workbook.facts.hits(pattern))
 
     def _op_choice(
         self,
@@ -217,12 +214,13 @@ class Tensors(Prices):
         saved_bytes: dict[tuple[str, Placement], float],
     ) -> Choice:
         forward, backward = self.op_seconds(node, strategy)
-        call = op_call(node)
+        op = self.workbook.ops[node]
+        call = op.call
         needs = tuple((scope(o), p) for o, p in zip(operands(node), strategy.needs, strict=True))
         gives = tuple(zip(output_names(node), strategy.gives, strict=True))
         saved: list[tuple[str, Placement]] = []
         if any(t.requires_grad for t in call.outputs):
-            keeps = saved_tensors(call)
+            keeps = op.saved
             kept = [(needs[i], call.operands[i]) for i in keeps.operands if not scope.is_outside(operands(node)[i])]
             kept += [(gives[i], call.outputs[i]) for i in keeps.outputs]
             for (tensor, placement), meta in kept:
@@ -265,22 +263,18 @@ class Tensors(Prices):
                 placement = str(parse_placement(text))
             except ValueError as error:
                 raise PlanError(str(error), where=f"fix['splits'][{pattern!r}]") from error
-            hits = 0
-            for segment in self.folded.segments:
-                for i, node in enumerate(segment.parameters):
-                    name = self.folded.traced.parameters[node.name]
-                    if not fnmatch.fnmatchcase(name, pattern):
-                        continue
-                    hits += 1
-                    mine = _Scope(segment.kind, segment).parameter(i)
-                    if placement not in choices[mine]:
-                        raise PlanError(
-                            f"parameter {name} of shape {list(infos(node)[0].shape)} cannot lie as {placement} "
-                            f"on tp {self.ranks}",
-                            where=f"fix['splits'][{pattern!r}]",
-                            fix=f"possible: {', '.join(choices[mine])}",
-                        )
-                    found[mine] = placement
+            hits = self.workbook.facts.hits(pattern)
+            for kind, i, name in hits:
+                segment = self.folded.representatives[kind]
+                mine = _Scope(kind, segment).parameter(i)
+                if placement not in choices[mine]:
+                    raise PlanError(
+                        f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot lie as "
+                        f"{placement} on tp {self.ranks}",
+                        where=f"fix['splits'][{pattern!r}]",
+                        fix=f"possible: {', '.join(choices[mine])}",
+                    )
+                found[mine] = placement
             if not hits:
                 layers = re.compile(r"(?<=\.)\d+(?=\.)")  # named once for all
                 names = {layers.sub("*", name) for name in self.folded.traced.parameters.values()}
@@ -318,57 +312,80 @@ class Tensors(Prices):
 
     def priced(self, sharding: Sharding, solution: SplitSolution | None = None) -> Sharded:
         """What a sharding costs, per segment of each kind."""
-        costs = {k: self._kind_cost(k, s, sharding.kinds[k]) for k, s in self.folded.representatives.items()}
-        total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
-        return Sharded(sharding, costs, total, solution.gap if solution else 0.0)
+        kinds = self.folded.representatives.items()
+        return self.sharded(sharding, {k: self._kind_work(k, s, sharding.kinds[k]) for k, s in kinds}, solution)
 
-    def _kind_cost(self, kind: str, segment: Segment, decided: KindSharding) -> KindCost:
-        forward = backward = forward_comm = backward_comm = 0.0
-        temporary = 0
+    def sharded(
+        self, sharding: Sharding, works: Mapping[str, KindWork], solution: SplitSolution | None = None
+    ) -> Sharded:
+        """The works of every kind, priced."""
+        costs = {k: price(w, self.cluster, self.ranks) for k, w in works.items()}
+        total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
+        comm = sum(self.folded.multiplicity(k) * (c.forward_comm_s + c.backward_comm_s) for k, c in costs.items())
+        return Sharded(sharding, costs, total, total - comm, solution.gap if solution else 0.0)
+
+    def _kind_work(self, kind: str, segment: Segment, decided: KindSharding) -> KindWork:
+        ring = 0
         given, meta = self._given(segment, decided)
         wanted: dict[tuple[fx.Node, Placement], None] = {}
-        saved: dict[tuple[str, Placement], int] = {}
-        collectives: list[str] = []
-        scope = _Scope(kind, segment)
-        kept: dict[tuple[str, Placement], float] = {}
+        works: tuple[list[OpWork], list[OpWork]] = ([], [])
+        comm: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
         for i, node in ops_of(segment):
             strategy = decided.strategies[i]
-            f, b = self.op_seconds(node, strategy)
-            forward, backward = forward + f, backward + b
-            collectives += [name for name, _ in strategy.collectives]
-            choice = self._op_choice(scope, node, strategy, 1, kept)
-            for pair in choice.saved:
-                saved[pair] = int(kept[pair])
+            op = self.workbook.ops[node]
+            forward, backward = self.kernels(node, strategy)
+            works[0].extend(forward)
+            works[1].extend(backward)
+            comm[0].extend((name, self.number(elements) * 4) for name, elements in strategy.collectives)
+            if op.work.kind == "attention":
+                ring += sum(self.nbytes(t, p) for t, p in zip(op.call.operands[1:3], strategy.needs[1:3], strict=True))
             for operand, placement in zip(operands(node), strategy.needs, strict=True):
                 wanted[operand, placement] = None
-            tensors = [
-                *zip(op_call(node).operands, strategy.needs, strict=True),
-                *zip(infos(node), strategy.gives, strict=True),
-            ]
-            temporary = max(temporary, sum(self.nbytes(t, p) for t, p in tensors))
         for node, placement in zip(segment.sends, decided.sends, strict=True):
             wanted[node, placement] = None
         for node, placement in wanted:
-            f, b = self.conversion_seconds(meta[node], given[node], placement)
-            row = conversion(given[node], placement)
-            forward, backward = forward + f, backward + b
-            if row.forward:
-                forward_comm += f
-                collectives.append(row.forward)
-            if row.backward and meta[node].requires_grad:
-                backward_comm += b
-                collectives.append(row.backward)
-        inputs = sum(self.nbytes(infos(n)[0], p) for n, p in zip(segment.receives, decided.receives, strict=True))
-        return KindCost(
-            forward,
-            backward,
-            forward_comm,
-            backward_comm,
-            sum(saved.values()),
-            inputs,
-            temporary,
-            tuple(collectives),
+            self._convert(meta[node], given[node], placement, works, comm)
+        peak = self.workbook.walk([segment], {kind: decided}, "none").peak(self.number, self.ranks)
+        return KindWork(
+            forward=tuple(works[0]),
+            backward=tuple(works[1]),
+            again={policy: self._again(segment, decided, policy) for policy in self.policies},
+            forward_collectives=tuple(comm[0]),
+            backward_collectives=tuple(comm[1]),
+            activation_bytes=peak.kept,
+            input_bytes=sum(
+                self.nbytes(infos(n)[0], p) for n, p in zip(segment.receives, decided.receives, strict=True)
+            ),
+            temporary_bytes=peak.temporary,
+            ring_bytes=ring,
         )
+
+    def _again(self, segment: Segment, decided: KindSharding, policy: str) -> tuple[OpWork, ...]:
+        """Forward kernels that a policy of recomputation runs again in the backward pass."""
+        positions = {node: i for i, node in enumerate(segment.nodes)}
+        nodes = self.workbook.facts.again(segment.kind, segment, decided, policy)
+        return tuple(w for n in nodes for w in self.kernels(n, decided.strategies[positions[n]])[0])
+
+    def _convert(
+        self,
+        tensor: TensorInfo,
+        source: Placement,
+        target: Placement,
+        works: tuple[list[OpWork], ...],
+        comm: tuple[list[tuple[str, int]], ...],
+    ) -> None:
+        """What one conversion launches or communicates, forward and backward."""
+        row = conversion(source, target)
+        if not row.function:
+            return
+        whole = self.nbytes(tensor)
+        move = OpWork("memory", 0, whole // self.ranks, "bf16")
+        for i, name in enumerate((row.forward, row.backward)):
+            if i == 0 or tensor.requires_grad:
+                if name:
+                    comm[i].append((name, whole))
+                else:
+                    works[i].append(move)
 
     @staticmethod
     def _given(segment: Segment, decided: KindSharding) -> tuple[dict[fx.Node, Placement], dict[fx.Node, TensorInfo]]:

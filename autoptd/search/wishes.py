@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from autoptd.errors import PlanError, nearest
+from autoptd.passes.fusion import KERNELS
 from autoptd.passes.placements import parse_placement
+from autoptd.schedule import SCHEDULES
 
-_ONE = ("cp", "ep", "virtual")  # axes that the runtime cannot run yet: 1 or nothing
-_COUNTS = ("dp", "micro", "pp", "tp")
-_ALLOWED: dict[str, tuple[int | str, ...]] = {"recompute": ("auto", "none", "full"), "zero": (0, 1)}
+_COUNTS = ("bucket_bytes", "cp", "dp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
-KNOWN = (*_SEARCHED, *_ONE, "schedule", "sequence_parallel", "splits")
+ALLOWED: dict[str, tuple[int | str, ...]] = {
+    "attention": ("flash", "triton", "cudnn"),
+    "gathers": ("kept", "again"),
+    "gradients": ("main", "compute", "both"),
+    "kernels": KERNELS,
+    "memory": ("check", "ignore"),
+    "recompute": ("auto", "none", "selective", "ops", "full"),
+    "schedule": tuple(SCHEDULES),
+    "sends": ("whole", "slices"),
+    "stages": ("balanced", "even"),
+    "zero": (0, 1, 2, 3),
+}
+STREAMS = ("dp", "p2p", "tp")
+KNOWN = (*sorted({*_COUNTS, *ALLOWED}), "overlap", "sequence_parallel", "splits")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a plan is carried out, as far as it is not searched: what the runtime does, or what was asked for.
+
+    cp             ranks that share the tokens of a sample: ring attention
+    virtual        chunks of the model per pipeline rank (interleaved schedule)
+    overlap        communication that runs beside compute: of "dp", "p2p", "tp"
+    kernels        "eager", "fused" (by hand, as Megatron-LM's), "compiled"; see passes/fusion.py
+    attention      implementation of fused attention: "flash" (version 2, as torch's), "triton" (version 1), "cudnn"
+    gathers        tensors that tp gathers for a product: "kept" for the backward pass, or gathered "again" in it
+    gradients      accumulated and reduced in the "main" type (float32 of bf16 parameters) or the "compute" type;
+                   "both": in the main type, with a buffer of the compute type beside it
+    bucket_bytes   of gradients that are reduced together; 0 is all at once
+    shards         data-parallel ranks that sharded state is spread over; 0 is all of them
+    stages         "balanced" by time, or "even" numbers of blocks
+    sends          between stages of tensors that every tp rank holds: "whole" by each, or "slices" gathered again
+    memory         "check": nothing is planned that does not fit; "ignore": predicted all the same
+    """
+
+    cp: int = 1
+    virtual: int = 1
+    schedule: str = "1f1b"
+    overlap: tuple[str, ...] = ("p2p",)
+    kernels: str = "eager"
+    attention: str = "flash"
+    gathers: str = "kept"
+    gradients: str = "main"
+    bucket_bytes: int = 0
+    shards: int = 0
+    stages: str = "balanced"
+    sends: str = "whole"
+    memory: str = "check"
 
 
 @dataclass(frozen=True)
@@ -23,32 +70,50 @@ class Wishes:
     mesh: Mapping[str, int | str] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
     sequence_parallel: bool = True  # whether tp may split the sequence
+    method: Method = Method()
 
 
 def read_wishes(fix: Mapping[str, Any] | None) -> Wishes:
-    """Raises PlanError for an unknown name or a value that nothing here can run."""
+    """Raises PlanError for an unknown name or a value that is not possible."""
     if fix is not None and not isinstance(fix, Mapping):
         raise PlanError(f"fix is {_shown(fix)}, not a mapping", where="fix", fix="give for example fix={'tp': 8}")
     fix = dict(fix or {})
     for name in fix:
         if name not in KNOWN:
             raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(str(name), KNOWN))
-    for name in _ONE:
-        if fix.get(name, 1) != 1:
-            raise PlanError(f"{name} {fix[name]!r} cannot be run yet", where=f"fix[{name!r}]", fix="leave it out")
-    if fix.get("schedule", "1f1b") != "1f1b":
-        raise PlanError(f"schedule {fix['schedule']!r} cannot be run yet", where="fix['schedule']", fix="use '1f1b'")
     sequence = fix.get("sequence_parallel", True)
     if not isinstance(sequence, bool):
         raise PlanError(f"sequence_parallel is {sequence!r}", where="fix['sequence_parallel']", fix="True or False")
     for name in _COUNTS:
         if name in fix:
             require_count(fix[name], name, f"fix[{name!r}]")
-    for name, allowed in _ALLOWED.items():
+    for name, allowed in ALLOWED.items():
         if name in fix and not any(fix[name] == a and type(fix[name]) is type(a) for a in allowed):
             known = ", ".join(map(repr, allowed))
             raise PlanError(f"{name} {fix[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}")
-    return Wishes({n: fix[n] for n in _SEARCHED if n in fix}, _read_splits(fix.get("splits", {})), sequence)
+    return Wishes(
+        {n: fix[n] for n in _SEARCHED if n in fix}, _read_splits(fix.get("splits", {})), sequence, _read_method(fix)
+    )
+
+
+def _read_method(fix: Mapping[str, Any]) -> Method:
+    given = {f.name: fix[f.name] for f in fields(Method) if f.name in fix}
+    if "overlap" in given:
+        streams = given["overlap"]
+        if not isinstance(streams, (list, tuple)) or not all(s in STREAMS for s in streams):
+            known = ", ".join(map(repr, STREAMS))
+            raise PlanError(f"overlap is {_shown(streams)}", where="fix['overlap']", fix=f"give some of ({known})")
+        given["overlap"] = tuple(sorted(set(streams)))
+    if given.get("virtual", 1) > 1:
+        given.setdefault("schedule", "interleaved")
+    method = Method(**given)
+    if (method.virtual > 1) != (method.schedule == "interleaved"):
+        raise PlanError(
+            f"schedule {method.schedule!r} with virtual {method.virtual}",
+            where="fix['schedule']",
+            fix="several chunks per rank (virtual > 1) are what the schedule 'interleaved' is for, and no other",
+        )
+    return method
 
 
 def require_count(value: object, what: str, where: str = "", of: str = "") -> None:

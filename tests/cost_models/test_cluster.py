@@ -36,7 +36,9 @@ latency_s = 2e-5
 
 
 def test_shipped_names():
-    assert Cluster.names() == ("dgx-a100-40gb", "dgx-a100-80gb", "dgx-b200", "dgx-h100", "dgx-h200", "local")
+    dgx = ("dgx-a100-40gb", "dgx-a100-80gb", "dgx-b200", "dgx-b300", "dgx-h100", "dgx-h200")
+    others = ("gb200-nvl72", "gb300-nvl72", "grand-teton-h100-96gb", "jean-zay-a100", "local")
+    assert Cluster.names() == (*dgx, *others, "p4d", "p5", "p5en", "p6-b200")
 
 
 @pytest.mark.parametrize("name", Cluster.names())
@@ -54,18 +56,26 @@ def test_numbers_are_plausible(name: str):
     device, (intra, inter) = cluster.device, cluster.levels
     peaks = device.matmul_flops_per_s
     assert peaks.bf16 == peaks.fp16
-    assert 10 <= peaks.bf16 / peaks.fp32 <= 30, "matrix units are 16 times the plain fp32 rate, give or take"
-    assert 100 <= peaks.bf16 / device.memory_bytes_per_s <= 320, "flop per byte at the ridge"
+    assert 10 <= peaks.bf16 / peaks.fp32 <= 32, "matrix units are 16 times the plain fp32 rate, give or take"
+    assert 100 <= peaks.bf16 / device.memory_bytes_per_s <= 420, "flop per byte at the ridge"
     assert 20e-3 <= device.memory_bytes / device.memory_bytes_per_s <= 45e-3, "seconds to read all of memory"
     assert 3 <= device.memory_bytes_per_s / intra.bytes_per_s <= 11
-    assert 6 <= intra.bytes_per_s / inter.bytes_per_s <= 20
-    assert intra.ranks == 8 and inter.ranks is None
-    assert 1e-6 < intra.latency_s < inter.latency_s < 50e-6
+    assert 6 <= intra.bytes_per_s / inter.bytes_per_s <= 48
+    assert intra.ranks == (72 if "nvl72" in name else 8) and inter.ranks is None
+    assert 1e-6 < intra.latency_s < inter.latency_s < 80e-6
+    assert (intra.in_switch is None) == ("A100" in device.name), "NVSwitch sums from H100 on"
+    if intra.in_switch:
+        assert 0.5 < intra.in_switch.fraction < 0.8 and 10e-6 < intra.in_switch.latency_s < 40e-6
     assert 1e-6 < device.launch_s < 10e-6
     assert 0.5e9 < device.context_bytes < 2e9 and device.usable_bytes == device.memory_bytes - device.context_bytes
-    for sustained in (device.matmul_sustained, device.memory_sustained, intra.sustained, inter.sustained):
-        assert 0.7 <= sustained.fraction <= 0.96
-    assert 0.3 <= device.attention_sustained.fraction < device.matmul_sustained.fraction
+    assert 0.7 <= intra.sustained.fraction <= 0.96
+    assert 0.45 <= device.matmul_sustained.fraction <= 0.87, "training reaches less than the best of all shapes"
+    assert 0.35 <= device.rows_sustained.fraction < device.memory_sustained.fraction <= 0.92
+    assert (0.1 if "Omni-Path" in inter.name else 0.9) <= inter.sustained.fraction <= 0.96
+    backward = device.attention_backward_sustained.fraction
+    assert 0.2 <= backward < device.attention_sustained.fraction < device.matmul_sustained.fraction
+    for rates in device.attention.values():
+        assert rates.backward < rates.forward <= 0.7
 
 
 @pytest.mark.parametrize("name", GPU_CLUSTERS)
@@ -73,12 +83,18 @@ def test_every_number_has_a_source(name: str):
     cluster = Cluster.load(name)
     sourced = [cluster.device, cluster.device.matmul_sustained, cluster.device.attention_sustained]
     sourced += [cluster.device.memory_sustained, *cluster.levels, *(level.sustained for level in cluster.levels)]
+    sourced += [level.in_switch for level in cluster.levels if level.in_switch]
     assert all(len(item.source) > 20 for item in sourced)
 
 
 def test_generations_order():
     a100, h100, h200, b200 = (Cluster.load(f"dgx-{n}").device for n in ("a100-80gb", "h100", "h200", "b200"))
-    assert a100.memory_bytes > 2 * 39.9 * 2**30 and h100.memory_bytes < a100.memory_bytes < h200.memory_bytes
+    assert (
+        79 * 2**30
+        < min(a100.memory_bytes, h100.memory_bytes)
+        <= max(a100.memory_bytes, h100.memory_bytes)
+        < h200.memory_bytes
+    )
     assert h200.memory_bytes < b200.memory_bytes
     assert h100.matmul_flops_per_s == h200.matmul_flops_per_s and h100.memory_bytes_per_s < h200.memory_bytes_per_s
     # the DGX H100 datasheet quotes 3958 Tflop/s of fp8 with sparsity: four times dense bf16
@@ -115,6 +131,11 @@ def test_own_file(tmp_path: Path):
             "levels[1].bytes_per_s: input should be a finite number, got inf",
         ),
         (("latency_s = 5e-6", "latency_us = 5"), "levels[0].latency_us: unknown key; did you mean 'latency_s'"),
+        (("latency_s = 5e-6", 'latency_s = 5e-6\nprotocols = ["LL64"]'), "levels[0].protocols[0]: "),
+        (("latency_s = 5e-6", "latency_s = 5e-6\nprotocols = []"), "levels[0].protocols: "),
+        (("latency_s = 5e-6", "latency_s = 5e-6\nwiring = [[0, 1], [1, 0]]"), "a table of 4 by 4 links"),
+        (("latency_s = 2e-5", "latency_s = 2e-5\nport_bytes_per_s = 1e9"), "less than bytes_per_s"),
+        (("latency_s = 2e-5", "latency_s = 2e-5\nin_switch = { fraction = 0.7, latency_s = 1e-5 }"), "only the first"),
         (("ranks = 4\n", ""), "(the whole file): only the last of levels may leave out `ranks`"),
         (("ranks = 4", "ranks = 0"), "levels[0].ranks: input should be greater than 0, got 0"),
         (('name = "outside"', 'name = "outside"\nranks = 6'), "6 ranks is not a larger multiple of 4 ranks"),
@@ -173,6 +194,14 @@ def test_of():
         matmul_flops_per_s=Peaks(fp64=1, fp32=1, bf16=1, fp16=1),
     )
     assert Cluster.of(own, 2, 1e9, 1e9).device is own
+
+
+def test_of_keeps_what_is_known_of_the_links():
+    p4d, again = Cluster.load("p4d"), Cluster.of("p4d", 8, 300e9, 6.25e9)
+    assert again.levels == p4d.levels, "the same rates: a GPU alone has a whole NIC, the protocols are those of EFA"
+    other = Cluster.of("p4d", 4, 300e9, 20e9).levels[1]
+    assert other.port_bytes_per_s is None and other.protocols == ("Simple",)
+    assert Cluster.of("H100-SXM5-80GB", 8, 400e9, 50e9).levels[0].in_switch
 
 
 @pytest.mark.parametrize("sizes", [(0, 1e9, 1e9), (8, -1.0, 1e9), (8, 1e9, float("nan")), (8, float("inf"), 1e9)])

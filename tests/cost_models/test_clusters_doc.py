@@ -32,7 +32,7 @@ def test_error_is_the_one_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", [name for name in Cluster.names() if name != "local"])
 def test_table_row(name: str):
     cluster = Cluster.load(name)
-    device, (intra, inter) = cluster.device, cluster.levels
+    device = cluster.device
     row = [
         name,
         f"{device.memory_bytes / 2**30:.1f}",
@@ -40,10 +40,25 @@ def test_table_row(name: str):
         f"{device.matmul_flops_per_s.bf16 / 1e12:.0f}",
         f"{device.matmul_sustained.fraction:.3f}",
         f"{device.attention_sustained.fraction:.3f}",
-        f"{intra.bytes_per_s / 1e9:.0f}",
+    ]
+    assert f"| {' | '.join(row)} |" in TEXT
+
+
+@pytest.mark.parametrize("name", [name for name in Cluster.names() if name != "local"])
+def test_link_row(name: str):
+    intra, inter = Cluster.load(name).levels
+    switch = intra.in_switch
+    row = [
+        name,
+        str(intra.ranks),
+        f"{intra.bytes_per_s / 1e9:g}",
         f"{intra.sustained.fraction:.3f}",
         f"{intra.latency_s * 1e6:.1f}",
-        f"{inter.bytes_per_s / 1e9:.0f}",
+        f"{switch.fraction:.3f}" if switch else "–",
+        f"{switch.latency_s * 1e6:.0f}" if switch else "–",
+        f"{inter.bytes_per_s / 1e9:g}",
+        f"{(inter.port_bytes_per_s or inter.bytes_per_s) / 1e9:g}",
         f"{inter.sustained.fraction:.3f}",
+        f"{inter.latency_s * 1e6:.0f}",
     ]
     assert f"| {' | '.join(row)} |" in TEXT

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoptd.cost_models.memory import (
+    CONNECTION_BYTES,
+    SEGMENT_BYTES,
+    D,
     Memory,
+    N,
+    U,
+    allocator_bytes,
+    communicator_bytes,
+    formulas,
     in_flight,
     model_state,
     optimizer_step_bytes,
     padded,
 )
+from autoptd.schedule import in_flight as counted
+from autoptd.schedule import step_lists
 
 
 def test_total_and_sum():
     one = Memory(parameters=1, gradients=2, optimizer=3, activations=4, temporary=5, communication=6, overhead=7)
     assert one.total == 28
     assert one + one == Memory(2, 4, 6, 8, 10, 12, 14)
+    all_of = one + Memory(context=100)
+    assert (all_of.state, all_of.allocated, all_of.reserved, all_of.total) == (6, 15, 22, 128)
     assert Memory(**one.to_data()) == one
 
 
@@ -69,7 +82,9 @@ def test_torch_keeps_as_much(optimizer: str):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"precision": "fp8"}, {"optimizer": "lion"}, {"zero": 2}], ids=["precision", "optimizer", "zero"]
+    "wrong",
+    [{"precision": "fp8"}, {"optimizer": "lion"}, {"zero": 4}, {"gradients": "fp8"}],
+    ids=lambda w: next(iter(w)),
 )
 def test_unknown_choices_are_refused(wrong: dict[str, object]):
     with pytest.raises(ValueError, match="known: "):
@@ -87,6 +102,67 @@ def test_in_flight():
     assert [in_flight(s, 4, 2) for s in range(4)] == [2, 2, 2, 1]
     with pytest.raises(ValueError):
         in_flight(4, 4, 8)
+    with pytest.raises(ValueError, match="known: 1f1b"):
+        in_flight(0, 4, 8, "dualpipe")
+
+
+@pytest.mark.parametrize(
+    ("kind", "virtual"), [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3)]
+)
+def test_in_flight_is_what_the_action_lists_hold(kind: str, virtual: int):
+    for stages in (1, 2, 3, 4, 6):
+        for microbatches in (1, 2, 3, 4, 6, 12):
+            if kind == "interleaved" and microbatches % stages:
+                continue  # refused by the schedule
+            lists = step_lists(kind, stages, microbatches, virtual)
+            held = [sum(counted(actions)) for actions in lists]
+            assert [in_flight(i, stages, microbatches, kind, virtual) for i in range(stages)] == held
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "expected"),
+    [
+        # 1000 bf16 elements with adamw over 4 shards, by the table of the module
+        (2, {"block_numel": 100}, Memory(2000, 1000 + 400, 3000)),
+        (2, {"block_numel": 100, "gradients": "compute"}, Memory(2000, 500 + 200, 3000)),
+        (3, {"block_numel": 100}, Memory(1000 + 400, 1000 + 200, 2000)),
+        (1, {"gradients": "compute"}, Memory(2000, 2000, 3000)),
+        (1, {"shards": 2}, Memory(2000, 4000, 6000)),
+        (3, {"shards": 2}, Memory(2000, 2000, 4000)),
+    ],
+)
+def test_sharded_state_by_hand(zero: int, options: dict[str, object], expected: Memory):
+    assert model_state([1000], precision="bf16", optimizer="adamw", zero=zero, dp=4, **options) == expected  # type: ignore[arg-type]
+
+
+def test_shards_divide_the_data_parallel_ranks():
+    with pytest.raises(ValueError, match="3 shards do not divide 4"):
+        model_state([12], precision="bf16", optimizer="adamw", zero=1, dp=4, shards=3)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_numbers_are_the_formulas(zero: int, precision: str):
+    found = formulas(precision=precision, optimizer="adamw", zero=zero)
+    state = model_state([96], precision=precision, optimizer="adamw", zero=zero, dp=8, block_numel=10)
+    assert state == Memory(
+        **{name: int(text.subs({N: 96, D: 8 if zero else 1, U: 10})) for name, text in found.items()}
+    )
+
+
+def test_the_known_bytes_per_parameter_of_each_stage():
+    # Rajbhandari et al. 2020, figure 1: 2 + (2 + 12) / d and so on, with half-precision gradients
+    terms = [formulas(precision="fp16", optimizer="adamw", zero=z, gradients="compute") for z in (0, 1, 2, 3)]
+    totals = [sympy.expand(sum(t.values()).subs(U, 0) / N) for t in terms]
+    assert totals[:3] == [16, 4 + 12 / D, 2 + 14 / D]
+    assert totals[3] == 16 / D  # FSDP: a float32 parameter and gradient instead of two halves and a main copy
+
+
+def test_beyond_tensors():
+    assert allocator_bytes(0) == 0
+    assert allocator_bytes(10 * SEGMENT_BYTES, 0.26) == 3 * SEGMENT_BYTES
+    assert communicator_bytes([1, 1]) == 0
+    assert communicator_bytes([8, 1, 4], channels=24, connections=2) == 2 * 24 * 2 * CONNECTION_BYTES
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=5), st.integers(1, 64))

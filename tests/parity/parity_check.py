@@ -12,7 +12,7 @@ from parity_models import DROPOUT, MODELS, Case
 from torch import Tensor
 
 from autoptd.api import Parallel
-from autoptd.compile import Source, make_plan, make_program, read_model, read_sharding
+from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster
 from autoptd.lockstep import Trained, differences, train_alone, train_in_lockstep
 from autoptd.plans import Plan
@@ -56,7 +56,7 @@ def case(name: str) -> Case:
 
 
 @cache
-def source(name: str) -> Source:
+def source(name: str) -> TracedModel:
     found = case(name)
     inputs = {n: x[:2] for n, x in found.batch.items()}
     return read_model(found.model, inputs=inputs, loss=found.loss, seq=None, precision="fp64", progress=Silent())

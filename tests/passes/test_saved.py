@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoptd.passes.opcall import OpCall, TensorInfo
-from autoptd.passes.saved import ATTENTION, DROPOUT, Saved, saved_tensors
+from autoptd.passes.saved import ATTENTION, DROPOUT, RMS_NORM, Saved, saved_tensors
 from autoptd.passes.work import CONVOLUTIONS, PRODUCTS, Work, flops, work
 from autoptd.runtime import ops
 
@@ -48,6 +48,7 @@ def named(target: Callable[..., Any]) -> str:
         (call(aten.relu.default, X, out=X), Saved((), (0,))),
         (call(aten.softmax.int, X, -1, out=X), Saved((), (0,))),
         (call(aten.layer_norm.default, X, [64], out=X), Saved((0,), (), (STATISTIC, STATISTIC))),
+        (call(aten.rms_norm.default, X, [64], real(64), out=X), Saved((0, 1), (), (STATISTIC,))),
         (call(aten.embedding.default, real(100, 64), INDICES, out=X), Saved((1,))),
         (call(aten.mul.Tensor, X, X, out=X), Saved((0, 1))),
         (call(aten.mul.Tensor, X, real(64, grad=False), out=X), Saved((1,))),
@@ -73,7 +74,7 @@ def test_attention_keeps_no_scores() -> None:
     assert saved_tensors(attention) == Saved((0, 1, 2), (0,), (rows,))
 
 
-@pytest.mark.parametrize("target", [t for t in SAMPLES if t not in ATTENTION | DROPOUT], ids=named)
+@pytest.mark.parametrize("target", [t for t in SAMPLES if t not in ATTENTION | DROPOUT | RMS_NORM], ids=named)
 def test_meta_tensors_keep_what_real_ones_keep(target: Any) -> None:
     """The same operands and outputs as a run on a CPU, for every op of the table."""
     for example in examples(target):

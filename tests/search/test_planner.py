@@ -19,7 +19,7 @@ from autoptd.search.meshes import Candidate
 from autoptd.search.planner import Planner, Task
 from autoptd.search.stages import Stages, simulated
 from autoptd.search.tensors import Sharded
-from autoptd.search.wishes import read_wishes
+from autoptd.search.wishes import Method, read_wishes
 
 
 def small_gpt(width: int = 512, layers: int = 4) -> nn.Module:
@@ -35,19 +35,19 @@ def task(model: nn.Module, cluster: Cluster, world: int, batch: int, fix: dict |
 
 
 @pytest.mark.parametrize("inter", [2e9, 50e9])
-@pytest.mark.parametrize("memory_gib", [2.0, 80.0])
+@pytest.mark.parametrize("memory_gib", [3.0, 80.0])
 def test_the_search_misses_nothing(inter: float, memory_gib: float) -> None:
     base = Cluster.of("H100-SXM5-80GB", 4, 450e9, inter)
     device = base.device.model_copy(update={"memory_bytes": int(memory_gib * 2**30)})
     planner = Planner(task(small_gpt(), base.model_copy(update={"device": device}), 8, 32), Silent())
     answer = planner.answer()
     everything = []
-    for candidate in planner._candidates():
+    for candidate in planner.candidates():
         sharded = planner._sharded[candidate.tp, candidate.micro]
         assert isinstance(sharded, Sharded)
         try:
             staged = Stages(
-                planner._tensors[candidate.tp, candidate.micro], sharded, candidate, "bf16", "adamw"
+                planner._tensors[candidate.tp, candidate.micro], sharded, candidate, Method(), "bf16", "adamw"
             ).solve()
         except DoesNotFit:
             continue
@@ -70,7 +70,8 @@ def test_what_is_fixed_holds() -> None:
     plan = autoptd.plan(small_gpt(), world=8, cluster="dgx-h100", batch=64, seq=256, fix=fix)
     assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.micro, plan.zero) == (2, 2, 2, 4, 0)
     assert plan.schedule.microbatches == 8
-    assert [i for s in plan.stages for i in s.recompute] == list(range(len(plan.segments)))
+    blocks = [i for i, name in enumerate(plan.segments) if "layers." in name or "blocks." in name]
+    assert len(blocks) >= 4 and [i for s in plan.stages for i in s.recompute] == blocks
 
 
 def test_nothing_fits_says_what_is_missing() -> None:
@@ -86,7 +87,7 @@ def test_nothing_fits_says_what_is_missing() -> None:
 def test_more_memory_or_faster_links_never_make_it_slower() -> None:
     model = small_gpt()
     steps = []
-    for memory, link in ((2, 1e9), (4, 1e9), (4, 10e9), (80, 100e9)):
+    for memory, link in ((3, 1e9), (4, 1e9), (4, 10e9), (80, 100e9)):
         base = Cluster.of("A100-SXM4-80GB", 4, 300e9, link)
         device = base.device.model_copy(update={"memory_bytes": memory * 2**30})
         cluster = base.model_copy(update={"device": device})
@@ -96,6 +97,6 @@ def test_more_memory_or_faster_links_never_make_it_slower() -> None:
 
 def test_candidates_are_what_the_wishes_leave() -> None:
     planner = Planner(task(small_gpt(), Cluster.load("dgx-h100"), 16, 32, {"pp": 2}), Silent())
-    found = planner._candidates()
+    found = planner.candidates()
     assert {c.pp for c in found} == {2} and {c.tp for c in found} == {1, 2, 4, 8}
     assert all(isinstance(c, Candidate) and c.dp * c.tp * c.pp == 16 for c in found)

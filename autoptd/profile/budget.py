@@ -1,0 +1,52 @@
+"""Spending a limited time on many cases: each has an equal share of what is left, and what it does not use goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoptd.profile.record import Case, Point, Skipped
+from autoptd.profile.timing import LEAST
+
+Measure = Callable[[Case, float], "Point | Skipped"]
+Tell = Callable[["Point | Skipped"], None]
+
+
+def spend(
+    series: Sequence[Sequence[Case]], limit_s: float, elapsed_s: Callable[[], float], measure: Measure, tell: Tell
+) -> list[Point | Skipped]:
+    """Measure all series, of each at least its first case, and no case that the one before shows to take too long.
+
+    `measure(case, share_s)`; `elapsed_s()` seconds since the start, which all ranks of a collective must agree on.
+    """
+    found: list[Point | Skipped] = []
+    left = sum(map(len, series))
+    for cases in series:
+        last: Point | None = None
+        for index, case in enumerate(cases):
+            left_s = max(0.0, limit_s - elapsed_s())
+            share_s = left_s / left
+            left -= 1
+            why = _why_not(last, case, left_s, share_s * (len(cases) - index)) if index else None
+            result = Skipped(case=case, why=why) if why else measure(case, share_s)
+            if isinstance(result, Point):
+                last = result
+            found.append(result)
+            tell(result)
+    return found
+
+
+def _why_not(last: Point | None, case: Case, left_s: float, share_s: float) -> str | None:
+    """Why a case is left out. Its time is guessed from the one before it; it has its series' share of what is left."""
+    if not left_s:
+        return "no time was left"
+    if last is None:
+        return None
+    amount, before = (case.flops, last.case.flops) if case.flops else (case.nbytes, last.case.nbytes)
+    expected_s = last.seconds * amount / max(before, 1) * (LEAST + 4)  # warm-up, memory taken
+    return f"would take {expected_s:.2g} s of the {share_s:.2g} s left for it" if expected_s > share_s else None
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of error and its first line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

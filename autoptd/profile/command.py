@@ -1,0 +1,110 @@
+"""`autoptd profile`: measure (or read) points, fit a cluster to them, write both, and say how well they agree."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import ClusterError
+from autoptd.plans import refuse_unwritable, write_whole
+from autoptd.profile.fit import fit, shipped_with
+from autoptd.profile.record import Case, Record
+from autoptd.profile.report import Row, rows, skipped_text, table
+from autoptd.profile.toml import cluster_toml
+
+if TYPE_CHECKING:
+    from autoptd.profile.measure import Tell
+
+
+def profile(
+    out: Path,
+    *,
+    points: Path | None = None,
+    source: Path | None = None,
+    limit_s: float = 120.0,
+    processes: int | None = None,
+    show: bool = True,
+) -> tuple[Cluster, Record, list[Row]] | None:
+    """Measure, or read the points of `source`; write the cluster to `out` and the points to `points`.
+
+    show: a progress bar, if standard error is a terminal. None on the ranks of torchrun that only help measuring.
+    Raises PlanFileError, before anything is measured, if a file cannot be written; ClusterError for a bad `source` and
+    for points that no cluster can be fitted to; RuntimeFault if a process fails.
+    """
+    for path in filter(None, (out, points)):
+        refuse_unwritable(path)
+    if source is not None:
+        record = Record.load(source)
+    else:
+        from autoptd.profile.measure import measure
+
+        _check_processes(processes)
+        with _bar(show) as tell:
+            record = measure(limit_s, processes, tell)
+        if os.environ.get("RANK", "0") != "0":
+            return None
+    if points is not None:  # first: points that no cluster can be fitted to are still worth having
+        write_whole(points, record.to_json())
+    cluster = fit(record)
+    found = rows(record, cluster)
+    write_whole(out, cluster_toml(cluster, _remarks(record, cluster, found)))
+    return cluster, record, found
+
+
+def text(cluster: Cluster, record: Record, found: list[Row], out: Path, points: Path | None) -> str:
+    """What a person reads at the end."""
+    head = f"{record.device}, torch {record.torch}, {record.date}: {record.world} rank(s), {len(record.points)} points"
+    parts = [head, table(found), skipped_text(record), cluster.describe()]
+    unknown = [f"{link.name}: {link.source}" for link in cluster.levels if link.source.startswith("not measured")]
+    if unknown:
+        parts.append("\n".join(unknown))
+    kept = f"; the points are in {points}" if points else ""
+    parts.append(f"saved to {out}{kept}\nuse it: autoptd plan MODEL --world N --cluster {out}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _remarks(record: Record, cluster: Cluster, found: list[Row]) -> tuple[str, ...]:
+    known = shipped_with(record.device)
+    return (
+        f"autoptd profile: {record.origin}, {record.backend}, {record.world} rank(s), {len(record.points)} points.",
+        f"Peaks and levels that were not measured are those of {known.name}."
+        if known
+        else "Peaks are the best rates seen.",
+        "Median errors of the models with these constants: "
+        + "; ".join(f"{row.name} {row.median_error:.0%}" for row in found),
+    )
+
+
+def _check_processes(processes: int | None) -> None:
+    world = os.environ.get("WORLD_SIZE")
+    if processes is not None and world is not None and "RANK" in os.environ and processes != int(world):
+        raise ClusterError(f"--processes {processes}, but torchrun started {world}", fix="leave out --processes")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus and processes is not None and processes > gpus and world is None:
+        raise ClusterError(f"--processes {processes}, but there are {gpus} GPUs", fix=f"use up to {gpus}")
+
+
+@contextmanager
+def _bar(show: bool) -> Iterator[Tell | None]:
+    """What a measurement reports its cases to: a bar on a terminal, or nothing."""
+    if not show or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("start the processes", total=None)
+
+        def tell(case: Case, how: str, total: int) -> None:
+            progress.update(task, total=total, advance=1, description=f"{case}: {how}")
+
+        yield tell

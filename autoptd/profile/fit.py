@@ -1,0 +1,174 @@
+"""From measured points to a cluster: the constants with which the cost models explain them.
+
+Peaks of a GPU that a shipped cluster has are the datasheet's; of any other device they are the best rates that were
+seen. Sustained fractions, overheads and latencies are searched for (`search`) by evaluating `op_time` and
+`collectives`. What was not measured is taken from a shipped cluster, and the file says so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from autoptd.cost_models.cluster import Cluster, Device, Peaks, Sustained
+from autoptd.cost_models.op_time import op_s
+from autoptd.errors import ClusterError
+from autoptd.profile.links import fit_levels
+from autoptd.profile.record import ITEMSIZE, Point, Record
+from autoptd.profile.search import best_rate, best_two, mean_error, rounded
+
+# what a missing precision is taken to be like: tensor cores treat both half precisions alike; nothing better is known
+_LIKE = {"bf16": "fp16", "fp16": "bf16", "fp64": "fp32", "fp32": "fp64"}
+_K_OVERHEADS = (0.0, *(2.0**i for i in range(3, 12)))  # steps along k
+_HEAD_OVERHEADS = (0.0, *(2.0**i for i in range(8)))  # elements of a head
+_BEYOND_CACHE = 2.0  # caches, at least: an op with fewer bytes finds part of them there
+
+
+def fit(record: Record) -> Cluster:
+    """The cluster that explains a record. Raises ClusterError where points of a needed kind are missing."""
+    known = shipped_with(record.device)
+    device = _device(record, known)
+    name = f"{record.node_ranks}x {device.name}" if record.node_ranks > 1 else device.name
+    return Cluster(name=name, source=record.origin, device=device, levels=fit_levels(record, device, known))
+
+
+def shipped_with(device: str) -> Cluster | None:
+    """The shipped cluster whose device reports this name."""
+    clusters = map(Cluster.load, Cluster.names())
+    return next((cluster for cluster in clusters if device in cluster.device.reported_names), None)
+
+
+def _device(record: Record, known: Cluster | None) -> Device:
+    launch_s = rounded(_needed(record.of("launch"), "launch")[0].seconds)
+    dispatch_s = [point.seconds for point in record.of("dispatch")]
+    first = Device(
+        name=known.device.name if known else record.device,
+        source=record.origin + (f"; peaks: {known.device.source}" if known else "; peaks are the best rates seen"),
+        reported_names=(record.device,) if record.kind == "cuda" else (),
+        memory_bytes=record.memory_bytes,
+        context_bytes=record.context_bytes,
+        memory_bytes_per_s=1.0,
+        launch_s=launch_s,
+        # on a CPU the host is the device: its time is in the ops already
+        dispatch_s=rounded(dispatch_s[0]) if dispatch_s and record.kind == "cuda" else 0.0,
+        multiprocessors=record.multiprocessors,
+        matmul_flops_per_s=Peaks(fp64=1.0, fp32=1.0, bf16=1.0, fp16=1.0),
+    )
+    with_memory = _with_memory(first, record, known.device if known else None)
+    with_matmul = _with_matmul(with_memory, record, known.device if known else None)
+    return _with_attention(with_matmul, record)
+
+
+def _with_memory(device: Device, record: Record, known: Device | None) -> Device:
+    points = beyond_cache(_needed(record.of("memory"), "memory"), record.cache_bytes)
+    rates = [point.case.nbytes / point.seconds for point in points]
+
+    def like(rate: float) -> Device:
+        return device.model_copy(update={"memory_bytes_per_s": rate})
+
+    sustained = best_rate(lambda rate: device_error(like(rate), points), min(rates) / 2, max(rates) * 2)
+    peak = known.memory_bytes_per_s if known else rounded(max(*rates, sustained))
+    return device.model_copy(
+        update={
+            "memory_bytes_per_s": peak,
+            "memory_sustained": _sustained(sustained, peak, record, "{n} memory-bound ops beyond the caches", points),
+        }
+    )
+
+
+def beyond_cache(points: Iterable[Point], cache_bytes: int | None) -> tuple[Point, ...]:
+    """Those that move more than caches hold; where the cache is unknown, a quarter of the most that was moved."""
+    points = tuple(points)
+    most = max((point.case.nbytes for point in points), default=0)
+    least = min(_BEYOND_CACHE * cache_bytes if cache_bytes else most / 4, most)
+    return tuple(point for point in points if point.case.nbytes >= least)
+
+
+def _with_matmul(device: Device, record: Record, known: Device | None) -> Device:
+    points = _needed(record.of("matmul"), "matmul")
+    main = main_dtype(points)
+    own = [point for point in points if point.case.dtype == main]
+    best = max(point.case.flops / point.seconds for point in own)
+
+    def like(rate: float, k_overhead: float, dtype: str = main) -> Device:
+        peaks = device.matmul_flops_per_s.model_copy(update={dtype: rate})
+        return device.model_copy(update={"matmul_flops_per_s": peaks, "k_overhead": k_overhead})
+
+    if device.multiprocessors is None:  # every shape runs at one rate
+        overhead = 0.0
+        rate = best_rate(lambda rate: device_error(like(rate, 0.0), own), best / 50, best * 3)
+    else:
+        rate, overhead = best_two(lambda *xy: device_error(like(*xy), own), best / 4, best * 3, _K_OVERHEADS)
+    overhead = rounded(overhead)
+    peak = known.matmul_flops_per_s.of(main) if known else rounded(max(best, rate))
+    sustained = _sustained(rate, peak, record, f"{main} products of {{n}} shapes", own)
+    peaks = {main: peak}
+    for dtype in ITEMSIZE:
+        others = [point for point in points if point.case.dtype == dtype]
+        if known:
+            peaks[dtype] = known.matmul_flops_per_s.of(dtype)
+        elif dtype != main and others:
+            most = max(point.case.flops / point.seconds for point in others)
+            found = best_rate(lambda rate: device_error(like(rate, overhead, dtype), others), most / 50, most * 3)  # noqa: B023
+            peaks[dtype] = rounded(found / sustained.fraction)
+    for dtype in ITEMSIZE:
+        peaks.setdefault(dtype, peaks.get(_LIKE[dtype], peaks[main]))
+    return device.model_copy(
+        update={"matmul_flops_per_s": Peaks(**peaks), "matmul_sustained": sustained, "k_overhead": overhead}
+    )
+
+
+def _with_attention(device: Device, record: Record) -> Device:
+    points = record.of("attention")
+    forward = [point for point in points if not point.case.backward]
+    backward = [point for point in points if point.case.backward]
+    if not forward:
+        return device
+
+    def like(fraction: float, overhead: float) -> Device:
+        sustained = Sustained(fraction=fraction)
+        return device.model_copy(update={"attention_sustained": sustained, "head_overhead": overhead})
+
+    if len({point.case.k for point in forward}) > 1:
+        fraction, overhead = best_two(lambda *xy: device_error(like(*xy), forward), 1e-3, 1.0, _HEAD_OVERHEADS)
+    else:
+        fraction, overhead = best_rate(lambda x: device_error(like(x, 0.0), forward), 1e-3, 1.0), 0.0
+    device = device.model_copy(
+        update={
+            "attention_sustained": _sustained(
+                fraction, 1.0, record, "causal attention of {n} shapes, forward", forward
+            ),
+            "head_overhead": rounded(overhead),
+        }
+    )
+    if not backward:
+        return device
+
+    def back(fraction: float) -> Device:
+        return device.model_copy(update={"attention_backward_sustained": Sustained(fraction=fraction)})
+
+    fraction = best_rate(lambda x: device_error(back(x), backward), 1e-3, 1.0)
+    sustained = _sustained(fraction, 1.0, record, "causal attention of {n} shapes, backward", backward)
+    return device.model_copy(update={"attention_backward_sustained": sustained})
+
+
+def main_dtype(points: Iterable[Point]) -> str:
+    """The precision with most points, which the shared constants follow."""
+    return statistics.mode(point.case.dtype for point in points)
+
+
+def device_error(device: Device, points: Iterable[Point]) -> float:
+    return mean_error((op_s(device, point.case.work), point.seconds) for point in points)
+
+
+def _sustained(rate: float, peak: float, record: Record, what: str, points: Iterable[Point]) -> Sustained:
+    text = what.format(n=len(tuple(points)))
+    return Sustained(fraction=min(1.0, rounded(rate / peak)), source=f"{record.origin}: {text}")
+
+
+def _needed(points: tuple[Point, ...], family: str) -> tuple[Point, ...]:
+    if not points:
+        raise ClusterError(
+            f"no point of the kind {family!r} was measured", fix="measure again with a higher --time-limit"
+        )
+    return points

@@ -1,0 +1,146 @@
+"""Measuring the machine: every rank times its own device, all at once as in training, then they time the network."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autoptd.profile.budget import first_line, spend
+from autoptd.profile.cases import network_series, op_series
+from autoptd.profile.network import Network
+from autoptd.profile.ops import time_op
+from autoptd.profile.record import Case, Point, Record, Skipped
+from autoptd.profile.timing import Timer, timer
+from autoptd.profile.world import Place, Seat, default_processes, joined, launched
+
+_OPS_SHARE = 0.6  # of the time, where there is a network to be measured as well
+_MARGIN = 0.8  # of the limit is given out: a case may take a little longer than its share
+
+Tell = Callable[[Case, str, int], None]  # the case that is done, how it went, and how many there are in all
+
+
+def measure(limit_s: float, processes: int | None = None, tell: Tell | None = None, seat: Seat | None = None) -> Record:
+    """Time ops and collectives of this machine within about `limit_s` seconds, but at least the smallest of each kind.
+
+    processes: on this machine; left out, one per GPU, or two without a GPU. Under torchrun all its ranks take part, and
+    each has to call this. seat: of a process that rank 0 started. Raises RuntimeFault if a process fails. All ranks
+    return the same points.
+    """
+    started = time.perf_counter()
+    processes = processes or default_processes()
+    threads = torch.get_num_threads()
+    with joined(processes, [str(limit_s)], seat) as place:
+        torch.set_num_threads(1 if place.world > 1 or launched() else threads)  # a plan's ranks have a core each
+        try:
+            return _measure(place, limit_s * _MARGIN - (time.perf_counter() - started), tell or (lambda *_: None))
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _measure(place: Place, limit_s: float, tell: Tell) -> Record:
+    clock = timer(place.device)
+    kind = place.device.type
+    ops = list(op_series(kind))
+    network = Network(place.device, clock) if place.world > 1 else None
+    dtype = "bf16" if kind == "cuda" else "fp32"
+    exchanges = list(network_series(place.world, place.node_ranks, dtype)) if network else []
+    total = sum(map(len, [*ops, *exchanges]))
+    started = time.perf_counter()
+    if network:  # the clock of rank 0's person counts, whoever started earlier
+        limit_s = -network.agree(-limit_s)[0]
+
+    def told(result: Point | Skipped) -> None:
+        tell(result.case, f"{result.seconds:.3g} s" if isinstance(result, Point) else result.why, total)
+
+    def elapsed_s() -> float:
+        return time.perf_counter() - started
+
+    found = spend(ops, limit_s * (_OPS_SHARE if network else 1), elapsed_s, partial(_time_op, place, clock), told)
+    found = _of_all_ranks(found) if network else found
+    context_bytes = _context_bytes(place.device)
+    if network:
+        found += spend(
+            exchanges, limit_s, lambda: network.agree(elapsed_s())[0], partial(_time_exchange, network), told
+        )
+    return _record(place, context_bytes, found)
+
+
+def _time_op(place: Place, clock: Timer, case: Case, share_s: float) -> Point | Skipped:
+    try:
+        seconds, repeats = time_op(case, place.device, clock, share_s)
+    except (RuntimeError, MemoryError) as error:  # no memory, or a type that the device does not compute in
+        return Skipped(case=case, why=first_line(error))
+    finally:
+        if place.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return Point(case=case, seconds=seconds, repeats=repeats)
+
+
+def _time_exchange(network: Network, case: Case, share_s: float) -> Point | Skipped:
+    return network.measure(case, share_s)
+
+
+def _of_all_ranks(mine: list[Point | Skipped]) -> list[Point | Skipped]:
+    """For each case the median of the ranks that timed it; left out where none did. A collective."""
+    everybody: list[list[Point | Skipped]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everybody, mine)
+    merged: list[Point | Skipped] = []
+    for results in zip(*everybody, strict=True):
+        points = [result for result in results if isinstance(result, Point)]
+        if not points:
+            merged.append(results[0])
+            continue
+        seconds = statistics.median(point.seconds for point in points)
+        merged.append(Point(case=results[0].case, seconds=seconds, repeats=sum(point.repeats for point in points)))
+    return merged
+
+
+def _record(place: Place, context_bytes: int, found: list[Point | Skipped]) -> Record:
+    cuda = torch.cuda.get_device_properties(place.device) if place.device.type == "cuda" else None
+    return Record(
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        kind="cuda" if cuda else "cpu",
+        device=cuda.name if cuda else _cpu_name(),
+        torch=torch.__version__,
+        backend="nccl" if cuda else "gloo",
+        memory_bytes=torch.cuda.mem_get_info(place.device)[1] if cuda else _host_bytes() // place.node_ranks,
+        context_bytes=context_bytes,
+        multiprocessors=cuda.multi_processor_count if cuda else None,
+        cache_bytes=(getattr(cuda, "L2_cache_size", 0) or None) if cuda else None,
+        world=place.world,
+        node_ranks=place.node_ranks,
+        points=tuple(result for result in found if isinstance(result, Point)),
+        skipped=tuple(result for result in found if isinstance(result, Skipped)),
+    )
+
+
+def _context_bytes(device: torch.device) -> int:
+    """What is taken of a GPU beyond what torch's allocator holds, once the kernels have been loaded."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_name() -> str:
+    """The model's name where Linux says it, else what Python knows of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine() or "CPU"

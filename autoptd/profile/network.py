@@ -1,0 +1,119 @@
+"""Timing collectives and messages: all ranks of a group at once, through the communicators that training uses.
+
+Every decision (does everybody have the memory, how often, when to stop) is taken from numbers that all ranks agree on,
+so that nobody waits for a collective that another has left out. A case's time is that of its slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+import torch.distributed as dist
+
+from autoptd.profile.budget import first_line
+from autoptd.profile.ops import DTYPES
+from autoptd.profile.record import Case, Point, Skipped
+from autoptd.profile.timing import ENOUGH_S, LEAST, MOST, Run, Timer, runs_per_sample
+from autoptd.runtime.processes import ProcessChannel, ProcessGroup
+
+
+class Network:
+    """The groups of a running world. All ranks make and use it in the same order."""
+
+    def __init__(self, device: torch.device, clock: Timer) -> None:
+        self.device, self.clock = device, clock
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._gloo = dist.get_backend() == "gloo"
+        self._groups: dict[tuple[int, int], ProcessGroup] = {}
+        self._channels: dict[int, ProcessChannel | None] = {}
+
+    def agree(self, *values: float) -> list[float]:
+        """The largest of each over all ranks."""
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return [float(x) for x in numbers.tolist()]
+
+    def group(self, ranks: int, stride: int) -> ProcessGroup:
+        """This rank's group of `ranks` members `stride` apart."""
+        if (ranks, stride) not in self._groups:
+            mine = None
+            for first in range(0, self.world, ranks * stride):
+                for offset in range(stride):
+                    members = [first + offset + i * stride for i in range(ranks)]
+                    made = dist.new_group(members)
+                    mine = made if self.rank in members else mine
+            assert mine is not None, (ranks, stride, self.world)
+            self._groups[ranks, stride] = ProcessGroup(mine, self._gloo)
+        return self._groups[ranks, stride]
+
+    def channel(self, stride: int) -> ProcessChannel | None:
+        """Between rank 0 and rank `stride`; None on the others."""
+        if stride not in self._channels:
+            group = dist.new_group([0, stride])
+            ends = {0: stride, stride: 0}
+            self._channels[stride] = ProcessChannel(group, ends[self.rank]) if self.rank in ends else None
+        return self._channels[stride]
+
+    def run_of(self, case: Case) -> Run:
+        """What one run of the case is on this rank. Takes the memory."""
+        if case.family == "p2p":
+            return self._message(case)
+        group = self.group(case.ranks, case.stride)
+        count = case.bytes_moved // DTYPES[case.dtype].itemsize
+        whole, part = count, count // case.ranks
+        x = torch.zeros(
+            whole if case.op in ("all_reduce", "reduce_scatter") else part, dtype=DTYPES[case.dtype], device=self.device
+        )
+        match case.op:
+            case "all_reduce":
+                return lambda: group.all_reduce(x)
+            case "all_gather":
+                return lambda: group.all_gather(x)
+            case "reduce_scatter":
+                rows = x.view(case.ranks, -1)
+                return lambda: group.reduce_scatter(rows)
+            case "all_to_all":
+                rows = x.view(case.ranks, -1)
+                return lambda: group.all_to_all(rows)
+            case _:
+                raise ValueError(f"unknown collective {case.op!r}")
+
+    def _message(self, case: Case) -> Run:
+        """There and back: a sender alone would only see its own buffer take the message."""
+        channel = self.channel(case.stride)
+        x = torch.zeros(case.bytes_moved // DTYPES[case.dtype].itemsize, dtype=DTYPES[case.dtype], device=self.device)
+
+        def there_and_back() -> None:
+            if channel is None:
+                return
+            first, second = (channel.send, channel.receive) if self.rank == 0 else (channel.receive, channel.send)
+            first(x).wait()
+            second(x).wait()
+
+        return there_and_back
+
+    def measure(self, case: Case, share_s: float) -> Point | Skipped:
+        """A collective call; the same answer on every rank."""
+        run, problem = self._prepared(case)
+        if any(self.agree(problem is not None)):
+            return Skipped(case=case, why=problem or "another rank could not take the memory")
+        try:
+            run()
+            _, once_s = self.agree(0.0, self.clock.once(run))
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ) as error:  # the backend has no such collective: all ranks learn it alike
+            return Skipped(case=case, why=first_line(error))
+        runs = runs_per_sample(once_s)
+        wanted = min(share_s, ENOUGH_S) / (once_s * runs)
+        samples = self.agree(*(self.clock.sample(run, runs) for _ in range(max(LEAST, min(MOST, int(wanted))))))
+        seconds = statistics.median(samples) / (2 if case.family == "p2p" else 1)
+        return Point(case=case, seconds=seconds, repeats=runs * len(samples))
+
+    def _prepared(self, case: Case) -> tuple[Run, str | None]:
+        try:
+            return self.run_of(case), None
+        except (RuntimeError, MemoryError) as error:
+            return (lambda: None), first_line(error)

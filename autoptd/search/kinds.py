@@ -1,0 +1,85 @@
+"""What one segment of a kind does on one rank, and its price on a cluster.
+
+`KindWork` is the work: kernels, collectives, bytes. It depends on the splits and sizes, not on any constant of a
+device. `price` turns it into seconds; the same work may be priced on many clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autoptd.cost_models.cluster import Cluster, Device
+from autoptd.cost_models.collectives import collective_s
+from autoptd.cost_models.op_time import OpWork, op_s
+
+Works = tuple[OpWork, ...]
+Collectives = tuple[tuple[str, int], ...]  # (name, bytes of the whole tensor)
+PARTIAL = ("selective", "ops")  # policies of recomputation that run a part of a segment again
+
+
+@dataclass(frozen=True)
+class KindWork:
+    """Per microbatch. `again`: by policy, the forward kernels that partial recomputation runs once more."""
+
+    forward: Works
+    backward: Works
+    again: Mapping[str, Works] = field(default_factory=dict)
+    forward_collectives: Collectives = ()
+    backward_collectives: Collectives = ()
+    activation_bytes: int = 0  # kept for the backward pass
+    input_bytes: int = 0  # of what it receives: all that a full recompute keeps
+    temporary_bytes: int = 0  # the largest op's operands and results
+    ring_bytes: int = 0  # of keys and values, as ring attention passes them on
+
+
+@dataclass(frozen=True)
+class KindCost:
+    """Seconds of a `KindWork`. `forward_s` and `backward_s` include communication."""
+
+    work: KindWork
+    forward_s: float
+    backward_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    again_s: Mapping[str, float]
+    attention_s: float  # of fused attention, forward
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.work.activation_bytes
+
+    @property
+    def input_bytes(self) -> int:
+        return self.work.input_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        return self.work.temporary_bytes
+
+
+def price(work: KindWork, cluster: Cluster, ranks: int) -> KindCost:
+    """What the work takes on `ranks` tensor-parallel ranks, neighbours in the cluster."""
+    device = cluster.device
+    forward_comm, backward_comm = (
+        sum(collective_s(name, nbytes, cluster, ranks, 1) for name, nbytes in each)
+        for each in (work.forward_collectives, work.backward_collectives)
+    )
+    return KindCost(
+        work=work,
+        forward_s=work_s(device, work.forward) + forward_comm,
+        backward_s=work_s(device, work.backward) + backward_comm,
+        forward_comm_s=forward_comm,
+        backward_comm_s=backward_comm,
+        again_s={policy: work_s(device, works) for policy, works in work.again.items()},
+        attention_s=work_s(device, (w for w in work.forward if w.kind == "attention")),
+    )
+
+
+def work_s(device: Device, works: Iterable[OpWork]) -> float:
+    """Seconds of kernels one after the other: of the device, or of the host that launches them."""
+    busy_s, launches = 0.0, 0
+    for work in works:
+        busy_s += op_s(device, work)
+        launches += work.launches
+    return max(busy_s, device.dispatch_s * launches)

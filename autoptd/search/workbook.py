@@ -1,0 +1,167 @@
+"""What each op of a folded graph does, as far as no placement and no size is decided yet; read off the graph once.
+
+`Facts` hold for every plan of a graph; a `Workbook` adds what moves through memory under one way of making kernels.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.activations import recomputed
+from autoptd.passes.factors import Strategy
+from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.fusion import Traffic, traffic
+from autoptd.passes.graph import op_call
+from autoptd.passes.liveness import Walk, walk
+from autoptd.passes.loops import Loops, bind
+from autoptd.passes.opcall import OpCall
+from autoptd.passes.placements import Split
+from autoptd.passes.rules import RULES
+from autoptd.passes.saved import Saved, saved_tensors
+from autoptd.passes.sharding import KindSharding, group_offers, ops_of
+from autoptd.passes.work import LOOKUPS, PRODUCTS, Work, work
+from autoptd.search.legal import is_weight
+
+DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NOTHING = Traffic(launches=0, backward_launches=0)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: its call, forward work, what moves, what autograd keeps; `loops` of products."""
+
+    call: OpCall
+    work: Work
+    traffic: Traffic
+    saved: Saved
+    loops: Loops | None
+    dtype: str
+
+    @property
+    def trained(self) -> bool:
+        return any(t.requires_grad for t in self.call.outputs)
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.call.target in LOOKUPS
+
+    @cached_property
+    def roles(self) -> Mapping[str, str]:
+        """Factor of a product -> `m` (of the first operand and the result), `n` (of the second), `k`, or `batch`."""
+        assert self.loops is not None
+        found = {}
+        for name, places in self.loops.places.items():
+            first, second, result = places[0] is not None, places[1] is not None, places[-1] is not None
+            found[name] = ("batch" if first and second else "m" if first else "n") if result else "k"
+        return found
+
+    def split_factor(self, strategy: Strategy) -> str | None:
+        """Which factor of a product a strategy splits."""
+        if strategy.ranks == 1 or self.loops is None:
+            return None
+        placements = (*strategy.needs, *strategy.gives)
+        for name, places in self.loops.places.items():
+            there = [(p, q) for p, q in zip(places, placements, strict=True) if p is not None]
+            if all(isinstance(q, Split) and q.dim == p.dim for p, q in there) and there:
+                return name
+        return None
+
+
+class Facts:
+    """What is so in every plan of a folded graph; each part is read when it is first asked for."""
+
+    def __init__(self, folded: Folded) -> None:
+        self.folded = folded
+        self._hits: dict[str, tuple[tuple[str, int, str], ...]] = {}
+        self._again: dict[tuple[str, str, str], tuple[fx.Node, ...]] = {}
+
+    @cached_property
+    def ops(self) -> Mapping[fx.Node, Op]:
+        """Every op of every kind, as if it moved nothing."""
+        return {node: _read(node) for s in self.folded.representatives.values() for _, node in ops_of(s)}
+
+    @cached_property
+    def offers(self) -> Mapping[str, Mapping[tuple[str, int], frozenset[int]]]:
+        """Kind -> group counts worth offering per (tensor, dim)."""
+        return {kind: group_offers(segment) for kind, segment in self.folded.representatives.items()}
+
+    @cached_property
+    def weights(self) -> frozenset[fx.Node]:
+        """Parameters that something is multiplied with or looked up in."""
+        segments = self.folded.representatives.values()
+        return frozenset(node for s in segments for node in s.parameters if is_weight(node))
+
+    def hits(self, pattern: str) -> tuple[tuple[str, int, str], ...]:
+        """(kind, position, name) of the parameters that a pattern names, one of each kind and position."""
+        if pattern not in self._hits:
+            matches = re.compile(fnmatch.translate(pattern)).match
+            self._hits[pattern] = tuple((k, i, n) for (k, i), names in self._slots.items() for n in names if matches(n))
+        return self._hits[pattern]
+
+    @cached_property
+    def _slots(self) -> Mapping[tuple[str, int], list[str]]:
+        """Parameter names by kind and position."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for segment in self.folded.segments:
+            for i, node in enumerate(segment.parameters):
+                found.setdefault((segment.kind, i), []).append(self.folded.traced.parameters[node.name])
+        return found
+
+    def again(self, kind: str, segment: Segment, decided: KindSharding, policy: str) -> tuple[fx.Node, ...]:
+        """Ops of a segment of a kind that a policy of recomputation runs again."""
+        placed = (*decided.strategies.values(), *decided.parameters, *decided.receives, *decided.sends)
+        key = kind, ";".join(map(str, placed)), policy
+        if key not in self._again:
+            self._again[key] = tuple(recomputed([segment], {kind: decided}, policy))
+        return self._again[key]
+
+
+class Workbook:
+    """The ops of every kind of segment under one way of making kernels ("eager", "fused", "compiled") and attention."""
+
+    def __init__(self, folded: Folded, kernels: str = "eager", attention: str = "", facts: Facts | None = None) -> None:
+        self.folded, self.kernels, self.attention = folded, kernels, attention
+        self.facts = facts or Facts(folded)
+        self.ops: dict[fx.Node, Op] = {}
+        self._walks: dict[Any, Walk] = {}
+        for segment in folded.representatives.values():
+            moves = traffic(segment.nodes, segment.sends, kernels)
+            for _, node in ops_of(segment):
+                self.ops[node] = replace(self.facts.ops[node], traffic=moves.get(node, _NOTHING))
+
+    def walk(
+        self, segments: Sequence[Segment], kinds: Mapping[str, KindSharding], policy: str, *, regather: bool = False
+    ) -> Walk:
+        """The moments of consecutive segments; of the same kinds under the same decisions they are read off once."""
+        names = tuple(s.kind for s in segments)
+        decided = tuple(_text(kinds[name]) for name in dict.fromkeys(names))
+        key = names, decided, policy, regather
+        if key not in self._walks:
+            self._walks[key] = walk(segments, kinds, policy, regather=regather, in_place_loss=self.kernels != "eager")
+        return self._walks[key]
+
+
+def _text(decided: KindSharding) -> tuple[Any, ...]:
+    """A value that is equal for equal decisions."""
+    return tuple(map(str, decided.strategies.values())), decided.parameters, decided.receives, decided.sends
+
+
+def _read(node: fx.Node) -> Op:
+    call = op_call(node)
+    floats = [t.dtype for t in (*call.operands, *call.outputs) if t.dtype in DTYPE_NAMES]
+    return Op(
+        call=call,
+        work=work(call),
+        traffic=_NOTHING,
+        saved=saved_tensors(call),
+        loops=bind(RULES[call.target].text(call), call) if call.target in PRODUCTS else None,
+        dtype=DTYPE_NAMES[floats[0]] if floats else "fp32",
+    )

@@ -1,0 +1,65 @@
+"""What the figures of a report are held to. A bar is met where the figure is on its right side, the bar included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from benchmarks.published.compare import Fitting, Line, PlanSet
+from benchmarks.published.statistics import Errors
+
+TIMED = (
+    "bloom_prequel (64 heads)",
+    "dgxc_llmb (dense)",
+    "korthikanti_table5",
+    "mpt_llm_foundry",
+    "nanotron_ultrascale_best",
+    "sc21_table1",
+    "torchtitan",
+    "vtrain_multi",
+)
+TIME, TIME_ALL, TIME_ALL_P90 = 0.08, 0.06, 0.18
+MEMORY = 0.06
+REGRET, RANK = 0.04, 0.9
+SAID_NOT_TO_FIT = 0.02  # of the runs that ran
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`≤ 8.0 % pass`."""
+
+    text: str
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{self.text} {'pass' if self.met else 'MISS'}"
+
+
+def at_most(value: float, bar: float) -> Verdict:
+    return Verdict(f"≤ {bar * 100:g} %", value <= bar)
+
+
+def time_verdicts(name: str, time: Errors | None) -> list[Verdict]:
+    """Of a line's times: median, and for all rows together the 90th percentile as well; without a time, missed."""
+    if name == "all rows":
+        median, p90 = (time.median, time.p90) if time else (inf, inf)
+        return [at_most(median, TIME_ALL), at_most(p90, TIME_ALL_P90)]
+    return [at_most(time.median if time else inf, TIME)] if name in TIMED else []
+
+
+def memory_verdicts(line: Line) -> list[Verdict]:
+    """Every group with memory has the bar; all rows together have none of their own."""
+    return [] if line.memory is None or line.name == "all rows" else [at_most(line.memory.median, MEMORY)]
+
+
+def set_verdicts(plans: PlanSet) -> list[Verdict]:
+    """Rank (vtrain), then regret (vtrain and bloom)."""
+    vtrain, bloom = plans.line.startswith("vtrain"), plans.line.startswith("bloom_prequel")
+    rank = [Verdict(f"≥ {RANK:g}", plans.spearman >= RANK)] if vtrain else []
+    return rank + ([at_most(plans.regret, REGRET)] if vtrain or bloom else [])
+
+
+def fitting_verdicts(fitting: Fitting) -> list[Verdict]:
+    """Out-of-memory runs said to fit: none. Runs that ran said not to: 2 %."""
+    wrong = len(fitting.said_not_to_fit) / fitting.ran if fitting.ran else 0.0
+    return [Verdict("= 0", not fitting.said_to_fit), at_most(wrong, SAID_NOT_TO_FIT)]

@@ -1,0 +1,124 @@
+"""The constants of the cost models that are fitted on published runs, and how to put other values in a cluster.
+
+A constant belongs to a device family (or to all): to no run, group, model or number of GPUs. Its value stands in the
+TOML files of the clusters; here is where it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, Sustained
+
+BACKWARD = {"flash": 0.8, "cudnn": 0.8, "triton": 0.6}  # of the forward rate: Dao 2023, figures 4 to 7 (from memory)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """`device`: how names of the devices begin that it belongs to; of several constants of one kind the longest holds.
+
+    `prior`: what one would take without any run, from the literature.
+    """
+
+    name: str
+    kind: str
+    device: str
+    fitted_on: str
+    prior: float
+    most: float = float("inf")
+
+
+# Priors, all quoted from memory: best matmuls of Bekman's tables, less a tenth; nine tenths of the memory bandwidth,
+# two thirds of it for kernels with reductions; FlashAttention's rates from Dao 2023 and Shah et al. 2024; 64 steps of k
+# to fill a tile's pipeline; 5 us between kernels, 20 us for an op of PyTorch with its backward.
+CONSTANTS = (
+    Constant("matmul rate, A100", "matmul", "A100", "all runs on A100", 0.78, 1),
+    Constant("matmul rate, H100", "matmul", "H100", "all runs on H100 of 700 W", 0.72, 1),
+    Constant("matmul rate, H100 of 500 W", "matmul", "H100-SXM5-96GB", "torchtitan", 0.51, 1),
+    Constant("matmul rate, Blackwell", "matmul", "GB200", "dgxc_llmb on GB200", 0.66, 1),
+    Constant("memory rate, A100", "memory", "A100", "all runs on A100", 0.9, 1),
+    Constant("memory rate, H100", "memory", "H100", "all runs on H100", 0.9, 1),
+    Constant("memory rate of softmax and norms", "rows", "", "all runs", 0.6, 1),
+    Constant("the same, A100 of 40 GB", "rows", "A100-SXM4-40GB", "vtrain_single", 0.6, 1),
+    Constant("FlashAttention-2, H100", "flash", "H100", "nanotron, torchtitan, fms_fsdp", 0.38, 1),
+    Constant("FlashAttention-1, A100", "triton", "A100", "mpt_llm_foundry", 0.4, 1),
+    Constant("FlashAttention-1, H100", "triton", "H100", "mpt_llm_foundry", 0.25, 1),
+    Constant("cuDNN attention, H100", "cudnn", "H100", "dgxc_llmb, megatron_release_golden", 0.6, 1),
+    Constant("start of a tile, steps along k", "k_overhead", "", "all runs", 64),
+    Constant("gap between kernels, s", "launch", "", "all runs", 5e-6),
+    Constant("host time of a launch, s", "dispatch", "", "vtrain_single", 20e-6),
+    Constant("multiprocessors taken by collectives", "collective", "", "mpt_llm_foundry, torchtitan", 24),
+)
+
+
+def _sustained(name: str) -> tuple[Callable[[Device], float], Callable[[Device, float], dict[str, Any]]]:
+    def read(device: Device) -> float:
+        return float((getattr(device, name) or device.memory_sustained).fraction)
+
+    return read, lambda device, value: {name: Sustained(fraction=value)}
+
+
+def _implementation(name: str) -> tuple[Callable[[Device], float], Callable[[Device, float], dict[str, Any]]]:
+    def write(device: Device, value: float) -> dict[str, Any]:
+        rates = AttentionRates(forward=value, backward=BACKWARD[name] * value)
+        return {"attention": {**device.attention, name: rates}}
+
+    return lambda device: device.attention[name].forward, write
+
+
+def _flash(device: Device, value: float) -> dict[str, Any]:
+    backward = Sustained(fraction=BACKWARD["flash"] * value)
+    return {"attention_sustained": Sustained(fraction=value), "attention_backward_sustained": backward}
+
+
+def _plain(name: str) -> tuple[Callable[[Device], float], Callable[[Device, float], dict[str, Any]]]:
+    return lambda device: float(getattr(device, name)), lambda device, value: {name: value}
+
+
+# kind -> how to read it from a device, and the fields that a value of it gives
+_KINDS: Mapping[str, tuple[Callable[[Device], float], Callable[[Device, float], dict[str, Any]]]] = {
+    "matmul": _sustained("matmul_sustained"),
+    "memory": _sustained("memory_sustained"),
+    "rows": _sustained("rows_sustained"),
+    "flash": (lambda device: device.attention_sustained.fraction, _flash),
+    "triton": _implementation("triton"),
+    "cudnn": _implementation("cudnn"),
+    "k_overhead": _plain("k_overhead"),
+    "launch": _plain("launch_s"),
+    "dispatch": _plain("dispatch_s"),
+    "collective": (
+        lambda device: float(device.collective_multiprocessors),
+        lambda device, value: {"collective_multiprocessors": round(value)},
+    ),
+}
+
+
+def present() -> dict[str, float]:
+    """The values that the shipped clusters have."""
+    devices = {c.device.name: c.device for c in map(Cluster.load, Cluster.names())}
+    found = {}
+    for constant in CONSTANTS:
+        usual = "A100-SXM4-80GB" if constant.device == "A100" else constant.device or "A100-SXM4-80GB"
+        device = next(d for name, d in sorted(devices.items()) if name.startswith(usual))
+        found[constant.name] = _KINDS[constant.kind][0](device)
+    return found
+
+
+def with_values(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
+    """The cluster with these values of the constants."""
+    device = cluster.device
+    holds: dict[str, Constant] = {}
+    for constant in sorted(CONSTANTS, key=lambda c: len(c.device)):
+        if device.name.startswith(constant.device):
+            holds[constant.kind] = constant
+    for kind, constant in holds.items():
+        device = device.model_copy(update=_KINDS[kind][1](device, values[constant.name]))
+    return cluster.model_copy(update={"device": device})
+
+
+def fitted() -> dict[str, str]:
+    """Constant -> value and what it was fitted on."""
+    values = present()
+    return {c.name: f"{values[c.name]:.3g}; {c.fitted_on}" for c in CONSTANTS}

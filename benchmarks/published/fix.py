@@ -1,0 +1,157 @@
+"""From a run to the plan that it followed, in the keys of `autoptd.plan(fix=…)`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from benchmarks.published.rows import Row, Unsupported
+from benchmarks.published.shapes import Shape
+
+Fix = dict[str, Any]
+
+# How the row's sharding reads as a ZeRO stage (Rajbhandari et al. 2020; Zhao et al. 2023, table of FSDP strategies).
+_ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp_shard_grad_op": 2, "fsdp_full_shard": 3, "hsdp": 3}
+# bytes of the buffers of DeepSpeed's ZeRO: reduce_bucket_size and allgather_bucket_size are 5e8 elements (its
+# documentation of the configuration; quoted from memory)
+_DEEPSPEED_BUCKET = 2 * 500_000_000
+_RECOMPUTE = ("none", "selective", "full")
+
+
+def fix_of(row: Row, shape: Shape) -> Fix:
+    """The choices of a run. Raises Unsupported where they contradict each other, or say what no plan can."""
+    _check(row)
+    zero = _zero(row)
+    fix: Fix = {
+        "dp": row.dp,
+        "tp": row.tp,
+        "pp": row.pp,
+        "cp": row.cp,
+        "virtual": row.vpp_chunks_per_stage,
+        "micro": row.micro_batch_size_seqs,
+        "zero": zero,
+        "recompute": _recompute(row),
+        "sequence_parallel": row.sequence_parallel,
+        "schedule": "interleaved" if row.vpp_chunks_per_stage > 1 else "1f1b",
+        "overlap": _overlap(row, zero),
+        "kernels": _kernels(row),
+        "gradients": _gradients(row, zero),
+        "stages": _stages(row),
+        "sends": _sends(row),
+        "memory": "ignore",  # a plan that does not fit is still to give its time and its memory
+    }
+    if row.sequence_parallel and row.is_megatron:
+        fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron's are kept
+    if "DeepSpeed" in row.framework and zero:
+        fix["bucket_bytes"] = _DEEPSPEED_BUCKET
+    if attention := _attention(row):
+        fix["attention"] = attention
+    if row.tp > 1:
+        fix["splits"] = _splits(shape)
+    if zero >= 2 and row.fsdp_shard_size not in (None, row.dp):
+        fix["shards"] = row.fsdp_shard_size
+    return fix
+
+
+def _check(row: Row) -> None:
+    row.need("n_gpus", "micro_batch_size_seqs", "global_batch_size_seqs", "n_layers")
+    assert row.micro_batch_size_seqs and row.global_batch_size_seqs and row.n_layers
+    ranks = row.dp * row.tp * row.pp * row.cp
+    if ranks != row.n_gpus:
+        raise Unsupported(f"dp {row.dp} × tp {row.tp} × pp {row.pp} × cp {row.cp} is {ranks}, not {row.n_gpus} GPUs")
+    share = row.micro_batch_size_seqs * row.dp
+    if row.global_batch_size_seqs % share:
+        raise Unsupported(f"a batch of {row.global_batch_size_seqs} is no whole number of dp × micro = {share}")
+    chunks = row.pp * row.vpp_chunks_per_stage
+    if chunks > row.n_layers + 2:  # embedding and loss may count as layers (Megatron-Core)
+        raise Unsupported(f"{row.n_layers} layers do not make {chunks} chunks")
+    if row.fsdp_shard_size and row.dp % row.fsdp_shard_size and row.fsdp_shard_size != row.n_gpus:
+        raise Unsupported(f"shards of {row.fsdp_shard_size} do not divide dp {row.dp}")
+
+
+def _zero(row: Row) -> int:
+    """`fsdp_full_shard(zero3)` is 3: the word before the bracket decides."""
+    word = row.sharding.split("(")[0].strip().lower()
+    if word not in _ZERO:
+        raise Unsupported(f"sharding {row.sharding!r} is not known")
+    return _ZERO[word]
+
+
+def _recompute(row: Row) -> str:
+    if row.recompute not in _RECOMPUTE:
+        raise Unsupported(f"recompute {row.recompute!r} is not known")
+    if row.recompute == "selective":
+        detail = row.recompute_detail.lower()
+        if "op-level" in detail:
+            return "ops"
+        if "fraction" in detail:
+            raise Unsupported("recomputes an unpublished fraction of the blocks")
+    return row.recompute
+
+
+def _overlap(row: Row, zero: int) -> tuple[str, ...]:
+    """What runs beside compute: FSDP prefetches by construction, Megatron-Core's interleaved schedule sends ahead."""
+    found = []
+    if row.dp_comm_overlap or zero >= 2:
+        found.append("dp")
+    if row.vpp_chunks_per_stage > 1 and row.is_megatron_core:
+        found.append("p2p")
+    if row.tp_comm_overlap and "nanotron" not in row.framework:  # whose own hides one rank's shard only
+        found.append("tp")
+    return tuple(found)
+
+
+def _attention(row: Row) -> str:
+    """Which fused attention a row names; "" where it names none, or the usual one."""
+    words = row.attention_impl.lower()
+    if "cudnn" in words or re.search(r"\bte\b|transformer.?engine", words):
+        return "cudnn"
+    return "triton" if "triton" in words else ""
+
+
+def _kernels(row: Row) -> str:
+    """How elementwise work runs: compiled, fused by hand as in Megatron and nanotron, or op by op."""
+    if row.torch_compile:
+        return "compiled"
+    return "fused" if row.is_megatron or "nanotron" in row.framework else "eager"
+
+
+def _gradients(row: Row, zero: int) -> str:
+    """Whether gradients are accumulated and reduced in the compute type or in float32, the main type.
+
+    What the row quotes decides. Else Megatron keeps those of bf16 in float32 and those of fp16 as they are, up to the
+    release of 2022, whose matmuls add to float32 gradients (--gradient-accumulation-fusion; quoted from memory); FSDP
+    reduces in float32 unless its policy is the compute type throughout, as fms-fsdp's is (quoted from memory).
+    """
+    if quoted := re.search(r"grads accumulated (fp32|fp16|bf16)", row.notes):
+        kept = "both" if "DeepSpeed" in row.framework else "main"  # BF16_Optimizer has bf16 ones as well
+        return kept if quoted.group(1) == "fp32" else "compute"
+    if row.precision == "fp16":
+        return "main" if row.framework == "Megatron-LM 2022" else "compute"
+    pure = "mixed_precision=PURE" in row.notes or (row.framework == "PyTorch FSDP1" and zero >= 2)
+    return "compute" if pure else "main"
+
+
+def _stages(row: Row) -> str:
+    """Megatron gives each stage as many layers where they divide; nanotron balances by cost."""
+    assert row.n_layers
+    divides = row.n_layers % (row.pp * row.vpp_chunks_per_stage) == 0
+    return "even" if divides and row.is_megatron else "balanced"
+
+
+def _sends(row: Row) -> str:
+    """Narayanan et al. 2021, section 4.1: each tp rank sends its slice, as DeepSpeed's pipeline does too.
+
+    Megatron-Core has dropped it: with sequence parallelism the tensors are split already (quoted from memory).
+    """
+    return "slices" if row.is_megatron and not row.is_megatron_core else "whole"
+
+
+def _splits(shape: Shape) -> dict[str, str]:
+    """Megatron's tensor parallelism (Shoeybi et al. 2019, section 3): columns, rows, and the vocabulary."""
+    up = "S0/2" if shape.activation == "swiglu" and shape.joined else "S0"
+    columns = ("*.qkv.weight",) if shape.joined else ("*.q.weight", "*.k.weight", "*.v.weight")
+    gate = ("*.gate.weight",) if shape.activation == "swiglu" and not shape.joined else ()
+    rows = {"*.attention.out.weight": "S1", "*.perceptron.down.weight": "S1", "tokens.weight": "S0"}
+    head = {} if shape.tied else {"head.weight": "S0"}
+    return {**dict.fromkeys((*columns, *gate), "S0"), "*.perceptron.up.weight": up, **rows, **head}

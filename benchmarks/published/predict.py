@@ -1,0 +1,123 @@
+"""What `autoptd.plan` says of a run: the one place that calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import autoptd
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import Memory
+from autoptd.errors import AutoptdError
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+from autoptd.search.planner import Planner, Task
+from autoptd.search.stages import Staged
+from autoptd.search.wishes import read_wishes
+from benchmarks.published.clusters import cluster_of
+from benchmarks.published.fix import fix_of
+from benchmarks.published.rows import Row, Unsupported
+from benchmarks.published.shapes import Shape, build, shape_of
+
+# fp16 is bf16 to every cost: the same bytes, and on every device here the same rate.
+_PRECISION = {"bf16": "bf16", "fp16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step, and bytes of the fullest of the ranks that the run's memory figure is about.
+
+    `analytic_bytes`: parameters, gradients, optimizer state and activations. `allocated_bytes`: all tensors.
+    `reserved_bytes`: with what the allocator keeps. `total_bytes`: with the context, as nvidia-smi shows it.
+    `fits`: whether every rank does.
+    """
+
+    step_time_s: float
+    analytic_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+    fits: bool
+
+    def bytes_of(self, kind: str) -> int:
+        """The figure that a `peak_memory_kind` measures. Raises Unsupported for one that is not known."""
+        for words, value in (
+            (("analytic",), self.analytic_bytes),
+            (("nvidia-smi",), self.total_bytes),
+            (("reserved",), self.reserved_bytes),
+            (("allocated",), self.allocated_bytes),
+        ):
+            if any(word in kind for word in words):
+                return value
+        raise Unsupported(f"peak memory of kind {kind!r} is not known")
+
+
+def predict(row: Row) -> Prediction:
+    """Plan a run as it was planned then. Raises Unsupported with the reason where that is not possible."""
+    shape, cluster = shape_of(row), cluster_of(row)
+    return _read(_planned(row, shape, cluster), row, cluster)
+
+
+def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:
+    row.need("precision", "n_gpus", "global_batch_size_seqs", "seq_len_tokens")
+    assert row.n_gpus and row.precision and row.seq_len_tokens
+    if row.precision not in _PRECISION:
+        raise Unsupported(f"precision {row.precision!r} is not known")
+    precision, fix = _PRECISION[row.precision], fix_of(row, shape)
+    try:
+        return autoptd.plan(
+            traced(shape, row.seq_len_tokens, precision),
+            world=row.n_gpus,
+            cluster=cluster,
+            batch=row.global_batch_size_seqs,
+            seq=row.seq_len_tokens,
+            precision=precision,
+            optimizer="adamw",
+            fix=fix,
+        )
+    except AutoptdError as error:
+        raise Unsupported(f"autoptd refuses: {error.what}") from error
+
+
+@lru_cache(maxsize=2)  # runs come sorted by shape; a trace of a large model is some 100 MB
+def traced(shape: Shape, seq: int, precision: str) -> Any:
+    """What `plan` takes for a model: its trace, made once for all runs of that shape."""
+    trace = getattr(autoptd, "trace", None)
+    model = build(shape)
+    return model if trace is None else trace(model, seq=seq, precision=precision)
+
+
+def staged(row: Row) -> tuple[Staged, Cluster]:
+    """The same plan before it is written down, so that it may be timed again. Raises Unsupported."""
+    shape, cluster = shape_of(row), cluster_of(row)
+    assert row.precision and row.seq_len_tokens and row.n_gpus and row.global_batch_size_seqs
+    model = traced(shape, row.seq_len_tokens, _PRECISION[row.precision])
+    sizes = model.sizes
+    wishes = read_wishes(fix_of(row, shape))
+    task = Task(model.folded, cluster, row.n_gpus, row.global_batch_size_seqs, sizes, "bf16", "adamw", wishes)
+    try:
+        planner = Planner(task, Silent(), model.known)
+        return planner.predict(planner.candidates()[0]), cluster
+    except AutoptdError as error:
+        raise Unsupported(f"autoptd refuses: {error.what}") from error
+
+
+def _read(plan: Plan, row: Row, cluster: Cluster) -> Prediction:
+    ranks = [Memory(**memory) for memory in plan.predicted.memory]
+    looked_at = [ranks[i] for i in _stages(row.peak_memory_kind, len(ranks))]
+    return Prediction(
+        step_time_s=plan.predicted.step_time_s,
+        analytic_bytes=max(m.state + m.activations for m in looked_at),
+        allocated_bytes=max(m.allocated for m in looked_at),
+        reserved_bytes=max(m.reserved for m in looked_at),
+        total_bytes=max(m.total for m in looked_at),
+        fits=max(m.needed for m in ranks) <= cluster.device.memory_bytes,
+    )
+
+
+def _stages(kind: str, count: int) -> tuple[int, ...]:
+    """Whose memory a figure of this kind is; Megatron logs on its last rank."""
+    if "first/last" in kind:
+        return (0, count - 1)
+    return (count - 1,) if "logging rank" in kind else tuple(range(count))

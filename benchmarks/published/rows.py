@@ -1,0 +1,158 @@
+"""A published run, as one line of a JSON lines file.
+
+Units stand in the names; a key that is absent is unknown. Keys that nothing here reads are kept out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from autoptd.errors import AutoptdError
+
+
+class BadRuns(AutoptdError, ValueError):
+    """A file of runs that cannot be read."""
+
+
+class Unsupported(Exception):
+    """A run that cannot be predicted; the message is the reason that the report counts."""
+
+
+class Row(BaseModel):
+    """One run. Rates: GB = 10^9 bytes, Gb = 10^9 bits, per GPU and direction."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    id: str
+    group: str
+    status: str = "ok"  # or "oom…", or what else keeps it from being used
+    complete_for_time: bool = False
+    complete_for_memory: bool = False
+    notes: str = ""
+
+    # the model
+    model_name: str = ""
+    arch: str | None = None
+    n_layers: int | None = None
+    hidden_size: int | None = None
+    ffn_hidden_size: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    tied_embeddings: bool | None = None
+    seq_len_tokens: int | None = None
+    precision: str | None = None
+    attention_impl: str = ""
+    framework: str = ""
+    torch_compile: bool | None = None
+
+    # devices and links
+    gpu_type: str | None = None
+    gpu_memory_gb: float | None = None
+    gpus_per_node: int | None = None
+    intra_node_bw_GBps_per_gpu_per_direction: float | None = None
+    inter_node_bw_Gbps_per_gpu: float | None = None
+    inter_node_link: str = ""
+    n_gpus: int | None = None
+
+    # the plan
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp_chunks_per_stage: int = 1
+    micro_batch_size_seqs: int | None = None
+    global_batch_size_seqs: int | None = None
+    sharding: str = "none"
+    fsdp_shard_size: int | None = None
+    recompute: str = "none"
+    recompute_detail: str = ""
+    sequence_parallel: bool = False
+    dp_comm_overlap: bool | None = None
+    tp_comm_overlap: bool | None = None
+
+    # what was measured
+    iteration_time_s: float | None = None
+    peak_memory_gb: float | None = None
+    peak_memory_unit: str = ""
+    peak_memory_kind: str = ""
+    is_memory_estimate_analytic: bool = False
+
+    def need(self, *names: str) -> None:
+        """Raises Unsupported naming those of the keys that the row does not state."""
+        if missing := [name for name in names if getattr(self, name) is None]:
+            raise Unsupported(f"does not state {', '.join(missing)}")
+
+    @property
+    def measured_time_s(self) -> float | None:
+        """Seconds of a step, where the row is fit to check a time."""
+        return self.iteration_time_s if self.complete_for_time and self.status == "ok" else None
+
+    @property
+    def measured_bytes(self) -> float | None:
+        """Peak memory of a rank in bytes, where the row is fit to check memory."""
+        if not self.complete_for_memory or self.status != "ok" or self.peak_memory_gb is None:
+            return None
+        return self.peak_memory_gb * unit_bytes(self.peak_memory_unit)
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        return self.status.lower().startswith("oom")
+
+    @property
+    def ran(self) -> bool:
+        """Whether this plan was seen to fit: an analytic figure is of a plan that nobody needs to have run."""
+        return self.status == "ok" and not self.is_memory_estimate_analytic
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether the framework is Megatron or built on it: padded vocabulary, fused kernels, flat gradient buffers."""
+        return any(word in self.framework.lower() for word in ("megatron", "nemo"))
+
+    @property
+    def is_megatron_core(self) -> bool:
+        """Megatron-Core and what is built on it, from 2023 on."""
+        return any(word in self.framework.lower() for word in ("megatron-core", "nemo"))
+
+
+def unit_bytes(unit: str) -> int:
+    """Bytes of the unit that a memory figure is given in.
+
+    GiB says so itself. PyTorch, nanotron and nvidia-smi count MiB, which logs divide by 1024 (nanotron) or users read
+    as GB (nvidia-smi); a plain GB is 10^9.
+    """
+    binary = any(word in unit for word in ("GiB", "MiB", "nvidia-smi"))
+    return 2**30 if binary else 10**9
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The runs of a file, in its order; empty lines are passed over. Raises BadRuns with the number of a bad line."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise BadRuns(f"cannot read {path}: {error.strerror}", where=str(path), fix="give a JSON lines file") from error
+    except UnicodeDecodeError as error:
+        raise BadRuns(f"{path} is not UTF-8 text", where=str(path), fix="give a JSON lines file") from error
+    rows = [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    seen: set[str] = set()
+    for row in rows:
+        if row.id in seen:
+            raise BadRuns(f"two runs have the id {row.id!r}", where=str(path), fix="give each run an id of its own")
+        seen.add(row.id)
+    return rows
+
+
+def _row(line: str, where: str) -> Row:
+    try:
+        return Row.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        what = f"{field}: {first['msg']}" if field else first["msg"]
+        raise BadRuns(
+            f"not a run: {what}", where=where, fix="one JSON object a line; see benchmarks/README.md"
+        ) from error

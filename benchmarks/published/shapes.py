@@ -1,0 +1,100 @@
+"""From a run to its model: the shape that the row states, and the plain PyTorch module of that shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from benchmarks.published.rows import Row, Unsupported
+from benchmarks.published.transformer import Transformer
+
+# Shoeybi et al. 2019, section 4.1 (and Megatron-LM's --hidden-dropout, --attention-dropout): 0.1 wherever attention is
+# the unfused one; the fused recipes of later years train without.
+MEGATRON_DROPOUT = 0.1
+_VOCABULARY_MULTIPLE = 128  # Megatron-LM, --make-vocab-size-divisible-by; times tp, so that every rank's part is one
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that the module depends on; equal shapes share one module and one trace.
+
+    `positions`: learned ones, 0 for rotary. `joined`: queries, keys and values (and gate and up) come from one matmul.
+    """
+
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    norm: str  # "layer" | "rms"
+    activation: str  # "gelu" | "gelu_tanh" | "swiglu" | "squared_relu"
+    bias: bool
+    tied: bool
+    joined: bool
+    unfused: bool  # attention written out, with its score matrix
+    dropout: float
+
+
+def shape_of(row: Row) -> Shape:
+    """The shape of a run's model. Raises Unsupported for what is not modelled, and for what the row does not state."""
+    row.need("arch", "n_layers", "hidden_size", "ffn_hidden_size", "n_heads", "vocab_size", "seq_len_tokens")
+    family = _family(row)
+    assert row.n_heads and row.hidden_size and row.n_layers and row.ffn_hidden_size and row.seq_len_tokens
+    if row.head_dim is None and row.hidden_size % row.n_heads:
+        raise Unsupported(f"{row.n_heads} heads do not divide {row.hidden_size}, and it states no head_dim")
+    unfused = row.attention_impl.startswith("unfused")
+    learned = family in ("gpt", "mpt")
+    return Shape(
+        layers=row.n_layers,
+        width=row.hidden_size,
+        ffn=row.ffn_hidden_size,
+        heads=row.n_heads,
+        kv_heads=row.n_kv_heads or row.n_heads,
+        head_dim=row.head_dim or row.hidden_size // row.n_heads,
+        vocab=padded_vocabulary(row),
+        positions=row.seq_len_tokens if learned else 0,
+        norm="rms" if family == "llama" else "layer",
+        activation={"gpt": "gelu_tanh", "mpt": "gelu", "llama": "swiglu", "nemotron": "squared_relu"}[family],
+        bias=learned,
+        tied=row.tied_embeddings if row.tied_embeddings is not None else learned,
+        joined=learned or row.is_megatron or "nanotron" in row.framework,
+        unfused=unfused,
+        dropout=MEGATRON_DROPOUT if unfused and row.is_megatron else 0.0,
+    )
+
+
+def _family(row: Row) -> str:
+    """`gpt`, `mpt`, `llama` or `nemotron`: the one place that says which architectures are modelled."""
+    arch = row.arch or ""
+    if arch.startswith("moe") or row.ep > 1:
+        raise Unsupported(f"mixture of experts ({arch}) is not modelled")
+    if arch.startswith("gpt("):
+        inside = arch.removeprefix("gpt(").lower()
+        if "squared-relu" in inside and "rope" in inside:
+            return "nemotron"
+        if inside.startswith("mpt"):
+            return "mpt"
+    if arch in ("gpt", "llama"):
+        return arch
+    raise Unsupported(f"architecture {arch!r} is not modelled")
+
+
+def padded_vocabulary(row: Row) -> int:
+    """Rows of the embedding table: a multiple of 128 tp in Megatron and what is built on it, else as stated."""
+    assert row.vocab_size is not None
+    if not row.is_megatron:
+        return row.vocab_size
+    multiple = _VOCABULARY_MULTIPLE * row.tp
+    return -(-row.vocab_size // multiple) * multiple
+
+
+@cache
+def build(shape: Shape, device: str = "meta") -> Transformer:
+    """The module, in training mode, with its parameters on `device`: one object per shape."""
+    with torch.device(device):
+        return Transformer(shape).train()

@@ -1,0 +1,131 @@
+"""How long the parts of a training step take on each pipeline rank, and which of them run beside each other.
+
+What `simulate` plays a schedule with, and what a plan keeps of it as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from autoptd.errors import PlanError
+
+_END = ("reduce_s", "step_s", "gather_s")  # of a rank, besides its chunks
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """Seconds of one microbatch on one chunk of a pipeline rank.
+
+    `forward_s`, `backward_s` (with recomputation): without communication on the tp axis, which is in `*_tp_s`.
+    `weight_s`: the part of `backward_s` that makes parameters' gradients, which zero-bubble may put off; 0 if unknown.
+    `send_*_s`: one message to the next or previous stage.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    forward_tp_s: float = 0.0
+    backward_tp_s: float = 0.0
+    send_forward_s: float = 0.0
+    send_backward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.weight_s > self.backward_s:
+            raise ValueError(f"weight_s is part of backward_s, but {self.weight_s:g} > {self.backward_s:g}")
+
+
+@dataclass(frozen=True, init=False)
+class StageTimes:
+    """Seconds of one pipeline rank: of its chunks per microbatch, of the end of its step.
+
+    `StageTimes(forward_s=1, backward_s=2)` is short for a rank with one chunk, `chunks=(ChunkTimes(…),)`.
+    `buckets`: in how many equal parts a chunk's gradients are reduced, and its parameters gathered, where that runs
+    beside computing; None: so many that the first is ready at once and the last takes no time.
+    """
+
+    chunks: tuple[ChunkTimes, ...]
+    reduce_s: float
+    step_s: float
+    gather_s: float
+    buckets: int | None
+
+    def __init__(
+        self,
+        chunks: tuple[ChunkTimes, ...] = (),
+        reduce_s: float = 0.0,
+        step_s: float = 0.0,
+        gather_s: float = 0.0,
+        buckets: int | None = None,
+        **one_chunk: float,
+    ) -> None:
+        if bool(chunks) == bool(one_chunk):
+            raise ValueError("give chunks=(ChunkTimes(…), …), or the times of the only one")
+        values = {"reduce_s": reduce_s, "step_s": step_s, "gather_s": gather_s, "buckets": buckets}
+        for name, value in {"chunks": chunks or (ChunkTimes(**one_chunk),), **values}.items():
+            object.__setattr__(self, name, value)
+
+    def shares(self) -> list[float]:
+        """What part of the rank's parameters each chunk holds, by its backward_s."""
+        whole_s = sum(chunk.backward_s for chunk in self.chunks)
+        return [chunk.backward_s / whole_s if whole_s else 1 / len(self.chunks) for chunk in self.chunks]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which communication runs beside computing."""
+
+    tp: bool = False
+    dp: bool = False
+    p2p: bool = True
+    gather: bool | None = None  # of parameters; None: as dp
+
+    @classmethod
+    def of(cls, words: Collection[str]) -> Overlap:
+        """From the words of a plan: those of "tp", "dp", "p2p" that overlap."""
+        if strange := sorted(set(words) - {"tp", "dp", "p2p"}):
+            raise ValueError(f"unknown stream {strange[0]!r}; known: dp, p2p, tp")
+        return cls(tp="tp" in words, dp="dp" in words, p2p="p2p" in words)
+
+    @property
+    def gathers(self) -> bool:
+        return self.dp if self.gather is None else self.gather
+
+
+def times_to_data(times: Sequence[StageTimes]) -> tuple[dict[str, float], ...]:
+    """As a plan keeps them: one table per stage of the model in order (chunk c of rank r is entry c p + r).
+
+    Each holds the fields of `ChunkTimes`; those of chunk 0 hold the rank's reduce_s, step_s and gather_s as well.
+    """
+    chunks = len(times[0].chunks) if times else 0
+    if any(len(rank.chunks) != chunks for rank in times):
+        raise ValueError(f"ranks with different numbers of chunks: {[len(rank.chunks) for rank in times]}")
+    return tuple(
+        asdict(rank.chunks[chunk]) | ({name: getattr(rank, name) for name in _END} if chunk == 0 else {})
+        for chunk in range(chunks)
+        for rank in times
+    )
+
+
+def times_from_data(data: Sequence[Mapping[str, float]], ranks: int) -> tuple[StageTimes, ...]:
+    """Read back what `times_to_data` wrote. Raises PlanError naming the entry and the field."""
+    if not data or len(data) % ranks:
+        raise PlanError(f"times of {len(data)} stages do not make whole chunks on {ranks} ranks", where="times")
+    known = {field.name for field in fields(ChunkTimes)}
+    for i, entry in enumerate(data):
+        strange = sorted(set(entry) - known - (set(_END) if i < ranks else set()))
+        missing = sorted({"forward_s", "backward_s"} - set(entry))
+        if strange or missing:
+            said = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(strange)}"
+            raise PlanError(f"the times of stage {i} cannot be read", where=f"times[{i}]: {said}")
+        if entry.get("weight_s", 0.0) > entry["backward_s"]:
+            raise PlanError("weight_s is part of backward_s and cannot be longer", where=f"times[{i}].weight_s")
+    return tuple(
+        StageTimes(
+            tuple(ChunkTimes(**{k: v for k, v in entry.items() if k in known}) for entry in data[rank::ranks]),
+            reduce_s=data[rank].get("reduce_s", 0.0),
+            step_s=data[rank].get("step_s", 0.0),
+            gather_s=data[rank].get("gather_s", 0.0),
+        )
+        for rank in range(ranks)
+    )

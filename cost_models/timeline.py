@@ -1,0 +1,163 @@
+"""What a simulated step looked like: when each action ran on each rank, and where the time went.
+
+The simulation leaves flat lists of numbers; events, messages and breakdowns are made from them when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+
+class ActionLike(Protocol):
+    """What a rank does: its kind, the microbatch it does it for (None at the end of a step), and on which chunk."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def microbatch(self) -> int | None: ...
+    @property
+    def chunk(self) -> int: ...
+
+
+class Event(NamedTuple):
+    """Something on one stream of one pipeline rank; on the compute stream a receive is the time it waited."""
+
+    stage: int
+    action: ActionLike
+    start_s: float
+    end_s: float
+    stream: str = "compute"
+
+
+class Message(NamedTuple):
+    """From a send to its receive: when it left, and when it was there."""
+
+    source: int
+    sent: ActionLike
+    target: int
+    received: ActionLike
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class RankRecord:
+    """Numbers of one rank; `starts_s` and `ends_s` run along `actions`."""
+
+    actions: Sequence[ActionLike]
+    tp_beside: bool = False  # tp communication runs beside computing, not after it
+    starts_s: list[float] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+    sent: list[tuple[int, float, float]] = field(default_factory=list)  # index of the send, when it left, was there
+    dp: list[tuple[ActionLike, float, float]] = field(default_factory=list)  # beside computing: part, start, end
+    tp_s: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> chunk -> (all of it, exposed)
+    busy_s: float = 0.0
+    held_s: float = 0.0  # by sends on the compute stream
+    awaited_s: float = 0.0  # at receives, while their messages were under way
+    dp_exposed_s: float = 0.0  # beside REDUCE and GATHER that stand in the list as work
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One simulated step of `len(busy_s)` pipeline ranks.
+
+    `busy_s` is the time for which a rank's compute stream is taken: by work, and by communication that nothing hides.
+    `idle_s`, the rest of the makespan, is the bubble with the waiting for messages that are under way.
+    """
+
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    records: tuple[RankRecord, ...] = field(repr=False, compare=False)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        return tuple(self.makespan_s - busy_s for busy_s in self.busy_s)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which their compute streams are not taken."""
+        whole_s = self.makespan_s * len(self.busy_s)
+        return sum(self.idle_s) / whole_s if whole_s else 0.0
+
+    @property
+    def critical(self) -> int:
+        """The busiest rank, the first of equals."""
+        return self.busy_s.index(max(self.busy_s)) if self.busy_s else 0
+
+    @property
+    def exposed_s(self) -> dict[str, float]:
+        """Seconds of tp, p2p and dp communication of the critical rank during which it computes nothing."""
+        parts = self.breakdown_s(self.critical)
+        return {stream: parts[stream] for stream in ("tp", "p2p", "dp")}
+
+    def breakdown_s(self, stage: int) -> dict[str, float]:
+        """Where a rank's makespan goes: compute, exposed tp, p2p and dp, optimizer, bubble: a sum."""
+        record = self.records[stage]
+        ran = Counter((action.kind, action.chunk) for action in record.actions)
+        tp_s = sum(count * record.tp_s[kind][chunk][1] for (kind, chunk), count in ran.items() if kind in record.tp_s)
+        spent = self.busy_by_kind_s(stage)
+        dp_s = spent.get("REDUCE", 0.0) + spent.get("GATHER", 0.0) + record.dp_exposed_s
+        optimizer_s = spent.get("STEP", 0.0)
+        return {
+            "compute": self.busy_s[stage] - tp_s - record.held_s - dp_s - optimizer_s,
+            "tp": tp_s,
+            "p2p": record.held_s + record.awaited_s,
+            "dp": dp_s,
+            "optimizer": optimizer_s,
+            "bubble": self.idle_s[stage] - record.awaited_s,
+        }
+
+    def busy_by_kind_s(self, stage: int) -> dict[str, float]:
+        """Seconds of the compute stream that a rank spends on each kind of action; a receive's are waiting."""
+        record = self.records[stage]
+        seconds: dict[str, float] = {}
+        for action, start_s, end_s in zip(record.actions, record.starts_s, record.ends_s, strict=True):
+            seconds[action.kind] = seconds.get(action.kind, 0.0) + end_s - start_s
+        return seconds
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The compute streams: every action of the lists, by rank, then in order of execution."""
+        return tuple(
+            Event(stage, action, start_s, end_s)
+            for stage, record in enumerate(self.records)
+            for action, start_s, end_s in zip(record.actions, record.starts_s, record.ends_s, strict=True)
+        )
+
+    @cached_property
+    def communication(self) -> tuple[Event, ...]:
+        """The tp and dp streams. tp follows the compute of its action, or begins with it where the two overlap."""
+        return tuple(event for stage in range(len(self.records)) for event in self._communication(stage))
+
+    def _communication(self, stage: int) -> Iterator[Event]:
+        record = self.records[stage]
+        work = {"REDUCE", "GATHER"} - {part.kind for part, _, _ in record.dp}
+        for action, start_s, end_s in zip(record.actions, record.starts_s, record.ends_s, strict=True):
+            whole_s = record.tp_s[action.kind][action.chunk][0] if action.kind in record.tp_s else 0.0
+            if whole_s:
+                start_s = start_s if record.tp_beside else end_s - whole_s
+                yield Event(stage, action, start_s, start_s + whole_s, "tp")
+            elif action.kind in work and end_s > start_s:
+                yield Event(stage, action, start_s, end_s, "dp")
+        yield from (Event(stage, part, start_s, end_s, "dp") for part, start_s, end_s in record.dp)
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Every message, by sender: the n-th that leaves in a direction is the n-th that its neighbour receives."""
+        found = []
+        for source, record in enumerate(self.records):
+            for kind, step in (("F", 1), ("B", -1)):
+                target = (source + step) % len(self.records)
+                receives = (action for action in self.records[target].actions if action.kind == f"R{kind}")
+                sends = [
+                    (record.actions[at], s, e) for at, s, e in record.sent if record.actions[at].kind == f"S{kind}"
+                ]
+                found += [
+                    Message(source, sent, target, received, start_s, end_s)
+                    for (sent, start_s, end_s), received in zip(sends, receives, strict=False)
+                ]
+        return tuple(found)

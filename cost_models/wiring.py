@@ -1,0 +1,103 @@
+"""Rings over GPUs that are wired to each other one by one, without a switch.
+
+`wiring[i][j]` is the number of links between GPUs i and j of one unit (symmetric, 0 on the diagonal). A link carries
+one ring in each direction, so that the bandwidth of a group is the number of rings that fit on its links at once: this
+is what NCCL's graph search looks for (src/graph/search.cc). GPUs without a link of their own pass through one that has
+links to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import combinations
+
+Wiring = tuple[tuple[int, ...], ...]
+
+# What a ring keeps of its rate where it passes through a GPU: all-reduce of GPUs 0 to 4 of a DGX-1 (V100), where GPU 4
+# has links to GPU 0 alone, 37.2 GB/s on two rings, of 2 * 22.5 GB/s; VIA-Research/vTrain, trace/v100/AR_GPU5
+RELAYED_FRACTION = 0.82
+
+
+def links_per_gpu(wiring: Wiring) -> int:
+    """Links of the best connected GPU."""
+    return max(sum(row) for row in wiring)
+
+
+def check_wiring(wiring: Wiring, ranks: int | None) -> None:
+    """Raises ValueError where the table is not one of a unit of `ranks` GPUs."""
+    size = len(wiring)
+    if size != ranks or any(len(row) != size for row in wiring):
+        raise ValueError(f"wiring must be a table of {ranks} by {ranks} links")
+    if any(wiring[i][i] or wiring[i][j] != wiring[j][i] or wiring[i][j] < 0 for i in range(size) for j in range(size)):
+        raise ValueError("wiring must be symmetric, at least 0, and 0 on its diagonal")
+    if not links_per_gpu(wiring):
+        raise ValueError("wiring has no links at all")
+
+
+@cache
+def parallel_rings(wiring: Wiring, members: tuple[int, ...]) -> float:
+    """How many full-rate rings run at once among `members`; 0 where they cannot reach each other."""
+    if len(members) == 2:
+        return _between(wiring, *members)
+    links = {frozenset(pair): wiring[pair[0]][pair[1]] for pair in combinations(range(len(wiring)), 2)}
+    direct = [_uses(cycle, {}) for cycle in _cycles(members, lambda a, b: bool(wiring[a][b]))]
+    if found := _most_at_once(direct, links):
+        return 2.0 * found  # one each way round
+    relays = {
+        frozenset(pair): through
+        for pair in combinations(members, 2)
+        if not wiring[pair[0]][pair[1]] and (through := _relay(wiring, *pair)) is not None
+    }
+    usable = _cycles(members, lambda a, b: bool(wiring[a][b]) or frozenset((a, b)) in relays)
+    return 2.0 * RELAYED_FRACTION * _most_at_once([_uses(cycle, relays) for cycle in usable], links)
+
+
+def _between(wiring: Wiring, first: int, second: int) -> float:
+    """Links of a pair; through a third GPU, where it has none of its own."""
+    if wiring[first][second]:
+        return float(wiring[first][second])
+    through = _relay(wiring, first, second)
+    return 0.0 if through is None else RELAYED_FRACTION * min(wiring[first][through], wiring[through][second])
+
+
+def _relay(wiring: Wiring, first: int, second: int) -> int | None:
+    """The GPU with the most links to both."""
+    best = max(range(len(wiring)), key=lambda gpu: (min(wiring[first][gpu], wiring[gpu][second]), -gpu))
+    return best if wiring[first][best] and wiring[best][second] else None
+
+
+def _cycles(members: tuple[int, ...], joined: Callable[[int, int], bool]) -> Iterator[tuple[int, ...]]:
+    """Every way round all members, each direction once."""
+
+    def extend(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(path) == len(members):
+            if path[1] < path[-1] and joined(path[-1], path[0]):
+                yield path
+            return
+        for member in members:
+            if member not in path and joined(path[-1], member):
+                yield from extend((*path, member))
+
+    return extend(members[:1])
+
+
+def _uses(cycle: tuple[int, ...], relays: dict[frozenset[int], int]) -> dict[frozenset[int], int]:
+    """How many links between each pair a way round takes."""
+    taken: dict[frozenset[int], int] = {}
+    for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+        through = relays.get(frozenset((a, b)))
+        for hop in ((a, b),) if through is None else ((a, through), (through, b)):
+            taken[frozenset(hop)] = taken.get(frozenset(hop), 0) + 1
+    return taken
+
+
+def _most_at_once(candidates: list[dict[frozenset[int], int]], links: dict[frozenset[int], int]) -> int:
+    """The largest number of candidates, repeats allowed, that the links carry together; tries all."""
+    if not candidates:
+        return 0
+    first, rest = candidates[0], candidates[1:]
+    if any(links[pair] < count for pair, count in first.items()):
+        return _most_at_once(rest, links)
+    left = {pair: count - first.get(pair, 0) for pair, count in links.items()}
+    return max(1 + _most_at_once(candidates, left), _most_at_once(rest, links))

@@ -1,0 +1,112 @@
+"""What an op allocates for itself while it runs: found by running it, and its backward, on meta tensors.
+
+Of all storages alive at the fullest moment, those count that are neither operands, results, gradients that go in or
+come out, nor kept for the backward pass: the float32 copy of the logits in a cross entropy, for instance, and the two
+gradients of that size in its backward. Kernels of an accelerator allocate what their meta versions show, but for
+
+    attention   forward nothing; backward a float32 accumulator of the query's gradient and one float32 per query (Dao
+                2023, FlashAttention-2, algorithm 2: dQ is accumulated over blocks of keys)
+    dropout     one kernel, nothing
+    rms_norm    the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoptd.passes.opcall import OpCall, TensorInfo
+from autoptd.passes.prove import as_list, frozen
+from autoptd.passes.saved import ATTENTION, DROPOUT, RMS_NORM, meta_call, name_sizes
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Storages besides operands, results and what is kept, at the fullest moment of each pass."""
+
+    forward: tuple[TensorInfo, ...] = ()
+    backward: tuple[TensorInfo, ...] = ()
+
+
+def workspace(call: OpCall) -> Workspace:
+    """What a call allocates for itself, in the call's symbols where its sizes match."""
+    if call.target in ATTENTION:
+        query = call.operands[0]
+        accumulator = TensorInfo(query.shape, torch.float32, False)
+        return Workspace(backward=(accumulator, TensorInfo(query.shape[:-1], torch.float32, False)))
+    if call.target in DROPOUT | RMS_NORM:
+        return Workspace()
+    return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+
+
+class Watch(TorchDispatchMode):
+    """Every storage that ops make, and which of them were alive after each op; those of `before` count too."""
+
+    def __init__(self, before: Watch | None = None) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, torch.Size, torch.dtype]] = {}
+        if before is not None:
+            self.made |= {i: made for i, made in before.made.items() if not made[0].expired()}
+        self.moments: list[frozenset[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                ref = StorageWeakRef(x.untyped_storage())
+                if ref.cdata not in self.made:
+                    self.made[ref.cdata] = (ref, x.shape, x.dtype)
+        self.moments.append(frozenset(i for i, (ref, _, _) in self.made.items() if not ref.expired()))
+        return result
+
+    def fullest(self, without: set[int]) -> list[tuple[torch.Size, torch.dtype]]:
+        """The storages alive at the fullest moment, less some and scalars; the largest first."""
+
+        def size(i: int) -> int:
+            _, shape, dtype = self.made[i]
+            return shape.numel() * dtype.itemsize
+
+        own = [[i for i in moment if i not in without] for moment in self.moments]
+        best = max(own, key=lambda moment: sum(map(size, moment)), default=[])
+        return [self.made[i][1:] for i in sorted(best, key=lambda i: (-size(i), i)) if size(i) > 8]
+
+
+@cache
+def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Workspace:
+    call = OpCall(target, args, dict(kwargs), outputs)
+    run, operands, values = meta_call(call)
+    kept: set[int] = set()
+
+    def keep(x: Tensor) -> Tensor:
+        kept.add(x.untyped_storage()._cdata)
+        return x
+
+    alive: list[Any] = []  # nothing is freed that has to be told apart by its address
+    known = name_sizes(call, values)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.enable_grad(), Watch() as forward:
+        results = as_list(run())
+    alive += [results, operands]
+    stores = {x.untyped_storage()._cdata for x in (*operands, *results)}
+    first = forward.fullest(stores | kept)
+    wanted = [x for x in operands if x.requires_grad]
+    given = [y for y in results if y.requires_grad]
+    second: list[tuple[torch.Size, torch.dtype]] = []
+    if wanted and given:
+        incoming = [torch.empty_like(y) for y in given]
+        with Watch() as backward:
+            gradients = torch.autograd.grad(given, wanted, incoming, allow_unused=True)
+        outgoing = {g.untyped_storage()._cdata for g in gradients if g is not None}
+        second = backward.fullest(stores | kept | outgoing | {x.untyped_storage()._cdata for x in incoming})
+    return Workspace(_named(first, known), _named(second, known))
+
+
+def _named(found: Sequence[tuple[torch.Size, torch.dtype]], known: Any) -> tuple[TensorInfo, ...]:
+    return tuple(TensorInfo(tuple(known.get(n, n) for n in shape), dtype, False) for shape, dtype in found)

@@ -1,0 +1,79 @@
+"""What is simulated is what runs: the executor does, rank by rank, what the simulation has, and in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_trainer
+import tiny_model as tiny
+
+import autoptd.runtime.executor as executor
+from autoptd.cost_models.simulate import simulate
+from autoptd.cost_models.step_times import ChunkTimes, StageTimes
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.lockstep import run_lockstep
+from autoptd.runtime.mesh import Mesh
+from autoptd.schedule import RUNNABLE, step_lists
+
+DOES = {
+    "receive_activations": "RF",
+    "forward": "F",
+    "send_activations": "SF",
+    "receive_gradients": "RB",
+    "backward": "B",
+    "send_gradients": "SB",
+}
+ENDS = {"finish_reduction": "REDUCE", "_finish": "STEP", "gather_parameters": "GATHER"}
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """(stage, action) in the order in which the ranks of this process finished them."""
+    done: list[tuple[int, str]] = []
+
+    def recorded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def call(self: Any, i: int) -> Any:
+            result = method(self, i)
+            done.append((self.comm.stage, f"{kind}{i}"))
+            return result
+
+        return call
+
+    for name, kind in DOES.items():
+        monkeypatch.setattr(executor._Run, name, recorded(getattr(executor._Run, name), kind))
+    return done
+
+
+@pytest.mark.parametrize("kind", RUNNABLE)
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 5), (4, 3), (4, 8)])
+def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: str, pp: int, microbatches: int):
+    mesh = Mesh(pp=pp)
+
+    def body(c: Communicators) -> None:
+        layout = tiny.layout(mesh, micro=1, microbatches=microbatches, schedule=kind)
+        trainer = test_trainer.build(c, layout)
+        ends = {name: getattr(trainer if name == "_finish" else trainer._buffers, name) for name in ENDS}
+        for name, end in ends.items():
+
+            def recorded(*given: Any, end: Callable[..., Any] = end, name: str = name) -> Any:
+                result = end(*given)
+                order.append((c.stage, ENDS[name]))
+                return result
+
+            setattr(trainer if name == "_finish" else trainer._buffers, name, recorded)
+        trainer.train_step(tiny.batch(microbatches, 0))
+
+    run_lockstep(mesh, body)
+    times = StageTimes((ChunkTimes(1, 2, send_forward_s=0.1, send_backward_s=0.1),), 1, 1, 1)
+    timeline = simulate(step_lists(kind, pp, microbatches), [times] * pp)
+    for stage in range(pp):
+        simulated = [str(e.action) for e in timeline.events if e.stage == stage]
+        assert [action for rank, action in order if rank == stage] == simulated
+        starts = [e.start_s for e in timeline.events if e.stage == stage]
+        assert starts == sorted(starts)
+    # and across ranks: a message is received only after it was sent, in both
+    for message in timeline.messages:
+        computed, received = str(message.sent).removeprefix("S"), str(message.received)
+        assert order.index((message.source, computed)) < order.index((message.target, received))

@@ -1,0 +1,301 @@
+"""Plans whose every choice is fixed: products, even cuts, chunks, and what each way of carrying a plan out changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autoptd
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.collectives import collective_s
+from autoptd.errors import AutoptdError, InputsError, PlanError
+from autoptd.models.nanogpt import NanoGPT
+from autoptd.models.nanogpt import Sizes as NanoSizes
+from autoptd.passes.graph import infos
+from autoptd.passes.sharding import ops_of
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+from autoptd.search.chunks import Chunks, exposed_s
+from autoptd.search.even import even_counts, even_cuts
+from autoptd.search.planner import Planner, Task
+from autoptd.search.tensors import Tensors
+from autoptd.search.wishes import read_wishes
+
+SEQ, WIDTH, VOCAB, LAYERS = 256, 512, 1024, 4
+NODE = Cluster.load("dgx-h100")
+BASE: dict[str, Any] = {"dp": 2, "tp": 2, "pp": 2, "micro": 2, "zero": 1, "recompute": "none"}
+
+
+def gpt() -> nn.Module:
+    with torch.device("meta"):
+        return NanoGPT(NanoSizes(vocab=VOCAB, max_seq=SEQ, layers=LAYERS, heads=8, width=WIDTH))
+
+
+@pytest.fixture(scope="module")
+def traced() -> autoptd.TracedModel:
+    return autoptd.trace(gpt(), seq=SEQ)
+
+
+def planned(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> Plan:
+    return autoptd.plan(traced, world=world, cluster=NODE, batch=32, fix=BASE | fix)
+
+
+def planner(traced: autoptd.TracedModel, world: int = 8, cluster: Cluster = NODE, **fix: Any) -> Planner:
+    task = Task(traced.folded, cluster, world, 32, traced.sizes, "bf16", "adamw", read_wishes(BASE | fix))
+    return Planner(task, Silent(), traced.known)
+
+
+def chunks(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> tuple[Chunks, Tensors]:
+    search = planner(traced, world, **fix)
+    (candidate,) = search.candidates()
+    search.predict(candidate)
+    key = candidate.tp, candidate.micro
+    sharded, tensors = search._sharded[key], search._tensors[key]
+    assert not isinstance(sharded, AutoptdError)
+    return Chunks(tensors, sharded, candidate, search.task.wishes.method, "bf16", "adamw"), tensors
+
+
+# ---- a model that is traced once ----
+
+
+def test_a_traced_model_plans_as_its_module_does(traced: autoptd.TracedModel) -> None:
+    assert planned(traced) == autoptd.plan(gpt(), world=8, cluster=NODE, batch=32, seq=SEQ, fix=BASE)
+
+
+def test_what_is_kept_is_never_of_another_question(traced: autoptd.TracedModel) -> None:
+    """Every plan after all the others equals that of a fresh trace."""
+    slow = Cluster.of("H100-SXM5-80GB", 4, 100e9, 10e9)
+    asked: list[dict[str, Any]] = [
+        {"cluster": NODE, "fix": BASE},
+        {"cluster": slow, "fix": BASE},
+        {"cluster": NODE, "fix": BASE | {"kernels": "compiled"}},
+        {"cluster": NODE, "fix": BASE | {"sequence_parallel": False}},
+        {"cluster": NODE, "fix": BASE | {"recompute": "selective"}},
+        {"cluster": NODE, "fix": BASE | {"splits": {"*.qkv.weight": "S1"}}},
+        {"cluster": NODE, "fix": BASE | {"cp": 2, "dp": 1}},
+        {"cluster": NODE, "fix": BASE, "optimizer": "sgd"},
+    ]
+    texts = [autoptd.plan(traced, world=8, batch=32, **wishes).to_json() for wishes in asked]
+    again = [autoptd.plan(traced, world=8, batch=32, **wishes).to_json() for wishes in asked]
+    fresh = [autoptd.plan(replace(traced, known=type(traced.known)(traced.folded)), world=8, batch=32, **w).to_json()
+             for w in asked]  # fmt: skip
+    assert texts == again == fresh
+    assert len(set(texts)) == len(texts)
+
+
+def test_what_is_kept_goes_by_all_that_it_depends_on(traced: autoptd.TracedModel) -> None:
+    known, values = traced.known, tuple(traced.sizes.items())
+    shorter = tuple((symbol, 3) for symbol, _ in values)
+    keys = [(2, values, True), (2, values, False), (4, values, True), (2, shorter, True)]
+    counts = [sum(len(o) for kind in known.legal(*key).values() for o in kind.values()) for key in keys * 2]
+    assert counts[:4] == counts[4:] and counts[1] < counts[0] and counts[3] < counts[0]
+    assert known.legal(*keys[0]) is known.legal(*keys[0]) and known.legal(*keys[0]) is not known.legal(*keys[2])
+    books = [known.workbook(*key) for key in (("fused", ""), ("eager", ""), ("fused", "triton"))]
+    assert [(b.kernels, b.attention) for b in books] == [("fused", ""), ("eager", ""), ("fused", "triton")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seq": 128}, {"precision": "fp32"}, {"inputs": {}}, {"loss": lambda out: out}],
+    ids=lambda o: next(iter(o)),
+)
+def test_a_traced_model_is_not_another(traced: autoptd.TracedModel, other: dict[str, Any]) -> None:
+    with pytest.raises(InputsError, match=f"traced before.*given {next(iter(other))}"):
+        autoptd.plan(traced, world=8, batch=32, **other)
+    same = autoptd.plan(traced, world=8, batch=32, cluster=NODE, seq=SEQ, precision="bf16", fix=BASE)
+    assert same == planned(traced)
+
+
+def test_a_traced_model_is_parallelized(traced: autoptd.TracedModel) -> None:
+    plan = planned(traced)
+    assert autoptd.parallelize(traced, world=8, plan=plan).program == autoptd.parallelize(gpt(), plan=plan).program
+
+
+def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel) -> None:
+    search = planner(traced)
+    (candidate,) = search.candidates()
+    assert search.predict(candidate).seconds == planned(traced).predicted.step_time_s
+
+
+# ---- what a method changes ----
+
+
+@pytest.mark.parametrize(
+    ("fix", "reason"),
+    [
+        ({"cp": 2, "dp": 1}, "cp 2"),
+        ({"virtual": 2, "dp": 1}, "the interleaved schedule"),
+        ({"schedule": "zero-bubble"}, "the zero-bubble schedule"),
+        ({"zero": 3}, "ZeRO 3"),
+        ({"zero": 2}, "ZeRO 2"),
+        ({"recompute": "selective"}, "selective recomputation"),
+        ({"recompute": "ops"}, "ops recomputation"),
+        ({"overlap": ["dp", "p2p"]}, "overlap of dp, p2p"),
+        ({"overlap": []}, "overlap of nothing"),
+        ({"kernels": "compiled"}, "compiled kernels"),
+        ({"kernels": "fused"}, "fused kernels"),
+        ({"attention": "cudnn"}, "cudnn attention"),
+        ({"gathers": "again"}, "gathering again"),
+        ({"gradients": "compute"}, "gradients in the compute type"),
+        ({"bucket_bytes": 10**7}, "buckets of 10000000 bytes"),
+        ({"sends": "slices"}, "sends in slices"),
+    ],
+    ids=str,
+)
+def test_what_can_be_predicted_and_not_run(traced: autoptd.TracedModel, fix: dict[str, Any], reason: str) -> None:
+    world = 4 if "virtual" in fix else 8
+    plan = planned(traced, world, **fix)
+    assert plan.not_runnable == (reason,)
+    assert Plan.from_json(plan.to_json()) == plan and plan.mesh.ranks == world
+    assert f"predicted only: {reason}" in plan.explain()
+    assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
+    with pytest.raises(PlanError, match=f"predicted, but not run: {reason}"):
+        autoptd.parallelize(traced, world=world, plan=plan)
+
+
+def test_what_the_search_finds_by_itself_runs(traced: autoptd.TracedModel) -> None:
+    plan = autoptd.plan(traced, world=8, cluster=NODE, batch=32)
+    assert plan.not_runnable == () and "predicted only" not in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("slower", "quicker"),
+    [
+        ({"kernels": "eager"}, {"kernels": "fused"}),
+        ({"recompute": "full"}, {"recompute": "selective"}),
+        ({"recompute": "selective"}, {"recompute": "none"}),
+        ({"overlap": []}, {"overlap": ["p2p"]}),
+        ({"overlap": ["p2p"]}, {"overlap": ["dp", "p2p"]}),
+        ({"zero": 3, "overlap": []}, {"zero": 3, "overlap": ["dp"]}),
+    ],
+    ids=str,
+)
+def test_what_does_less_or_hides_more_is_quicker(
+    traced: autoptd.TracedModel, slower: dict[str, Any], quicker: dict[str, Any]
+) -> None:
+    times = [planned(traced, **fix).predicted.step_time_s for fix in (slower, quicker)]
+    assert times[0] > times[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "less"),
+    [
+        ({"zero": 0}, {"zero": 1}),
+        ({"zero": 1, "kernels": "eager"}, {"zero": 3}),
+        ({"recompute": "none"}, {"recompute": "selective"}),
+        ({"recompute": "selective"}, {"recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_what_keeps_less_needs_less(traced: autoptd.TracedModel, more: dict[str, Any], less: dict[str, Any]) -> None:
+    kept = [planned(traced, **fix).predicted.memory[0] for fix in (more, less)]
+    held = [sum(m[name] for name in ("parameters", "gradients", "optimizer", "activations")) for m in kept]
+    assert held[0] > held[1]
+
+
+# ---- products ----
+
+
+def test_backward_products_are_of_the_gradients_shapes(traced: autoptd.TracedModel) -> None:
+    """y [m, n] = x [m, k] w [n, k]: dx [m, k] sums over n, dw over m."""
+    _, tensors = chunks(traced, tp=1, dp=4)
+    found = {}
+    for kind, segment in traced.folded.representatives.items():
+        for i, node in ops_of(segment):
+            if "linear" in str(node.target):
+                forward, backward = tensors.kernels(node, tensors.legal[kind][i][0])
+                n, k = (int(s) for s in infos(node.args[1])[0].shape)
+                found[n, k] = [(w.m, w.n, w.k) for w in (*forward, *backward) if w.kind == "matmul"]
+                assert all(w.flops == 2 * 2 * SEQ * n * k for w in (*forward, *backward) if w.kind == "matmul")
+    m = 2 * SEQ
+    assert (4 * WIDTH, WIDTH) in found
+    for (n, k), shapes in found.items():
+        assert shapes[0] == (m, n, k)
+        assert sorted(map(sorted, shapes[1:])) == [sorted((m, n, k))] * 2
+        assert {shape[2] for shape in shapes[1:]} == {n, m}
+
+
+# ---- cuts and chunks ----
+
+
+def test_even_counts() -> None:
+    assert even_counts(8, 4) == [2, 2, 2, 2]
+    assert even_counts(30, 8) == [3, 4, 4, 4, 4, 4, 4, 3], "embedding and head count as a block each"
+    assert even_counts(10, 4) == [2, 3, 3, 2]
+    assert even_counts(9, 4) == [3, 2, 2, 2]
+    assert even_counts(5, 1) == [5]
+
+
+def test_even_cuts_cover_the_model(traced: autoptd.TracedModel) -> None:
+    cuts = even_cuts(traced.folded, 2)
+    assert cuts[0][0] == 0 and cuts[-1][1] == len(traced.folded.segments) - 1 and cuts[0][1] + 1 == cuts[1][0]
+    with pytest.raises(PlanError, match="4 blocks cannot be shared evenly by 16 stages"):
+        even_cuts(traced.folded, 16)
+
+
+def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) -> None:
+    last = len(traced.folded.segments) - 1
+    fix = {"zero": 3, "pp": 1, "tp": 1, "dp": 8, "micro": 1}
+    shown, hidden = (chunks(traced, **fix, overlap=o)[0].chunk(0, last, frozenset(), "none") for o in ([], ["dp"]))
+    own, _ = chunks(traced, **fix | {"zero": 1})
+    trained = own.numel(0, last)[1]
+    # gathered for the forward pass and again for the backward pass, in bf16; gradients scattered in fp32; last blocks
+    gather = last * collective_s("all_gather", trained * 2 / last, NODE, 8)
+    scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
+    assert shown.sharding_s == pytest.approx(2 * gather + scatter)
+    assert 0 < hidden.sharding_s < shown.sharding_s
+    assert own.chunk(0, last, frozenset(), "none").sharding_s == 0.0
+
+
+def test_exposed_by_hand() -> None:
+    assert exposed_s(10.0, 100.0, 5) == 2.0  # the first piece
+    assert exposed_s(10.0, 3.0, 5) == 2.0 + 8.0 - 3.0  # and what is longer than the compute
+
+
+def test_keys_and_values_go_round_a_ring(traced: autoptd.TracedModel) -> None:
+    ring, _ = chunks(traced, cp=2, dp=1)
+    alone, _ = chunks(traced, dp=2)
+    kinds = [(ring.sharded.costs[k], alone.sharded.costs[k]) for k in ring.sharded.costs]
+    ((split, whole),) = [(a, b) for a, b in kinds if b.work.ring_bytes]
+    assert split.work.ring_bytes == whole.work.ring_bytes // 2  # of half the tokens
+    # half the queries times all the keys
+    flops = [sum(w.flops for w in c.work.forward if w.kind == "attention") for c in (split, whole)]
+    assert flops[0] == pytest.approx(flops[1] / 2)
+    assert ring._ring_s(split) > 0 and alone._ring_s(whole) == 0
+
+
+def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -> None:
+    eager, tensors = chunks(traced, kernels="eager")
+    fused, _ = chunks(traced, kernels="fused")
+    trained = eager.numel(1, 2)[1]
+    device = tensors.cluster.device
+    rate = device.memory_bytes_per_s * device.memory_sustained.fraction
+    # the fp32 sum is read and written, the bf16 gradient read
+    assert eager._accumulate_s(1, 2) == pytest.approx(trained * (4 + 4 + 2) / rate)
+    assert fused._accumulate_s(1, 2) == 0.0
+
+
+def test_a_tied_embedding_is_summed_over_its_stages() -> None:
+    config = transformers.GPT2Config(n_embd=64, n_head=8, n_layer=2, vocab_size=512, bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    tied = autoptd.trace(model, seq=SEQ)
+    own, _ = chunks(tied)
+    last = len(tied.folded.segments) - 1
+    # [512, 64] in two over tp, of each rank's half (ZeRO 1) in fp32, between ranks of the two stages, 4 apart
+    nbytes = 512 * 64 / 2 * 4 / 2
+    assert own._tied_s([(0, last // 2)]) == pytest.approx(collective_s("all_reduce", nbytes, NODE, 2, 4))
+    assert own._tied_s([(last // 2 + 1, last)]) == own._tied_s([(0, last // 2)])
+    assert own._tied_s([(0, last)]) == 0.0, "one stage has both"
+
+
+def test_cp_must_divide_the_sequence() -> None:
+    with torch.device("meta"):
+        odd = NanoGPT(NanoSizes(vocab=VOCAB, max_seq=36, layers=1, heads=8, width=64))
+    with pytest.raises(PlanError, match="cp 8 does not divide the sequence of 36 tokens"):
+        autoptd.plan(odd, world=8, cluster=NODE, batch=32, seq=36, fix={"cp": 8})

@@ -1,0 +1,62 @@
+"""The formulas of a plan's memory, as text and as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import autoptd
+from autoptd.cli import main
+from autoptd.compile import TracedModel
+from autoptd.explain_memory import explain_memory, memory_data, size_names, traced
+from autoptd.passes.sharding import Sharding
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+
+
+def gpt2() -> torch.nn.Module:
+    config = transformers.GPT2Config(n_embd=192, n_head=6, n_layer=3, vocab_size=640, n_positions=64)
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Plan, TracedModel, Sharding]:
+    model = gpt2()
+    fix: dict[str, Any] = {"tp": 2, "pp": 1, "recompute": "none", "micro": 2, "zero": 1}
+    plan = autoptd.plan(model, world=4, cluster="dgx-h100", batch=8, seq=64, fix=fix)
+    return plan, *traced(plan, model, Silent())
+
+
+def test_data_are_formulas_with_their_values(planned: tuple[Plan, TracedModel, Sharding]) -> None:
+    data = memory_data(*planned)
+    assert data["state"] == {"parameters": "2*n", "gradients": "4*n", "optimizer": "12*n/d"}
+    assert data["sizes"] == {"a": 6, "h": 192, "v": 640, "t": 2}
+    assert data["in_flight"] == [1]
+    layer = next(b for b in data["blocks"] if b["block"].startswith("transformer.h"))
+    values = {"b": 2, "s": 64, "h": 192, "a": 6, "t": 2}
+    assert eval(layer["kept"], {}, values) == layer["kept_bytes"] > 0
+    assert layer["recompute"] == "none" and layer["fullest"]
+
+
+def test_text(planned: tuple[Plan, TracedModel, Sharding]) -> None:
+    text = explain_memory(*planned)
+    assert "12 n/d" in text and "h = 192" in text and "transformer.h.*" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_names_of_sizes() -> None:
+    class Config:
+        hidden_size, num_attention_heads, intermediate_size, vocab_size = 64, 4, 64, None
+
+    assert {n: str(e) for n, e in size_names(Config()).items()} == {64: "h", 4: "a", 16: "h/a"}
+    assert size_names(None) == {}
+
+
+def test_the_command_asks_for_a_model_that_is_not_shipped(tmp_path: Any, capsys: Any, planned: Any) -> None:
+    planned[0].save(tmp_path / "plan.json")
+    assert main(["explain", str(tmp_path / "plan.json"), "--memory"]) == 2
+    assert "say which: --model MODEL" in capsys.readouterr().err
