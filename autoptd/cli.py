@@ -42,7 +42,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "kernels": ("eager", "fused", "compiled"),
     "attention": ("flash", "triton", "cudnn"),
     "gathers": ("kept", "again"),
-    "gradients": ("main", "compute"),
+    "gradients": ("main", "compute", "both"),
     "bucket_bytes": int,
     "stages": ("balanced", "even"),
     "sends": ("whole", "slices"),

@@ -95,15 +95,15 @@ def walk(
 ) -> Walk:
     """The moments of consecutive segments (one block, or one segment) under a recompute policy. Raises ValueError.
 
-    `in_place_loss`: a hand-written cross entropy turns the probabilities that it kept into their gradient, in place
-    (Megatron-LM, vocab_parallel_cross_entropy).
+    `in_place_loss`: a hand-written cross entropy makes probabilities of the logits, and of these their gradient, in
+    place (Megatron-LM, vocab_parallel_cross_entropy).
     """
     region = flow(segments, kinds)
     held = kept_of(region, policy, regather=regather)
     everything = kept_of(region, "none", regather=regather)
-    forward = tuple(_forward(region, {k.storage for k in held}))
+    forward = tuple(_forward(region, {k.storage for k in held}, in_place_loss))
     if policy != "none":  # the pass that computes again keeps everything
-        again = _forward(region, {k.storage for k in everything})
+        again = _forward(region, {k.storage for k in everything}, in_place_loss)
         inputs = frozenset(k.storage for k in held)
     backward = tuple(_backward(region, held, everything, policy, in_place_loss))
     if policy in ("full", "ops"):
@@ -124,7 +124,7 @@ def stage_peak(parts: Iterable[Peak], in_flight: int) -> int:
     return (in_flight - 1) * before + max(fullest, before)
 
 
-def _forward(region: Flow, held: set[Storage]) -> Iterator[_Moment]:
+def _forward(region: Flow, held: set[Storage], in_place_loss: bool) -> Iterator[_Moment]:
     last: dict[Storage, int] = {}
     for i, step in enumerate(region.steps):
         for value in (*step.operands, *step.outputs):
@@ -133,7 +133,13 @@ def _forward(region: Flow, held: set[Storage]) -> Iterator[_Moment]:
     alive = {v.storage for v in region.received}
     for i, step in enumerate(region.steps):
         alive |= {s for s in step.kept if s in held} | {v.storage for v in step.outputs}
-        extra = _extra(step, workspace(step.call).forward if step.call and not step.view else ())
+        in_place = in_place_loss and _is_loss(step)
+        if in_place:  # what it keeps of the logits' size is where they were
+            alive -= {
+                v.storage for v in step.operands if _overwritten(step, v.storage) != v.storage and last[v.storage] == i
+            }
+        own = step.call is not None and not step.view and not in_place
+        extra = _extra(step, workspace(step.call).forward if step.call and own else ())
         yield step.name, frozenset(s for s in (*alive, *extra) if s.origin not in ("parameter", "prelude"))
         alive = {s for s in alive if s in held or last.get(s, -1) > i}
 
@@ -163,7 +169,7 @@ def _backward(
             made = {k: incoming[0] if _passes(step, v) else v.gradient for k, v in wanted.items()}
         needed = {s for s in step.kept if s.origin not in ("parameter", "prelude")} if incoming else set()
         own = _extra(step, workspace(step.call).backward if step.call and incoming and not step.view else ())
-        if in_place_loss and step.call is not None and "cross_entropy" in op_base(step.call):
+        if in_place_loss and _is_loss(step):
             made, own = {k: _overwritten(step, gradient) for k, gradient in made.items()}, set()
         yield (
             f"backward of {step.name}",
@@ -174,6 +180,10 @@ def _backward(
             if key not in parameters:
                 gradients.setdefault(key, gradient)
         alive = {s for s in alive if first.get(s, -1) < i}
+
+
+def _is_loss(step: Step) -> bool:
+    return step.call is not None and "cross_entropy" in op_base(step.call)
 
 
 def _overwritten(step: Step, gradient: Storage) -> Storage:

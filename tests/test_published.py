@@ -63,7 +63,7 @@ def test_fix_of_published_plans() -> None:
     selective = fix(OF_ROW["korthikanti_table5:0001"])
     wanted = {"dp": 1, "tp": 8, "pp": 1, "micro": 4, "zero": 0, "recompute": "selective", "sequence_parallel": True}
     assert {k: selective[k] for k in wanted} == wanted
-    assert (selective["gradients"], selective["kernels"], selective["overlap"]) == ("compute", "fused", ())
+    assert (selective["gradients"], selective["kernels"], selective["overlap"]) == ("main", "fused", ())
     titan = fix(OF_ROW["torchtitan_2024:0001"])
     assert (titan["zero"], titan["recompute"], titan["kernels"]) == (3, "ops", "compiled")
     assert (titan["overlap"], titan["gradients"]) == (("dp",), "main")
@@ -82,7 +82,7 @@ def test_interleaved_and_sharded_plans() -> None:
     row = tiny(dp=2, pp=2, tp=2, n_layers=8, vpp_chunks_per_stage=2, global_batch_size_seqs=8, framework="NeMo")
     assert (fix(row)["schedule"], fix(row)["virtual"], fix(row)["overlap"]) == ("interleaved", 2, ("p2p",))
     assert (fix(row)["stages"], fix(row)["sends"]) == ("even", "whole")
-    assert fix(row.model_copy(update={"n_layers": 6}))["stages"] == "balanced"
+    assert fix(row.model_copy(update={"framework": "nanotron"}))["stages"] == "balanced"
     hybrid = tiny(dp=8, tp=1, sharding="hsdp(zero3 within node)", fsdp_shard_size=4)
     assert (fix(hybrid)["zero"], fix(hybrid)["shards"]) == (3, 4)
     assert fix(tiny(sharding="fsdp_shard_grad_op(zero2)"))["zero"] == 2
@@ -159,9 +159,9 @@ def test_memory_is_that_of_the_stages_it_is_about() -> None:
     context = cluster.device.context_bytes
     big, small = 10**10, 10**9
     stages = [
-        {"parameters": small, "temporary": 5, "overhead": context + 7},
-        {"parameters": big, "overhead": context},
-        {"parameters": 2 * small, "overhead": context},
+        {"parameters": small, "temporary": 5, "communication": 11, "overhead": 7, "context": context},
+        {"parameters": big, "context": context},
+        {"parameters": 2 * small, "context": context},
     ]
     plan = SimpleNamespace(predicted=SimpleNamespace(step_time_s=1.0, memory=stages))
 
@@ -174,8 +174,8 @@ def test_memory_is_that_of_the_stages_it_is_about() -> None:
     stages[1:] = []
     only = read("reserved")
     assert (only.analytic_bytes, only.allocated_bytes) == (small, small + 5)
-    assert (only.reserved_bytes, only.total_bytes, only.fits) == (small + 12, small + 12 + context, True)
-    stages.append({"parameters": cluster.device.memory_bytes, "overhead": context})
+    assert (only.reserved_bytes, only.total_bytes, only.fits) == (small + 12, small + 23 + context, True)
+    stages.append({"parameters": cluster.device.memory_bytes, "context": context})
     assert not read("nvidia-smi on first/last").fits
 
 

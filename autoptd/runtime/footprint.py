@@ -8,7 +8,7 @@ as they are. Here the same `pack` runs over sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 
 from autoptd.cost_models.memory import Memory, model_state
@@ -31,6 +31,7 @@ class Packed:
     dp: int
     zero: int
     laid_out: tuple[Bucket, ...]
+    idle: frozenset[str] = frozenset()  # names of slots that no gradient reaches: they have no moments
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -40,23 +41,37 @@ class Packed:
     def stepped(self) -> tuple[int, ...]:
         return tuple(self.stepped_by(rank) for rank in range(self.dp))
 
+    @property
+    def most_stepped(self) -> int:
+        return max(self.stepped) if self.idle else self.stepped_by(0)
+
     def stepped_by(self, rank: int) -> int:
-        """Of one dp rank; the first has most, since buckets are filled from their start."""
-        parts = (_own(bucket, slot, rank, self.dp, self.zero) for bucket in self.laid_out for slot in bucket.slots)
+        """Of one dp rank; the first has most, since buckets are filled from their start, where none is idle."""
+        slots = ((bucket, slot) for bucket in self.laid_out for slot in bucket.slots if slot.name not in self.idle)
+        parts = (_own(bucket, slot, rank, self.dp, self.zero) for bucket, slot in slots)
         return sum(part.stop - part.start for part in parts if part is not None)
 
 
 def packed(
-    parameters: Iterable[tuple[Hashable, int]], dp: int, zero: int, bucket_elements: int = BUCKET_ELEMENTS
+    parameters: Iterable[tuple[Hashable, int]],
+    dp: int,
+    zero: int,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    idle: Container[int] = (),
 ) -> Packed:
     """What (buffer, local elements) of trainable parameters, in forward order, become.
 
-    Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them.
+    Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `idle`: positions of those
+    that no gradient reaches.
     """
     buffers: dict[Hashable, list[tuple[str, int]]] = {}
+    resting = set()
     for i, (buffer, elements) in enumerate(parameters):
         buffers.setdefault(buffer, []).insert(0, (str(i), elements))
-    return Packed(dp, zero, tuple(b for sizes in buffers.values() for b in pack(sizes, dp, bucket_elements)))
+        if i in idle:
+            resting.add(str(i))
+    laid_out = tuple(b for sizes in buffers.values() for b in pack(sizes, dp, bucket_elements))
+    return Packed(dp, zero, laid_out, frozenset(resting))
 
 
 def _own(bucket: Bucket, slot: Slot, rank: int, dp: int, zero: int) -> slice | None:

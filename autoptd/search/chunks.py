@@ -10,7 +10,7 @@ fewer multiprocessors for kernels (`Device.collective_multiprocessors`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, Memory, model_
 from autoptd.cost_models.op_time import memory_s
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
-from autoptd.passes.placements import BP, Placement, Split
+from autoptd.passes.placements import BP, B, Placement, Split
 from autoptd.runtime.footprint import buffer_class, packed
 from autoptd.search.kinds import KindCost, price
 from autoptd.search.meshes import Candidate
@@ -41,6 +41,16 @@ class ChunkCost:
     forward_tp_s: float = 0.0  # not hidden by compute
     backward_tp_s: float = 0.0
     sharding_s: float = 0.0  # exchange of sharded parameters and gradients, not hidden
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter on a stage: its place in forward order, local elements, how it is stored, whether it is frozen."""
+
+    order: int
+    numel: int
+    placement: Placement
+    frozen: bool
 
 
 class Chunks:
@@ -207,23 +217,33 @@ class Chunks:
         behind = self._crossing_bytes[segment + 1] if segment + 1 < len(self._crossing_bytes) else (0, 0)
         return tuple(parameter[1:] for parameter in self._parameters[segment]), behind
 
-    def state(self, runs: list[tuple[int, int]], block_numel: int = 0) -> Memory:
+    def state(
+        self, runs: list[tuple[int, int]], block_numel: int = 0, cut: Sequence[tuple[int, int]] = ()
+    ) -> Memory:
         """Parameters, gradients and optimizer state of these runs of segments, each parameter once.
 
         As the runtime lays them out, with padding (`runtime/footprint.py`). `block_numel`: of the largest block, which
-        ZeRO 2 and 3 hold whole.
+        ZeRO 2 and 3 hold whole. `cut`: the segments of all stages, where known: a parameter that several hold lies in a
+        buffer of its own.
         """
-        held: dict[str, tuple[int, Placement, bool]] = {}
+        held: dict[str, _Held] = {}
         for first, last in runs:
             alone = first == last and self.candidate.pp == 1
             for i in range(first, last + 1):
                 for name, count, stored, frozen, is_first in self._parameters[i]:
                     if is_first or not alone:
-                        held.setdefault(name, (count, stored, frozen))
-        zero, trained = self.candidate.zero, [(buffer_class(p), n) for n, p, frozen in held.values() if not frozen]
-        layout = packed(trained, self.dp, zero) if zero < 2 else None
+                        held.setdefault(name, _Held(self._order[name], count, stored, frozen))
+        own = sorted(held.items(), key=lambda item: item[1].order)
+        if any(first == 0 for first, _ in runs):  # the first stage keeps what nobody reads
+            own += self._unused.items()
+        shared = self._sharers(cut)
+        trained = [(name, h) for name, h in own if not h.frozen]
+        zero = self.candidate.zero
+        idle = {i for i, (name, _) in enumerate(trained) if name in self._unused}
+        sizes = [((buffer_class(h.placement), shared.get(name)), h.numel) for name, h in trained]
+        layout = packed(sizes, self.dp, zero, idle=idle) if zero < 2 else None
         state = model_state(
-            layout.buckets if layout else [sum(n for _, n in trained)],
+            layout.buckets if layout else [sum(h.numel for _, h in trained)],
             precision=self.precision,
             optimizer=self.optimizer,
             zero=zero,
@@ -231,9 +251,33 @@ class Chunks:
             shards=self.shards,
             gradients=self.method.gradients,
             block_numel=block_numel,
-            stepped=layout.stepped_by(0) if layout else None,
+            stepped=layout.most_stepped if layout else None,
         )
-        return state + Memory(parameters=sum(n for n, _, frozen in held.values() if frozen) * self.compute)
+        return state + Memory(parameters=sum(h.numel for _, h in own if h.frozen) * self.compute)
+
+    def _sharers(self, cut: Sequence[tuple[int, int]]) -> dict[str, frozenset[int]]:
+        """Parameters that several pipeline ranks hold -> those ranks."""
+        if self.candidate.pp == 1 or not cut:
+            return {}
+        rank = {i: at % self.candidate.pp for at, (first, last) in enumerate(cut) for i in range(first, last + 1)}
+        found = {name: frozenset(rank[i] for i in readers) for name, readers in self._tied.items()}
+        return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        """Name of a parameter -> its place in the model's forward order."""
+        names = dict.fromkeys(parameter[0] for mine in self._parameters for parameter in mine)
+        return {name: i for i, name in enumerate(names)}
+
+    @cached_property
+    def _unused(self) -> dict[str, _Held]:
+        """Parameters that do not reach the loss."""
+        traced, found = self.folded.traced, {}
+        for node in self.folded.unused_parameters:
+            name, tensor = traced.parameters[node.name], infos(node)[0]
+            count = self.tensors.nbytes(tensor) // tensor.dtype.itemsize
+            found[name] = _Held(len(self._order), count, B, name in traced.frozen)
+        return found
 
     def upcast_bytes(self, runs: list[tuple[int, int]]) -> int:
         """Gradients that the optimizer needs in the main type, where they were kept in the compute type."""

@@ -236,8 +236,9 @@ class Stages:
             runs = self._runs(*solution.boundaries[stage])
             peaks.append([self._peak(run, self.policy if set(run) <= again else "none") for run in runs])
         kept, extra = activation_bytes(peaks, rank, c, self.method)
-        state = self.chunks.state([solution.boundaries[stage] for stage in mine], self._largest_block())
-        work, upcast = kept + extra, self.chunks.upcast_bytes([solution.boundaries[stage] for stage in mine])
+        chunks = [solution.boundaries[stage] for stage in mine]
+        state = self.chunks.state(chunks, self._largest_block(), solution.boundaries)
+        work, upcast = kept + extra, self.chunks.upcast_bytes(chunks)
         found = state + Memory(
             activations=kept,
             temporary=max(extra, upcast - kept),

@@ -145,7 +145,7 @@ class Workbook:
         decided = tuple(_text(kinds[name]) for name in dict.fromkeys(names))
         key = names, decided, policy, regather
         if key not in self._walks:
-            self._walks[key] = walk(segments, kinds, policy, regather=regather, in_place_loss=self.kernels != "eager")
+            self._walks[key] = walk(segments, kinds, policy, regather=regather, in_place_loss=self.kernels == "fused")
         return self._walks[key]
 
 

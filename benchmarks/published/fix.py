@@ -110,10 +110,10 @@ def _attention(row: Row) -> str:
 
 
 def _kernels(row: Row) -> str:
-    """How elementwise work runs: compiled, fused by hand as in Megatron and nanotron, or op by op."""
-    if row.torch_compile:
+    """How elementwise work runs: compiled (also nanotron's, in Triton), fused by hand as in Megatron, or op by op."""
+    if row.torch_compile or "nanotron" in row.framework:
         return "compiled"
-    return "fused" if row.is_megatron or "nanotron" in row.framework else "eager"
+    return "fused" if row.is_megatron else "eager"
 
 
 def _gradients(row: Row, zero: int) -> str:
@@ -133,10 +133,8 @@ def _gradients(row: Row, zero: int) -> str:
 
 
 def _stages(row: Row) -> str:
-    """Megatron gives each stage as many layers where they divide; nanotron balances by cost."""
-    assert row.n_layers
-    divides = row.n_layers % (row.pp * row.vpp_chunks_per_stage) == 0
-    return "even" if divides and row.is_megatron else "balanced"
+    """Megatron shares layers out evenly, embedding and head counted where the row says so; nanotron balances by cost."""
+    return "even" if row.is_megatron else "balanced"
 
 
 def _sends(row: Row) -> str:

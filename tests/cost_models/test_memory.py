@@ -165,6 +165,28 @@ def test_beyond_tensors():
     assert communicator_bytes([8, 1, 4], channels=24, connections=2) == 2 * 24 * 2 * CONNECTION_BYTES
 
 
+def test_what_a_device_must_have_counts_the_least_that_was_held_free():
+    # of 40 segments allocated and freed in a step 12 stay free (0.3), and 2 at least (0.05)
+    tensors = Memory(parameters=7, activations=30 * SEGMENT_BYTES, temporary=10 * SEGMENT_BYTES, context=11)
+    found = tensors + Memory(overhead=allocator_bytes(40 * SEGMENT_BYTES))
+    assert found.total == 18 + 52 * SEGMENT_BYTES
+    assert found.needed == 18 + 42 * SEGMENT_BYTES
+    # an overhead that is cut to what the device has left is not raised again
+    assert (tensors + Memory(overhead=SEGMENT_BYTES)).needed == 18 + 41 * SEGMENT_BYTES
+    assert tensors.needed == tensors.total
+
+
+@pytest.mark.parametrize(("zero", "gradients"), [(0, 6000), (1, 6000), (2, 1500 + 600), (3, 1000 + 200)])
+def test_gradients_of_both_types(zero: int, gradients: int):
+    # 1000 bf16 elements over 4 ranks, 100 of a block: 2 bytes from the backward pass and 4 of the sum; ZeRO 3 has its own
+    options = {"precision": "bf16", "optimizer": "adamw", "zero": zero, "dp": 4, "block_numel": 100}
+    both, main, compute = (model_state([1000], gradients=kind, **options) for kind in ("both", "main", "compute"))
+    assert both.gradients == gradients
+    if zero < 3:
+        assert both.gradients == main.gradients + compute.gradients
+    assert both.parameters == main.parameters and both.optimizer == main.optimizer
+
+
 @given(st.lists(st.integers(0, 10**6), max_size=5), st.integers(1, 64))
 def test_zero_never_costs_more_than_its_padding(buckets: list[int], dp: int):
     whole = model_state(buckets, precision="bf16", optimizer="adamw")

@@ -45,8 +45,9 @@ class Variant:
 
 def bulk(cluster: Cluster) -> Cluster:
     """The same rates without latencies: what tensors cost whose size matters, which here none has."""
-    device = cluster.device.model_copy(update={"launch_s": 0.0})
-    levels = tuple(level.model_copy(update={"latency_s": 0.0}) for level in cluster.levels)
+    device = cluster.device.model_copy(update={"launch_s": 0.0, "dispatch_s": 0.0, "multiprocessors": None})
+    prompt = {"latency_s": 0.0, "in_switch": None, "protocols": ("plain",)}
+    levels = tuple(level.model_copy(update=prompt) for level in cluster.levels)
     return cluster.model_copy(update={"device": device, "levels": levels})
 
 

@@ -109,3 +109,52 @@ def test_a_second_gradient_of_a_tensor_is_added() -> None:
 def test_unknown_kernels_are_refused(nodes: list[fx.Node]) -> None:
     with pytest.raises(ValueError, match="unknown kernels 'quick'"):
         traffic(nodes, [], "quick")
+
+
+class Squared(nn.Module):
+    """Squared relu: its intermediate is what autograd would keep, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE, bias=False), nn.Linear(WIDE, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(x)).sum()
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.up(x)).square()
+
+
+class Gated(Squared):
+    """SwiGLU: autograd keeps the two products, which come from outside anyway, and silu's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDE, bias=False)
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "kernels", "read_again"),
+    [
+        # each kernel reads what it keeps: relu its result, the square its operand, which is the same tensor
+        (Squared, "eager", {"relu": ((), (0,)), "square": ((0,), ())}),
+        # one kernel: from what came in all the rest is computed again
+        (Squared, "fused", {"relu": ((0,), ()), "square": ((), ())}),
+        (Squared, "compiled", {"relu": ((0,), ()), "square": ((), ())}),
+        (Gated, "eager", {"silu": ((0,), ()), "mul": ((0, 1), ())}),
+        (Gated, "fused", {"silu": ((0,), ()), "mul": ((1,), ())}),
+        (Gated, "compiled", {"silu": ((0,), ()), "mul": ((1,), ())}),
+    ],
+)
+def test_a_kernel_computes_again_from_what_it_reads_once(
+    model: type[nn.Module], kernels: str, read_again: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    with torch.device("meta"):
+        made, x = model(), torch.empty(ROWS, WIDTH)
+    found = normalise(trace(made, {"x": x}, precision="fp32")).graph.graph.nodes
+    of = moved([n for n in found if n.op == "call_function"], kernels)
+    assert {name: (of[name].kept_operands, of[name].kept_outputs) for name in read_again} == read_again
+    assert not any(of[name].kept_extra for name in read_again)

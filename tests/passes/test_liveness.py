@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from gpt_layer import A, H, V, block, solved, traced
-from torch import fx
+from torch import fx, nn
 
 from autoptd.passes.activations import kept, nbytes
-from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.fold import Folded, Segment, fold
 from autoptd.passes.liveness import Peak, Walk, stage_peak, walk
+from autoptd.passes.normalise import normalise
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.sharding import KindSharding
 from autoptd.passes.trace import BATCH as b
 from autoptd.passes.trace import SEQUENCE as s
+from autoptd.passes.trace import trace
 from autoptd.passes.workspace import Watch, workspace
 from autoptd.runtime import ops
 
@@ -62,6 +65,40 @@ def test_logits_are_the_peak_of_the_head() -> None:
     # kept in float32: log-probabilities; in flight: their gradient, the logits' gradient in float32 and in bf16
     assert peak.backward == pytest.approx(4 * logits + 4 * logits + 4 * logits + 2 * logits, rel=0.12)
     assert peak.backward == text.subs({b: 2, s: LENGTH})
+
+
+class Head(nn.Module):
+    """Few features, many classes: the logits are all that counts."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.wide = nn.Embedding(96, 16), nn.Linear(16, 96, bias=False), wide
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.table(ids))
+        return F.cross_entropy((logits.float() if self.wide else logits).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_loss_in_place_makes_no_float32_gradient(wide: bool) -> None:
+    with torch.device("meta"):
+        model = Head(wide)
+    batch = {n: torch.empty(2, 40, dtype=torch.long, device="meta") for n in ("ids", "labels")}
+    folded = fold(normalise(trace(model, batch, precision="bf16")))
+    kinds = dict(solved(folded, 1)[1].sharding.kinds)
+    eager, in_place = (walk(folded.segments, kinds, in_place_loss=written) for written in (False, True))
+    logits, features, scalar = TOKENS * 96, 2 * TOKENS * 16, 4 if wide else 2
+    kept = features + 4 * logits  # log-probabilities in float32
+    assert eager.peak(number, 1).kept == in_place.peak(number, 1).kept == kept
+    at = {e: dict(w.backward)["backward of cross_entropy"] for e, w in (("eager", eager), ("in place", in_place))}
+    found = {name: sum(s.nbytes(number, 1) for s in alive) for name, alive in at.items()}
+    # eager: gradients of log-probabilities and of the logits, both float32, and what leaves in the logits' own type
+    leaves = 0 if wide else 2 * logits
+    assert found["eager"] == kept + scalar + 2 * 4 * logits + leaves == eager.peak(number, 1).backward
+    # in place: what was kept becomes the gradient
+    assert found["in place"] == kept + scalar + leaves
+    # the fullest moment then is the gradient in bf16 beside the one in float32
+    assert in_place.peak(number, 1).backward == kept + 2 * logits + (0 if wide else scalar)
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "ops", "full"])

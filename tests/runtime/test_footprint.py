@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import tiny_model as tiny
 import torch
+from torch import nn
 
+import autoptd
+from autoptd.codegen.emit import Program, load_stage
+from autoptd.models.nanogpt import NanoGPT, Sizes
 from autoptd.passes.placements import BP, B, Split
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
@@ -16,6 +22,7 @@ from autoptd.runtime.footprint import Packed, packed, state_bytes
 from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.pool import Pool
 from autoptd.runtime.stage import Stage, parameter
 from autoptd.runtime.trainer import Trainer
 
@@ -114,3 +121,101 @@ def test_the_first_rank_steps_most(dp: int) -> None:
     found = packed(sizes, dp, 1, 100)
     assert max(found.stepped) == found.stepped_by(0)
     assert sum(found.stepped) == sum(n for _, n in sizes)
+
+
+# ---- a plan's bytes and those of real processes ----
+
+
+def gpt() -> nn.Module:
+    """Tied embeddings over a vocabulary that no tp divides, a width that is no multiple of an alignment."""
+    return NanoGPT(Sizes(vocab=61, max_seq=16, width=36, layers=2, heads=4, bias=True))
+
+
+class Odd(nn.Module):
+    """Odd widths; one layer that every block shares, one that is frozen, a parameter that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(26, 22)
+        self.layers = nn.ModuleList(nn.Linear(22, 22) for _ in range(4))
+        self.shared = nn.Linear(22, 22)
+        self.frozen = nn.Linear(22, 22).requires_grad_(False)
+        self.idle = nn.Parameter(torch.ones(3, 47))
+        self.head = nn.Linear(22, 13)
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.table(idx))
+        for layer in self.layers:
+            x = x + torch.tanh(self.shared(layer(x)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+MODELS = {"gpt": (gpt, 61), "odd": (Odd, 13)}
+
+
+@cache
+def source(name: str, precision: str) -> autoptd.TracedModel:
+    torch.manual_seed(0)
+    batch = {n: x[:2] for n, x in samples(name).items()}
+    return autoptd.trace(MODELS[name][0](), inputs=batch, precision=precision)
+
+
+def samples(name: str) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, MODELS[name][1], (16, 8), generator=torch.Generator().manual_seed(1))
+    return {"idx": ids, "targets": ids.clone()}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(8) as running:
+        yield running
+
+
+def rank_bytes(
+    communicators: Communicators,
+    program: Program,
+    layout: Layout,
+    values: dict[str, torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    optimizer: str,
+) -> tuple[int, tuple[int, int, int]]:
+    """(stage, bytes of storages that are there after a step) in a worker."""
+    with torch.device("meta"):
+        stage = load_stage(program, communicators.stage)(Axis(communicators.tp))
+    trainer = Trainer(stage, layout, communicators, optimizer)
+    trainer.load_parameters(values)
+    trainer.train_step({n: x.chunk(layout.mesh.dp)[communicators.dp.rank] for n, x in batch.items()})
+    return communicators.stage, allocated(trainer)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "mesh", "zero", "precision", "optimizer"),
+    [
+        ("gpt", Mesh(2, 2, 2), 1, "bf16", "adamw"),
+        ("gpt", Mesh(2, 2, 2), 0, "bf16", "adamw"),
+        ("gpt", Mesh(4, 1, 2), 1, "fp32", "adamw"),
+        ("gpt", Mesh(4, 2, 1), 1, "bf16", "sgd"),
+        ("gpt", Mesh(8, 1, 1), 1, "bf16", "adamw"),
+        ("odd", Mesh(2, 2, 2), 1, "bf16", "adamw"),
+        ("odd", Mesh(2, 2, 2), 0, "fp32", "adamw"),
+        ("odd", Mesh(4, 1, 2), 1, "fp32", "sgd"),
+        ("odd", Mesh(4, 2, 1), 0, "bf16", "adamw"),
+        ("odd", Mesh(8, 1, 1), 1, "bf16", "adamw"),
+    ],
+    ids=str,
+)
+def test_a_plan_s_state_is_what_processes_hold(
+    pool: Pool, name: str, mesh: Mesh, zero: int, precision: str, optimizer: str
+) -> None:
+    fix = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": zero, "micro": 1}
+    model = source(name, precision)
+    options = {"world": 8, "precision": precision, "optimizer": optimizer}
+    plan = autoptd.plan(model, cluster="dgx-h100", batch=16, fix=fix, **options)
+    made = autoptd.parallelize(model, plan=plan, **options)
+    job = made.program, made.layout, made.initial_values(), samples(name), optimizer
+    held = pool.run(mesh, rank_bytes, *job)
+    for stage, predicted in enumerate(plan.predicted.memory):
+        found = [rank for at, rank in held if at == stage]
+        fullest = tuple(max(rank[i] for rank in found) for i in range(3))
+        assert fullest == tuple(predicted[kind] for kind in ("parameters", "gradients", "optimizer")), stage

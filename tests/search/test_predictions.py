@@ -23,6 +23,7 @@ from autoptd.progress import Silent
 from autoptd.search.chunks import Chunks, exposed_s
 from autoptd.search.even import even_counts, even_cuts
 from autoptd.search.planner import Planner, Task
+from autoptd.search.stages import Staged, under
 from autoptd.search.tensors import Tensors
 from autoptd.search.wishes import read_wishes
 
@@ -299,3 +300,102 @@ def test_cp_must_divide_the_sequence() -> None:
         odd = NanoGPT(NanoSizes(vocab=VOCAB, max_seq=36, layers=1, heads=8, width=64))
     with pytest.raises(PlanError, match="cp 8 does not divide the sequence of 36 tokens"):
         autoptd.plan(odd, world=8, cluster=NODE, batch=32, seq=36, fix={"cp": 8})
+
+
+# ---- the same plan under other constants ----
+
+
+# a host that launches in no time: else it decides how long a model as small as this takes
+BUSY = NODE.model_copy(update={"device": NODE.device.model_copy(update={"dispatch_s": 0.0})})
+
+
+def staged(traced: autoptd.TracedModel, cluster: Cluster = BUSY, **fix: Any) -> Staged:
+    search = planner(traced, cluster=cluster, **fix)
+    (candidate,) = search.candidates()
+    return search.predict(candidate)
+
+
+def with_matmul_rate(factor: float) -> Cluster:
+    peaks = BUSY.device.matmul_flops_per_s
+    faster = peaks.model_copy(update={name: factor * value for name, value in peaks.model_dump().items()})
+    return BUSY.model_copy(update={"device": BUSY.device.model_copy(update={"matmul_flops_per_s": faster})})
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"zero": 3, "overlap": ["dp"]},
+    {"recompute": "selective", "kernels": "compiled"},
+    {"virtual": 2, "schedule": "interleaved", "overlap": ["p2p"]},
+    {"cp": 2, "dp": 1, "overlap": ["tp"]},
+]
+
+
+@pytest.mark.parametrize("fix", WAYS, ids=str)
+def test_a_plan_under_its_own_cluster_takes_as_long(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
+    plan = staged(traced, **fix)
+    again = under(plan, BUSY)
+    assert again.seconds == plan.seconds and again.stages == plan.stages and again.ends == plan.ends
+    assert again.sends_s == plan.sends_s and again.memory == plan.memory
+
+
+@pytest.mark.parametrize("fix", WAYS, ids=str)
+def test_a_plan_under_a_faster_cluster(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
+    plan = staged(traced, **fix)
+    quick, slow = under(plan, with_matmul_rate(2.0)), under(plan, with_matmul_rate(0.5))
+    assert plan.seconds / 2 < quick.seconds < plan.seconds < slow.seconds < 2 * plan.seconds
+    assert quick.seconds == under(under(slow, BUSY), with_matmul_rate(2.0)).seconds, "nothing of the others is left"
+    assert [e.step_s for e in quick.ends] == [e.step_s for e in plan.ends]
+    fresh = staged(traced, with_matmul_rate(2.0), **fix)
+    assert quick.seconds == pytest.approx(fresh.seconds), "as planned there"
+
+
+def test_more_chunks_on_a_rank_keep_more(traced: autoptd.TracedModel) -> None:
+    one, two = (
+        planned(traced, stages="even", virtual=chunks, schedule=schedule).predicted.memory
+        for chunks, schedule in ((1, "1f1b"), (2, "interleaved"))
+    )
+    # on the first of two ranks, blocks 0 and 1 or 0 and 2: 2 microbatches of both; or 2 · 1 + 1 · 2 + 1 of either
+    assert two[0]["activations"] == pytest.approx(one[0]["activations"] / 2 * 5 / 2, rel=1e-6)
+    # on the last: 1 of both; or 0 + 1 · 2 + 1 of either
+    assert two[1]["activations"] > one[1]["activations"]
+    assert two[0]["parameters"] == one[0]["parameters"]
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize(("zero", "gradients", "shards"), [(0, "compute", 1), (1, "compute", 2), (1, "main", 0)])
+def test_gradients_of_the_compute_type_are_widened_for_the_step(
+    traced: autoptd.TracedModel, zero: int, gradients: str, shards: int
+) -> None:
+    own, _ = chunks(traced, zero=zero, gradients=gradients)
+    runs = [(0, 1), (2, 3)]
+    trained = own.numel(0, 1)[1] + own.numel(2, 3)[1]
+    assert own.upcast_bytes(runs) == (4 * -(-trained // shards) if shards else 0)
+
+
+def test_the_step_may_be_the_fullest_moment(traced: autoptd.TracedModel) -> None:
+    fix = {"zero": 0, "recompute": "full", "micro": 1, "dp": 4, "pp": 1}
+    narrow, wide = (planned(traced, **fix, gradients=g).predicted.memory[0] for g in ("compute", "main"))
+    own, _ = chunks(traced, **fix, gradients="compute")
+    upcast = own.upcast_bytes([(0, len(traced.folded.segments) - 1)])
+    assert upcast == 4 * own.numel(0, len(traced.folded.segments) - 1)[1]
+    assert narrow["activations"] == wide["activations"] and wide["temporary"] < upcast - wide["activations"]
+    assert narrow["temporary"] + narrow["activations"] == upcast
+    assert wide["gradients"] == 2 * narrow["gradients"]
+
+
+@pytest.mark.parametrize(("zero", "kind", "gradient"), [(0, "all_reduce", 4), (1, "reduce_scatter", 4)])
+def test_gradients_are_reduced_in_buckets(traced: autoptd.TracedModel, zero: int, kind: str, gradient: int) -> None:
+    last = len(traced.folded.segments) - 1
+    fix = {"zero": zero, "pp": 1, "tp": 1, "dp": 8, "micro": 1}
+    cases: list[dict[str, Any]] = [{}, {"bucket_bytes": 10**7}]
+    whole, cut = (chunks(traced, **fix | size)[0] for size in cases)
+    nbytes = gradient * whole.numel(0, last)[1]
+    pieces = -(-nbytes // 10**7)
+    assert pieces > 3 and (whole.buckets(nbytes // gradient), cut.buckets(nbytes // gradient)) == (1, pieces)
+    assert whole.reduce_s([(0, last)]) == pytest.approx(collective_s(kind, nbytes, NODE, 8))
+    assert cut.reduce_s([(0, last)]) == pytest.approx(pieces * collective_s(kind, nbytes / pieces, NODE, 8))
+    assert cut.reduce_s([(0, last)]) > whole.reduce_s([(0, last)])
+    memory = [planned(traced, **fix | size).predicted.memory[0]["communication"] for size in cases]
+    assert memory[1] - memory[0] == 3 * 10**7, "two to reduce by turns, one to gather"
