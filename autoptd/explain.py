@@ -30,7 +30,7 @@ _SHORT = {
     "gradients": "grads",
     "parameters": "params",
     "temporary": "temp",
-}  # where the page is narrower than WIDTH
+}  # where the page is narrower than WIDTH, or many columns share it
 _LEGEND = (
     ("S", "S<dim> split"),
     ("S/", "S<dim>/<n> split within each of n fused parts"),
@@ -174,7 +174,8 @@ def _memory_table(plan: Plan, width: int, all: bool) -> Table:
     rows = plan.predicted.memory
     peak = {name: max(row.get(name, 0) for row in rows) for name in sorted(set().union(*rows))}
     categories = sorted((name for name in peak if peak[name]), key=lambda name: -peak[name])
-    heads = [_words(name if width >= WIDTH else _SHORT.get(name, name)) for name in categories]
+    long = width >= WIDTH and len(categories) <= 6
+    heads = [_words(name if long else _SHORT.get(name, name)) for name in categories]
     table = _table("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
     room = plan.cluster.device.memory_bytes
     runs = _runs(rows)

@@ -217,9 +217,7 @@ class Chunks:
         behind = self._crossing_bytes[segment + 1] if segment + 1 < len(self._crossing_bytes) else (0, 0)
         return tuple(parameter[1:] for parameter in self._parameters[segment]), behind
 
-    def state(
-        self, runs: list[tuple[int, int]], block_numel: int = 0, cut: Sequence[tuple[int, int]] = ()
-    ) -> Memory:
+    def state(self, runs: list[tuple[int, int]], block_numel: int = 0, cut: Sequence[tuple[int, int]] = ()) -> Memory:
         """Parameters, gradients and optimizer state of these runs of segments, each parameter once.
 
         As the runtime lays them out, with padding (`runtime/footprint.py`). `block_numel`: of the largest block, which

@@ -133,7 +133,7 @@ def _gradients(row: Row, zero: int) -> str:
 
 
 def _stages(row: Row) -> str:
-    """Megatron shares layers out evenly, embedding and head counted where the row says so; nanotron balances by cost."""
+    """Megatron shares layers out evenly, with embedding and head where that divides; nanotron balances by cost."""
     return "even" if row.is_megatron else "balanced"
 
 

@@ -178,7 +178,7 @@ def test_what_a_device_must_have_counts_the_least_that_was_held_free():
 
 @pytest.mark.parametrize(("zero", "gradients"), [(0, 6000), (1, 6000), (2, 1500 + 600), (3, 1000 + 200)])
 def test_gradients_of_both_types(zero: int, gradients: int):
-    # 1000 bf16 elements over 4 ranks, 100 of a block: 2 bytes from the backward pass and 4 of the sum; ZeRO 3 has its own
+    # 1000 bf16 elements over 4 ranks, 100 of a block: 2 bytes each and 4 of the sum; ZeRO 3 has its own
     options = {"precision": "bf16", "optimizer": "adamw", "zero": zero, "dp": 4, "block_numel": 100}
     both, main, compute = (model_state([1000], gradients=kind, **options) for kind in ("both", "main", "compute"))
     assert both.gradients == gradients

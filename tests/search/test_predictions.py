@@ -23,7 +23,6 @@ from autoptd.progress import Silent
 from autoptd.search.chunks import Chunks, exposed_s
 from autoptd.search.even import even_counts, even_cuts
 from autoptd.search.planner import Planner, Task
-from autoptd.search.stages import Staged, under
 from autoptd.search.tensors import Tensors
 from autoptd.search.wishes import read_wishes
 
@@ -302,51 +301,7 @@ def test_cp_must_divide_the_sequence() -> None:
         autoptd.plan(odd, world=8, cluster=NODE, batch=32, seq=36, fix={"cp": 8})
 
 
-# ---- the same plan under other constants ----
-
-
-# a host that launches in no time: else it decides how long a model as small as this takes
-BUSY = NODE.model_copy(update={"device": NODE.device.model_copy(update={"dispatch_s": 0.0})})
-
-
-def staged(traced: autoptd.TracedModel, cluster: Cluster = BUSY, **fix: Any) -> Staged:
-    search = planner(traced, cluster=cluster, **fix)
-    (candidate,) = search.candidates()
-    return search.predict(candidate)
-
-
-def with_matmul_rate(factor: float) -> Cluster:
-    peaks = BUSY.device.matmul_flops_per_s
-    faster = peaks.model_copy(update={name: factor * value for name, value in peaks.model_dump().items()})
-    return BUSY.model_copy(update={"device": BUSY.device.model_copy(update={"matmul_flops_per_s": faster})})
-
-
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"zero": 3, "overlap": ["dp"]},
-    {"recompute": "selective", "kernels": "compiled"},
-    {"virtual": 2, "schedule": "interleaved", "overlap": ["p2p"]},
-    {"cp": 2, "dp": 1, "overlap": ["tp"]},
-]
-
-
-@pytest.mark.parametrize("fix", WAYS, ids=str)
-def test_a_plan_under_its_own_cluster_takes_as_long(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
-    plan = staged(traced, **fix)
-    again = under(plan, BUSY)
-    assert again.seconds == plan.seconds and again.stages == plan.stages and again.ends == plan.ends
-    assert again.sends_s == plan.sends_s and again.memory == plan.memory
-
-
-@pytest.mark.parametrize("fix", WAYS, ids=str)
-def test_a_plan_under_a_faster_cluster(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
-    plan = staged(traced, **fix)
-    quick, slow = under(plan, with_matmul_rate(2.0)), under(plan, with_matmul_rate(0.5))
-    assert plan.seconds / 2 < quick.seconds < plan.seconds < slow.seconds < 2 * plan.seconds
-    assert quick.seconds == under(under(slow, BUSY), with_matmul_rate(2.0)).seconds, "nothing of the others is left"
-    assert [e.step_s for e in quick.ends] == [e.step_s for e in plan.ends]
-    fresh = staged(traced, with_matmul_rate(2.0), **fix)
-    assert quick.seconds == pytest.approx(fresh.seconds), "as planned there"
+# ---- chunks and gradients in memory ----
 
 
 def test_more_chunks_on_a_rank_keep_more(traced: autoptd.TracedModel) -> None:
@@ -359,9 +314,6 @@ def test_more_chunks_on_a_rank_keep_more(traced: autoptd.TracedModel) -> None:
     # on the last: 1 of both; or 0 + 1 · 2 + 1 of either
     assert two[1]["activations"] > one[1]["activations"]
     assert two[0]["parameters"] == one[0]["parameters"]
-
-
-# ---- gradients ----
 
 
 @pytest.mark.parametrize(("zero", "gradients", "shards"), [(0, "compute", 1), (1, "compute", 2), (1, "main", 0)])
