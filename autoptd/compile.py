@@ -213,6 +213,7 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
             recompute=candidate.recompute if candidate.recompute in ("selective", "ops") else "full",  # type: ignore[arg-type]
             overlap=method.overlap,  # type: ignore[arg-type]
             kernels=method.kernels,  # type: ignore[arg-type]
+            loss=method.loss,  # type: ignore[arg-type]
             attention=method.attention,  # type: ignore[arg-type]
             gathers=method.gathers,  # type: ignore[arg-type]
             gradients=method.gradients,  # type: ignore[arg-type]

@@ -101,6 +101,8 @@ def method(plan: Plan) -> str:
     asked = plan.method
     beside = f"{', '.join(asked.overlap)} beside compute" if asked.overlap else "nothing beside compute"
     parts = [f"{asked.kernels} kernels", f"gradients in the {asked.gradients} type", beside]
+    if asked.loss != "kept":
+        parts.append("the loss in place")
     if asked.attention != "flash":
         parts.append(f"{asked.attention} attention")
     if asked.gathers == "again":

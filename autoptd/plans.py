@@ -82,6 +82,7 @@ class Method(_Part):
     recompute: Literal["full", "selective", "ops"] = "full"  # what the segments in a stage's `recompute` run again
     overlap: tuple[Literal["dp", "p2p", "tp"], ...] = ("p2p",)
     kernels: Literal["eager", "fused", "compiled"] = "eager"
+    loss: Literal["kept", "in_place"] = "kept"
     attention: Literal["flash", "triton", "cudnn"] = "flash"
     gathers: Literal["kept", "again"] = "kept"
     gradients: Literal["main", "compute", "both"] = "main"
@@ -239,6 +240,7 @@ class Plan(_Part):
             f"{asked.recompute} recomputation": asked.recompute != "full" and any(s.recompute for s in self.stages),
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": asked.overlap != default.overlap,
             f"{asked.kernels} kernels": asked.kernels != default.kernels,
+            "a loss in place": asked.loss != default.loss,
             f"{asked.attention} attention": asked.attention != default.attention,
             "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,
             f"buckets of {asked.bucket_bytes} bytes": asked.bucket_bytes != default.bucket_bytes,

@@ -171,7 +171,7 @@ class Stages:
 
     def _peak(self, run: tuple[int, ...], policy: str) -> Peak:
         segments = [self.folded.segments[i] for i in run]
-        return block_peak(self.tensors, self.sharded, segments, policy, self.method.gathers)
+        return block_peak(self.tensors, self.sharded, segments, policy, self.method)
 
     def _repeats(self, block: Block) -> bool:
         """Whether a block is one of many: what a full recompute means, where a model has any that repeat."""

@@ -138,14 +138,20 @@ class Workbook:
                 self.ops[node] = replace(self.facts.ops[node], traffic=moves.get(node, _NOTHING))
 
     def walk(
-        self, segments: Sequence[Segment], kinds: Mapping[str, KindSharding], policy: str, *, regather: bool = False
+        self,
+        segments: Sequence[Segment],
+        kinds: Mapping[str, KindSharding],
+        policy: str,
+        *,
+        regather: bool = False,
+        in_place_loss: bool = False,
     ) -> Walk:
         """The moments of consecutive segments; of the same kinds under the same decisions they are read off once."""
         names = tuple(s.kind for s in segments)
         decided = tuple(_text(kinds[name]) for name in dict.fromkeys(names))
-        key = names, decided, policy, regather
+        key = names, decided, policy, regather, in_place_loss
         if key not in self._walks:
-            self._walks[key] = walk(segments, kinds, policy, regather=regather, in_place_loss=self.kernels == "fused")
+            self._walks[key] = walk(segments, kinds, policy, regather=regather, in_place_loss=in_place_loss)
         return self._walks[key]
 
 

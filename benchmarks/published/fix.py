@@ -44,6 +44,9 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron's are kept
     if "DeepSpeed" in row.framework and zero:
         fix["bucket_bytes"] = _DEEPSPEED_BUCKET
+    if row.is_megatron or row.torch_compile or "Composer" in row.framework:
+        # vocab_parallel_cross_entropy; compiled with its backward; MPT's loss_fn fused_crossentropy (from memory)
+        fix["loss"] = "in_place"
     if attention := _attention(row):
         fix["attention"] = attention
     if row.tp > 1:
