@@ -143,7 +143,7 @@ def test_constants_that_made_the_measurements_are_found(groups: dict[str, list[C
     changed = {"matmul rate, A100": 1 / 1.12, "memory rate of softmax and norms": 1.12}
     truth = {name: value * changed.get(name, 1.0) for name, value in PRESENT.items()}
     runs = measured(groups, truth)
-    assert loss(runs, truth) == 0.0 and loss(runs, PRESENT) > 0.03
+    assert loss(runs, truth) < 1e-9 and loss(runs, PRESENT) > 0.03
     found = fit(runs, PRESENT)
     assert found == pytest.approx(truth) and loss(runs, found) < 1e-9
 

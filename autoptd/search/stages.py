@@ -290,7 +290,12 @@ def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> flo
 
 def under(staged: Staged, cluster: Cluster) -> Staged:
     """The same plan on another cluster, simulated; memory stays as it was."""
-    return simulated(timed(staged.chunks.under(cluster), staged.solution, staged.policy, staged.memory))
+    return simulated(bounded(staged, cluster))
+
+
+def bounded(staged: Staged, cluster: Cluster) -> Staged:
+    """The same, with the step by its bound: for fits, which ask thousands of times."""
+    return timed(staged.chunks.under(cluster), staged.solution, staged.policy, staged.memory)
 
 
 def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
