@@ -166,10 +166,10 @@ def test_beyond_tensors():
 
 
 def test_what_a_device_must_have_counts_the_least_that_was_held_free():
-    # of 40 segments allocated and freed in a step 12 stay free (0.3), and 2 at least (0.05)
+    # of 40 segments allocated and freed in a step 14 stay free (0.35), and 2 at least (0.05)
     tensors = Memory(parameters=7, activations=30 * SEGMENT_BYTES, temporary=10 * SEGMENT_BYTES, context=11)
     found = tensors + Memory(overhead=allocator_bytes(40 * SEGMENT_BYTES))
-    assert found.total == 18 + 52 * SEGMENT_BYTES
+    assert found.total == 18 + 54 * SEGMENT_BYTES
     assert found.needed == 18 + 42 * SEGMENT_BYTES
     # an overhead that is cut to what the device has left is not raised again
     assert (tensors + Memory(overhead=SEGMENT_BYTES)).needed == 18 + 41 * SEGMENT_BYTES
