@@ -303,7 +303,13 @@ def test_bad_usage_is_told_before_anything_is_measured(
 @pytest.mark.ranks
 def test_interrupted_it_writes_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "autoptd.cli", "profile", "-o", "c.toml", "--points", "p.json"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+    )
     time.sleep(6)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
