@@ -28,8 +28,6 @@ def cluster_of(row: Row) -> Cluster:
     pattern = _pattern(row)
     inner, *outer = pattern.levels
     inside, between = row.intra_node_bw_GBps_per_gpu_per_direction, row.inter_node_bw_Gbps_per_gpu
-    if network(row.inter_node_link) == "omni-path":
-        inside = None  # Jean Zay's GPUs are wired to neighbours: not the rate of the 12 links that such rows state
     inner = inner.model_copy(update={"ranks": row.gpus_per_node or inner.ranks, **_at(inner, inside, 1e9)})
     if outer and between is not None:
         outer = [*outer[:-1], _link(outer[-1], row, between * 1e9 / _BITS)]

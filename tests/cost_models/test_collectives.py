@@ -323,3 +323,22 @@ def test_every_rank_has_one_edge_of_the_ring_and_reaches_all(group: tuple[int, i
     path = crossings(TWO, ranks, stride)
     assert sum(crossing.hops for crossing in path) == (ranks if ranks > 1 else 0)
     assert sum(crossing.partners for crossing in path) == ranks - 1
+
+
+# Bekman, Machine Learning Engineering (at 744d01e), network: bus GB/s = (n - 1)/n (all-reduce: twice) V / t
+PUBLISHED = [
+    ("dgx-a100-80gb", "all_reduce", 8, 2**29, 222.72),
+    ("dgx-a100-80gb", "all_reduce", 8, 2**31, 231.41),
+    ("dgx-h200", "all_gather", 8, 2**34, 361.4),
+    ("dgx-h200", "reduce_scatter", 8, 2**34, 362.9),
+    ("dgx-h200", "all_reduce", 32, 2**32, 364.87),
+    ("dgx-b200", "all_reduce", 32, 2**29, 326.9),
+    ("dgx-b200", "all_reduce", 32, 2**31, 372.42),
+]
+
+
+@pytest.mark.parametrize(("cluster", "name", "ranks", "nbytes", "bus"), PUBLISHED)
+def test_large_collectives_agree_with_published_ones(cluster: str, name: str, ranks: int, nbytes: int, bus: float):
+    passes = 2 if name == "all_reduce" else 1
+    predicted = passes * (ranks - 1) / ranks * nbytes / collective_s(name, nbytes, Cluster.load(cluster), ranks) / 1e9
+    assert predicted == pytest.approx(bus, rel=0.08)
