@@ -1,0 +1,85 @@
+"""`autoptd export PLAN --to megatron|torch|json`: read the plan, make the model if it is needed, write the text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoptd.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    from autoptd.plans import Plan
+
+TARGETS = ("json", "megatron", "torch")
+
+
+def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """What `autoptd export` takes."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan file")
+    parser.add_argument("--to", choices=TARGETS, required=True, help="arguments, a program, or a table of tensors")
+    parser.add_argument("--model", metavar="MODEL", help=f"{model_help} (default: the plan's, if shipped)")
+    parser.add_argument("-o", "--out", metavar="FILE", help="write there, not to standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns exit code 0. Raises PlanFileError, PlanError, ModelError."""
+    from autoptd.plans import Plan, refuse_unwritable, write_whole
+
+    if arguments.out:
+        refuse_unwritable(Path(arguments.out))
+    plan = Plan.load(arguments.plan)
+    found = export(plan, arguments.to, lambda: _model(plan, arguments.model, needed=arguments.to == "torch"))
+    text = f"{json.dumps(found['data'], indent=1, sort_keys=True)}\n" if arguments.json else found["text"]
+    if not arguments.out:
+        sys.stdout.write(text)
+        return 0
+    write_whole(Path(arguments.out), found["text"])
+    if arguments.json:
+        sys.stdout.write(text)
+        return 0
+    for what in found["differs"]:
+        print(f"differs: {what}")
+    print(f"saved to {arguments.out}")
+    return 0
+
+
+def export(plan: Plan, to: str, model: Callable[[], Any]) -> dict[str, Any]:
+    """`text` (what a file gets), `data` (for JSON) and `differs`. `model` is called only where a model is used."""
+    if to == "json":
+        from autoptd.export.mapping import mapping
+
+        table = mapping(plan)
+        return {"text": f"{json.dumps(table, indent=1, sort_keys=True)}\n", "data": table, "differs": ()}
+    if to == "megatron":
+        from autoptd.export.megatron import megatron
+
+        said = megatron(plan, model())
+        return {"text": said.to_text(), "data": said.to_data(), "differs": said.differs}
+    if to == "torch":
+        from autoptd.export.torch_program import torch_program
+
+        module = model()
+        if module is None:
+            raise PlanError("a torch program needs the model", where="model", fix="pass model=, which may be on meta")
+        program = torch_program(plan, module)
+        return {"text": program.to_text(), "data": program.to_data(), "differs": program.differs}
+    raise PlanError(f"a plan cannot be exported to {to!r}", where="to", fix=nearest(to, TARGETS))
+
+
+def _model(plan: Plan, name: str | None, needed: bool) -> Any:
+    """The model on meta; None where it may be left out, and the plan's is not shipped. Raises PlanError, ModelError."""
+    from autoptd.models.load import load_model, model_names
+
+    if name is None and plan.model not in model_names():
+        if needed:
+            raise PlanError(
+                f"the plan is for {plan.model!r}, which is no shipped model",
+                where="model",
+                fix="say which: --model MODEL",
+            )
+        return None
+    return load_model(name or plan.model)[0]

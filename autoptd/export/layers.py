@@ -1,0 +1,181 @@
+"""A plan seen in whole layers, which is what other systems can cut between.
+
+    segments   transformer.wte | h.0.{ln_1,attn} h.0.{ln_2,mlp} | h.1… | … | transformer.ln_f  lm_head
+    units      0: before       | 1: layer 0                     | 2    | … | count + 1: after
+
+A unit is what lies before the stack of layers, one layer, or what lies after it. A stage that begins inside a unit is
+moved to the nearer end of it, and the move is written down; of two ends equally near, to the unit's beginning, so that
+the later stage, which holds fewer microbatches, gets the whole layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autoptd.errors import PlanError
+from autoptd.fold_names import ranges
+from autoptd.plans import Plan
+
+_LAYER = re.compile(r"^(?P<stack>(?:[^.{}]*[^.{}\d][^.{}]*\.)*)(?P<index>\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The stack of layers that a plan's segments belong to.
+
+    stack    path of the modules that are numbered, "transformer.h"; "" where they are the model's own children
+    count    how many layers
+    owners   unit of each segment: 0 before the stack, 1 + i for layer i, count + 1 after it
+    bounds   first unit of each stage, then count + 2; stage k has units bounds[k] to bounds[k + 1] - 1
+    moved    a sentence for each stage that had to begin elsewhere
+    """
+
+    stack: str
+    count: int
+    owners: tuple[int, ...]
+    bounds: tuple[int, ...]
+    moved: tuple[str, ...]
+
+    def layers_of(self, stage: int) -> range:
+        """Layers of a stage, from 0."""
+        first, end = self.bounds[stage : stage + 2]
+        return range(max(0, first - 1), min(self.count, end - 1))
+
+    def path(self, layer: int) -> str:
+        """`transformer.h.3`."""
+        return f"{self.stack}.{layer}" if self.stack else str(layer)
+
+    def stage_of(self, unit: int) -> int:
+        """The stage that holds a unit."""
+        return next(k for k, (first, end) in enumerate(pairwise(self.bounds)) if first <= unit < end)
+
+
+def read_layers(plan: Plan) -> Layers:
+    """Raises PlanError if no numbered layers are found, several stacks of them, or a stage that would be left empty."""
+    found = [_LAYER.match(name) for name in plan.segments]
+    stacks = Counter(m["stack"] for m in found if m)
+    if not stacks:
+        raise PlanError(
+            f"no layers are found in {plan.model}: no segment is called like layers.0",
+            where="segments",
+            fix="export as json, which needs none",
+        )
+    numbers = {stack: {int(m["index"]) for m in found if m and m["stack"] == stack} for stack in stacks}
+    if several := sorted(stack for stack in stacks if len(numbers[stack]) > 1)[1:]:
+        names = ", ".join(sorted(stack.rstrip(".") for stack in stacks if len(numbers[stack]) > 1))
+        raise PlanError(
+            f"{plan.model} has {1 + len(several)} stacks of layers ({names}); one can be exported",
+            where="segments",
+            fix="export as json, which takes any number",
+        )
+    stack = max(stacks, key=lambda s: (len(numbers[s]), stacks[s]))
+    owners, count = _owners([int(m["index"]) if m and m["stack"] == stack else None for m in found], plan)
+    bounds, moved = _bounds(plan, owners, count)
+    return Layers(stack.rstrip("."), count, owners, bounds, tuple(moved))
+
+
+def _owners(indices: list[int | None], plan: Plan) -> tuple[tuple[int, ...], int]:
+    """Units of all segments. One without a number counts to the layer before it, or to an end of the model."""
+    known = [i for i in indices if i is not None]
+    if list(dict.fromkeys(known)) != list(range(max(known) + 1)):
+        raise PlanError(
+            f"the layers of {plan.model} do not follow one another from 0: {ranges(known)}", where="segments"
+        )
+    last = max(i for i, index in enumerate(indices) if index is not None)
+    owners, unit = [], 0
+    for i, index in enumerate(indices):
+        unit = unit if index is None else index + 1
+        owners.append(unit if i <= last else max(known) + 2)
+    return tuple(owners), max(known) + 1
+
+
+def _bounds(plan: Plan, owners: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[str]]:
+    bounds, moved = [0], []
+    for k, stage in enumerate(plan.stages[1:], 1):
+        unit = owners[stage.first]
+        if owners[stage.first - 1] == unit:
+            before = stage.first - owners.index(unit)
+            later = unit == 0 or (unit <= count and 2 * before > owners.count(unit))
+            unit += later
+            moved.append(_move(plan, k, unit, count))
+        bounds.append(unit)
+    bounds.append(count + 2)
+    for k, (first, end) in enumerate(pairwise(bounds)):
+        if first >= end:
+            raise PlanError(
+                f"stage {k} of {len(plan.stages)} holds no whole layer ({plan.stages[k].modules})",
+                where=f"stages[{k}]",
+                fix="plan with fewer stages, or with fix={'stages': 'even'}",
+            )
+    return tuple(bounds), moved
+
+
+def _move(plan: Plan, stage: int, unit: int, count: int) -> str:
+    planned = plan.segments[plan.stages[stage].first]
+    start = "what follows the layers" if unit == count + 1 else f"layer {unit - 1}"
+    return f"stage {stage} begins with {start}, not inside it with {planned}"
+
+
+def recomputed(plan: Plan) -> dict[int, str]:
+    """Segment -> "full", "selective" or "ops", for those that run again."""
+    return {i: policy for stage in plan.stages for i, policy in sorted(plan.policies(stage).items())}
+
+
+def whole_layers(plan: Plan, layers: Layers) -> dict[int, str]:
+    """Layer -> policy, for those all of whose segments run again under one policy."""
+    found: dict[int, list[str]] = {}
+    for i, policy in recomputed(plan).items():
+        found.setdefault(layers.owners[i], []).append(policy)
+    return {
+        unit - 1: policies[0]
+        for unit, policies in sorted(found.items())
+        if 1 <= unit <= layers.count and len(policies) == layers.owners.count(unit) and len(set(policies)) == 1
+    }
+
+
+def is_sequence_parallel(plan: Plan, layers: Layers) -> bool:
+    """Whether the layers hand on hidden states that are split along the sequence: dim 1 of [b, s, width]."""
+    if plan.mesh.tp == 1:
+        return False
+    inside = {
+        re.sub(r"\d+", "*", plan.segments[i]) for i, unit in enumerate(layers.owners) if 1 <= unit <= layers.count
+    }
+    given = [texts[0] for kind, texts in plan.boundaries.items() if texts and kind.split("#")[0] in inside]
+    return bool(given) and sum(text == "S1" for text in given) * 2 > len(given)
+
+
+def _is_of_layers(kind: str, plan: Plan, layers: Layers) -> bool:
+    """Kinds are called like their segments, with stars for numbers."""
+    inside = range(1, layers.count + 1)
+    named = {re.sub(r"\d+", "*", plan.segments[i]) for i, unit in enumerate(layers.owners) if unit in inside}
+    return kind.split("#")[0] in named
+
+
+def planned_collectives(plan: Plan, layers: Layers) -> dict[str, float]:
+    """What the tp axis is asked for by a layer's forward pass, the mean of all layers; empty where none is recorded."""
+    counts: Counter[str] = Counter()
+    for kind, found in plan.collectives.items():
+        if _is_of_layers(kind, plan, layers):
+            counts.update({name: number * found.count for name, number in found.forward.items()})
+    return {name: counts[name] / layers.count for name in sorted(counts)}
+
+
+def collectives_differ(plan: Plan, layers: Layers, theirs: dict[str, float], whose: str) -> list[str]:
+    """A sentence if a layer communicates otherwise in the plan than there."""
+    planned = planned_collectives(plan, layers)
+    if not planned or planned == theirs:
+        return []
+    mine, other = (
+        ", ".join(f"{name.replace('_', '-')} {number:.3g}" for name, number in row.items()) or "nothing"
+        for row in (planned, theirs)
+    )
+    return [f"a layer's forward pass takes {mine}: {whose} takes {other}"]
+
+
+def modules_of(segment: str) -> list[str]:
+    """`h.0.{ln_1,attn}` -> ["h.0.ln_1", "h.0.attn"]."""
+    head, brace, inside = segment.partition("{")
+    return [head + name for name in inside.removesuffix("}").split(",")] if brace else [segment]

@@ -1,0 +1,67 @@
+"""A plan as a table for any other framework: each parameter's placement on every mesh axis, and its stages.
+
+dp  B: whole on every rank (gradients are averaged)     F: a share of the flattened tensor (ZeRO-3)
+cp  B
+tp  the plan's placement, `autoptd.passes.placements`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoptd.export.layers import modules_of
+from autoptd.plans import Plan
+
+FORMAT = "autoptd-export"
+
+
+def mapping(plan: Plan) -> dict[str, Any]:
+    """JSON data. Stages of a parameter are those whose segments' modules hold it; several where a tensor is shared.
+
+    A parameter that no segment's name covers has an empty list.
+    """
+    axes = ["pp", "dp", "cp", "tp"]  # rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "model": plan.model,
+        "graph_hash": plan.graph_hash,
+        "mesh": {"axes": axes, "sizes": [getattr(plan.mesh, axis) for axis in axes]},
+        "batch": {"samples": plan.batch, "micro": plan.micro, "microbatches": plan.schedule.microbatches},
+        "sizes": dict(plan.sizes),
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "schedule": {"kind": plan.schedule.kind, "chunks_per_rank": plan.schedule.virtual},
+        "zero": {"level": plan.zero, "ranks": plan.method.shards or plan.mesh.dp},
+        "method": plan.method.model_dump(mode="json"),
+        "stages": [
+            {
+                "rank": k % plan.mesh.pp,
+                "segments": list(plan.segments[stage.first : stage.last + 1]),
+                "recomputed": {plan.segments[i]: policy for i, policy in plan.policies(stage).items()},
+            }
+            for k, stage in enumerate(plan.stages)
+        ],
+        "parameters": {
+            name: {"dp": "F" if plan.zero == 3 else "B", "cp": "B", "tp": text, "stages": stages}
+            for (name, text), stages in zip(
+                sorted(plan.splits.parameters.items()), _stages(plan, sorted(plan.splits.parameters)), strict=True
+            )
+        },
+    }
+
+
+def _stages(plan: Plan, names: list[str]) -> list[list[int]]:
+    """By the longest module path of a segment that a parameter's name begins with."""
+    owners: dict[str, list[int]] = {}
+    for k, stage in enumerate(plan.stages):
+        for segment in plan.segments[stage.first : stage.last + 1]:
+            for path in modules_of(segment):
+                found = owners.setdefault(path, [])
+                found += [k] if k not in found else []
+    rows = []
+    for name in names:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        rows.append(next((owners[prefix] for prefix in prefixes if prefix in owners), []))
+    return rows

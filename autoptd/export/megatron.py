@@ -1,0 +1,291 @@
+"""A plan as arguments of Megatron-LM's `pretrain_gpt.py`, with what they cannot say.
+
+Arguments and their rules: megatron/training/arguments.py (`_add_distributed_args`, `_add_training_args`,
+`validate_args`) of Megatron-LM with Megatron-Core 0.15; the layout string: `parse_str_to_list` of
+megatron/core/transformer/pipeline_parallel_layer_layout.py. Ranks are numbered alike: tp fastest, then cp, dp, pp.
+
+    E  embedding   t  a layer   L  final norm, output layer and loss   |  next stage   x*n  n times   (…)*n  the same
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from autoptd.errors import PlanError
+from autoptd.export.layers import (
+    Layers,
+    collectives_differ,
+    is_sequence_parallel,
+    read_layers,
+    recomputed,
+    whole_layers,
+)
+from autoptd.export.megatron_model import Argument, shape_arguments
+from autoptd.export.megatron_splits import split_differences
+from autoptd.plans import Plan
+
+_LEFT = "--lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints"
+_GRADIENT_BYTES = {"main": 4, "both": 4, "compute": 2}
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """Arguments in order, environment variables (None: unset), and what differs from the plan."""
+
+    title: str
+    arguments: tuple[Argument, ...]
+    environment: tuple[tuple[str, str | None], ...]
+    differs: tuple[str, ...]
+
+    def to_text(self) -> str:
+        """A piece of a bash script that sets `MEGATRON_ARGS`."""
+        lines = [f"# {self.title}", *(f"# differs: {what}" for what in self.differs), f"# left to you: {_LEFT}"]
+        lines += [f"unset {k}" if v is None else f"export {k}={v}" for k, v in self.environment]
+        lines += ["MEGATRON_ARGS=(", *(f"    {name} {shlex.quote(value)}".rstrip() if value else f"    {name}"
+                  for name, value in self.arguments), ")"]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "arguments": [part for pair in self.arguments for part in pair if part],
+            "environment": dict(self.environment),
+            "differs": list(self.differs),
+            "left_to_you": _LEFT,
+        }
+
+
+def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
+    """The nearest arguments, and a sentence for everything of the plan that they do not say.
+
+    With the model (it may be on meta) its sizes are arguments too, and placements are compared. Raises PlanError for
+    what Megatron-LM has no counterpart of: fp64, no or several stacks of layers, a stage without a whole layer.
+    """
+    if plan.precision == "fp64":
+        raise PlanError("Megatron-LM trains in bf16, fp16 or fp32, not in fp64", where="precision", fix="plan in bf16")
+    layers = read_layers(plan)
+    sizes: list[Argument] = []
+    differs = ["placements are not compared, and the model's sizes left to you: no model was given"]
+    if model is not None:
+        sizes, differs = shape_arguments(model)
+        differs = [*differs, *_padded(sizes, plan.mesh.tp), *split_differences(plan, model, layers)]
+    parts = [_parallel(plan, layers), _pipeline(plan, layers), _batch(plan), _data_parallel(plan)]
+    parts += [_recompute(plan, layers), _kernels(plan), _experts(plan, model)]
+    found = [item for part in parts for item in part]
+    return Megatron(
+        title=f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}",
+        arguments=(*sizes, *(item for item in found if isinstance(item, tuple))),
+        environment=_environment(plan),
+        differs=(*layers.moved, *(item for item in found if isinstance(item, str)), *differs),
+    )
+
+
+Said = Iterator[Argument | str]  # an argument, or a difference
+
+
+def _parallel(plan: Plan, layers: Layers) -> Said:
+    mesh = plan.mesh
+    yield "--tensor-model-parallel-size", str(mesh.tp)
+    yield "--pipeline-model-parallel-size", str(mesh.pp)
+    if mesh.cp > 1:
+        yield "--context-parallel-size", str(mesh.cp)
+        yield "--cp-comm-type", "p2p"
+    sequence = is_sequence_parallel(plan, layers)
+    if sequence:
+        yield "--sequence-parallel", ""
+    overlap = set(plan.method.overlap)
+    if "tp" in overlap and mesh.tp > 1:
+        if sequence:
+            yield "--tp-comm-overlap", ""
+        else:
+            yield "tensor-parallel sums beside compute: Megatron-LM overlaps them with sequence parallelism only"
+    if mesh.tp > 1:
+        usual = {"all_gather": 2.0, "reduce_scatter": 2.0} if sequence else {"all_reduce": 2.0}
+        yield from collectives_differ(plan, layers, usual, "Megatron-LM's")
+    if sequence and plan.method.gathers == "kept":
+        yield "what tp gathers is kept: Megatron-LM gathers it again in the backward pass, for less memory"
+
+
+def layout(layers: Layers) -> str:
+    """`Et*3|(t*4|)*6,t*3L`, of all stages in the model's order."""
+    stages = []
+    for k in range(len(layers.bounds) - 1):
+        count = len(layers.layers_of(k))
+        text = "" if count == 0 else "t" if count == 1 else f"t*{count}"
+        first, last = layers.stage_of(0) == k, layers.stage_of(layers.count + 1) == k
+        stages.append("E" * first + text + "L" * last)
+    runs = [(text, len(list(group))) for text, group in groupby(stages[:-1])]
+    pieces = [f"({text}|)*{n}," if n > 1 else f"{text}|" for text, n in runs]
+    return "".join(pieces) + stages[-1]
+
+
+def _pipeline(plan: Plan, layers: Layers) -> Said:
+    mesh, schedule = plan.mesh, plan.schedule
+    if mesh.pp == 1:
+        return
+    if not is_even(layers):
+        yield "--pipeline-model-parallel-layout", layout(layers)
+    elif schedule.virtual > 1:
+        yield "--num-virtual-stages-per-pipeline-rank", str(schedule.virtual)
+    beside = "p2p" in plan.method.overlap
+    if schedule.virtual > 1:
+        left = schedule.microbatches % mesh.pp
+        if left:  # megatron/core/pipeline_parallel/schedules.py raises otherwise
+            raise PlanError(
+                f"{schedule.microbatches} microbatches leave {left} after groups of {mesh.pp}: Megatron-LM raises",
+                where="schedule.microbatches",
+                fix=f"plan with a batch of a multiple of {mesh.dp * plan.micro * mesh.pp} samples",
+            )
+        if not beside and mesh.pp == 2:
+            yield "sends are not beside compute: Megatron-LM needs them so for chunks on 2 pipeline ranks"
+        elif not beside:
+            yield "--no-overlap-p2p-communication", ""
+    elif beside:
+        yield "sends between stages are beside compute: those of Megatron-LM's 1F1B are not"
+    if schedule.kind in ("gpipe", "zero-bubble"):
+        yield f"the schedule is {schedule.kind}: Megatron-LM runs 1F1B, with the same gradients"
+    if mesh.tp > 1 and plan.method.sends == "whole" and not is_sequence_parallel(plan, layers):
+        yield "--no-scatter-gather-tensors-in-pipeline", ""
+
+
+def is_even(layers: Layers) -> bool:
+    """Whether all stages have as many layers, the first the embedding and the last the head."""
+    stages = len(layers.bounds) - 1
+    ends = layers.stage_of(0) == 0 and layers.stage_of(layers.count + 1) == stages - 1
+    return ends and len({len(layers.layers_of(k)) for k in range(stages)}) == 1
+
+
+def _batch(plan: Plan) -> Said:
+    whole = plan.mesh.dp * plan.micro * plan.schedule.microbatches
+    yield "--micro-batch-size", str(plan.micro)
+    yield "--global-batch-size", str(whole)
+    if whole != plan.batch:
+        yield f"the batch is {plan.batch}: Megatron-LM takes whole microbatches on every rank, {whole} samples"
+    if seq := plan.sizes.get("s"):
+        yield "--seq-length", str(seq)
+    else:
+        yield "--seq-length is left to you: the plan has no sequence"
+
+
+def _data_parallel(plan: Plan) -> Said:
+    method, dp = plan.method, plan.mesh.dp
+    if plan.precision == "bf16":
+        yield "--bf16", ""
+    if plan.optimizer == "custom":
+        yield "the optimizer is your own: --optimizer is left to you"
+    else:
+        yield "--optimizer", {"adamw": "adam", "sgd": "sgd"}[plan.optimizer]
+    if plan.zero:
+        yield "--use-distributed-optimizer", ""
+    if plan.zero > 1:
+        yield "--use-megatron-fsdp", ""
+        yield "--data-parallel-sharding-strategy", "optim_grads" if plan.zero == 2 else "optim_grads_params"
+        yield "--no-gradient-accumulation-fusion", ""
+        yield "--ckpt-format", "fsdp_dtensor"
+    yield from _shards(plan)
+    if "dp" in method.overlap and dp * plan.mesh.cp > 1:
+        yield "--overlap-grad-reduce", ""
+        if plan.zero:
+            yield "--overlap-param-gather", ""
+        if method.bucket_bytes:
+            yield "--ddp-bucket-size", str(max(1, method.bucket_bytes // _GRADIENT_BYTES[method.gradients]))
+    elif method.bucket_bytes and dp > 1:
+        yield f"buckets of {method.bucket_bytes} bytes: without overlap Megatron-LM reduces all gradients at once"
+    if plan.precision == "bf16" and method.gradients == "compute":
+        yield "--grad-reduce-in-bf16", ""
+    if plan.precision == "bf16" and method.gradients == "both":
+        yield "gradients have a bf16 buffer beside the float32 one: Megatron-LM keeps the float32 one alone"
+
+
+def _shards(plan: Plan) -> Said:
+    shards, dp = plan.method.shards, plan.mesh.dp
+    if plan.zero and shards not in (0, dp):
+        if dp % shards:
+            raise PlanError(f"shards of {shards} ranks do not divide dp {dp}", where="method.shards", fix="plan again")
+        yield "--num-distributed-optimizer-instances", str(dp // shards)
+
+
+def _recompute(plan: Plan, layers: Layers) -> Said:
+    again = recomputed(plan)
+    if not again:
+        return
+    units = {layers.owners[i] for i in again}
+    inside = {unit - 1 for unit in units if 1 <= unit <= layers.count}
+    policies = sorted(set(again.values()))
+    if len(policies) > 1:
+        yield f"recomputation is {' and '.join(policies)} by segment: Megatron-LM does one, here whole layers"
+    if units - {i + 1 for i in inside}:
+        yield "what is before or after the layers is recomputed too: Megatron-LM recomputes layers only"
+    if not inside:
+        return
+    if policies == ["full"] or len(policies) > 1:
+        yield from _whole_layers(plan, layers, inside)
+        return
+    yield "--recompute-granularity", "selective"
+    if policies == ["ops"]:
+        yield "ops are recomputed by kind (every second product): Megatron-LM recomputes attention's core instead"
+    if missing := layers.count - len(inside):
+        yield f"{missing} layers are not recomputed: --recompute-granularity selective is for all layers"
+
+
+def _whole_layers(plan: Plan, layers: Layers, inside: set[int]) -> Said:
+    if partial := len(inside - whole_layers(plan, layers).keys()):
+        count = "1 layer is" if partial == 1 else f"{partial} layers are"
+        yield f"{count} recomputed in part: Megatron-LM recomputes whole layers"
+    yield "--recompute-granularity", "full"
+    if len(inside) == layers.count:
+        yield "--recompute-method", "uniform"
+        yield "--recompute-num-layers", "1"
+        return
+    counts = [len(inside.intersection(layers.layers_of(k))) for k in range(len(layers.bounds) - 1)]
+    yield "--recompute-method", "block"
+    yield "--recompute-num-layers", str(max(counts))
+    sizes = [min(max(counts), len(layers.layers_of(k))) for k in range(len(counts))]
+    if counts != sizes:
+        yield f"recomputed layers per stage are {_listed(counts)}: Megatron-LM takes one number, here the largest"
+
+
+def _listed(counts: list[int]) -> str:
+    """`8, 6, 2 × 5, 0`."""
+    runs = [(value, len(list(group))) for value, group in groupby(counts)]
+    return ", ".join(f"{value} × {n}" if n > 1 else str(value) for value, n in runs)
+
+
+def _kernels(plan: Plan) -> Said:
+    method = plan.method
+    yield "--attention-backend", "fused" if method.attention == "cudnn" else "flash"
+    if method.attention == "triton":
+        yield "attention is planned with the kernels of version 1: Megatron-LM's are newer"
+    if method.kernels != "fused":
+        yield f"{method.kernels} kernels are planned: Megatron-LM's are fused by hand, so that times will differ"
+    if method.loss == "kept":
+        yield "the gradient of the logits is kept beside them: Megatron-LM writes it in their place, for less memory"
+
+
+def _padded(sizes: list[Argument], tp: int) -> Iterator[str]:
+    """`--make-vocab-size-divisible-by` is 128 unless said otherwise, for each tp rank."""
+    vocabulary, multiple = int(dict(sizes).get("--vocab-size", 0)), 128 * tp
+    if vocabulary % multiple:
+        rows = -(-vocabulary // multiple) * multiple
+        yield f"the vocabulary is {vocabulary}: Megatron-LM pads it to {rows} rows, a multiple of {multiple}"
+
+
+def _experts(plan: Plan, model: nn.Module | None) -> Said:
+    """Experts are parameters [expert, …, …]: split by the first dim they are Megatron-LM's expert parallelism."""
+    shapes = {} if model is None else {name: p.shape for name, p in model.named_parameters()}
+    texts = {text for name, text in plan.splits.parameters.items() if len(shapes.get(name, ())) == 3}
+    if plan.mesh.tp > 1 and "S0" in texts:
+        yield "--expert-model-parallel-size", str(plan.mesh.tp)
+        yield "--expert-tensor-parallel-size", "1"
+
+
+def _environment(plan: Plan) -> tuple[tuple[str, str | None], ...]:
+    """`validate_args` asks for 1 connection with tp or cp before Blackwell, and for more with FSDP."""
+    if plan.zero > 1:
+        return (("CUDA_DEVICE_MAX_CONNECTIONS", None),)
+    return (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),) if plan.mesh.tp * plan.mesh.cp > 1 else ()

@@ -1,0 +1,129 @@
+"""A model's sizes in Megatron-LM's arguments, from a Hugging Face configuration of a decoder.
+
+Names of arguments: megatron/training/arguments.py of Megatron-LM (Megatron-Core 0.15), `_add_network_size_args`,
+`_add_regularization_args`, `_add_training_args`, `_add_tokenizer_args`, `_add_moe_args`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+Argument = tuple[str, str]  # the second is "" for a switch
+
+_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_MOE = ("mixtral", "qwen3_moe")
+KNOWN = ("gpt2", *_LLAMA_LIKE)
+
+
+def shape_arguments(model: nn.Module) -> tuple[list[Argument], list[str]]:
+    """The arguments, and what differs. Nothing but a difference for models that Megatron-LM has no arguments for."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind == "gpt2":
+        return list(_gpt2(config)), list(_gpt2_differs(config))
+    if kind in _LLAMA_LIKE:
+        return list(_llama(config, model)), list(_llama_differs(config))
+    what = f"a {kind}" if kind else f"a {type(model).__name__}, which has no configuration"
+    return [], [f"the model's sizes are left to you: it is {what}; they are read from {', '.join(KNOWN)}"]
+
+
+def _gpt2(config: Any) -> Iterator[Argument]:
+    yield from _sizes(config.n_layer, config.n_embd, config.n_head, config.n_inner or 4 * config.n_embd)
+    yield from _positions(config.n_positions)
+    yield "--position-embedding-type", "learned_absolute"
+    yield from _vocabulary(config)
+    yield "--normalization", "LayerNorm"
+    yield "--norm-epsilon", f"{config.layer_norm_epsilon:g}"
+    yield from _dropouts(config.attn_pdrop, config.resid_pdrop)
+    if not config.tie_word_embeddings:
+        yield "--untie-embeddings-and-output-weights", ""
+
+
+def _gpt2_differs(config: Any) -> Iterator[str]:
+    if config.activation_function not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+        yield f"the activation {config.activation_function}: Megatron-LM takes gelu here"
+    if config.embd_pdrop != config.resid_pdrop:
+        yield f"dropout {config.embd_pdrop:g} of embeddings: --hidden-dropout {config.resid_pdrop:g} holds for them too"
+
+
+def _llama(config: Any, model: nn.Module) -> Iterator[Argument]:
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    yield from _sizes(config.num_hidden_layers, config.hidden_size, heads, config.intermediate_size)
+    if groups != heads:
+        yield "--group-query-attention", ""
+        yield "--num-query-groups", str(groups)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if head_dim * heads != config.hidden_size:
+        yield "--kv-channels", str(head_dim)
+    yield from _positions(config.max_position_embeddings)
+    yield from _rotary(config)
+    yield from _vocabulary(config)
+    yield "--normalization", "RMSNorm"
+    yield "--norm-epsilon", f"{config.rms_norm_eps:g}"
+    yield "--swiglu", ""
+    yield "--disable-bias-linear", ""
+    names = [name for name, _ in model.named_parameters()]
+    if any(name.endswith("q_proj.bias") for name in names):
+        yield "--add-qkv-bias", ""
+    if any(".q_norm." in name for name in names):
+        yield "--qk-layernorm", ""
+    yield from _dropouts(getattr(config, "attention_dropout", 0.0), 0.0)
+    if not config.tie_word_embeddings:
+        yield "--untie-embeddings-and-output-weights", ""
+    if config.model_type in _MOE:
+        yield from _experts(config)
+
+
+def _llama_differs(config: Any) -> Iterator[str]:
+    rope = _rope(config).get("rope_type", "default")
+    if rope not in ("default", "llama3"):
+        yield f"rotary embedding of type {rope}: Megatron-LM's arguments here are those of the default type"
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        yield f"sliding-window attention of {window} tokens: say which layers with --window-size"
+    if config.model_type == "qwen2_moe":
+        yield "experts of qwen2_moe, with a shared one, are left to you"
+
+
+def _sizes(layers: int, width: int, heads: int, ffn: int) -> Iterator[Argument]:
+    yield "--num-layers", str(layers)
+    yield "--hidden-size", str(width)
+    yield "--ffn-hidden-size", str(ffn)
+    yield "--num-attention-heads", str(heads)
+
+
+def _positions(limit: int) -> Iterator[Argument]:
+    yield "--max-position-embeddings", str(limit)
+
+
+def _vocabulary(config: Any) -> Iterator[Argument]:
+    yield "--vocab-size", str(config.vocab_size)
+
+
+def _dropouts(attention: float, hidden: float) -> Iterator[Argument]:
+    yield "--attention-dropout", f"{attention:g}"
+    yield "--hidden-dropout", f"{hidden:g}"
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+
+
+def _rotary(config: Any) -> Iterator[Argument]:
+    rope = _rope(config)
+    yield "--position-embedding-type", "rope"
+    yield "--rotary-base", str(int(rope.get("rope_theta", getattr(config, "rope_theta", 10000))))
+    if rope.get("rope_type") == "llama3":
+        yield "--use-rope-scaling", ""
+        yield "--rope-scaling-factor", f"{rope['factor']:g}"
+
+
+def _experts(config: Any) -> Iterator[Argument]:
+    count = getattr(config, "num_local_experts", None) or config.num_experts
+    yield "--num-experts", str(count)
+    yield "--moe-router-topk", str(config.num_experts_per_tok)
+    if width := getattr(config, "moe_intermediate_size", None):
+        yield "--moe-ffn-hidden-size", str(width)

@@ -1,0 +1,74 @@
+"""Where the plan's placements are not those of Megatron-LM's tensor parallelism.
+
+Megatron-LM (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2): in every layer what makes heads
+and what makes the inner width is column-parallel, what leads back to the hidden width row-parallel; the embedding and
+the output layer are split by the vocabulary; norms, biases of row-parallel layers and positions are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from autoptd.export.layers import Layers
+from autoptd.export.roles import Part, read_parts
+from autoptd.fold_names import fold_table
+from autoptd.plans import Plan
+
+_SHOWN = 8
+
+
+def split_differences(plan: Plan, model: nn.Module, layers: Layers) -> list[str]:
+    """A sentence for each folded group of parameters that lie otherwise. Raises PlanError for another model."""
+    if plan.mesh.tp == 1:
+        return []
+    parts = read_parts(plan, model)
+    rows = [
+        (name, f"{text}: Megatron-LM's is {theirs}")
+        for part in parts
+        for name, text, theirs in _of_part(part, model, layers)
+        if text.replace("Bp", "B").split("/")[0] != theirs
+    ]
+    lines = [f"{name} is {text}" for name, text in fold_table(dict.fromkeys(rows))]
+    return [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more placements"] if len(lines) > _SHOWN else lines
+
+
+def _of_part(part: Part, model: nn.Module, layers: Layers) -> Iterator[tuple[str, str, str]]:
+    """(parameter, the plan's placement, Megatron-LM's)."""
+    module = model.get_submodule(part.path)
+    inside = part.path.startswith(f"{layers.stack}." if layers.stack else "") and _within(part.path, layers)
+    for name, text in part.tensors:
+        leaf = name.rpartition(".")[2]
+        if part.kind == "other" and getattr(module, leaf).dim() == 3:
+            continue  # experts, for which there are arguments of their own
+        yield name, text, _theirs(part, leaf, module, model, inside)
+
+
+def _within(path: str, layers: Layers) -> bool:
+    rest = path.removeprefix(f"{layers.stack}." if layers.stack else "")
+    return rest.split(".")[0].isdecimal()
+
+
+def _theirs(part: Part, leaf: str, module: nn.Module, model: nn.Module, inside: bool) -> str:
+    if part.kind == "embedding":
+        return "S0" if _is_first_table(part.path, model) else "B"
+    if part.kind == "other":
+        return "B"
+    column = not inside or not _leads_back(part.path, module, model)
+    out_dim, in_dim = (1, 0) if part.kind == "transposed" else (0, 1)
+    if leaf == "bias":
+        return "S0" if column else "B"
+    return f"S{out_dim}" if column else f"S{in_dim}"
+
+
+def _is_first_table(path: str, model: nn.Module) -> bool:
+    """The embedding of the vocabulary: the first one, whatever it is called."""
+    return path == next(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+
+
+def _leads_back(path: str, module: nn.Module, model: nn.Module) -> bool:
+    """Whether a layer is the last one of its parent: the output projection of attention, the second of the MLP."""
+    parent, _, _ = path.rpartition(".")
+    linear = [name for name, child in model.get_submodule(parent).named_children() if type(child) is type(module)]
+    return len(linear) > 1 and path.rpartition(".")[2] == linear[-1]

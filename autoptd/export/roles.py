@@ -1,0 +1,107 @@
+"""What each parameter is to the systems that split by type of module: a column- or row-parallel layer, a table, a norm.
+
+    role        weight of y = x Wᵀ  [out, in]    the same with W [in, out]    what the ranks exchange
+    column      S0                               S1                           nothing after it: y is split
+    row         S1                               S0                           the sum of y
+    table       S0 by rows, S1 by hidden size                                 the sum, or a gather
+    whole       B, Bp                                                         nothing
+
+(Shoeybi et al. 2019, section 3: a pair of a column- and a row-parallel layer needs one all-reduce each way.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from autoptd.errors import PlanError
+from autoptd.passes.placements import Split, parse_placement
+from autoptd.plans import Plan
+
+Role = Literal["column", "row", "table", "whole"]
+_TRANSPOSED = "Conv1D"  # transformers' name for a linear layer whose weight is [in, out]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that holds parameters of its own, and what the plan makes of it.
+
+    path       "model.layers.0.self_attn.q_proj"
+    kind       "linear" (weight [out, in]), "transposed" (weight [in, out]), "embedding", or "other"
+    role       by the placement of its weight
+    groups     fused parts of the split: 3 of a query-key-value layer that is split by heads
+    tensors    parameter name -> the plan's placement
+    """
+
+    path: str
+    kind: Literal["linear", "transposed", "embedding", "other"]
+    role: Role
+    groups: int
+    tensors: tuple[tuple[str, str], ...]
+
+    @property
+    def parent(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    def text_of(self, leaf: str) -> str:
+        """The plan's placement of `weight` or `bias`; "" where there is none."""
+        return dict(self.tensors).get(f"{self.path}.{leaf}" if self.path else leaf, "")
+
+
+def read_parts(plan: Plan, model: nn.Module) -> list[Part]:
+    """In module order. Raises PlanError if the plan is of another model."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if missing := sorted(set(plan.splits.parameters) - names):
+        raise PlanError(
+            f"the plan splits {missing[0]}, which the model lacks ({len(missing)} in all)",
+            where="splits.parameters",
+            fix="give the model that the plan was made for: --model MODEL",
+        )
+    return list(_parts(plan, model))
+
+
+def _parts(plan: Plan, model: nn.Module) -> Iterator[Part]:
+    planned = plan.splits.parameters
+    canonical = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in planned}
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        dot = f"{path}." if path else ""
+        tensors = tuple((dot + leaf, planned[canonical[id(p)]]) for leaf, p in own.items() if id(p) in canonical)
+        kind = _kind(module)
+        weight = dict(tensors).get(f"{dot}weight", "B")
+        role, groups = _role(kind, weight)
+        yield Part(path, kind, role, groups, tensors)
+
+
+def _kind(module: nn.Module) -> Literal["linear", "transposed", "embedding", "other"]:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "transposed" if type(module).__name__ == _TRANSPOSED else "other"
+
+
+def _role(kind: str, weight: str) -> tuple[Role, int]:
+    match parse_placement(weight), kind:
+        case Split(groups=groups), "embedding":
+            return "table", groups
+        case Split(dim=dim, groups=groups), "linear" | "transposed":
+            return ("column" if dim == (kind == "transposed") else "row"), groups
+        case _:
+            return "whole", 1
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Parameter name -> the first name of the same tensor, for those with several."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kept = first.setdefault(id(parameter), name)
+        if kept != name:
+            found[name] = kept
+    return found

@@ -1,0 +1,255 @@
+"""One process, no parallelism: the program that `autoptd export --to torch` fills in with a plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (  # noqa: F401
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (  # noqa: F401
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# --- the plan ---
+
+MESH = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}  # rank = all of them in this order, tp fastest
+MICRO_BATCH = 1  # samples of a microbatch on one data-parallel rank
+MICROBATCHES = 1  # per step
+SCHEDULE: Any = Schedule1F1B
+STAGES: tuple[tuple[str, ...], ...] = ((),)  # modules of each stage; stage k is on pipeline rank k % pp
+TENSOR_PARALLEL: dict[str, ParallelStyle] = {}  # by module name, * for any number
+GATHERED: tuple[str, ...] = ()  # modules whose sequence-split input is gathered once for all that reads it
+TIED: dict[str, str] = {}  # parameter -> the one that it is
+RECOMPUTED: dict[str, str] = {}  # modules that run again: "full", "selective" (attention's core), "ops" (see _policy)
+SHARDED: tuple[str, ...] = ()  # modules that FSDP gathers one at a time
+RESHARD_AFTER_FORWARD = False  # ZeRO-3
+REDUCE_EACH_MICROBATCH = False  # ZeRO-2 and 3: gradients are never whole between microbatches
+PARAM_DTYPE: torch.dtype | None = None
+REDUCE_DTYPE: torch.dtype | None = None
+
+# --- what carries it out ---
+
+
+Loss = Callable[[Any, Tensor], Tensor]  # outputs and targets of a microbatch -> their mean loss
+
+
+@dataclass
+class Parallel:
+    """This rank's part: its stages' modules (`parts`), whose parameters are for the optimizer, and the schedule."""
+
+    mesh: DeviceMesh
+    parts: list[nn.Module]
+    schedule: Any  # None without a pipeline
+    loss_fn: Loss
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank's stages."""
+        for part in self.parts:
+            yield from part.parameters()
+
+
+def parallelize(model: nn.Module, loss_fn: Loss, device_type: str = "cuda") -> Parallel:
+    """Split `model` in place: the same model on every rank, one process per rank of MESH, on the rank's device.
+
+    `model` takes one tensor and returns one, or an object with `.logits`, which `loss_fn` then gets. It may be on meta:
+    give its parameters values afterwards.
+    """
+    mesh = init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+    pipe = mesh["pp"]
+    device = torch.device(device_type, *([torch.accelerator.current_device_index()] if device_type != "cpu" else []))
+    parts, stages = [], []
+    own = range(pipe.get_local_rank(), len(STAGES), pipe.size())
+    for index in own:
+        part = cut_stage(model if index == own[-1] else copy.deepcopy(model), index)
+        part.register_forward_hook(_tensor_of)
+        split_tensors(part, mesh["tp"])
+        for pattern, policy in RECOMPUTED.items():
+            for name in present(part, (pattern,)):
+                recompute(part.get_submodule(name), policy)
+        shard_data_parallel(part, mesh)
+        parts.append(part)
+        if len(STAGES) > 1:
+            stages.append(PipelineStage(part, index, len(STAGES), device, group=pipe.get_group()))
+    return Parallel(mesh, parts, make_schedule(stages, loss_fn) if stages else None, loss_fn)
+
+
+def _tensor_of(module: nn.Module, args: Any, output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output.logits
+    return found
+
+
+def make_schedule(stages: list[PipelineStage], loss_fn: Loss) -> Any:
+    """SCHEDULE of this rank's stages; it divides gradients by MICROBATCHES."""
+    single = SCHEDULE in (Schedule1F1B, ScheduleGPipe)
+    return SCHEDULE(stages[0] if single else stages, MICROBATCHES, loss_fn=loss_fn)
+
+
+def train_step(parallel: Parallel, inputs: Tensor, targets: Tensor) -> Tensor | None:
+    """Forward and backward of this data-parallel rank's samples; returns their mean loss where the last stage is.
+
+    `inputs` and `targets`: [MICROBATCHES * MICRO_BATCH, …], the same on all tp and pp ranks. Gradients are means over
+    microbatches and dp ranks, so each microbatch must hold equally many targets.
+    """
+    if parallel.schedule is None:
+        return _step_alone(parallel.parts[0], inputs, targets, parallel.loss_fn)
+    rank = parallel.mesh["pp"].get_local_rank()
+    is_last = rank == (len(STAGES) - 1) % MESH["pp"]
+    losses: list[Tensor] = []
+    parallel.schedule.step(*([inputs] if rank == 0 else []), target=targets if is_last else None, losses=losses)
+    return torch.stack(losses).mean().detach() if is_last else None
+
+
+def _step_alone(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+    losses = []
+    for i, (x, y) in enumerate(zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(REDUCE_EACH_MICROBATCH or i == MICROBATCHES - 1)
+        loss = loss_fn(model(x), y) / MICROBATCHES
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def present(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Modules of this stage whose names fit a pattern, part by part."""
+    names = [name for name, module in model.named_modules() if not isinstance(module, (Passing, Nothing))]
+    wanted = [pattern.split(".") for pattern in patterns]
+    return [name for name in names if any(_fits(name.split("."), pattern) for pattern in wanted)]
+
+
+def _fits(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(fnmatchcase(part, p) for part, p in zip(name, pattern, strict=True))
+
+
+# Pipeline: a stage is the model without the modules of all other stages.
+
+
+class Passing(nn.Module):
+    """In place of a module of another stage: hands on what it is given, which is the hidden state."""
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden
+
+
+class Nothing(nn.Module):
+    """In place of a further embedding, which another stage has added already."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> float:
+        return 0.0
+
+
+def cut_stage(model: nn.Module, index: int) -> nn.Module:
+    """Make `model` stage `index` of itself. It must hand one tensor on from module to module, from the first table."""
+    tables = 0
+    for number, names in enumerate(STAGES):
+        for name in names:
+            table = isinstance(model.get_submodule(name), nn.Embedding)
+            if number != index:
+                model.set_submodule(name, Nothing() if table and tables else Passing())
+            tables += table
+    return model
+
+
+# Tensor parallel: torch's styles, and one more.
+
+
+class GatherOnce(ParallelStyle):
+    """A module's first tensor is split by sequence: gather it once, and reduce-scatter its gradient once."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(self._gather, device_mesh), with_kwargs=True)
+        return module
+
+    @staticmethod
+    def _gather(
+        mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def whole(x: Tensor) -> Tensor:
+            split = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Shard(1),), run_check=False)
+            gathered: Tensor = split.redistribute(placements=(Replicate(),))
+            return gathered
+
+        if args:
+            return (whole(args[0]), *args[1:]), kwargs
+        name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+        return args, kwargs | {name: whole(kwargs[name])}
+
+
+def split_tensors(part: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply TENSOR_PARALLEL and GATHERED to the modules that this stage has; tie again what was tied."""
+    if mesh.size() == 1:
+        return
+    for pattern, style in TENSOR_PARALLEL.items():
+        for name in present(part, (pattern,)):
+            parallelize_module(part.get_submodule(name), mesh, style)
+    for name in present(part, GATHERED):
+        parallelize_module(part.get_submodule(name), mesh, GatherOnce())
+    for name, source in TIED.items():
+        (path, _, leaf), (source_path, _, source_leaf) = name.rpartition("."), source.rpartition(".")
+        setattr(part.get_submodule(path), leaf, getattr(part.get_submodule(source_path), source_leaf))
+
+
+# Recomputation.
+
+
+def recompute(module: nn.Module, policy: str) -> None:
+    """Run the module's forward again in the backward pass; names of parameters stay."""
+    chosen: dict[str, Any] = {} if policy == "full" else {"context_fn": partial(_contexts, policy)}
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False, **chosen)  # type: ignore[method-assign]
+
+
+def _contexts(policy: str) -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, policy, {False: 0, True: 0}))
+
+
+def _policy(
+    policy: str, products: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """What is kept: all but attention's core ("selective"), or attention and every second product alone ("ops")."""
+    name = str(op)
+    core = any(word in name for word in ("scaled_dot_product", "softmax", "bmm"))
+    if policy == "selective":
+        kept = not core
+    else:
+        product = ".mm" in name or "addmm" in name
+        products[context.is_recompute] += product
+        kept = core or (product and products[context.is_recompute] % 2 == 1)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Data parallel.
+
+
+def shard_data_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
+    """Average gradients over dp; shard parameters, gradients and optimizer state over dp_shard."""
+    replicate, shard = MESH["dp_replicate"], MESH["dp_shard"]
+    if replicate * shard == 1 and PARAM_DTYPE is None:
+        return
+    options: dict[str, Any] = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"],
+        "reshard_after_forward": RESHARD_AFTER_FORWARD,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPE),
+    }
+    for name in present(part, SHARDED):
+        fully_shard(part.get_submodule(name), **options)
+    fully_shard(part, **options)

@@ -1,0 +1,275 @@
+"""Plans as Megatron-LM's arguments: golden text, the layout read back, and what is said to differ."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from export_plans import Llama, gpt3_plan, llama_plan
+
+from autoptd.errors import PlanError
+from autoptd.export.layers import read_layers
+from autoptd.export.megatron import layout, megatron
+from autoptd.export.torch_program import torch_program
+from autoptd.models.load import load_model
+from autoptd.plans import Collectives, Mesh, Method, Plan, Schedule
+
+AS_MEGATRON = Method(kernels="fused", overlap=("dp",), loss="in_place", gathers="again")
+
+
+def arguments(plan: Plan, model: Any = None) -> dict[str, str]:
+    return dict(megatron(plan, model).arguments)
+
+
+def test_gpt3_golden():
+    plan = gpt3_plan(
+        (25, 48, 73, 98, 121, 146, 171), mesh=Mesh(dp=2, tp=8, pp=8), recompute=(*range(2, 12), 26, 27, 99)
+    )
+    assert megatron(plan, load_model("gpt3-175b")[0]).to_text() == GPT3
+
+
+GPT3 = """\
+# gpt3-175b on 128 × test-cluster: dp 2 × tp 8 × pp 8
+# differs: stage 1 begins with layer 11, not inside it with transformer.h.11.{ln_2,mlp}
+# differs: stage 3 begins with layer 35, not inside it with transformer.h.35.{ln_2,mlp}
+# differs: stage 5 begins with layer 59, not inside it with transformer.h.59.{ln_2,mlp}
+# differs: stage 7 begins with layer 84, not inside it with transformer.h.84.{ln_2,mlp}
+# differs: what tp gathers is kept: Megatron-LM gathers it again in the backward pass, for less memory
+# differs: sends between stages are beside compute: those of Megatron-LM's 1F1B are not
+# differs: 1 layer is recomputed in part: Megatron-LM recomputes whole layers
+# differs: recomputed layers per stage are 5, 1, 0 × 2, 1, 0 × 3: Megatron-LM takes one number, here the largest
+# differs: eager kernels are planned: Megatron-LM's are fused by hand, so that times will differ
+# differs: the gradient of the logits is kept beside them: Megatron-LM writes it in their place, for less memory
+# differs: the vocabulary is 50257: Megatron-LM pads it to 51200 rows, a multiple of 1024
+# differs: transformer.h.{0..95}.attn.c_proj.bias is S0: Megatron-LM's is B
+# differs: transformer.h.{0..95}.mlp.c_proj.bias is S0: Megatron-LM's is B
+# left to you: --lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+MEGATRON_ARGS=(
+    --num-layers 96
+    --hidden-size 12288
+    --ffn-hidden-size 49152
+    --num-attention-heads 96
+    --max-position-embeddings 2048
+    --position-embedding-type learned_absolute
+    --vocab-size 50257
+    --normalization LayerNorm
+    --norm-epsilon 1e-05
+    --attention-dropout 0.1
+    --hidden-dropout 0.1
+    --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 8
+    --sequence-parallel
+    --pipeline-model-parallel-layout 'Et*11|(t*12|)*2,t*13|t*11|t*13|t*12|t*12L'
+    --micro-batch-size 2
+    --global-batch-size 256
+    --seq-length 2048
+    --bf16
+    --optimizer adam
+    --use-distributed-optimizer
+    --recompute-granularity full
+    --recompute-method block
+    --recompute-num-layers 5
+    --attention-backend flash
+)
+"""
+
+
+def test_llama_golden():
+    """Even chunks, everything as Megatron-LM does it: the plan's model is not given."""
+    plan = llama_plan(
+        (3, 5, 7), mesh=Mesh(dp=2, tp=2, pp=2, cp=2), sequence=True, method=AS_MEGATRON, recompute=range(1, 9)
+    )
+    assert megatron(plan).to_text() == LLAMA
+
+
+LLAMA = """\
+# by-hand on 16 × test-cluster: dp 2 × tp 2 × pp 2 × cp 2
+# differs: sends are not beside compute: Megatron-LM needs them so for chunks on 2 pipeline ranks
+# differs: placements are not compared, and the model's sizes left to you: no model was given
+# left to you: --lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+MEGATRON_ARGS=(
+    --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2
+    --context-parallel-size 2
+    --cp-comm-type p2p
+    --sequence-parallel
+    --num-virtual-stages-per-pipeline-rank 2
+    --micro-batch-size 1
+    --global-batch-size 8
+    --seq-length 16
+    --bf16
+    --optimizer adam
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --attention-backend flash
+)
+"""
+
+
+def test_a_plan_of_megatron_s_own_kind_differs_in_nothing():
+    plan = llama_plan(mesh=Mesh(dp=4, tp=2, pp=1), sequence=True, method=AS_MEGATRON)
+    said = megatron(plan, Llama())
+    assert said.differs == (
+        "the model's sizes are left to you: it is a Llama, which has no configuration; "
+        "they are read from gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe",
+    )
+
+
+def test_shapes_of_llama():
+    found = dict(megatron(llama_plan(mesh=Mesh(dp=1, tp=1, pp=1)), load_model("llama3-8b")[0]).arguments)
+    expected = {
+        "--num-layers": "32",
+        "--hidden-size": "4096",
+        "--ffn-hidden-size": "14336",
+        "--num-attention-heads": "32",
+        "--group-query-attention": "",
+        "--num-query-groups": "8",
+        "--rotary-base": "500000",
+        "--vocab-size": "128256",
+        "--normalization": "RMSNorm",
+        "--swiglu": "",
+        "--disable-bias-linear": "",
+        "--untie-embeddings-and-output-weights": "",
+        "--attention-dropout": "0",
+    }
+    assert expected.items() <= found.items()
+    assert "--kv-channels" not in found
+
+
+# --- the layout ---------------------------------------------------------------------------------------------------
+
+
+def read_layout(text: str) -> list[str]:
+    """Stages with every layer written out: groups first, then single letters, commas mean nothing."""
+    text = text.replace(",", "")
+    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), text)
+    return re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), text).split("|")
+
+
+@pytest.mark.parametrize("cuts", [(3, 5, 7), (1, 3, 9), (1, 5, 9), (1, 2, 10), (2, 5, 7), (7, 9, 10)])
+def test_the_layout_reads_back_as_the_plan(cuts: tuple[int, ...]):
+    try:
+        layers = read_layers(llama_plan(cuts, mesh=Mesh(dp=1, tp=1, pp=4)))
+    except PlanError:
+        assert cuts in {(1, 2, 10), (2, 5, 7), (7, 9, 10)}
+        return
+    stages = read_layout(layout(layers))
+    assert len(stages) == 4
+    assert "".join(stages) == "EttttL"
+    for k, stage in enumerate(stages):
+        assert stage.count("t") == len(layers.layers_of(k))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "text"),
+    [((3,), "Et|t*3L"), ((1,), "E|t*4L"), ((9,), "Et*4|L"), ((1, 3, 5, 7, 9), "E|(t|)*4,L"), ((3, 5), "Et|t|t*2L")],
+)
+def test_layouts_golden(cuts: tuple[int, ...], text: str):
+    assert layout(read_layers(llama_plan(cuts, mesh=Mesh(dp=1, tp=1, pp=len(cuts) + 1)))) == text
+
+
+# --- what differs -------------------------------------------------------------------------------------------------
+
+TP2 = Mesh(dp=1, tp=2, pp=1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2), schedule=Schedule(kind="gpipe", microbatches=4)), "gpipe"),
+        (
+            llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2), schedule=Schedule(kind="zero-bubble", microbatches=4)),
+            "zero-b",
+        ),
+        (llama_plan(mesh=TP2, method=Method(gradients="both")), "bf16 buffer beside"),
+        (llama_plan(mesh=TP2, method=Method(kernels="compiled")), "compiled kernels"),
+        (llama_plan(mesh=TP2, method=Method(overlap=("tp",))), "tensor-parallel sums beside compute"),
+        (llama_plan(mesh=Mesh(dp=2, tp=1, pp=1), batch=7), "the batch is 7"),
+        (llama_plan(mesh=TP2, optimizer="custom"), "--optimizer is left to you"),
+        (llama_plan(mesh=TP2, recompute=(1, 2), method=Method(recompute="ops")), "recomputed by kind"),
+        (llama_plan(mesh=TP2, recompute=(1,), method=Method(recompute="selective")), "3 layers are not"),
+        (llama_plan(mesh=TP2, recompute=(9, 10)), "before or after the layers"),
+    ],
+)
+def test_what_megatron_cannot_say_is_said(plan: Plan, said: str):
+    assert [line for line in megatron(plan).differs if said in line], megatron(plan).differs
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "theirs"),
+    [("mlp.up_proj.weight", "S1", "S0"), ("attention.o_proj.weight", "S0", "S1"), ("mlp.down_proj.weight", "B", "S1")],
+)
+def test_placements_of_other_kinds_are_listed(name: str, text: str, theirs: str):
+    found = megatron(llama_plan(mesh=TP2, splits={name: text}), Llama()).differs
+    assert f"layers.{{0..3}}.{name} is {text}: Megatron-LM's is {theirs}" in found
+
+
+def test_mixed_recomputation_is_whole_layers():
+    plan = llama_plan(mesh=TP2, recompute=(1, 2, 3, 4))
+    stage = plan.stages[0].model_copy(update={"policies": ("full", "full", "selective", "selective")})
+    plan = plan.model_copy(update={"stages": (stage,)})
+    assert arguments(plan)["--recompute-num-layers"] == "2"
+    assert "recomputation is full and selective by segment: Megatron-LM does one, here whole layers" in (
+        megatron(plan).differs
+    )
+
+
+@pytest.mark.parametrize(("gathers", "differs"), [(1, False), (2, True)])
+def test_a_layer_that_communicates_otherwise_is_said(gathers: int, differs: bool):
+    """Weights gathered where they are used leave their placements as they are."""
+    halves = {
+        f"layers.*.{{{part}}}": Collectives(count=4, forward={"all_gather": n, "reduce_scatter": 1}, backward={})
+        for part, n in (("input_norm,attention", gathers), ("post_norm,mlp", 1))
+    }
+    outside = {"head": Collectives(count=1, forward={"all_reduce": 2}, backward={})}
+    plan = llama_plan(mesh=TP2, sequence=True, method=AS_MEGATRON, collectives=halves | outside)
+    line = "a layer's forward pass takes all-gather 3, reduce-scatter 2: "
+    theirs = "takes all-gather 2, reduce-scatter 2"
+    assert (f"{line}Megatron-LM's {theirs}" in megatron(plan, Llama()).differs) is differs
+    assert (f"{line}the program's {theirs}" in torch_program(plan, Llama()).differs) is differs
+    assert len([x for x in megatron(plan, Llama()).differs if "forward pass" in x]) == differs
+
+
+def test_zero_as_arguments():
+    mesh = Mesh(dp=4, tp=2, pp=1)
+    assert "--use-distributed-optimizer" not in arguments(llama_plan(mesh=mesh, zero=0))
+    assert arguments(llama_plan(mesh=mesh, method=Method(shards=2)))["--num-distributed-optimizer-instances"] == "2"
+    for zero, strategy in ((2, "optim_grads"), (3, "optim_grads_params")):
+        said = megatron(llama_plan(mesh=mesh, zero=zero))
+        assert dict(said.arguments)["--data-parallel-sharding-strategy"] == strategy
+        assert said.environment == (("CUDA_DEVICE_MAX_CONNECTIONS", None),)
+
+
+def test_buckets_are_counted_in_gradients():
+    mesh, method = Mesh(dp=2, tp=1, pp=1), Method(overlap=("dp",), bucket_bytes=400)
+    assert arguments(llama_plan(mesh=mesh, method=method))["--ddp-bucket-size"] == "100"
+    method = method.model_copy(update={"gradients": "compute"})
+    found = arguments(llama_plan(mesh=mesh, method=method))
+    assert found["--ddp-bucket-size"] == "200"
+    assert "--grad-reduce-in-bf16" in found
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (llama_plan(mesh=TP2, precision="fp64"), "not in fp64"),
+        (llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), microbatches=5), "5 microbatches leave 1"),
+        (llama_plan(mesh=Mesh(dp=4, tp=1, pp=1), method=Method(shards=3)), "do not divide dp 4"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(plan: Plan, what: str):
+    with pytest.raises(PlanError, match=what) as error:
+        megatron(plan)
+    assert error.value.where and error.value.fix
+
+
+def test_another_model_is_refused():
+    with pytest.raises(PlanError, match=r"the plan splits layers.3.*, which the model lacks"):
+        megatron(llama_plan(mesh=TP2), Llama(layers=3))
