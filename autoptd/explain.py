@@ -7,23 +7,24 @@ rest says which modules are in which stage and how every parameter is split.
 from __future__ import annotations
 
 import html
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoptd.answers.choices import choices, recompute_text
+from autoptd.answers.terms import Term, compared, memory_terms, time_terms
 from autoptd.fold_names import fold_names, fold_table, ranges
 from autoptd.plans import Plan
+from autoptd.tables import GIB, WIDTH, columns, gib, render, seconds, section, signed, words
 
-WIDTH = 100
 _BAR = 24
+_TELLING, _TOLD = 0.05, 5  # of the largest difference, at least; terms named in a sentence, at most
 _STAGES = 16  # rows of a table with one for each stage
-_GIB = 2**30
 _SHORT = {
     "activations": "acts",
     "communication": "comm",
@@ -47,20 +48,20 @@ def explain(plan: Plan, width: int = WIDTH, all: bool = False) -> str:
         Text(steps(plan)),
         Text(prediction(plan)),
         Text(method(plan)),
-        *_section("Time of one step", _time_table(plan)),
-        *_section("Memory of one rank in each stage, GiB", _memory_table(plan, width, all)),
-        *_section("Stages", _stage_table(plan, all)),
+        *section("Time of one step", _time_table(plan)),
+        *section("Memory of one rank in each stage, GiB", _memory_table(plan, width, all)),
+        *section("Stages", _stage_table(plan, all)),
     ]
     if plan.mesh.tp > 1 or all:
         legend = "; ".join(text for start, text in _LEGEND if _is_used(plan, start))
-        parts += _section("Parameters on the tp axis", _parameter_table(plan))
+        parts += section("Parameters on the tp axis", _parameter_table(plan))
         parts += [Padding(Text(legend), (0, 0, 0, 2))] if legend else []
-    parts += _section("Collectives of the tp axis, per microbatch", _collective_table(plan))
+    parts += section("Collectives of the tp axis, per microbatch", _collective_table(plan))
     if all:
-        parts += _section("Activations on the tp axis", _split_table(plan.splits.activations.items(), hide="B"))
-        parts += _section("Given to each segment", _boundary_table(plan))
+        parts += section("Activations on the tp axis", _split_table(plan.splits.activations.items(), hide="B"))
+        parts += section("Given to each segment", _boundary_table(plan))
         for kind, strategies in sorted(plan.strategies.items()):
-            parts += _section(f"Strategies in {kind}", _split_table(strategies.items()))
+            parts += section(f"Strategies in {kind}", _split_table(strategies.items()))
     parts += _notes(plan)
     return render(parts, width)
 
@@ -73,7 +74,7 @@ def explain_html(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """The answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, ZeRO-1, recompute none`."""
     zero = f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO"
-    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {zero}, recompute {_recompute(plan)}"
+    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}"
 
 
 def steps(plan: Plan) -> str:
@@ -92,7 +93,7 @@ def prediction(plan: Plan) -> str:
     room = plan.cluster.device.memory_bytes
     return (
         f"predicted {seconds(said.step_time_s)}/step, {said.tokens_per_s:,.0f} tokens/s, MFU {said.mfu:.1%}, "
-        f"fullest rank {said.memory_bytes / _GIB:.1f} of {room / _GIB:.1f} GiB"
+        f"fullest rank {said.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB"
     )
 
 
@@ -119,27 +120,45 @@ def method(plan: Plan) -> str:
     return f"{said}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else said
 
 
-def seconds(value: float) -> str:
-    """`0.0123` -> `12.3 ms`: three digits in the fitting unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:,.0f} {unit}"
-    return f"{value / 1e-6:.3g} µs"
-
-
 def compare(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B"), width: int = WIDTH) -> str:
-    """Two plans side by side: which is faster, then every term that differs, then the splits that differ."""
+    """Two plans side by side: which is faster and which terms make it so, every choice and split that differs."""
     if a == b:
         return f"{names[0]} and {names[1]} are the same plan: {headline(a)}\n"
-    parts: list[RenderableType] = [Text(verdict(a, b, names)), Text(f"{names[0]}  {headline(a)}")]
-    parts += [Text(f"{names[1]}  {headline(b)}")]
-    choices = [row for row in zip(_choices(a), _choices(b), strict=True) if row[0] != row[1]]
-    parts += _section("Choices that differ", _sides(names, [(x[0], x[1], y[1], "") for x, y in choices]))
-    parts += _section("Time of one step", _sides(names, _differences(_times(a), _times(b), seconds)))
-    memory = _differences(_fullest(a), _fullest(b), lambda size: f"{size / _GIB:.2f} GiB")
-    parts += _section("Memory of the fullest stage", _sides(names, memory))
-    parts += _section("Parameters split differently", _sides(names, _split_differences(a, b)))
+    parts: list[RenderableType] = [Text(verdict(a, b, names))]
+    time = compared(*time_terms(a, b))
+    if made := _makes(a, b, time, names):
+        parts.append(Text(made))
+    parts += [Text(f"{names[0]}  {headline(a)}"), Text(f"{names[1]}  {headline(b)}")]
+    chosen = [(*x, y[1], "") for x, y in zip(_choices(a), _choices(b), strict=True) if x != y]
+    parts += section("Choices that differ", _sides(names, chosen))
+    step = Term("step", a.predicted.step_time_s, b.predicted.step_time_s)
+    parts += section("Time of one step, largest difference first", _sides(names, _term_rows([*time, step], seconds)))
+    full_a, full_b = memory_terms(a), memory_terms(b)
+    memory = [*compared(full_a, full_b), Term("total", sum(full_a.values()), sum(full_b.values()))]
+    parts += section("Memory of the fullest rank, largest difference first", _sides(names, _term_rows(memory, gib)))
+    parts += section("Parameters split differently", _sides(names, _split_differences(a, b)))
     return render(parts, width)
+
+
+def comparison_data(a: Plan, b: Plan) -> dict[str, object]:
+    """The same for machines: seconds and bytes by term, and every field of the plans that differs."""
+    return {
+        "same": a == b,
+        "verdict": verdict(a, b),
+        "time_s": [term.to_data() for term in compared(*time_terms(a, b))],
+        "memory_bytes": [term.to_data() for term in compared(memory_terms(a), memory_terms(b))],
+        "differences": differences(a, b),
+    }
+
+
+def _makes(a: Plan, b: Plan, terms: Sequence[Term], names: tuple[str, str]) -> str:
+    """The few terms that make the difference: `B takes 50 ms more: bubble +50 ms`."""
+    whole = b.predicted.step_time_s - a.predicted.step_time_s
+    telling = [t for t in terms if abs(t.difference) >= _TELLING * max(abs(whole), abs(terms[0].difference))][:_TOLD]
+    if not telling or not whole:
+        return ""
+    listed = ", ".join(f"{words(t.name)} {signed(t.difference, seconds(t.difference))}" for t in telling)
+    return f"{names[1]} takes {seconds(abs(whole))} {'more' if whole > 0 else 'less'}: {listed}"
 
 
 def verdict(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B")) -> str:
@@ -163,12 +182,12 @@ def differences(a: Plan, b: Plan) -> dict[str, list[object]]:
 
 
 def _time_table(plan: Plan) -> Table | None:
-    table = _table("part", "time>", "share>", "")
+    table = columns("part", "time>", "share>", "")
     whole = plan.predicted.step_time_s
     for name, value in sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0])):
         share = value / whole if whole else 0.0
         if share >= 0.0005:  # what would print as 0.0%
-            table.add_row(_words(name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
+            table.add_row(words(name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
     return table if table.row_count else None
 
 
@@ -177,21 +196,21 @@ def _memory_table(plan: Plan, width: int, all: bool) -> Table:
     peak = {name: max(row.get(name, 0) for row in rows) for name in sorted(set().union(*rows))}
     categories = sorted((name for name in peak if peak[name]), key=lambda name: -peak[name])
     long = width >= WIDTH and len(categories) <= 6
-    heads = [_words(name if long else _SHORT.get(name, name)) for name in categories]
-    table = _table("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
+    heads = [words(name if long else _SHORT.get(name, name)) for name in categories]
+    table = columns("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
     room = plan.cluster.device.memory_bytes
     runs = _runs(rows)
     for first, last, row in _shown(runs, all):
         total = sum(row.values())
-        cells = [f"{row.get(name, 0) / _GIB:.2f}" for name in categories]
-        table.add_row(ranges(range(first, last + 1)), *cells, f"{total / _GIB:.2f}", f"{total / room:.0%}")
+        cells = [f"{row.get(name, 0) / GIB:.2f}" for name in categories]
+        table.add_row(ranges(range(first, last + 1)), *cells, f"{total / GIB:.2f}", f"{total / room:.0%}")
     if len(_shown(runs, all)) < len(runs):
         table.add_row("…")
     return table
 
 
 def _stage_table(plan: Plan, all: bool) -> Table:
-    table = _table("stage", "segments>", "recomputed>", "modules")
+    table = columns("stage", "segments>", "recomputed>", "modules")
     stages = list(enumerate(plan.stages))
     for i, stage in _shown(stages, all):
         again = (ranges(stage.recompute) if all else str(len(stage.recompute))) if stage.recompute else "-"
@@ -212,7 +231,7 @@ def _parameter_table(plan: Plan) -> Table | None:
     for line, text in fold_table(plan.splits.parameters.items()):
         module, _, leaf = line.rpartition(".")
         groups.setdefault((module, text), []).append(leaf)
-    table = _table("name", "placement")
+    table = columns("name", "placement")
     for (module, text), leaves in groups.items():
         leaf = leaves[0] if len(leaves) == 1 else "{" + ",".join(leaves) + "}"
         table.add_row(f"{module}.{leaf}" if module else leaf, text)
@@ -234,7 +253,7 @@ def _collective_table(plan: Plan) -> Table | None:
         forward, backward = blocks.setdefault((name, found.count), (Counter(), Counter()))
         forward.update(found.forward)
         backward.update(found.backward)
-    table = _table("block", "blocks>", "forward", "backward")
+    table = columns("block", "blocks>", "forward", "backward")
     for (name, count), (forward, backward) in blocks.items():
         table.add_row(name, str(count), _counted(forward), _counted(backward))
     return table if table.row_count else None
@@ -245,7 +264,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _notes(plan: Plan) -> list[RenderableType]:
-    table = _table("", "")
+    table = columns("", "")
     table.show_header = False
     for note in plan.notes:
         table.add_row("note", note)
@@ -253,26 +272,18 @@ def _notes(plan: Plan) -> list[RenderableType]:
 
 
 def _split_table(items: Iterable[tuple[str, str]], hide: str = "") -> Table | None:
-    table = _table("name", "placement")
+    table = columns("name", "placement")
     for name, text in fold_table((name, text) for name, text in items if text != hide):
         table.add_row(name, text)
     return table if table.row_count else None
 
 
 def _boundary_table(plan: Plan) -> Table | None:
-    table = _table("segment", "placements")
+    table = columns("segment", "placements")
     for kind, placements in sorted(plan.boundaries.items()):
         if placements:
             table.add_row(kind, ", ".join(placements))
     return table if table.row_count else None
-
-
-def _recompute(plan: Plan) -> str:
-    again = sum(len(set(stage.recompute)) for stage in plan.stages)
-    if again == 0:
-        return "none"
-    part = "" if plan.method.recompute == "full" else f"{plan.method.recompute}, "
-    return "full" if again == len(plan.segments) and not part else f"{part}{again} of {len(plan.segments)} segments"
 
 
 def _runs(rows: Sequence[Mapping[str, int]]) -> list[tuple[int, int, Mapping[str, int]]]:
@@ -296,38 +307,21 @@ def _choices(plan: Plan) -> list[tuple[str, str]]:
         ("world", str(plan.world)),
         ("cluster", plan.cluster.name),
         ("batch", str(plan.batch)),
-        ("sizes", ", ".join(f"{name} {value}" for name, value in sorted(plan.sizes.items()))),
+        ("sizes", ", ".join(f"{name} {value}" for name, value in sorted(plan.sizes.items()) if name != "b")),
         ("precision", plan.precision),
         ("optimizer", plan.optimizer),
-        ("mesh", str(plan.mesh)),
-        ("schedule", plan.schedule.kind),
-        ("microbatches", str(plan.schedule.microbatches)),
-        ("ZeRO", str(plan.zero)),
-        ("recompute", _recompute(plan)),
-        ("segments per stage", ", ".join(str(stage.last - stage.first + 1) for stage in plan.stages)),
+        *choices(plan).items(),
         ("MFU", f"{plan.predicted.mfu:.1%}"),
     ]
 
 
-def _times(plan: Plan) -> dict[str, float]:
-    return {**plan.predicted.time_s, "step": plan.predicted.step_time_s}
-
-
-def _fullest(plan: Plan) -> dict[str, float]:
-    row = max(plan.predicted.memory, key=lambda memory: sum(memory.values()))
-    return {**{name: float(size) for name, size in row.items()}, "total": float(sum(row.values()))}
-
-
-def _differences(
-    a: Mapping[str, float], b: Mapping[str, float], text: Callable[[float], str]
-) -> list[tuple[str, str, str, str]]:
+def _term_rows(terms: Sequence[Term], text: Callable[[float], str]) -> list[tuple[str, str, str, str]]:
     rows = []
-    for name in [*a, *(name for name in b if name not in a)]:
-        left, right = a.get(name, 0.0), b.get(name, 0.0)
-        if left != right:
-            sign = "+" if right > left else "-"
-            change = f" ({sign}{abs(right / left - 1):.1%})" if left else ""
-            rows.append((_words(name), text(left), text(right), f"{sign}{text(abs(right - left))}{change}"))
+    for term in terms:
+        change = f" ({term.difference / term.a:+.1%})" if term.a and term.difference else ""
+        difference = signed(term.difference, text(term.difference)) if term.difference else "same"
+        sides = [text(value) if value else "–" for value in (term.a, term.b)]
+        rows.append((words(term.name), sides[0], sides[1], f"{difference}{change}"))
     return rows
 
 
@@ -345,7 +339,7 @@ def _sides(names: tuple[str, str], rows: list[tuple[str, str, str, str]]) -> Tab
     if not rows:
         return None
     last = ["difference>"] if any(row[3] for row in rows) else []
-    table = _table("", f"{names[0]}>", f"{names[1]}>", *last)
+    table = columns("", f"{names[0]}>", f"{names[1]}>", *last)
     for row in rows:
         table.add_row(*row[: 3 + len(last)])
     return table
@@ -361,32 +355,3 @@ def _leaves(data: object, path: str) -> Iterator[tuple[str, object]]:
                 yield from _leaves(value, f"{path}[{i}]")
         case _:
             yield path, data
-
-
-# --- drawing ------------------------------------------------------------------------------------------------------
-
-
-def _table(*columns: str, gap: int = 2) -> Table:
-    """A table without lines; a column name that ends in `>` is set to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
-    for column in columns:
-        justify = "right" if column.endswith(">") else "left"
-        table.add_column(column.removesuffix(">"), justify=justify, overflow="fold")  # type: ignore[arg-type]
-    return table
-
-
-def _section(title: str, table: Table | None) -> list[RenderableType]:
-    return [] if table is None else ["", Text(title), Padding(table, (0, 0, 0, 2))]
-
-
-def render(parts: Sequence[RenderableType], width: int) -> str:
-    """Tables and text as plain text of at most `width` columns."""
-    sink = io.StringIO()
-    console = Console(file=sink, width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
-    for part in parts:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()) + "\n"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import autoptd.cli as cli
+from autoptd.commands.arguments import read_sweep
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.plans import Plan
 from tests.sample_plan import sample_plan
@@ -42,11 +43,16 @@ def saved(tmp_path: Path) -> str:
 def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Stands where the planner is: keeps what it was asked, answers with the sample plan."""
     asked: list[dict[str, Any]] = []
+    traced: list[dict[str, Any]] = []
 
     class Parallel:
         def emit(self, folder: str) -> None:
             Path(folder).mkdir(parents=True)
             (Path(folder) / "stage_0.py").write_text("# a stage\n")
+
+    def trace(model: Any, **sizes: Any) -> Any:
+        traced.append({"model": model, **sizes})
+        return types.SimpleNamespace(model=model, seq=sizes["seq"], precision=sizes["precision"], name="unnamed")
 
     def plan(model: Any, **wishes: Any) -> Plan:
         asked.append({"model": model, **wishes})
@@ -61,7 +67,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return Parallel()
 
     module = types.ModuleType("autoptd.api")
-    module.plan, module.parallelize = plan, parallelize  # type: ignore[attr-defined]
+    module.plan, module.parallelize, module.trace = plan, parallelize, trace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "autoptd.api", module)
     monkeypatch.setattr("autoptd.api", module, raising=False)
     return asked
@@ -107,14 +113,13 @@ def test_plan_passes_the_wishes_on_and_saves(run: Run, api: list[dict[str, Any]]
     )
     assert code == 0
     (asked,) = api
-    assert type(asked.pop("model")).__name__ == "GPT2LMHeadModel"
+    model = asked.pop("model")
+    assert (type(model.model).__name__, model.seq, model.precision) == ("GPT2LMHeadModel", 128, "fp32")
     assert asked.pop("progress") is not None
+    assert asked.pop("cluster").name == "dgx-h100"
     assert asked == {
         "world": 8,
-        "cluster": "dgx-h100",
         "batch": 16,
-        "seq": 128,
-        "precision": "fp32",
         "optimizer": "adamw",
         "fix": {"tp": 2, "recompute": "none", "zero": 0},
     }
@@ -132,11 +137,14 @@ def test_plan_for_machines_is_the_plan_file(run: Run, api: list[dict[str, Any]])
 def test_no_is_1(run: Run, api: list[dict[str, Any]]):
     code, text, errors = run("plan", "nanogpt", "--world", "1")
     assert (code, text) == (1, "")
-    assert errors == "autoptd: stage 0 lacks 12.3 GiB\n  where  stage 0\n  fix    use 2 devices\n"
+    assert errors.startswith("autoptd: stage 0 lacks 12.3 GiB\n  where  stage 0\n  fix    use 2 devices\n\n")
+    assert "no pin is to blame" in errors and "--world 2 " in errors
     code, text, errors = run("plan", "nanogpt", "--world", "1", "--json")
     assert (code, errors) == (1, "")
     told = {"type": "DoesNotFit", "what": "stage 0 lacks 12.3 GiB", "where": "stage 0", "fix": "use 2 devices"}
-    assert json.loads(text) == {"error": told}
+    error = json.loads(text)["error"]
+    assert error.pop("why")["conflict"] == {}
+    assert error == told
 
 
 def test_an_impossible_wish_is_2(run: Run, api: list[dict[str, Any]]):
@@ -163,7 +171,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         (["plan", "gpt2"], "required: --world"),
         (["plan", "gpt2", "--world", "0"], "'0' is not a whole number from 1"),
         (["plan", "gpt2", "--world", "8.0"], "'8.0' is not a whole number"),
-        (["plan", "gpt2", "--wor", "8"], "required: --world"),
+        (["plan", "gpt2", "--wor", "8"], "unrecognized arguments: --wor 8"),
         (["plan", "gpt2", "--world", "8", "--fix", "tpp=8"], "'tpp' cannot be fixed; did you mean 'tp'"),
         (["plan", "gpt2", "--world", "8", "--fix", "tp"], "'tp' is not NAME=VALUE"),
         (["plan", "gpt2", "--world", "8", "--fix", "tp=2,tp=4"], "'tp' is fixed twice"),
@@ -179,6 +187,23 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         ),
         (["plan", "gpt2", "--world", "8", "--fix", "sequence_parallel=1"], "sequence_parallel is one of true, false"),
         (["plan", "gpt2", "--world", "8", "--fix", "schedule=interleave"], "schedule is one of 1f1b, gpipe"),
+        (["plan", "gpt2", "--sweep", "world"], "'world' is not NAME=VALUE,VALUE,…"),
+        (["plan", "gpt2", "--sweep", "world="], "'world=' is not NAME=VALUE,VALUE,…"),
+        (["plan", "gpt2", "--sweep", "world=8,,16"], "'world=8,,16' has an empty value"),
+        (["plan", "gpt2", "--sweep", "world=8,8"], "'world=8,8' has 8 twice"),
+        (["plan", "gpt2", "--sweep", "worlds=8"], "'worlds' cannot be swept; did you mean 'world'"),
+        (["plan", "gpt2", "--sweep", "world=8,x"], "'x' is not a whole number from 1"),
+        (["plan", "gpt2", "--sweep", "schedule=1f1b,2f"], "schedule is one of 1f1b, gpipe"),
+        (["plan", "gpt2", "--sweep", "batch=8,16"], "required: --world"),
+        (["plan", "gpt2", "--sweep", "world=8", "--sweep", "world=16"], "world is swept twice"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "world=8,16"], "world is swept, and given as well"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "tp=1,2", "--fix", "tp=2"], "tp is swept, and given as well"),
+        (["plan", "gpt2", *[w for n in ("world", "tp", "pp") for w in ("--sweep", f"{n}=1")]], "3 names are swept"),
+        (["plan", "gpt2", "--sweep", "world=8", "-o", "x.json"], "--sweep makes many plans, and -o saves one"),
+        (["plan", "gpt2", "--world", "8", "--pareto", "--sensitivity"], "not allowed with argument --pareto"),
+        (["plan", "gpt2", "--world", "8", "--price-per-gpu-hour", "2"], "--price-per-gpu-hour is for --sweep"),
+        (["plan", "gpt2", "--sweep", "world=8", "--price-per-gpu-hour", "0"], "'0' is not a price"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "cluster=dgx-h100,dgx-h10"], "no cluster named 'dgx-h10'"),
         (["plan", "gpt3-175", "--world", "8"], "did you mean 'gpt3-175b'"),
         (["plan", "./nowhere/config.json", "--world", "8"], "there is no file nowhere/config.json"),
         (["plan", "no_such_module:build", "--world", "8"], "cannot import 'no_such_module'"),
@@ -211,6 +236,19 @@ def test_what_fix_reads(text: str, fix: dict[str, Any]):
     assert cli.read_fix(text) == fix
 
 
+@pytest.mark.parametrize(
+    ("text", "swept"),
+    [
+        ("world=8, 16", ("world", (8, 16))),
+        ("cluster=dgx-h100,./a.toml", ("cluster", ("dgx-h100", "./a.toml"))),
+        ("overlap=none,dp+p2p", ("overlap", ((), ("dp", "p2p")))),
+        ("sequence_parallel=true,false", ("sequence_parallel", (True, False))),
+    ],
+)
+def test_what_sweep_reads(text: str, swept: Any):
+    assert read_sweep(text) == swept
+
+
 def test_fix_knows_what_the_search_does():
     from autoptd.search import wishes
 
@@ -241,6 +279,7 @@ def test_compare(run: Run, saved: str, tmp_path: Path):
     code, text, _ = run("compare", saved, other, "--json")
     assert code == 1
     assert json.loads(text)["differences"] == {"zero": [1, 0]}
+    assert json.loads(text)["time_s"] == []
 
 
 def test_emit(run: Run, api: list[dict[str, Any]], saved: str, tmp_path: Path):

@@ -1,0 +1,65 @@
+"""A plan that stands, predicted on another cluster: nothing is searched, its splits, cuts and recomputation stay."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from autoptd.compile import TracedModel, read_sharding
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
+from autoptd.passes.trace import SEQUENCE
+from autoptd.plans import Plan
+from autoptd.search.chunks import Chunks
+from autoptd.search.kinds import PARTIAL
+from autoptd.search.known import Question
+from autoptd.search.meshes import Candidate
+from autoptd.search.staged import StageSolution, simulated, timed
+from autoptd.search.wishes import Method
+
+
+def question_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None) -> Question:
+    """What the splits of a plan answer, on its own cluster or another."""
+    sizes = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
+    if SEQUENCE in sizes:
+        sizes[SEQUENCE] //= plan.mesh.cp
+    return Question(
+        cluster=cluster or plan.cluster,
+        tp=plan.mesh.tp,
+        micro=plan.micro,
+        values=tuple(sizes.items()),
+        microbatches=plan.schedule.microbatches,
+        static_bytes=COMPUTE_BYTES[plan.precision] + 4 * MAIN_BYTES[plan.precision],
+        cp=plan.mesh.cp,
+        kernels=plan.method.kernels,
+        attention=plan.method.attention,
+        policies=tuple(policy for policy in PARTIAL if policy in plan.partial),
+    )
+
+
+def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
+    """Seconds of a step of `plan` on `cluster`, by the action lists that would run; whether it fits is not asked.
+
+    Raises PlanFileError for the plan of another graph.
+    """
+    tensors = traced.known.tensors(question_of(plan, traced, cluster))
+    candidate = Candidate(
+        dp=plan.mesh.dp,
+        tp=plan.mesh.tp,
+        pp=plan.mesh.pp,
+        micro=plan.micro,
+        microbatches=plan.schedule.microbatches,
+        zero=plan.zero,
+        recompute="auto",
+    )
+    sharded = tensors.priced(read_sharding(traced, plan))
+    chunks = Chunks(tensors, sharded, candidate, _method(plan), plan.precision, plan.optimizer)
+    solution = StageSolution(
+        tuple((stage.first, stage.last) for stage in plan.stages), tuple(plan.policies(stage) for stage in plan.stages)
+    )
+    return simulated(timed(chunks, solution, ())).seconds
+
+
+def _method(plan: Plan) -> Method:
+    asked = {f.name: getattr(plan.method, f.name) for f in fields(Method) if hasattr(plan.method, f.name)}
+    schedule = {"cp": plan.mesh.cp, "virtual": plan.schedule.virtual, "schedule": plan.schedule.kind}
+    return Method(**{**asked, **schedule})

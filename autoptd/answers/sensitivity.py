@@ -1,0 +1,157 @@
+"""How much a plan hangs on what is believed of the cluster: each rate and the memory, 20 % less and 20 % more.
+
+    regret = step time of the plan chosen, on the changed cluster ÷ step time of the best plan there - 1
+
+The plan chosen is the one for the cluster as described; on the changed one its splits, cuts and recomputation stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoptd.answers.asked import Asked
+from autoptd.answers.choices import changes, short
+from autoptd.answers.pareto import needed_bytes
+from autoptd.answers.reprice import step_time_on
+from autoptd.answers.sweep import reason
+from autoptd.cost_models.cluster import Cluster, Device, Link
+from autoptd.errors import DoesNotFit
+from autoptd.plans import Plan
+from autoptd.progress import Progress, Silent
+from autoptd.tables import WIDTH, columns, render, seconds, section
+
+FACTORS = (0.8, 1.2)
+_SAME = 1e-6  # of a step: times that differ by less are equal
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """What one change of the cluster does. `best`: the plan for the changed cluster, or why there is none there.
+
+    `kept_s`: a step of the plan chosen; None where that does not fit.
+    """
+
+    what: str
+    factor: float
+    chosen: Plan
+    best: Plan | DoesNotFit
+    kept_s: float | None
+
+    @property
+    def best_s(self) -> float | None:
+        """Seconds of a step of the better of the two, as the search found them."""
+        times = [self.kept_s] if self.kept_s is not None else []
+        times += [self.best.predicted.step_time_s] if isinstance(self.best, Plan) else []
+        return min(times, default=None)
+
+    @property
+    def regret(self) -> float | None:
+        """What keeping the plan chosen costs; None where it does not fit."""
+        return None if self.kept_s is None or self.best_s is None else self.kept_s / self.best_s - 1
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """What another plan would do otherwise, if it gains anything; empty where the choice stays."""
+        if not isinstance(self.best, Plan) or (self.regret is not None and self.regret <= _SAME):
+            return ()
+        return tuple(changes(self.chosen, self.best))
+
+    def to_data(self) -> dict[str, Any]:
+        """For machines: seconds."""
+        return {
+            "what": self.what,
+            "factor": self.factor,
+            "changes": list(self.changed),
+            "step_time_s": self.best_s,
+            "kept_step_time_s": self.kept_s,
+            "regret": self.regret,
+            "refused": reason(self.best) if isinstance(self.best, DoesNotFit) else None,
+        }
+
+
+def variants(cluster: Cluster) -> dict[str, Callable[[float], Cluster]]:
+    """What is changed, and the cluster with it times a factor. One level of links has no rate between nodes."""
+    found: dict[str, Callable[[float], Cluster]] = {
+        "links in a node": lambda f: _with_levels(cluster, (_faster(cluster.levels[0], f), *cluster.levels[1:]))
+    }
+    if len(cluster.levels) > 1:
+        found["links between nodes"] = lambda f: _with_levels(
+            cluster, (cluster.levels[0], *(_faster(level, f) for level in cluster.levels[1:]))
+        )
+    found["device memory"] = lambda f: _with_device(cluster, lambda d: {"memory_bytes": int(d.memory_bytes * f)})
+    found["matmul rate"] = lambda f: _with_device(cluster, lambda d: {"matmul_flops_per_s": _peaks(d, f)})
+    found["memory bandwidth"] = lambda f: _with_device(
+        cluster, lambda d: {"memory_bytes_per_s": d.memory_bytes_per_s * f}
+    )
+    return found
+
+
+def _with_levels(cluster: Cluster, levels: tuple[Link, ...]) -> Cluster:
+    return cluster.model_copy(update={"levels": levels})
+
+
+def _faster(level: Link, factor: float) -> Link:
+    port = level.port_bytes_per_s
+    rates = {"bytes_per_s": level.bytes_per_s * factor, "port_bytes_per_s": None if port is None else port * factor}
+    return level.model_copy(update=rates)
+
+
+def _with_device(cluster: Cluster, update: Callable[[Device], dict[str, Any]]) -> Cluster:
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update=update(cluster.device))})
+
+
+def _peaks(device: Device, factor: float) -> Any:
+    peaks = device.matmul_flops_per_s
+    return peaks.model_copy(update={name: getattr(peaks, name) * factor for name in type(peaks).model_fields})
+
+
+def sensitivity(asked: Asked, chosen: Plan, progress: Progress | None = None) -> list[Reaction]:
+    """Two reactions for each thing that is changed. Raises what planning raises but DoesNotFit, which is an answer."""
+    progress = progress or Silent()
+    found = []
+    for what, variant in variants(asked.cluster).items():
+        for factor in FACTORS:
+            cluster = variant(factor)
+            with progress.stage(f"plan with {what} {factor - 1:+.0%}"):
+                found.append(_reaction(asked, chosen, what, factor, cluster))
+    return found
+
+
+def _reaction(asked: Asked, chosen: Plan, what: str, factor: float, cluster: Cluster) -> Reaction:
+    best: Plan | DoesNotFit
+    try:
+        best = asked.but(cluster=cluster).plan()
+    except DoesNotFit as error:
+        best = error
+    fits = needed_bytes(chosen) <= cluster.device.memory_bytes
+    kept_s = step_time_on(chosen, asked.traced, cluster) if fits else None
+    return Reaction(what, factor, chosen, best, kept_s)
+
+
+def sensitivity_text(title: str, found: Sequence[Reaction], width: int = WIDTH) -> str:
+    """A row per change, and a sentence on what the plan hangs on."""
+    chosen = found[0].chosen
+    table = columns(
+        "", "by>", "best step>", "against>", "regret>", "the best plan there", gap=1 if width < WIDTH else 2
+    )
+    for row in found:
+        cells = ["–", "–"]
+        if row.best_s is not None:
+            cells = [seconds(row.best_s), f"{row.best_s / chosen.predicted.step_time_s - 1:+.1%}"]
+        regret = "no fit" if row.kept_s is None else "none" if not row.regret else f"{row.regret:.1%}"
+        what = reason(row.best) if isinstance(row.best, DoesNotFit) else ", ".join(row.changed) or "the same"
+        table.add_row(row.what, f"{row.factor - 1:+.0%}", *cells, regret, what)
+    head = f"chosen: {short(chosen)}, {seconds(chosen.predicted.step_time_s)} a step"
+    return render([title, head, *section("If the cluster were otherwise", table), "", _verdict(found)], width)
+
+
+def _verdict(found: Sequence[Reaction]) -> str:
+    said = []
+    if lost := [row for row in found if row.kept_s is None]:
+        said.append(f"the plan does not fit with {', '.join(f'{row.what} {row.factor - 1:+.0%}' for row in lost)}")
+    worst = max(found, key=lambda row: row.regret or 0.0)
+    if worst.regret and worst.regret > _SAME:
+        said.append(f"keeping it costs at most {worst.regret:.1%}, with {worst.what} {worst.factor - 1:+.0%}")
+    return "; ".join(said) or "the choice hangs on none of these"

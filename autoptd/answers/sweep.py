@@ -1,0 +1,162 @@
+"""One plan per point: how step time, memory and cost go with the number of devices, the batch, the cluster, a pin.
+
+    device-seconds       step time × devices
+    scaling efficiency   tokens per second and device ÷ that of the first point which fits
+    added                tokens per second of each device that was added since the point before ÷ that of the first's:
+                         below one half, more devices no longer pay
+
+With several swept names the first is the outermost, and devices are compared among points that are otherwise equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from autoptd.answers.asked import Asked
+from autoptd.answers.choices import short
+from autoptd.errors import AutoptdError, DoesNotFit, InputsError, PlanError
+from autoptd.plans import Plan
+from autoptd.progress import Progress, Silent
+
+PAYS = 0.5  # of what a device of the first point brings, at least: else adding devices no longer pays
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a sweep: its plan, or why there is none. `first`, `before`: fitting points that it is held to."""
+
+    values: Mapping[str, object]  # swept name -> value
+    found: Plan | AutoptdError
+    price_per_hour: float | None = None  # of one device
+    first: Plan | None = None
+    before: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.found if isinstance(self.found, Plan) else None
+
+    @property
+    def fits(self) -> bool:
+        return isinstance(self.found, Plan)
+
+    @property
+    def device_seconds(self) -> float | None:
+        """Of one step."""
+        return None if self.plan is None else self.plan.predicted.step_time_s * self.plan.world
+
+    @property
+    def cost_per_step(self) -> float | None:
+        if self.device_seconds is None or self.price_per_hour is None:
+            return None
+        return self.device_seconds / 3600 * self.price_per_hour
+
+    @property
+    def cost_per_billion_tokens(self) -> float | None:
+        if self.cost_per_step is None or self.plan is None:
+            return None
+        said = self.plan.predicted
+        return self.cost_per_step / (said.tokens_per_s * said.step_time_s) * 1e9
+
+    @property
+    def efficiency(self) -> float | None:
+        """Tokens per second and device, relative to the first point."""
+        if self.plan is None or self.first is None:
+            return None
+        return _per_device(self.plan) / _per_device(self.first)
+
+    @property
+    def added(self) -> float | None:
+        """What each device more than at the point before brings, relative to those of the first point."""
+        if self.plan is None or self.first is None or self.before is None or self.plan.world <= self.before.world:
+            return None
+        more = self.plan.predicted.tokens_per_s - self.before.predicted.tokens_per_s
+        return more / (self.plan.world - self.before.world) / _per_device(self.first)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the devices added at this point are worth it; true where none were."""
+        return self.added is None or self.added >= PAYS
+
+    def to_data(self) -> dict[str, Any]:
+        """The row for machines; seconds, bytes, and prices in the unit of the price given."""
+        data: dict[str, Any] = {"values": dict(self.values), "fits": self.fits}
+        if self.plan is None:
+            assert isinstance(self.found, AutoptdError)
+            return data | {"reason": reason(self.found), "error": type(self.found).__name__}
+        said = self.plan.predicted
+        return data | {
+            "plan": short(self.plan),
+            "world": self.plan.world,
+            "batch": self.plan.batch,
+            "step_time_s": said.step_time_s,
+            "tokens_per_s": said.tokens_per_s,
+            "mfu": said.mfu,
+            "memory_bytes": said.memory_bytes,
+            "device_seconds": self.device_seconds,
+            "cost_per_step": self.cost_per_step,
+            "cost_per_billion_tokens": self.cost_per_billion_tokens,
+            "scaling_efficiency": self.efficiency,
+            "added_efficiency": self.added,
+            "predicted_only": list(self.plan.not_runnable),
+        }
+
+
+def sweep(
+    asked: Asked,
+    over: Mapping[str, Sequence[Any]],
+    *,
+    price_per_hour: float | None = None,
+    progress: Progress | None = None,
+) -> list[Point]:
+    """A point for every combination of values; one that does not fit or cannot be is a point all the same.
+
+    over: swept name (what `Asked.but` changes) -> values. Raises InputsError, ClusterError before anything is planned.
+    """
+    progress = progress or Silent()
+    questions = [
+        (dict(zip(over, values, strict=True)), asked.but(**dict(zip(over, values, strict=True))))
+        for values in product(*over.values())
+    ]
+    points: list[Point] = []
+    for values, question in questions:
+        with progress.stage("plan " + ", ".join(f"{name}={shown(value)}" for name, value in values.items())):
+            found = _answer(question)
+        alike = [p for p in points if p.plan is not None and _others(p.values) == _others(values)]
+        plans = [p.plan for p in alike]
+        first = plans[0] if plans else found if isinstance(found, Plan) else None
+        points.append(Point(values, found, price_per_hour, first, plans[-1] if plans else None))
+    return points
+
+
+def _answer(question: Asked) -> Plan | AutoptdError:
+    try:
+        return question.plan()
+    except (DoesNotFit, PlanError, InputsError) as error:
+        return error
+
+
+def _others(values: Mapping[str, object]) -> dict[str, object]:
+    """What sets points apart that are not to be compared with each other: all but the number of devices."""
+    return {name: value for name, value in values.items() if name != "world"} if "world" in values else {}
+
+
+def _per_device(plan: Plan) -> float:
+    return plan.predicted.tokens_per_s / plan.world
+
+
+def reason(error: AutoptdError) -> str:
+    """Why there is no plan, in a line: what lacks, or what cannot be."""
+    if isinstance(error, DoesNotFit):
+        lacks = error.where.splitlines()[-1] if error.where else error.what
+        return f"does not fit: {lacks.strip()}"
+    return f"cannot be: {error.what.splitlines()[0]}"
+
+
+def shown(value: object) -> str:
+    """A value as one writes it after `--sweep`."""
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

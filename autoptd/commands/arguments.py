@@ -1,0 +1,132 @@
+"""How words of the command line are read: `--fix`, `--sweep`, counts, times and prices.
+
+Nothing here needs torch, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+from autoptd.errors import AutoptdError, nearest
+
+SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+
+# What `--fix` takes, and how each value is read.
+FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
+    "dp": int,
+    "tp": int,
+    "pp": int,
+    "cp": int,
+    "micro": int,
+    "virtual": int,
+    "shards": int,
+    "zero": int,
+    "recompute": ("auto", "none", "selective", "ops", "full"),
+    "schedule": SCHEDULE_KINDS,
+    "overlap": ("dp", "p2p", "tp"),  # several, or none
+    "kernels": ("eager", "fused", "compiled"),
+    "attention": ("flash", "triton", "cudnn"),
+    "loss": ("kept", "in_place"),
+    "gathers": ("kept", "again"),
+    "gradients": ("main", "compute", "both"),
+    "bucket_bytes": int,
+    "stages": ("balanced", "even"),
+    "sends": ("whole", "slices"),
+    "memory": ("check", "ignore"),
+    "sequence_parallel": ("true", "false"),
+}
+COUNTED = ("world", "batch", "seq")  # what `--sweep` takes besides: numbers from 1,
+NAMED = ("cluster",)  # and names
+SWEPT = (*COUNTED, *NAMED, *FIXABLE)
+
+
+class UsageError(AutoptdError, ValueError):
+    """The command line itself is wrong."""
+
+
+def read_fix(text: str) -> dict[str, object]:
+    """`tp=8,overlap=dp,p2p` -> {"tp": 8, "overlap": ("dp", "p2p")}. Raises argparse's error for a bad one."""
+    fixed: dict[str, object] = {}
+    for item in re.sub(r",(?=\s*(?:dp|p2p|tp)\s*(?:,|$))", "+", text).split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not value:
+            raise argparse.ArgumentTypeError(f"{item!r} is not NAME=VALUE, for example tp=8")
+        if name not in FIXABLE:
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be fixed; {nearest(name, FIXABLE)}")
+        if name in fixed:
+            raise argparse.ArgumentTypeError(f"{name!r} is fixed twice")
+        fixed[name] = _fixed_value(name, value)
+    return fixed
+
+
+def read_sweep(text: str) -> tuple[str, tuple[object, ...]]:
+    """`world=8,16` -> ("world", (8, 16)); several streams of one overlap as `dp+p2p`. Raises argparse's error."""
+    name, equals, values = (part.strip() for part in text.partition("="))
+    if not equals or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE,…, for example world=8,16,32")
+    if name not in SWEPT:
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be swept; {nearest(name, SWEPT)}")
+    points: list[object] = []
+    for value in (part.strip() for part in values.split(",")):
+        if not value:
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty value")
+        point = value if name in NAMED else count(value) if name in COUNTED else _fixed_value(name, value)
+        if point in points:
+            raise argparse.ArgumentTypeError(f"{text!r} has {value} twice")
+        points.append(point)
+    return name, tuple(points)
+
+
+def _fixed_value(name: str, value: str) -> object:
+    kind = FIXABLE[name]
+    if name == "overlap":
+        return _streams(value)
+    if name == "sequence_parallel" and value in ("true", "false"):
+        return value == "true"
+    if isinstance(kind, tuple):
+        if value not in kind:
+            raise argparse.ArgumentTypeError(f"{name} is one of {', '.join(kind)}, not {value!r}")
+        return value
+    least = 0 if name == "zero" else 1
+    if not value.isascii() or not value.isdecimal() or int(value) < least:
+        raise argparse.ArgumentTypeError(f"{name} is a whole number from {least}, not {value!r}")
+    return kind(value)
+
+
+def _streams(value: str) -> tuple[str, ...]:
+    """`dp+p2p` or `none`: what runs beside compute."""
+    streams = FIXABLE["overlap"]
+    assert isinstance(streams, tuple)
+    named = () if value == "none" else tuple(part.strip() for part in value.split("+"))
+    if wrong := [part for part in named if part not in streams]:
+        raise argparse.ArgumentTypeError(f"overlap is none, or some of {', '.join(streams)}, not {wrong[0]!r}")
+    return named
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A positive time."""
+    return _positive(text, "number of seconds")
+
+
+def price(text: str) -> float:
+    """A positive price of one device for one hour, in any currency."""
+    return _positive(text, "price")
+
+
+def _positive(text: str, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}")
+    return value

@@ -1,0 +1,20 @@
+"""A small GPT, traced once for all answers."""
+
+from __future__ import annotations
+
+import pytest
+
+import autoptd
+from autoptd.answers.asked import Asked
+from autoptd.compile import TracedModel
+from tests.answers.small import nodes_of_four, small_gpt
+
+
+@pytest.fixture(scope="session")
+def traced() -> TracedModel:
+    return autoptd.trace(small_gpt(), seq=256)
+
+
+@pytest.fixture
+def asked(traced: TracedModel) -> Asked:
+    return Asked(traced, 8, nodes_of_four(), 32, name="small")

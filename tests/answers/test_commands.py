@@ -1,0 +1,60 @@
+"""The answers from a shell: what is printed, as text and as JSON, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoptd.api
+import autoptd.cli as cli
+from autoptd.compile import TracedModel
+
+SMALL = "tests.answers.small:small_gpt"
+PLAN = ["plan", SMALL, "--seq", "256", "--cluster", "dgx-h100"]
+
+
+@pytest.fixture(autouse=True)
+def traced_before(traced: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoptd.api, "trace", lambda *_, **__: traced)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(list(words))
+    return code, *capsys.readouterr()
+
+
+def test_sweep_holds_the_batch_of_the_largest_world(capsys: pytest.CaptureFixture[str]):
+    words = [*PLAN, "--sweep", "world=2,4", "--fix", "pp=1"]
+    code, text, _ = told(capsys, *words)
+    assert code == 0
+    assert "batch was not given: 32 samples, 8 × 4, the largest world, at every point" in text
+    data = json.loads(told(capsys, *words, "--json")[1])
+    assert [(point["world"], point["batch"]) for point in data["points"]] == [(2, 32), (4, 32)]
+    assert data["points"][0]["scaling_efficiency"] == 1.0
+
+
+def test_a_sweep_without_any_plan_is_no(capsys: pytest.CaptureFixture[str]):
+    code, text, _ = told(capsys, *PLAN, "--world", "2", "--sweep", "tp=3,5")
+    assert code == 1 and "[1] cannot be: world 2 is not divisible by tp 3" in text
+
+
+def test_pareto_and_sensitivity(capsys: pytest.CaptureFixture[str]):
+    words = [*PLAN, "--world", "1", "--batch", "16"]
+    assert "The fastest plan for each memory" in told(capsys, *words, "--pareto")[1]
+    data = json.loads(told(capsys, *words, "--sensitivity", "--json")[1])
+    assert len(data["reactions"]) == 10
+
+
+def test_why_an_op(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    saved = str(tmp_path / "plan.json")
+    assert told(capsys, *PLAN, "--world", "2", "--fix", "tp=2", "-o", saved)[0] == 0
+    code, _, errors = told(capsys, "explain", saved, "--op", "head", "--memory", "--model", SMALL)
+    assert code == 2 and "two questions" in errors
+    code, text, _ = told(capsys, "explain", saved, "--op", "head", "--model", SMALL, "--json")
+    found: dict[str, Any] = json.loads(text)
+    assert code == 0 and found["found"][0]["alternatives"][0]["chosen"]
+    code, _, errors = told(capsys, "explain", saved, "--op", "haed", "--model", SMALL)
+    assert code == 2 and "did you mean 'head'" in errors

@@ -1,0 +1,126 @@
+"""Time against memory, and how much a plan hangs on what is believed of the cluster."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from autoptd.answers.asked import Asked
+from autoptd.answers.pareto import Frontier, frontier, needed_by_stage, needed_bytes, pareto_text
+from autoptd.answers.reprice import step_time_on
+from autoptd.answers.sensitivity import FACTORS, Reaction, sensitivity, sensitivity_text, variants
+from autoptd.compile import TracedModel
+from autoptd.errors import DoesNotFit
+from autoptd.plans import Plan
+from tests.answers.small import nodes_of_four
+from tests.sample_plan import sample_plan
+
+
+@pytest.fixture(scope="module")
+def found(traced: TracedModel) -> tuple[Asked, Frontier]:
+    asked = Asked(traced, 1, nodes_of_four(), 64)
+    return asked, frontier(asked)
+
+
+def test_each_point_is_the_fastest_for_its_memory(found: tuple[Asked, Frontier]):
+    asked, curve = found
+    assert curve.complete and len(curve.points) >= 3
+    assert curve.points[0] == asked.plan()
+    for faster, leaner in pairwise(curve.points):
+        assert leaner.predicted.step_time_s > faster.predicted.step_time_s
+        assert needed_bytes(leaner) < needed_bytes(faster)
+    for plan in curve.points:
+        room = asked.with_memory(needed_bytes(plan) + 4096).plan()  # bytes of each part are rounded
+        assert room.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
+        assert needed_bytes(room) == needed_bytes(plan)
+
+
+def test_below_the_leanest_nothing_fits(found: tuple[Asked, Frontier]):
+    asked, curve = found
+    assert curve.refused_bytes is not None and curve.refused_bytes < needed_bytes(curve.points[-1])
+    with pytest.raises(DoesNotFit):
+        asked.with_memory(curve.refused_bytes).plan()
+
+
+def test_a_spent_limit_is_told(found: tuple[Asked, Frontier]):
+    ticks = iter(range(100))
+    curve = frontier(found[0], time_limit_s=1.5, clock=lambda: float(next(ticks)))
+    assert not curve.complete and len(curve.points) == 2
+    assert "were not looked for" in pareto_text("title", curve)
+
+
+def test_what_another_beats_is_left_out():
+    from autoptd.answers.pareto import _undominated
+
+    def plan(seconds: float, gib: int) -> Plan:
+        said = sample_plan().predicted
+        memory = tuple({"parameters": gib * 2**30} for _ in said.memory)
+        return sample_plan(predicted=said.model_copy(update={"step_time_s": seconds, "memory": memory}))
+
+    fast, worse, even, lean = plan(1.0, 8), plan(2.0, 9), plan(2.0, 8), plan(3.0, 4)
+    assert _undominated([worse, lean, even, fast]) == (fast, lean)
+    assert needed_by_stage(fast) == [8 * 2**30] * 2
+
+
+def test_the_curve_reads_well(found: tuple[Asked, Frontier]):
+    for width in (80, 120):
+        lines = pareto_text("title", found[1], width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert "recompute 0 →" in "\n".join(lines)
+
+
+# --- sensitivity --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fix", [{}, {"tp": 2, "pp": 2}, {"tp": 4, "recompute": "full", "zero": 0}])
+def test_a_plan_repriced_where_it_was_made_takes_its_time(asked: Asked, fix: dict):
+    plan = asked.but(**fix).plan()
+    assert step_time_on(plan, asked.traced, asked.cluster) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+
+
+def test_variants_change_one_thing():
+    cluster = nodes_of_four()
+    made = {name: variant(0.5) for name, variant in variants(cluster).items()}
+    assert made["links in a node"].levels[0].bytes_per_s == cluster.levels[0].bytes_per_s / 2
+    assert made["links in a node"].levels[1] == cluster.levels[1]
+    assert made["links between nodes"].levels[1].bytes_per_s == cluster.levels[1].bytes_per_s / 2
+    assert made["device memory"].device.memory_bytes == cluster.device.memory_bytes // 2
+    assert made["matmul rate"].device.matmul_flops_per_s.bf16 == cluster.device.matmul_flops_per_s.bf16 / 2
+    assert made["memory bandwidth"].device.memory_bytes_per_s == cluster.device.memory_bytes_per_s / 2
+    assert all(variant(1.0) == cluster for variant in variants(cluster).values())
+
+
+def test_slower_links_between_nodes_change_what_hangs_on_them(asked: Asked):
+    """With data parallel over slow links and little to compute, a rate between nodes decides the step."""
+    slow = asked.but(cluster=nodes_of_four(inter=1e9), pp=1, tp=1)
+    rows = {(row.what, row.factor): row for row in sensitivity(slow, slow.plan())}
+    assert len(rows) == 5 * len(FACTORS)
+    less, more = (rows["links between nodes", factor] for factor in FACTORS)
+    assert less.best_s is not None and more.best_s is not None
+    chosen_s = less.chosen.predicted.step_time_s
+    assert less.best_s > chosen_s * 1.02 and more.best_s < chosen_s * 0.98
+    assert all(row.regret is not None and row.regret >= 0 for row in rows.values())
+    for width in (80, 120):
+        assert max(map(len, sensitivity_text("title", list(rows.values()), width).splitlines())) <= width
+
+
+def test_a_plan_that_no_longer_fits(asked: Asked):
+    asked = asked.but(recompute="none", world=1, batch=64, micro=32)
+    tight = asked.with_memory(int(needed_bytes(asked.plan()) * 1.05)).but(micro=None)
+    rows = {(row.what, row.factor): row for row in sensitivity(tight, asked.plan())}
+    row = rows["device memory", 0.8]
+    assert row.kept_s is None and row.regret is None
+    assert row.best_s is not None and "micro 32 → " in " ".join(row.changed)
+    assert "does not fit with device memory -20%" in sensitivity_text("title", list(rows.values()))
+
+
+def test_regret_by_hand():
+    chosen = sample_plan()
+    other = sample_plan(predicted=chosen.predicted.model_copy(update={"step_time_s": 0.2}), zero=0)
+    assert Reaction("x", 0.8, chosen, other, 0.25).regret == pytest.approx(0.25)
+    assert Reaction("x", 0.8, chosen, other, 0.25).changed == ("ZeRO 1 → 0",)
+    kept = Reaction("x", 0.8, chosen, other, 0.15)  # the search missed what was kept: that is the best known
+    assert (kept.regret, kept.changed, kept.best_s) == (0.0, (), 0.15)
+    refused = Reaction("x", 0.8, chosen, DoesNotFit("no"), None)
+    assert (refused.best_s, refused.regret) == (None, None)
