@@ -245,6 +245,37 @@ def index_select(call: OpCall) -> str:
     return arrow([[*dims[:dim], ".", *dims[dim + 1 :]], [dims[dim]]], [dims])
 
 
+def index_add(call: OpCall) -> str:
+    """index_add(x, dim, index, source): rows are added wherever the index says; the other dims go along."""
+    ndim = call.operands[0].ndim
+    dim = call.arg(1, "dim") % ndim
+    dims = ["." if i == dim else d for i, d in enumerate(names(ndim))]
+    return arrow([dims, ["."], dims], [dims])
+
+
+def scatter(call: OpCall) -> str:
+    """scatter(x, dim, index, source): as `gather`; dims are split where index and source cover all of x."""
+    tensor, *others = call.operands
+    dim = call.arg(1, "dim") % tensor.ndim
+    dims = [
+        d if i != dim and all(same(o.shape[i], tensor.shape[i]) for o in others) else "."
+        for i, d in enumerate(names(tensor.ndim))
+    ]
+    return arrow([dims] * len(call.operands), [dims])
+
+
+def scattered(removed: bool) -> Notation:
+    """slice_scatter and select_scatter: what is written into lacks the dim (`removed`), or has it shorter."""
+
+    def notation(call: OpCall) -> str:
+        ndim = call.operands[0].ndim
+        dim = call.arg(2, "dim", 0) % ndim
+        dims = ["." if i == dim else d for i, d in enumerate(names(ndim))]
+        return arrow([dims, [d for i, d in enumerate(dims) if i != dim] if removed else dims], [dims])
+
+    return notation
+
+
 def linear(call: OpCall) -> str:
     return "... k, o k, +o -> ... o" if len(call.operands) == 3 else "... k, o k -> ... o"
 

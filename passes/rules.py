@@ -62,6 +62,11 @@ def branches(call: OpCall) -> Sequence[frozenset[int]]:
     return (frozenset({1, 2}),) if len(call.operands) == 3 else ()
 
 
+def first_and_third(call: OpCall) -> Sequence[frozenset[int]]:
+    """What is written or added into by an index, and what is written."""
+    return (frozenset({0, 2}),)
+
+
 def if_zero(index: int, name: str) -> Callable[[OpCall], Sequence[frozenset[int]]]:
     """The first operand, where the value that is filled in is zero."""
 
@@ -129,11 +134,13 @@ VOCABULARY_LOOKUP = Implementation(
 VOCABULARY_LOSS = Implementation(
     "vocab_parallel", "v", (B,), softmax_collectives, lambda call: not call.arg(3, "label_smoothing", 0.0)
 )
+EXPERTS = Implementation("expert_parallel", "e")
 
-# What an emitted program calls for an op whose strategy names an implementation: f(first two operands, tp, third).
+# What an emitted program calls for an op whose strategy names an implementation: f(its tensors, tp, its options).
 IMPLEMENTATIONS: Mapping[tuple[Callable[..., Any], str], Callable[..., Any]] = {
     (aten.embedding.default, "vocab_parallel"): ops.vocab_embedding,
     (ops.cross_entropy, "vocab_parallel"): ops.vocab_cross_entropy,
+    (ops.grouped_mm, "expert_parallel"): ops.expert_mm,
 }
 
 POINTWISE = Rule(n.elementwise)
@@ -214,6 +221,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.expand.default: Rule("... -> ...", first, shape(1)),
     aten.expand_as.default: Rule(n.elementwise, first),
     aten.expm1.default: POINTWISE,
+    aten.fill.Tensor: POINTWISE,
     aten.flatten.using_ints: VIEW,
     aten.flip.default: Rule(n.unsplittable(1, "dims"), first),
     aten.floor.default: POINTWISE,
@@ -231,7 +239,10 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.hardsigmoid.default: POINTWISE,
     aten.hardswish.default: POINTWISE,
     aten.hardtanh.default: POINTWISE,
+    aten.histc.default: Rule(n.whole),
     aten.index.Tensor: Rule(n.index, first),
+    aten.index_add.default: Rule(n.index_add, first_and_third),
+    aten.index_put.default: Rule(n.whole),
     aten.index_select.default: Rule(n.index_select, first),
     aten.isfinite.default: POINTWISE,
     aten.isinf.default: POINTWISE,
@@ -258,6 +269,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.matmul.default: Rule(n.matmul, each),
     aten.max.default: STATISTIC,
     aten.max.dim: STATISTIC,
+    aten.max.other: POINTWISE,
     aten.max_pool2d.default: PLANE,
     aten.max_pool2d_with_indices.default: PLANE,
     aten.maximum.default: POINTWISE,
@@ -265,6 +277,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.mean.dim: Rule(n.reduce(), first),
     aten.min.default: STATISTIC,
     aten.min.dim: STATISTIC,
+    aten.min.other: POINTWISE,
     aten.minimum.default: POINTWISE,
     aten.mish.default: POINTWISE,
     aten.mm.default: Rule("m k, k n -> m n", each),
@@ -310,7 +323,11 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.rsub.Tensor: ADDITION,
     aten.scalar_tensor.default: FACTORY,
     aten.scaled_dot_product_attention.default: Rule(n.attention),
+    aten.scatter.src: Rule(n.scatter, first_and_third),
+    aten.scatter.value: Rule(n.scatter),
+    aten.scatter_add.default: Rule(n.scatter, first_and_third),
     aten.select.int: Rule(n.remove, first),
+    aten.select_scatter.default: Rule(n.scattered(removed=True), together),
     aten.selu.default: POINTWISE,
     aten.sigmoid.default: POINTWISE,
     aten.sign.default: POINTWISE,
@@ -318,6 +335,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.sin.default: POINTWISE,
     aten.sinh.default: POINTWISE,
     aten.slice.Tensor: Rule(n.slice_, first),
+    aten.slice_scatter.default: Rule(n.scattered(removed=False), together),
     aten.smooth_l1_loss.default: Rule(n.loss(2)),
     aten.softmax.int: Rule(n.unsplittable()),
     aten.softplus.default: POINTWISE,
@@ -365,6 +383,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.attention: Rule(n.attention),
     ops.cross_entropy: Rule("... v, ... -> ", implementations=(VOCABULARY_LOSS,)),
     ops.dropout: POINTWISE,
+    ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
     ops.valid_count: Rule("... -> "),
 }
 

@@ -1,4 +1,7 @@
-"""One spelling for what models write in many ways: views as `reshape`, equal splits as `chunk`, `addmm` as `linear`."""
+"""One spelling for what models write in many ways: views as `reshape`, equal splits as `chunk`, `addmm` as `linear`.
+
+Products of rows in groups (a mixture's experts) are `ops.grouped_mm`, whichever kernel the model asked for.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from torch import fx
 from autoptd.passes.graph import info, infos, op_name
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.trace import Traced
+from autoptd.runtime import ops
 
 aten = torch.ops.aten
 
@@ -92,6 +96,17 @@ def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:
             flat.meta = dict(node.meta)
         node.replace_all_uses_with(flat)
         graph.erase_node(node)
+
+
+def write_grouped_mm(graph: fx.Graph, traced: Traced) -> None:
+    """torch's kernel for experts, and what transformers writes where that does not run, become `ops.grouped_mm`."""
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node) not in ("_grouped_mm", "grouped_mm_fallback"):
+            continue
+        values = [value for value in (*node.args, *node.kwargs.values()) if value is not None]
+        found = [value for value in values if isinstance(value, fx.Node)]
+        if len(found) == len(values) == 3 and [info(found[0]).ndim, info(found[1]).ndim] == [2, 3]:
+            node.target, node.args, node.kwargs = ops.grouped_mm, tuple(found), {}
 
 
 def _unflattened(x: fx.Node) -> fx.Node:

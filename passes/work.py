@@ -1,6 +1,7 @@
 """How much work an op is: floating point operations and bytes moved, as expressions in the symbols.
 
-Products count two operations per step of their loop nest, convolutions and attention as torch.utils.flop_counter does;
+Products count two operations per step of their loop nest (those of experts only the expert that a row is sent to),
+convolutions and attention as torch.utils.flop_counter does;
 everything else is bound by memory and counts none. Attention counts the whole square also under a causal mask (as
 reports of model FLOPs do); `causal` says that half of it is skipped. Views, and copies that a kernel can avoid by
 writing the layout that is asked for (`contiguous`), cost nothing. Backward is not counted here.
@@ -19,6 +20,7 @@ from autoptd.passes.loops import bind
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.rules import RULES
 from autoptd.passes.saved import ATTENTION
+from autoptd.runtime import ops
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
@@ -33,6 +35,7 @@ PRODUCTS = frozenset(
         aten.mv.default,
     }
 )
+GROUPED = frozenset({ops.grouped_mm})  # each row meets one matrix of several
 CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
 LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
 CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default})
@@ -67,6 +70,9 @@ def flops(call: OpCall) -> Size:
     """Floating point operations of the forward pass; 0 for what is bound by memory."""
     if call.target in PRODUCTS:
         return 2 * prod(bind(RULES[call.target].text(call), call).sizes.values())
+    if call.target in GROUPED:
+        rows, weight = call.operands[:2]
+        return 2 * prod(rows.shape) * weight.shape[2]
     if call.target in CONVOLUTIONS:
         source, weight = call.operands[:2]
         return conv_flop_count(list(source.shape), list(weight.shape), list(call.outputs[0].shape))

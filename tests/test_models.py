@@ -14,28 +14,38 @@ from torch import nn
 
 from autoptd.errors import InputsError, ModelError
 from autoptd.models import describe_models, example_inputs, load_model, model_names, sequence_limit
+from autoptd.models.inputs import default_sequence
 from autoptd.models.nanogpt import NanoGPT, Sizes
 
-# Parameters, tied ones once. llama, gpt2, bert, vit: counts of the released checkpoints;
+# Parameters, tied ones once. llama, gpt2, bert, vit, mixtral, qwen3, t5: counts of the released checkpoints (those of
+# the last three quoted from memory; the sums below say the same);
 # gpt3-175b: 96 * (12 h^2 + 13 h) + (50257 + 2048 + 2) h with h = 12288.
 PARAMETERS = {
     "bert-large": 335_174_458,
     "gpt2": 124_439_808,
     "gpt3-175b": 96 * (12 * 12288**2 + 13 * 12288) + (50257 + 2048 + 2) * 12288,
+    "llama3.1-8b": 8_030_261_248,
     "llama3-405b": 405_853_388_800,
     "llama3-70b": 70_553_706_496,
     "llama3-8b": 8_030_261_248,
+    "mixtral-8x7b": 46_702_792_704,
     "nanogpt": 12 * (12 * 768**2 + 2 * 768) + (50304 + 1024 + 1) * 768,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "t5-3b": 2_851_598_336,
     "vit-large": 304_326_632,
 }
 LIMITS = {
     "bert-large": 512,
     "gpt2": 1024,
     "gpt3-175b": 2048,
+    "llama3.1-8b": 131072,
     "llama3-405b": 131072,
     "llama3-70b": 8192,
     "llama3-8b": 8192,
+    "mixtral-8x7b": 32768,
     "nanogpt": 1024,
+    "qwen3-235b-a22b": 40960,
+    "t5-3b": None,
     "vit-large": None,
 }
 
@@ -64,9 +74,35 @@ def test_sizes(name: str):
     assert sequence_limit(model) == LIMITS[name]
 
 
+def test_sums_of_the_mixtures_and_of_t5():
+    """Parameters counted from the published shapes: h hidden, f of an expert, e experts, q and kv widths."""
+
+    def mixture(layers: int, h: int, f: int, e: int, q: int, kv: int, vocab: int, head_norms: int) -> int:
+        attention = 2 * h * q + 2 * h * kv + head_norms
+        return layers * (attention + e * h + 3 * e * h * f + 2 * h) + 2 * vocab * h + h
+
+    assert mixture(32, 4096, 14336, 8, 4096, 1024, 32000, 0) == PARAMETERS["mixtral-8x7b"]
+    assert mixture(94, 4096, 1536, 128, 8192, 512, 151936, 2 * 128) == PARAMETERS["qwen3-235b-a22b"]
+    h, inner, f, buckets = 1024, 32 * 128, 16384, 32 * 32
+    attention, perceptron = 4 * h * inner + h, 2 * h * f + h
+    encoder, decoder = 24 * (attention + perceptron) + buckets + h, 24 * (2 * attention + perceptron) + buckets + h
+    assert encoder + decoder + 32128 * h == PARAMETERS["t5-3b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "seq"), [("llama3.1-8b", 131072), ("t5-3b", 512), ("mixtral-8x7b", 4096), ("llama3-405b", 4096)]
+)
+def test_the_sequence_of_a_shipped_model(name: str, seq: int):
+    model, _ = load_model(name)
+    assert default_sequence(model) == seq
+    assert example_inputs(model, 1)["labels"].shape == (1, seq)
+    assert example_inputs(model, 1, 256)["labels"].shape == (1, 256)
+
+
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "bert-large"])
 def test_inputs_are_separate_and_give_a_loss(name: str):
     model, _ = load_model(name)
+    model.to(torch.bfloat16)  # on meta, torch multiplies by experts in no other type
     inputs = example_inputs(model, batch=2, seq=8)
     assert len({id(value) for value in inputs.values()}) == len(inputs) >= 2
     assert all(value.is_meta and value.shape[0] == 2 for value in inputs.values())
@@ -99,6 +135,7 @@ def test_which_inputs():
         "pixel_values": (3, 3, 224, 224),
         "labels": (3,),
     }
+    assert list(example_inputs(load_model("t5-3b")[0], 1, 8)) == ["input_ids", "decoder_input_ids", "labels"]
     assert example_inputs(load_model("llama3-405b")[0], 1)["input_ids"].shape == (1, 4096)
     assert example_inputs(load_model("gpt3-175b")[0], 1)["labels"].shape == (1, 2048)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SHIPPED = Path(__file__).parent
-_OURS = ("source", "note")  # fields of a shipped configuration that are for people
+_OURS = ("source", "note", "seq")  # fields of a shipped configuration that transformers does not know
 _NANOGPT = "nanogpt"
 _USER_ERRORS = (  # what a user's own code may raise; a SyntaxError also stands in their file
     ArithmeticError,
@@ -96,6 +96,8 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
         config.name_or_path = _short_name(path)
         with torch.device(device):
             model = model_class(config).train()
+        if isinstance(data.get("seq"), int):
+            model.default_seq = data["seq"]
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning
         return model

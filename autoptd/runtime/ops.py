@@ -138,6 +138,68 @@ def attention(
     return dropout(scores.softmax(-1), dropout_p, key, rng, shard) @ v
 
 
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows in groups, each group times a matrix of its own: x [r, k], weight [e, k, n], ends [e] -> [r, n].
+
+    Group i is the rows from ends[i - 1] (or 0) up to ends[i]; rows behind the last end come out as zeros.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16 and _aligned(x) and _aligned(weight):
+        return F.grouped_mm(x, weight, offs=ends)
+    result: Tensor = _GroupedMM.apply(x, weight, ends)
+    return result
+
+
+def expert_mm(x: Tensor, weight: Tensor, ends: Tensor, tp: Axis) -> Tensor:
+    """`grouped_mm` with the groups cut over ranks: x [r, k], weight [e/t, k, n], ends [e] -> addend [r, n].
+
+    Rows of other ranks' groups come out as zeros (placement P). Reads two of the ends on the host.
+    """
+    count = weight.shape[0]
+    ends = torch.cat((ends.new_zeros(1), ends))[tp.rank * count : (tp.rank + 1) * count + 1]
+    first, last = int(ends[0]), int(ends[-1])
+    return F.pad(grouped_mm(x[first:last], weight, ends[1:] - first), (0, 0, first, x.shape[0] - last))
+
+
+class _GroupedMM(torch.autograd.Function):
+    """One product per group, for types and layouts that torch's kernel does not take; saves its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return _per_group(x, weight, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        wanted_x, wanted_weight, _ = ctx.needs_input_grad
+        to_x = _per_group(grad, weight.transpose(1, 2), ends) if wanted_x else None
+        to_weight = torch.zeros_like(weight) if wanted_weight else None
+        if to_weight is not None:
+            for i, rows in enumerate(_groups(ends)):
+                to_weight[i] = x[rows].t() @ grad[rows]
+        return to_x, to_weight, None
+
+
+def _per_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    result = x.new_zeros(x.shape[0], weight.shape[2])
+    for i, rows in enumerate(_groups(ends)):
+        result[rows] = x[rows] @ weight[i]
+    return result
+
+
+def _groups(ends: Tensor) -> list[slice]:
+    """The rows of each group; none on meta, where nobody knows them and shapes are all that matters."""
+    last = [] if ends.is_meta else ends.tolist()
+    return [slice(a, b) for a, b in zip([0, *last], last, strict=False)]
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows or columns are contiguous and begin every 16 bytes, as torch's grouped kernel wants them."""
+    *_, rows, columns = x.stride()
+    return 1 in (rows, columns) and max(rows, columns) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
 def element_count(count: int) -> Tensor:
     """A count that is known from the sizes, as `valid_count` gives those that are not."""
     return torch.tensor(count, dtype=torch.float64)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from parity_models import DROPOUT, MODELS, Case
+from parity_models import DROPOUT, FEW_MESHES, MODELS, Case
 from torch import Tensor
 
 from autoptd.api import Parallel
@@ -53,7 +53,7 @@ def bulk(cluster: Cluster) -> Cluster:
 
 @cache
 def case(name: str) -> Case:
-    return {**MODELS, **DROPOUT}[name]()
+    return {**MODELS, **DROPOUT, **FEW_MESHES}[name]()
 
 
 @cache

@@ -96,6 +96,52 @@ def llama(kv_heads: int = 4) -> Case:
     return Case(randomised(model), {"input_ids": ids, "labels": labels})
 
 
+def mixtral() -> Case:
+    """Experts: rows that are sorted, multiplied in groups and put back; the router in float32; the loss in float64."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.integrations import moe
+
+    moe._can_use_grouped_mm = lambda *_: False  # torch's kernel knows no float64; transformers' own loop does
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=16,
+    )
+    model = MixtralForCausalLM(config)
+    model.loss_function = float64_loss
+    ids, labels = tokens()
+    return Case(randomised(model), {"input_ids": ids, "labels": labels})
+
+
+def t5() -> Case:
+    """An encoder that all layers of the decoder read, position biases that all layers add, labels that are shifted."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        d_kv=4,
+        d_ff=64,
+        num_layers=1,
+        num_decoder_layers=2,
+        num_heads=8,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=6,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    ids, labels = tokens()
+    return Case(randomised(T5ForConditionalGeneration(config)), {"input_ids": ids.flip(1), "labels": labels})
+
+
 def bert() -> Case:
     """Padding masks, ragged labels, a tied decoder with a bias, a parameter that is not used (the pooler has none)."""
     from transformers import BertConfig, BertForMaskedLM
@@ -349,6 +395,9 @@ MODELS: dict[str, Callable[[], Case]] = {
     "one_layer": one_layer,
     "awkward": awkward,
 }
+
+# Held to on one mesh: what they add to the others shows there.
+FEW_MESHES: dict[str, Callable[[], Case]] = {"mixtral": mixtral, "t5": t5}
 
 DROPOUT: dict[str, Callable[[], Case]] = {
     "gpt2_dropout": lambda: gpt2(dropout=0.2),

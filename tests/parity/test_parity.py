@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from parity_check import MESHES, Variant, alone, batches, case, check, complaints, parallel, planned
-from parity_models import MODELS
+from parity_models import FEW_MESHES, MODELS
 
 from autoptd.lockstep import Trained, differences, train_in_lockstep
 from autoptd.runtime.mesh import Mesh
@@ -41,6 +41,14 @@ def test_a_plan_trains_like_one_process(name: str, mesh: Mesh) -> None:
     for optimizer, variant in zip(("sgd", "adamw"), variants(name, mesh), strict=True):
         wrong = check(name, mesh, variant, optimizer)
         assert not wrong, (optimizer, variant, wrong)
+
+
+@pytest.mark.parametrize("name", FEW_MESHES)
+def test_mixtures_and_encoder_decoders(name: str) -> None:
+    mesh, variant = Mesh(2, 2, 2), Variant(bulk=True, recompute="full")
+    assert not check(name, mesh, variant, "adamw")
+    placed = planned(name, mesh, variant).splits.parameters
+    assert not {n for n, p in placed.items() if p in ("B", "Bp") and not n.endswith(("norm.weight", "gate.weight"))}
 
 
 def test_every_way_of_communicating_occurs() -> None:

@@ -35,6 +35,12 @@ def whole(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape, generator=RNG)
 
 
+def distinct(*shape: int) -> Tensor:
+    """Rows that are permutations: no two sources are written to one place."""
+    *rows, length = shape
+    return torch.rand(*rows, length, generator=RNG).argsort(-1)
+
+
 def flags(*shape: int) -> Tensor:
     return torch.rand(shape, generator=RNG) < 0.5
 
@@ -135,6 +141,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.empty_like.default: [],
     aten.expand.default: [(real(4, 1, 8), [4, 6, 8]), (real(8), [4, -1]), (real(4, 1, 8), [-1, 2, -1])],
     aten.expand_as.default: [(real(4, 1, 8), fixed(2, 4, 6, 8))],
+    aten.fill.Tensor: [(real(*X), torch.tensor(2.0, dtype=torch.float64))],
     aten.flatten.using_ints: [(real(4, 8, 6), 1), (real(2, 4, 3, 4), 2, 3)],
     aten.flip.default: [(real(*X), [1])],
     aten.floor_divide.default: [(fixed(*X), fixed(8).abs() + 1)],
@@ -143,12 +150,18 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.gather.default: [(real(4, 8), 1, whole(8, 4, 2)), (real(4, 8), 0, whole(4, 4, 6))],
     aten.glu.default: [(real(4, 8), -1)],
     aten.group_norm.default: [(real(4, 8, 3), 2, real(8), real(8))],
+    aten.histc.default: [(fixed(8).abs(), 4, 0, 3)],
     aten.index.Tensor: [
         (real(8, 6, 4), [whole(8, 4)]),
         (real(8, 6, 4), [None, whole(6, 4, 2)]),
         (real(8, 6, 4), [whole(8, 4), None, whole(4, 4)]),
         (real(8, 6, 4), [whole(8, 4, 1), whole(6, 2)]),
     ],
+    aten.index_add.default: [
+        (real(8, 6, 4), 0, whole(8, 5), real(5, 6, 4)),
+        (real(4, 8), 1, whole(8, 12), real(4, 12), {"alpha": 2}),
+    ],
+    aten.index_put.default: [(real(8, 4), [torch.randperm(8, generator=RNG)], real(8, 4))],
     aten.index_select.default: [(real(8, 6), 0, whole(8, 4))],
     aten.l1_loss.default: [(real(*X), real(*X), r) for r in (0, 1, 2)],
     aten.layer_norm.default: [
@@ -175,11 +188,13 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 1, 2, 6), real(1, 4, 6, 2)),
     ],
     aten.max.dim: [(real(4, 8), 1)],
+    aten.max.other: [(real(*X), real(8))],
     aten.max_pool2d.default: [(real(2, 4, 8, 8), [2, 2])],
     aten.max_pool2d_with_indices.default: [(real(2, 4, 8, 8), [2, 2])],
     aten.maximum.default: [(real(*X), real(8))],
     aten.mean.dim: [(real(4, 8, 6), [1]), (real(4, 8), [-1], True), (real(4, 8), None)],
     aten.min.dim: [(real(4, 8), 0, True)],
+    aten.min.other: [(real(*X), real(4, 1))],
     aten.minimum.default: [(real(*X), real(*X))],
     aten.mm.default: [(real(4, 8), real(8, 6))],
     aten.movedim.int: [(real(4, 6, 8), 0, 2)],
@@ -225,8 +240,16 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(2, 4, 4, 2), real(2, 4, 6, 2), real(2, 4, 6, 2), real(4, 4, 6)),
         (real(4, 6, 2), real(4, 6, 2), real(4, 6, 2)),
     ],
+    aten.scatter.src: [(real(4, 8), 1, distinct(4, 8), real(4, 8)), (real(4, 8), 0, distinct(8, 4).t(), real(4, 8))],
+    aten.scatter.value: [(real(4, 8), 1, whole(8, 4, 2), 3.0)],
+    aten.scatter_add.default: [
+        (real(4, 8), 1, whole(8, 4, 12), real(4, 12)),
+        (real(8, 4), 0, whole(8, 6, 2), real(6, 2)),
+    ],
     aten.select.int: [(real(4, 8, 6), 1, 3)],
+    aten.select_scatter.default: [(real(4, 8, 6), real(4, 6), 1, 3)],
     aten.slice.Tensor: [(real(4, 8), 1, 2, 6), (real(4, 8), 1, 0, 9223372036854775807), (real(4, 8), 0, 0, 4, 2)],
+    aten.slice_scatter.default: [(real(4, 8), real(4, 4), 1, 2, 6), (real(4, 8), real(2, 8), 0, 0, 2)],
     aten.smooth_l1_loss.default: [(real(*X), real(*X), r) for r in (0, 1, 2)],
     aten.softmax.int: [(real(4, 8), -1), (real(4, 8, 6), 1)],
     aten.sort.default: [(real(4, 8),)],
@@ -278,6 +301,10 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 2, 8), labels(8, 4, 2)),
         (real(4, 8), labels(8, 4), -100, 0.1),
         (real(4, 8), whole(8, 4), 3),
+    ],
+    ops.grouped_mm: [
+        (real(12, 8), real(4, 8, 6), torch.tensor([2, 2, 9, 12], dtype=torch.int32)),
+        (real(12, 4), real(8, 4, 8), torch.arange(1, 9, dtype=torch.int32)),
     ],
     ops.dropout: [(real(*X), 0.0, "a", None)],
     ops.valid_count: [(labels(4, 4, 8),)],

@@ -22,13 +22,19 @@ aten = torch.ops.aten
 UNSPECIFIED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # any content is right
 
 
+def with_axis(args: tuple[Any, ...], tp: Axis) -> list[Any]:
+    """The tensors of a call, the axis, and the first of what else it has."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    return [*tensors, tp, *args[len(tensors) : len(tensors) + 1]]
+
+
 def together(ranks: int, strategy: Strategy, target: Callable[..., Any], run: RankRun) -> list[Any]:
     """Ranks in lockstep, so that a distributed implementation can talk."""
 
     def one(communicators: Communicators) -> Any:
         tp = Axis(communicators.tp)
         own = IMPLEMENTATIONS.get((target, strategy.implementation))
-        return run(tp.rank, target if own is None else lambda a, b, *rest: own(a, b, tp, *rest[:1]))
+        return run(tp.rank, target if own is None else lambda *args: own(*with_axis(args, tp)))
 
     return run_lockstep(Mesh(tp=ranks), one) if strategy.implementation else [run(r, target) for r in range(ranks)]
 
