@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,9 @@ def plan(
     optimizer: Optimizer = "adamw",
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
+    include: Iterable[str] = (),
+    exact: bool = False,
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Search for the fastest way to train `model` on `world` devices that fits.
@@ -75,17 +78,24 @@ def plan(
     out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made by hand, `wishes.KNOWN`; with
     some of them a plan can be predicted, but not run (`Plan.not_runnable`).
 
+    include: dimensions to search beyond what can be run here, of `wishes.INCLUDABLE`, or "all". exact: go on until
+    nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
+    be. time_limit_s: of the search once it has a plan; the plan then depends on the machine's speed.
+
     precision: "bf16", "fp32" or "fp64"; left out, bf16. A model from `trace` brings inputs, loss, seq and precision.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, and DoesNotFit saying what is missing.
     """
     progress = progress or Silent()
     _check_sizes(world, batch)
-    wishes, chosen, where = read_wishes(fix), _optimizer_name(optimizer), _cluster(cluster)
+    wishes, chosen, where = read_wishes(fix, include), _optimizer_name(optimizer), _cluster(cluster)
     _check_clip(clip_norm)
+    _check_limit(time_limit_s)
     source = _traced(model, inputs, loss, seq, precision, progress)
     return make_plan(
         source,
+        exact=exact,
+        time_limit_s=time_limit_s,
         world=world,
         cluster=where,
         batch=batch,
@@ -413,6 +423,14 @@ def _check_sizes(world: object, batch: object) -> None:
     require_count(world, "world", of="the devices, all nodes together")
     if batch is not None:
         require_count(batch, "batch", of="the samples of a step, all ranks together")
+
+
+def _check_limit(time_limit_s: object) -> None:
+    number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
+    if time_limit_s is not None and not (number and time_limit_s > 0):  # type: ignore[operator]
+        raise PlanError(
+            f"time_limit_s is {time_limit_s!r}", where="time_limit_s", fix="give a positive number, or none"
+        )
 
 
 def _check_clip(clip_norm: object) -> None:

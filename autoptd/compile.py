@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
 from autoptd.errors import InputsError, PlanError, nearest
-from autoptd.models.inputs import example_inputs, model_name, sequence_limit
+from autoptd.models.inputs import example_inputs, model_name
 from autoptd.passes.collectives import count_collectives
 from autoptd.passes.fold import Folded, fold, graph_hash, is_count, needed_prelude
 from autoptd.passes.graph import infos
@@ -36,12 +38,11 @@ from autoptd.progress import Progress
 from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
 from autoptd.search.known import Known
-from autoptd.search.planner import Answer, Planner, Task, alternatives
-from autoptd.search.stages import Staged, rank_times
+from autoptd.search.planner import EFFORT, Answer, Planner, Task, alternatives
+from autoptd.search.staged import Staged, rank_times
 from autoptd.search.wishes import Wishes
 
 _TRACE_BATCH = 2  # samples in the example inputs that are made here
-_SEQUENCE_CAP = 4096
 _PRECISIONS = ("bf16", "fp32", "fp64")
 
 
@@ -109,9 +110,6 @@ def read_model(
 
 
 def _made_inputs(model: nn.Module, seq: int | None) -> dict[str, Tensor]:
-    if seq is None:
-        limit = sequence_limit(model)
-        seq = None if limit is None else min(limit, _SEQUENCE_CAP)
     return example_inputs(model, _TRACE_BATCH, seq)
 
 
@@ -125,11 +123,24 @@ def make_plan(
     optimizer: str,
     wishes: Wishes,
     progress: Progress,
+    exact: bool = False,
+    time_limit_s: float | None = None,
 ) -> Plan:
     """Search, and write the answer down. Raises PlanError, DoesNotFit."""
     notes = [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
     size = batch or 8 * world
-    task = Task(source.folded, cluster, world, size, source.sizes, precision, optimizer, wishes)
+    task = Task(
+        source.folded,
+        cluster,
+        world,
+        size,
+        source.sizes,
+        precision,
+        optimizer,
+        wishes,
+        effort=None if exact else EFFORT,
+        time_limit_s=time_limit_s or math.inf,
+    )
     answer = Planner(task, progress, source.known).answer()
     notes += _notes(source, answer)
     return _written(source, task, answer, tuple(notes))
@@ -148,7 +159,7 @@ def _notes(source: TracedModel, answer: Answer) -> list[str]:
         notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
     notes += _embedding_notes(source, answer)
     notes.append(
-        f"{answer.considered} meshes and microbatch sizes considered, {answer.visited} solved; "
+        f"{answer.considered} ways to run considered, {answer.visited} cut into stages; "
         f"by this cost model none is faster by more than {answer.gap:.1%}"
     )
     return notes
@@ -210,7 +221,7 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
         zero=candidate.zero,
         method=Method(
-            recompute=candidate.recompute if candidate.recompute in ("selective", "ops") else "full",  # type: ignore[arg-type]
+            recompute=_common_policy(staged),  # type: ignore[arg-type]
             overlap=method.overlap,  # type: ignore[arg-type]
             kernels=method.kernels,  # type: ignore[arg-type]
             loss=method.loss,  # type: ignore[arg-type]
@@ -222,8 +233,8 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
             sends=method.sends,  # type: ignore[arg-type]
         ),
         stages=tuple(
-            Stage(first=first, last=last, modules=_modules(folded, first, last), recompute=tuple(map(int, recompute)))
-            for (first, last), recompute in zip(staged.solution.boundaries, staged.solution.recompute, strict=True)
+            _stage(folded, first, last, policies, _common_policy(staged))
+            for (first, last), policies in zip(staged.solution.boundaries, staged.solution.policies, strict=True)
         ),
         segments=tuple(s.name for s in folded.segments),
         splits=Splits(parameters=parameter_splits(folded, sharding), activations=activation_splits(folded, sharding)),
@@ -236,6 +247,24 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         },
         predicted=_predicted(source, task, staged, answer),
         notes=notes,
+    )
+
+
+def _common_policy(staged: Staged) -> str:
+    """What most recomputed segments run again."""
+    counts = Counter(policy for stage in staged.solution.policies for policy in stage.values())
+    return min(counts, key=lambda policy: (-counts[policy], policy), default="full")
+
+
+def _stage(folded: Folded, first: int, last: int, policies: Mapping[int, str], common: str) -> Stage:
+    again = tuple(sorted(policies))
+    mixed = tuple(policies[i] for i in again) if set(policies.values()) - {common} else ()
+    return Stage(
+        first=first,
+        last=last,
+        modules=_modules(folded, first, last),
+        recompute=again,
+        policies=mixed,  # type: ignore[arg-type]
     )
 
 

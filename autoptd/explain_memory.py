@@ -68,11 +68,11 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
         zero=plan.zero,
         gradients=plan.method.gradients,
     )
-    held = {i for stage in plan.stages for i in stage.recompute}
+    held = {i: policy for stage in plan.stages for i, policy in plan.policies(stage).items()}
     number = _number(plan, source)
     blocks = []
     for segments in _blocks(source):
-        policy = plan.method.recompute if any(s.index in held for s in segments) else "none"
+        policy = next((held[s.index] for s in segments if s.index in held), "none")
         blocks.append(_block(segments, sharding, policy, names, number))
     stages, schedule = plan.mesh.pp, plan.schedule
     flying = [in_flight(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]

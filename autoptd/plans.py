@@ -101,6 +101,7 @@ class Stage(_Part):
     last: Index
     modules: str
     recompute: tuple[Index, ...] = ()
+    policies: tuple[Literal["full", "selective", "ops"], ...] = ()  # of `recompute`, where not all method.recompute
 
 
 class Splits(_Part):
@@ -237,7 +238,7 @@ class Plan(_Part):
             f"cp {self.mesh.cp}": self.mesh.cp > 1,
             f"the {self.schedule.kind} schedule": self.schedule.kind != "1f1b",
             f"ZeRO {self.zero}": self.zero > 1,
-            f"{asked.recompute} recomputation": asked.recompute != "full" and any(s.recompute for s in self.stages),
+            f"{' and '.join(self.partial)} recomputation": bool(self.partial),
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": asked.overlap != default.overlap,
             f"{asked.kernels} kernels": asked.kernels != default.kernels,
             "a loss in place": asked.loss != default.loss,
@@ -249,6 +250,17 @@ class Plan(_Part):
             "sends in slices": asked.sends != default.sends and self.mesh.pp > 1 and self.mesh.tp > 1,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Policies in use that run a part of the forward pass again."""
+        used = {policy for stage in self.stages for policy in self.policies(stage).values()}
+        return tuple(sorted(used - {"full"}))
+
+    def policies(self, stage: Stage) -> dict[int, str]:
+        """What each recomputed segment of a stage runs again."""
+        names = stage.policies or (self.method.recompute,) * len(stage.recompute)
+        return dict(zip(stage.recompute, names, strict=True))
 
     def check_runnable(self) -> None:
         """Raise PlanError naming what of the plan nothing here can carry out."""
@@ -270,6 +282,15 @@ class Plan(_Part):
         from autoptd.explain import compare
 
         return compare(self, other)
+
+    def export(self, to: str, model: Any = None) -> str:
+        """For those who run elsewhere: "megatron" (arguments), "torch" (a program of `model`) or "json" (a table).
+
+        What the other side cannot say stands in the text. Raises PlanError where it has no counterpart.
+        """
+        from autoptd.export.command import export
+
+        return str(export(self, to, lambda: model)["text"])
 
     def _repr_html_(self) -> str:
         from autoptd.explain import explain_html
@@ -344,6 +365,8 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
         for j, segment in enumerate(stage.recompute):
             if not stage.first <= segment <= stage.last:
                 yield f"stages[{i}].recompute[{j}]", f"is {segment}, outside {stage.first} to {stage.last}"
+        if len(stage.policies) not in (0, len(stage.recompute)):
+            yield f"stages[{i}].policies", f"has {len(stage.policies)} entries for {len(stage.recompute)} segments"
         start = stage.last + 1
     if start != len(plan.segments):
         yield f"stages[{len(plan.stages) - 1}].last", f"is {start - 1}; the last segment is {len(plan.segments) - 1}"

@@ -84,8 +84,7 @@ class Memory:
     @property
     def needed(self) -> int:
         """What a device must have: with as little held free as was seen."""
-        held = min(self.overhead, allocator_bytes(self.activations + self.temporary, FRAGMENTATION_LEAST))
-        return self.total - self.overhead + held
+        return self.total - self.overhead + allocator_bytes(self.activations + self.temporary, FRAGMENTATION_LEAST)
 
     @property
     def total(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.search.stages import under
+from autoptd.search.staged import under
 from benchmarks.published.calibrate import Case, cases, fit, leave_out, loss, median_error
 from benchmarks.published.constants import _KINDS, CONSTANTS, Constant, fitted, present, with_values
 from tests.sample_runs import OF_ROW, tiny

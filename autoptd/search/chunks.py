@@ -10,10 +10,10 @@ fewer multiprocessors for kernels (`Device.collective_multiprocessors`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import TypeVar
 
 from torch import fx
 
@@ -24,11 +24,16 @@ from autoptd.cost_models.op_time import memory_s
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.passes.placements import BP, B, Placement, Split
-from autoptd.runtime.footprint import buffer_class, packed
+from autoptd.runtime.footprint import BUCKET_ELEMENTS, buffer_class, packed
 from autoptd.search.kinds import KindCost, price
 from autoptd.search.meshes import Candidate
 from autoptd.search.tensors import Sharded, Tensors
 from autoptd.search.wishes import Method
+
+_CLASSES = 8  # buffers of a stage at the most: parameters of one dtype, placement and set of stages share one
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class ChunkCost:
     recompute_s: float = 0.0
     forward_tp_s: float = 0.0  # not hidden by compute
     backward_tp_s: float = 0.0
+    weight_s: float = 0.0  # of backward_s: gradients of parameters, which a schedule may put off
     sharding_s: float = 0.0  # exchange of sharded parameters and gradients, not hidden
 
 
@@ -68,13 +74,14 @@ class Chunks:
         self.shards = min(method.shards or self.dp, self.dp)
         self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
         self.gradient = self.compute if method.gradients == "compute" else self.main
+        self._passes: dict[str, ChunkCost] = {}
 
     def under(self, cluster: Cluster) -> Chunks:
         """The same chunks on another cluster."""
         other = copy(self)
         other.cluster = cluster
         costs = {kind: price(cost.work, cluster, self.candidate.tp) for kind, cost in self.sharded.costs.items()}
-        other.sharded = replace(self.sharded, costs=costs)
+        other.sharded, other._passes = replace(self.sharded, costs=costs), {}
         return other
 
     def cost(self, segment: int) -> KindCost:
@@ -82,25 +89,51 @@ class Chunks:
 
     # ---- one microbatch ----
 
-    def chunk(self, first: int, last: int, recomputed: frozenset[int], policy: str) -> ChunkCost:
-        """Segments `first` to `last`, of which `recomputed` run (a part of) their forward pass again."""
-        forward = backward = recompute = forward_tp = backward_tp = 0.0
+    def chunk(self, first: int, last: int, policies: Mapping[int, str]) -> ChunkCost:
+        """Segments `first` to `last`, of which those with a policy run (a part of) their forward pass again."""
+        forward = backward = recompute = forward_tp = backward_tp = weight = 0.0
         for i in range(first, last + 1):
-            cost = self.cost(i)
+            part = self._segment(i)
+            again = self.again_s(i, policies[i]) if i in policies else 0.0
+            forward, backward = forward + part.forward_s, backward + part.backward_s + again
+            forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
+            recompute, weight = recompute + again, weight + part.weight_s
+        backward += self._accumulate_s(first, last)
+        shared_f, shared_b = self._sharding_s(first, last, forward, backward)
+        return ChunkCost(
+            forward + shared_f,
+            backward + shared_b,
+            recompute,
+            forward_tp,
+            backward_tp,
+            weight,
+            shared_f + shared_b,
+        )
+
+    def least(self, segment: int) -> ChunkCost:
+        """What a segment adds at the least to any stage that holds it: parameters count where they are read first."""
+        part = self._segment(segment)
+        mine = sum(numel for _, numel, _, frozen, is_first in self._parameters[segment] if is_first and not frozen)
+        return replace(part, backward_s=part.backward_s + self._adding_s(mine))
+
+    def again_s(self, segment: int, policy: str) -> float:
+        """What a policy of recomputation runs again."""
+        cost = self.cost(segment)
+        if policy in cost.again_s:
+            return cost.again_s[policy]
+        return self._segment(segment).forward_s
+
+    def _segment(self, segment: int) -> ChunkCost:
+        """Passes of one segment, but for what depends on the whole stage."""
+        kind = self.folded.segments[segment].kind
+        if kind not in self._passes:
+            cost = self.sharded.costs[kind]
             compute_f, compute_b = cost.forward_s - cost.forward_comm_s, cost.backward_s - cost.backward_comm_s
             ring = self._ring_s(cost)
             tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + ring
             tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + 2 * ring
-            again = 0.0
-            if i in recomputed:
-                again = cost.again_s[policy] if policy in cost.again_s else compute_f + tp_f
-            forward, backward = forward + compute_f + tp_f, backward + compute_b + tp_b + again
-            forward_tp, backward_tp, recompute = forward_tp + tp_f, backward_tp + tp_b, recompute + again
-        backward += self._accumulate_s(first, last)
-        shared_f, shared_b = self._sharding_s(first, last, forward, backward)
-        return ChunkCost(
-            forward + shared_f, backward + shared_b, recompute, forward_tp, backward_tp, shared_f + shared_b
-        )
+            self._passes[kind] = ChunkCost(compute_f + tp_f, compute_b + tp_b, 0.0, tp_f, tp_b, cost.weight_s)
+        return self._passes[kind]
 
     def _exposed_tp_s(self, comm_s: float, compute_s: float) -> float:
         pieces = self.candidate.tp if "tp" in self.method.overlap else 1
@@ -115,13 +148,16 @@ class Chunks:
         return exposed_s(comm_s, cost.attention_s, ranks)
 
     def _accumulate_s(self, first: int, last: int) -> float:
+        return self._adding_s(self.numel(first, last)[1])
+
+    def _adding_s(self, numel: int) -> float:
         """Adding each microbatch's gradients to the buffer; matmul kernels written for it do so as they compute."""
         if self.candidate.zero >= 2 or (self.method.kernels != "eager" and self.method.gradients == "main"):
             return 0.0
         if self.gradient == self.compute and self.candidate.microbatches == 1:
             return 0.0
         per_element = 2 * self.gradient + self.compute
-        return memory_s(self.cluster.device, self.numel(first, last)[1] * per_element)
+        return memory_s(self.cluster.device, numel * per_element)
 
     def _sharding_s(self, first: int, last: int, forward_s: float, backward_s: float) -> tuple[float, float]:
         """Gathering parameters for each pass and scattering gradients (Zhao et al. 2023, FSDP), where not hidden."""
@@ -159,8 +195,31 @@ class Chunks:
             return p2p_s(whole / c.tp + split, self.cluster, stride) + gathered
         return p2p_s(whole + split, self.cluster, stride)
 
-    @cached_property
+    @property
     def _crossing_bytes(self) -> list[tuple[int, int]]:
+        return self._noted("crossing bytes", self._count_crossing)
+
+    @property
+    def _parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
+        return self._noted("parameters", self._list_parameters)
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """Of each segment: equal for those that cost the same wherever they are."""
+        return self._noted("names", self._name_segments)
+
+    def _noted(self, what: str, work_out: Callable[[], T]) -> T:
+        """What depends on the sharding alone, worked out once for all candidates."""
+        noted = self.sharded.noted
+        if what not in noted:
+            noted[what] = work_out()
+        return noted[what]  # type: ignore[no-any-return]
+
+    def _name_segments(self) -> tuple[int, ...]:
+        known: dict[tuple[object, ...], int] = {}
+        return tuple(known.setdefault((s.kind, self._alike(s.index)), len(known)) for s in self.folded.segments)
+
+    def _count_crossing(self) -> list[tuple[int, int]]:
         """Local bytes alive at each place between segments: (held by every tp rank, split)."""
         placed: dict[fx.Node, tuple[int, Placement]] = {}
         last: dict[fx.Node, int] = {}
@@ -194,8 +253,7 @@ class Chunks:
                     frozen, trained = (frozen + count, trained) if is_frozen else (frozen, trained + count)
         return frozen, trained
 
-    @cached_property
-    def _parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
+    def _list_parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
         """Of each segment: (name, local elements, placement, frozen, whether read here first)."""
         traced = self.folded.traced
         reader: dict[str, int] = {}
@@ -212,7 +270,7 @@ class Chunks:
             found.append(mine)
         return found
 
-    def alike(self, segment: int) -> Hashable:
+    def _alike(self, segment: int) -> Hashable:
         """Equal for segments of one kind only if they cost the same: by their parameters, and what crosses behind."""
         behind = self._crossing_bytes[segment + 1] if segment + 1 < len(self._crossing_bytes) else (0, 0)
         return tuple(parameter[1:] for parameter in self._parameters[segment]), behind
@@ -253,6 +311,41 @@ class Chunks:
         )
         return state + Memory(parameters=sum(h.numel for _, h in own if h.frozen) * self.compute)
 
+    def state_at_least(self, segment: int) -> Memory:
+        """Of a segment, without padding, and without parameters that another one reads first."""
+        mine = [p for p in self._parameters[segment] if p[4]]
+        trained = sum(p[1] for p in mine if not p[3])
+        state = model_state(
+            [trained],
+            precision=self.precision,
+            optimizer=self.optimizer,
+            zero=self.candidate.zero,
+            dp=self.dp,
+            pad_to=self.shards if self.candidate.zero else 1,
+            shards=self.shards,
+            gradients=self.method.gradients,
+        )
+        return state + Memory(parameters=sum(p[1] for p in mine if p[3]) * self.compute)
+
+    def state_at_most(self, first: int, last: int, block_numel: int = 0) -> Memory:
+        """The same of one run, not laid out: with all the padding that there may be, which is little."""
+        frozen, trained = self.numel(first, last)
+        if first == 0:
+            frozen += sum(h.numel for h in self._unused.values() if h.frozen)
+            trained += sum(h.numel for h in self._unused.values() if not h.frozen)
+        padding = (trained // BUCKET_ELEMENTS + _CLASSES) * self.dp
+        state = model_state(
+            [trained + padding],
+            precision=self.precision,
+            optimizer=self.optimizer,
+            zero=self.candidate.zero,
+            dp=self.dp,
+            shards=self.shards,
+            gradients=self.method.gradients,
+            block_numel=block_numel,
+        )
+        return state + Memory(parameters=frozen * self.compute)
+
     def _sharers(self, cut: Sequence[tuple[int, int]]) -> dict[str, frozenset[int]]:
         """Parameters that several pipeline ranks hold -> those ranks."""
         if self.candidate.pp == 1 or not cut:
@@ -261,14 +354,20 @@ class Chunks:
         found = {name: frozenset(rank[i] for i in readers) for name, readers in self._tied.items()}
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
-    @cached_property
+    @property
     def _order(self) -> dict[str, int]:
+        return self._noted("order", self._find_order)
+
+    def _find_order(self) -> dict[str, int]:
         """Name of a parameter -> its place in the model's forward order."""
         names = dict.fromkeys(parameter[0] for mine in self._parameters for parameter in mine)
         return {name: i for i, name in enumerate(names)}
 
-    @cached_property
+    @property
     def _unused(self) -> dict[str, _Held]:
+        return self._noted("unused", self._find_unused)
+
+    def _find_unused(self) -> dict[str, _Held]:
         """Parameters that do not reach the loss."""
         traced, found = self.folded.traced, {}
         for node in self.folded.unused_parameters:
@@ -328,8 +427,11 @@ class Chunks:
         shard = numel * self.gradient / (self.dp if self.candidate.zero else 1)
         return collective_s("all_reduce", shard, self.cluster, 2, stride) if numel else 0.0
 
-    @cached_property
+    @property
     def _tied(self) -> dict[str, set[int]]:
+        return self._noted("tied", self._find_tied)
+
+    def _find_tied(self) -> dict[str, set[int]]:
         """Parameters that several segments read -> those segments."""
         readers: dict[str, set[int]] = {}
         for i, parameters in enumerate(self._parameters):

@@ -30,6 +30,7 @@ class KindWork:
     activation_bytes: int = 0  # kept for the backward pass
     input_bytes: int = 0  # of what it receives: all that a full recompute keeps
     temporary_bytes: int = 0  # the largest op's operands and results
+    weights: Works = ()  # of `backward`: those that make gradients of parameters alone
     ring_bytes: int = 0  # of keys and values, as ring attention passes them on
 
 
@@ -44,6 +45,7 @@ class KindCost:
     backward_comm_s: float
     again_s: Mapping[str, float]
     attention_s: float  # of fused attention, forward
+    weight_s: float = 0.0  # of backward_s: gradients of parameters
 
     @property
     def activation_bytes(self) -> int:
@@ -73,6 +75,7 @@ def price(work: KindWork, cluster: Cluster, ranks: int) -> KindCost:
         backward_comm_s=backward_comm,
         again_s={policy: work_s(device, works) for policy, works in work.again.items()},
         attention_s=work_s(device, (w for w in work.forward if w.kind == "attention")),
+        weight_s=sum(op_s(device, w) for w in work.weights),
     )
 
 

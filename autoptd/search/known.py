@@ -60,7 +60,7 @@ class Known:
         self._workbooks: dict[tuple[str, str], Workbook] = {}
         self._legal: dict[tuple[int, Values, bool], Legal] = {}
         self._sharded: OrderedDict[Question, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
-        self._flops: dict[Values, float] = {}
+        self._flops: dict[Values, tuple[float, float]] = {}
 
     def read(self) -> Known:
         """Read off the graph what holds for every plan of it, where it would else be read for the first one."""
@@ -117,14 +117,26 @@ class Known:
 
     def flops(self, values: Values) -> float:
         """Floating point operations that one sample asks for: forward, and what of twice that backward is needed."""
+        return sum(self._flops_of(values))
+
+    def product_flops(self, values: Values) -> float:
+        """Those of matrix products alone, which no device does faster than its sustained rate."""
+        return self._flops_of(values)[0]
+
+    def _flops_of(self, values: Values) -> tuple[float, float]:
+        """(matrix products, all else)."""
         if values not in self._flops:
-            sizes, total = Sizes({BATCH: 1, **dict(values)}, BATCH), 0.0
+            sizes, products, others = Sizes({BATCH: 1, **dict(values)}, BATCH), 0.0, 0.0
             ops = self.facts.ops
             for kind, segment in self.folded.representatives.items():
                 for node in segment.nodes:
                     if node in ops and ops[node].work.flops != 0:
                         op = ops[node]
                         times = 1 + sum(t.requires_grad for t in op.call.operands[:2])
-                        total += self.folded.multiplicity(kind) * times * float(sizes(op.work.flops))
-            self._flops[values] = total
+                        total = self.folded.multiplicity(kind) * times * float(sizes(op.work.flops))
+                        if op.work.kind == "matmul":
+                            products += total
+                        else:
+                            others += total
+            self._flops[values] = products, others
         return self._flops[values]

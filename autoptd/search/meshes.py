@@ -1,22 +1,18 @@
-"""Which meshes there are for a world, and the search through them in order of an optimistic bound.
+"""Which meshes there are for a world, and the ways to run each.
 
-A mesh is dp * tp * pp = world, with the samples `micro` of a microbatch per data-parallel rank; a step then has
-m = batch / (dp * micro) microbatches. `candidates` writes down all of them that the limits and the user's `fix` allow.
-`search` visits them best bound first and stops when no bound is below the best step time found: what is left out cannot
-be better. Both are deterministic; among equals the first in (tp, pp, dp, micro, zero, recompute) order wins.
+A mesh is dp * cp * tp * pp = world, with the samples `micro` of a microbatch per data-parallel rank; a step then has
+m = batch / (dp * micro) microbatches. `candidates` writes down all of them that the limits and the user's `fix` allow,
+each with every ZeRO stage, schedule and number of chunks, in (cp, tp, pp, dp, micro, zero, recompute, schedule) order.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from autoptd.errors import DoesNotFit, PlanError, nearest
+from autoptd.errors import PlanError, nearest
 
-T = TypeVar("T")
 FIXABLE = ("dp", "micro", "pp", "recompute", "tp", "zero")
 
 
@@ -31,15 +27,22 @@ class Candidate:
     microbatches: int  # per step
     zero: int
     recompute: str
+    cp: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1  # chunks per pipeline rank
+    shards: int = 0  # data-parallel ranks that sharded state is spread over; 0 is all of them
 
     def __str__(self) -> str:
-        return f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
+        text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
+        extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
+        text += "".join(f" {name}{value}" for name, (value, usual) in extra.items() if value != usual)
+        return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
 
 
 @dataclass(frozen=True)
 class Limits:
     """What the devices and the model allow. `batch`: samples per step; `segments`: cuttable pieces of the model;
-    `max_micro`: largest microbatch to consider (a fixed one may be larger)."""
+    `max_micro`: largest microbatch to consider (a fixed one may be larger), per context-parallel rank."""
 
     world: int
     batch: int
@@ -48,21 +51,53 @@ class Limits:
     zeros: tuple[int, ...] = (0, 1)
     recomputes: tuple[str, ...] = ("none", "full", "auto")
     max_micro: int | None = None
+    cps: tuple[int, ...] = (1,)
+    schedules: tuple[str, ...] = ("1f1b",)
+    virtuals: tuple[int, ...] = (1,)
+    shards: tuple[int, ...] = (0,)
 
 
 def candidates(limits: Limits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
-    """Every candidate within `limits` that has what `fix` says (any of dp, tp, pp, micro, zero, recompute).
+    """Every candidate within `limits` that has what `fix` says (any of `FIXABLE`).
 
     With one data-parallel rank ZeRO changes nothing: its first level stands for all.
     Raises `PlanError` naming what does not divide or is not possible, and the nearest that is.
     """
     wish = dict(fix or {})
     _check_alone(limits, wish)
-    _check_together(limits, wish)
-    found = tuple(c for mesh in _meshes(limits, wish) for c in _options(limits, wish, *mesh))
+    found = tuple(c for cp in limits.cps if limits.world % cp == 0 for c in _with_cp(limits, wish, cp))
     if not found:
-        raise _nothing_left(limits, wish)
+        alone = replace(limits, world=limits.world // limits.cps[0])
+        _check_together(alone, wish)
+        raise _nothing_left(alone, wish)
     return found
+
+
+def _with_cp(limits: Limits, wish: Mapping[str, int | str], cp: int) -> Iterator[Candidate]:
+    most = None if limits.max_micro is None else limits.max_micro * cp
+    alone = replace(limits, world=limits.world // cp, max_micro=most, cps=(cp,))
+    if len(limits.cps) == 1:
+        _check_together(alone, wish)
+    for mesh in _meshes(alone, wish):
+        for option in _options(alone, wish, *mesh):
+            yield from _ways(alone, replace(option, cp=cp), strict="micro" not in wish)
+
+
+def _ways(limits: Limits, c: Candidate, strict: bool) -> Iterator[Candidate]:
+    """Schedules, chunks and groups of shards that a mesh allows; without a pipeline all schedules are one.
+
+    `strict`: leave out what the schedule refuses, where another microbatch may do."""
+    groups = [n for n in limits.shards if n == 0 or (c.zero and n < c.dp * c.cp and c.dp * c.cp % n == 0)]
+    alone = c.pp == 1 and len(limits.schedules) > 1
+    for schedule in limits.schedules[:1] if alone else limits.schedules:
+        for virtual in limits.virtuals:
+            chunked = virtual > 1
+            if chunked != (schedule == "interleaved") or (chunked and c.pp * virtual > limits.segments):
+                continue
+            if chunked and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
+                continue
+            for shards in groups or limits.shards[:1]:
+                yield replace(c, schedule=schedule, virtual=virtual, shards=shards)
 
 
 def _meshes(limits: Limits, wish: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:
@@ -80,7 +115,7 @@ def _options(limits: Limits, wish: Mapping[str, int | str], dp: int, tp: int, pp
     if limits.batch % dp:
         return
     share = limits.batch // dp
-    zeros = limits.zeros if dp > 1 else limits.zeros[:1]
+    zeros = limits.zeros if dp * limits.cps[0] > 1 else limits.zeros[:1]
     for micro in divisors(share):
         if wish.get("micro", micro) != micro or ("micro" not in wish and micro > (limits.max_micro or micro)):
             continue
@@ -191,77 +226,4 @@ def _nothing_left(limits: Limits, wish: Mapping[str, int | str]) -> PlanError:
         f"dp x micro of any mesh of world {limits.world} with {asked}",
         where=f"dp x micro may be {', '.join(map(str, steps))}, as far as this model can be split by tp and pp",
         fix=f"use a batch of {_around(limits.batch, batches)}",
-    )
-
-
-# ---- the search ----
-
-
-@dataclass(frozen=True)
-class Found(Generic[T]):
-    """An evaluated candidate: the seconds of a step, and whatever the evaluation made."""
-
-    candidate: Candidate
-    seconds: float
-    result: T
-
-
-@dataclass(frozen=True)
-class Searched(Generic[T]):
-    """`best`: the best few, best first. `bound_s`: no candidate takes less. Each candidate was visited or pruned;
-    of those visited, `rejected` did not fit."""
-
-    best: tuple[Found[T], ...]
-    visited: int
-    pruned: int
-    rejected: tuple[tuple[Candidate, DoesNotFit], ...]
-    bound_s: float
-
-    @property
-    def gap(self) -> float:
-        """How much faster an unvisited candidate may be, relative to the best; 0 when nothing was left out."""
-        return max(0.0, 1.0 - self.bound_s / self.best[0].seconds) if self.best else math.inf
-
-
-def search(
-    options: Sequence[Candidate],
-    lower_bound: Callable[[Candidate], float],
-    evaluate: Callable[[Candidate], tuple[float, T]],
-    *,
-    keep: int = 3,
-    slack: float = 0.0,
-    time_limit_s: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
-) -> Searched[T]:
-    """The `keep` best of `options` by `evaluate`, which gives (seconds, result) or raises `DoesNotFit`.
-
-    `lower_bound` must never exceed the seconds of `evaluate`; infinity leaves a candidate out. Candidates with bounds
-    up to (1 + slack) times the best are visited, so that a finer judge has near-equals to choose from. At the time
-    limit (checked between evaluations, after the first that fits) the best so far is returned, with its gap.
-    """
-    started = clock()
-    queue = sorted((lower_bound(option), index) for index, option in enumerate(options))
-    found: list[tuple[float, int, T]] = []
-    rejected: list[tuple[Candidate, DoesNotFit]] = []
-    visited = 0
-    for bound, index in queue:
-        limit = found[0][0] * (1 + slack) if found else math.inf
-        if bound >= limit or (found and clock() - started > time_limit_s):
-            break
-        visited += 1
-        try:
-            seconds, result = evaluate(options[index])
-        except DoesNotFit as error:
-            rejected.append((options[index], error))
-            continue
-        assert seconds >= bound * (1 - 1e-6), f"{options[index]}: {seconds} s is below its bound of {bound} s"
-        found.append((seconds, index, result))
-        found.sort(key=lambda entry: entry[:2])
-    left = queue[visited][0] if visited < len(queue) else math.inf
-    return Searched(
-        best=tuple(Found(options[index], seconds, result) for seconds, index, result in found[:keep]),
-        visited=visited,
-        pruned=len(queue) - visited,
-        rejected=tuple(rejected),
-        bound_s=min(left, found[0][0] if found else math.inf),
     )

@@ -1,20 +1,31 @@
-"""The search: for each tp and microbatch size the splits ILP, for each mesh the cuts, best simulated wins.
+"""The search: the space of candidates, visited by optimistic bound until no other can be better.
 
-tp, micro ──► splits ILP ──► Sharded ─┐
-dp, pp, zero, recompute ──────────────┴─► bound ─► cuts ─► step time ─► the best few simulated
+    candidate ──► floor: products at the device's rate
+              ──► split: its tensors by the splits ILP (once per tp, cp and microbatch) ──► bound of all cuts
+              ──► cut: stages and recomputation ──► bound of these stages
+              ──► simulated by the action lists that will run
+              ──► refined: all other cuts whose bound is below the best, where they are few
+
+Each candidate waits in one queue under the least that it may take as far as it is known, and goes on from there when
+it is its turn. When the first of the queue takes no less than the best simulated, nothing else is left to find. The
+least bound of a candidate that was not looked at in full is what the gap is reckoned from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import sympy
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
-from autoptd.errors import AutoptdError, DoesNotFit, PlanError
+from autoptd.cost_models.collectives import collective_s
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
+from autoptd.cost_models.op_time import memory_s
+from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info, op_call, source_line
 from autoptd.passes.sharding import ops_of
@@ -22,22 +33,32 @@ from autoptd.passes.trace import SEQUENCE
 from autoptd.passes.work import work
 from autoptd.progress import Progress
 from autoptd.schedule import prove
+from autoptd.search.bounds import cut_bound_s, even_bound_s
 from autoptd.search.kinds import PARTIAL
 from autoptd.search.known import Known, Legal, Question
-from autoptd.search.meshes import Candidate, Limits, Searched, candidates, divisors, search
+from autoptd.search.meshes import Candidate, Limits, candidates, divisors
+from autoptd.search.refine import Effort, refine
 from autoptd.search.room import Room
 from autoptd.search.splits import InfeasibleSplit
-from autoptd.search.stages import Staged, Stages, action_lists, simulated
+from autoptd.search.staged import Staged, action_lists, simulated
+from autoptd.search.stages import NoRoom, Stages
 from autoptd.search.tensors import Sharded, Tensors
-from autoptd.search.wishes import Wishes
+from autoptd.search.wishes import Method, Wishes
 
 _TOKENS = 65536  # of the largest microbatch that is considered
-_SIMULATED = 4  # candidates that the bound finds best
+EFFORT = 200  # cuts beyond the first of each candidate that are simulated, unless more is asked for
+_CUT = 2  # the step of a candidate from which on it is gone through with at once, until there is something to beat
+_EXPLAINED = 4  # candidates that are looked at closely to say what is missing
+_RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned."""
+    """What is to be planned.
+
+    `effort`: cuts beyond the first of each candidate that may be simulated; None is as many as it takes to be exact.
+    `time_limit_s`: of the search, once it has found a plan.
+    """
 
     folded: Folded
     cluster: Cluster
@@ -47,6 +68,8 @@ class Task:
     precision: str
     optimizer: str
     wishes: Wishes
+    effort: int | None = EFFORT
+    time_limit_s: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -57,22 +80,50 @@ class Answer:
     tensors: Tensors
     considered: int
     visited: int
-    gap: float
+    gap: float  # no candidate takes less than (1 - gap) times the best
     question: Question  # that `tensors` answers
     known: Known
 
 
+@dataclass
+class _Waiting:
+    """A candidate in the queue: the least it may take by any cut, and how far it has come."""
+
+    candidate: Candidate
+    bound_s: float
+    staged: Staged | None = None
+    stages: Stages | None = None
+    step: int = 0  # into `Planner._steps`
+
+
+_ENDLESS = 2**62
+Key = tuple[int, int, int]  # tp, samples of a microbatch, cp
+
+
 class Planner:
-    """Answers one task; sharded models are kept per (tp, micro), and in `known` for further tasks of this graph."""
+    """Answers one task; sharded models are kept per (tp, micro, cp), and in `known` for further tasks of this graph."""
 
     def __init__(self, task: Task, progress: Progress, known: Known | None = None) -> None:
         assert known is None or known.folded is task.folded, "what is known is of another graph"
         self.task, self.progress = task, progress
         self.known = known or Known(task.folded)
-        self._tensors: dict[tuple[int, int], Tensors] = {}
-        self._sharded: dict[tuple[int, int], Sharded | AutoptdError] = {}
+        self._tensors: dict[Key, Tensors] = {}
+        self._sharded: dict[Key, Sharded | AutoptdError] = {}
         self._method = task.wishes.method
-        self._room = Room(task.folded, task.cluster, task.precision, task.optimizer)
+        self._roomy = _roomy(task.cluster)
+        self._room = Room(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
+        self._steps: tuple[Callable[[_Waiting], float], ...] = (
+            self._split,
+            self._line_up,
+            self._relax,
+            self._cut,
+            self._simulate,
+            self._refine,
+        )
+        self._best: Staged | None = None
+        self._hopeless: list[_Waiting] = []  # those that do not fit
+        self._effort = Effort(task.effort)
+        self._visited = 0
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for wishes that cannot be, DoesNotFit where nothing fits."""
@@ -80,59 +131,163 @@ class Planner:
         self._check_heads()
         ignored = self._method.memory == "ignore"
         options = list(possible) if ignored else self._room.promising(possible)
-        with self.progress.stage(f"split tensors for {len({(c.tp, c.micro) for c in options})} (tp, microbatch) pairs"):
-            for tp, micro in sorted({(c.tp, c.micro) for c in options}):
-                self._shard(tp, micro)
-        with self.progress.stage(f"cut stages for up to {len(options)} meshes"):
-            found = search(options, self._lower_bound, self._evaluate, keep=_SIMULATED, slack=0.02)
-        if not found.best:
-            raise self._nothing_fits(found, len(possible))
-        with self.progress.stage(f"simulate the best {len(found.best)}"):
-            best = min((simulated(f.result) for f in found.best), key=lambda s: s.seconds)
-            c, method = best.candidate, self._method
-            _prove(method.schedule, c.pp, c.microbatches, method.virtual)
-        tensors, question = self._tensors[c.tp, c.micro], self._question(c.tp, c.micro)
-        return Answer(best, tensors, len(possible), found.visited, found.gap, question, self.known)
+        with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
+            bound_s = self._visit(options)
+        best = self._best
+        if best is None:
+            raise self._nothing_fits(len(possible))
+        c, gap = best.candidate, max(0.0, 1 - bound_s / best.seconds)
+        with self.progress.stage("prove the schedule"):
+            _prove(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
+        tensors = self._tensors[_key(c)]
+        return Answer(best, tensors, len(possible), self._visited, gap, self._question(c), self.known)
 
     def predict(self, candidate: Candidate) -> Staged:
         """Time and memory of one candidate, simulated; nothing is searched but its splits and cuts, nothing proved.
 
         For sweeps over many. Raises PlanError, InfeasibleSplit, DoesNotFit.
         """
-        if (candidate.tp, candidate.micro) not in self._sharded:
-            self._shard(candidate.tp, candidate.micro)
-        solved = self._sharded[candidate.tp, candidate.micro]
+        solved = self._solved(candidate)
         if isinstance(solved, AutoptdError):
             raise solved
-        return simulated(self._evaluate(candidate)[1])
+        stages = self._stages(candidate)
+        try:
+            return simulated(stages.solve())
+        except NoRoom:
+            raise stages.refusal() from None
+
+    # ---- the queue ----
+
+    def _visit(self, options: Sequence[Candidate]) -> float:
+        """Find the best; returns what no candidate takes less than."""
+        started, least = time.monotonic(), float("inf")
+        waiting = [_Waiting(c, self._floor_s(c)) for c in options]
+        queue = [(w.bound_s, 0, i) for i, w in enumerate(waiting)]
+        heapq.heapify(queue)
+        while queue:
+            bound_s, _, i = heapq.heappop(queue)
+            late = self._best is not None and time.monotonic() - started > self.task.time_limit_s
+            if late or bound_s >= self._best_s:
+                least = min(least, bound_s)
+                break
+            w = waiting[i]
+            now_s = self._go_on(w)
+            while self._best is None and _CUT <= w.step <= _CUT + 2 and now_s < float("inf"):
+                now_s = self._go_on(w)  # to have something to beat
+            if w.step < len(self._steps):
+                heapq.heappush(queue, (now_s, -w.step, i))
+            elif now_s < self._best_s:  # not looked at in full
+                least = min(least, now_s)
+        return min(least, self._best_s, *(entry[0] for entry in queue))
+
+    def _go_on(self, w: _Waiting) -> float:
+        """Take the next step with a candidate; the least that it may take as far as it is known now."""
+        w.step += 1
+        now_s = self._steps[w.step - 1](w)
+        return now_s if w.step == len(self._steps) else max(now_s, w.bound_s)
+
+    @property
+    def _best_s(self) -> float:
+        return float("inf") if self._best is None else self._best.seconds
+
+    def _split(self, w: _Waiting) -> float:
+        """Split its tensors; a bound of all its cuts."""
+        solved = self._solved(w.candidate)
+        if isinstance(solved, AutoptdError):
+            return float("inf")
+        w.bound_s = max(w.bound_s, self._bound_s(w.candidate, solved))
+        return w.bound_s
+
+    def _line_up(self, w: _Waiting) -> float:
+        """A bound of all its cuts by the slowest stage of each."""
+        w.stages = self._stages(w.candidate)
+        return self._raised(w, w.stages.contiguous_bound_s)
+
+    def _relax(self, w: _Waiting) -> float:
+        """A bound of all its cuts by the linear relaxation."""
+        assert w.stages is not None
+        return self._raised(w, w.stages.relaxed_bound_s)
+
+    def _raised(self, w: _Waiting, passes_s: Callable[[], float]) -> float:
+        assert w.stages is not None
+        if w.candidate.pp > 1 and not w.stages.fixed:
+            w.bound_s = max(w.bound_s, self._with_end_s(w.candidate, passes_s()))
+            if w.bound_s == float("inf"):
+                self._hopeless.append(w)
+        return w.bound_s
+
+    def _cut(self, w: _Waiting) -> float:
+        """Cut it into stages; a bound of these stages."""
+        self._visited += 1
+        assert w.stages is not None
+        try:
+            w.staged = w.stages.solve()
+        except NoRoom:
+            self._hopeless.append(w)
+            w.bound_s = float("inf")
+            return float("inf")
+        c, costs = w.candidate, w.staged.stages
+        passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
+        return cut_bound_s(*passes, w.staged.method.schedule, c.pp, c.microbatches)
+
+    def _simulate(self, w: _Waiting) -> float:
+        """Its cut as it will run. What is left are other cuts."""
+        assert w.staged is not None
+        w.staged = simulated(w.staged)
+        if w.staged.seconds < self._best_s:
+            self._best = w.staged
+        return w.bound_s
+
+    def _refine(self, w: _Waiting) -> float:
+        """Its other cuts; the least that those not looked at may take."""
+        assert w.stages is not None
+        if w.stages.fixed or w.candidate.pp == 1:
+            return float("inf")
+        found, complete = refine(w.stages, self._best_s, self._effort) if self._effort else (None, False)
+        if found is not None:
+            self._best = found
+        return float("inf") if complete else w.bound_s
 
     # ---- candidates ----
 
     def candidates(self) -> Sequence[Candidate]:
-        task = self.task
-        wish = dict(task.wishes.mesh)
-        cp = self._method.cp
-        if task.world % cp:
-            raise PlanError(f"world {task.world} is not divisible by cp {cp}", where="fix['cp']", fix="use a divisor")
-        world = task.world // cp
-        node = task.cluster.gpus_per_node or world
-        tp_sizes = {d for d in divisors(world) if d <= node}
+        """The whole space, as far as the wishes leave it open."""
+        task, fixed, method = self.task, self.task.wishes.fixed, self._method
+        wish, include = dict(task.wishes.mesh), task.wishes.include
+        cps: tuple[int, ...] = (method.cp,)
+        if "cp" in include and "cp" not in fixed:
+            length = task.sizes.get(SEQUENCE, 1)
+            cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
+        if task.world % cps[0]:
+            raise PlanError(
+                f"world {task.world} is not divisible by cp {cps[0]}", where="fix['cp']", fix="use a divisor"
+            )
+        node = task.cluster.gpus_per_node or task.world
+        tp_sizes = {d for d in divisors(task.world) if d <= node}
         if isinstance(wish.get("tp"), int):
             tp_sizes.add(int(wish["tp"]))
-        length = task.sizes.get(SEQUENCE, 1)
+        schedules, virtuals = [method.schedule], [method.virtual]
+        if not {"schedule", "virtual"} & fixed:
+            if "virtual" in include:
+                schedules, virtuals = [*schedules, "interleaved"], [1, 2, 3, 4, 6, 8]
+            if "zero-bubble" in include:
+                schedules.append("zero-bubble")
+        zeros = (1, 0, 2, 3) if "zero" in wish or "zero" in include else (1, 0)
+        groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
         limits = Limits(
-            world=world,
+            world=task.world,
             batch=task.batch,
             segments=len(task.folded.segments),
             tp_sizes=tuple(sorted(tp_sizes)),
-            zeros=(1, 0, 2, 3) if "zero" in wish else (1,),
+            zeros=zeros,
             recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in wish else ("auto",),
-            max_micro=max(8, _TOKENS // max(1, length)),
+            max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
+            cps=cps,
+            schedules=tuple(schedules),
+            virtuals=tuple(virtuals),
+            shards=(method.shards, *groups),
         )
-        found = candidates(limits, wish)
-        if "micro" in wish:
-            return found
-        return [c for c in found if c.micro & (c.micro - 1) == 0]
+        return candidates(limits, wish)
 
     def _check_heads(self) -> None:
         """A tp that was asked for must split the attention: anything else is a mistake, not a plan."""
@@ -150,10 +305,9 @@ class Planner:
                         fix=f"use tp {', '.join(map(str, sizes))}",
                     )
 
-    @cached_property
-    def _sizes(self) -> Mapping[sympy.Symbol, int]:
+    def _sizes(self, cp: int) -> Mapping[sympy.Symbol, int]:
         """Of one rank: its share of a sample's tokens."""
-        sizes, cp = dict(self.task.sizes), self._method.cp
+        sizes = dict(self.task.sizes)
         if cp > 1:
             if sizes.get(SEQUENCE, 1) % cp:
                 raise PlanError(
@@ -167,57 +321,116 @@ class Planner:
     # ---- tensor level ----
 
     def _legal_for(self, tp: int) -> Legal:
-        return self.known.legal(tp, tuple(self._sizes.items()), self.task.wishes.sequence_parallel)
+        values = tuple(self._sizes(self._method.cp).items())
+        return self.known.legal(tp, values, self.task.wishes.sequence_parallel)
 
-    def _question(self, tp: int, micro: int) -> Question:
-        task, wanted = self.task, self.task.wishes.mesh.get("recompute")
+    def _question(self, c: Candidate) -> Question:
+        task = self.task
+        wanted = task.wishes.mesh.get("recompute")
         return Question(
-            cluster=task.cluster,
-            tp=tp,
-            micro=micro,
-            values=tuple(self._sizes.items()),
-            microbatches=max(1, task.batch * tp // (task.world * micro)),
+            cluster=self._roomy,
+            tp=c.tp,
+            micro=c.micro,
+            values=tuple(self._sizes(c.cp).items()),
+            microbatches=max(1, task.batch * c.tp * c.cp // (task.world * c.micro)),
             static_bytes=COMPUTE_BYTES[task.precision] + 4 * MAIN_BYTES[task.precision],
-            cp=self._method.cp,
+            cp=c.cp,
             kernels=self._method.kernels,
             attention=self._method.attention,
             pins=tuple(task.wishes.splits.items()),
             sequence_parallel=task.wishes.sequence_parallel,
-            policies=tuple(policy for policy in PARTIAL if policy == wanted),
+            policies=tuple(
+                p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
+            ),
         )
 
-    def _shard(self, tp: int, micro: int) -> None:
-        tensors, solved = self.known.sharded(self._question(tp, micro))
-        if isinstance(solved, AutoptdError):
-            if not isinstance(solved, (InfeasibleSplit, PlanError)):
-                raise solved
-            if "tp" in self.task.wishes.mesh or not self._sharded:
-                raise solved
-        self._tensors[tp, micro], self._sharded[tp, micro] = tensors, solved
+    def _solved(self, c: Candidate) -> Sharded | AutoptdError:
+        """Its tensors split. Raises what stands in the way of every candidate."""
+        key = _key(c)
+        if key not in self._sharded:
+            tensors, solved = self.known.sharded(self._question(c))
+            if isinstance(solved, AutoptdError):
+                if not isinstance(solved, (InfeasibleSplit, PlanError)):
+                    raise solved
+                if "tp" in self.task.wishes.mesh or not self._sharded:
+                    raise solved
+            self._tensors[key], self._sharded[key] = tensors, solved
+        return self._sharded[key]
+
+    # ---- bounds ----
+
+    def _floor_s(self, c: Candidate) -> float:
+        """Its matrix products at the device's sustained rate, however they are split."""
+        device, task = self.task.cluster.device, self.task
+        flops = self.known.product_flops(tuple(task.sizes.items())) * c.micro / (c.tp * c.cp)
+        seconds = flops / (device.matmul_flops_per_s.of(task.precision) * device.matmul_sustained.fraction)
+        return even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
+
+    def _bound_s(self, c: Candidate, sharded: Sharded) -> float:
+        """Of all its cuts, without recomputation, and with the end of the step of an average pipeline rank."""
+        overlapped = "tp" in self._method.overlap
+        seconds = sharded.compute_seconds if overlapped else sharded.seconds
+        costs = [k for k in sharded.costs.values() if k.forward_s]
+        share = 0.5  # of the forward pass in any stage, at the most
+        if not overlapped and c.zero < 2:
+            share = min(share, max((k.forward_s / (k.forward_s + k.backward_s) for k in costs), default=share))
+        passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
+        return self._with_end_s(c, passes)
+
+    def _with_end_s(self, c: Candidate, passes_s: float) -> float:
+        """The same with the end of the step, which a rank may begin while the first ones do their last microbatch."""
+        solved = self._sharded[_key(c)]
+        assert isinstance(solved, Sharded)
+        return max(passes_s, passes_s - (solved.seconds if c.pp > 1 else 0.0) + self._end_s(c))
+
+    def _end_s(self, c: Candidate) -> float:
+        """Reduction, optimizer step and gathering of one pipeline rank's even share of the parameters."""
+        task, cluster, dp = self.task, self.task.cluster, c.dp * c.cp
+        numel = self._room.numel[0] / (c.tp * c.pp)
+        shards = {0: 1, 1: dp}.get(c.zero, c.shards or dp)
+        optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
+        touched = optimizer_step_bytes(int(numel / shards), precision=task.precision, optimizer=optimizer)
+        seconds = memory_s(cluster.device, touched)
+        if c.zero > 1 or dp == 1 or "dp" in self._method.overlap:
+            return seconds
+        width = COMPUTE_BYTES if self._method.gradients == "compute" else MAIN_BYTES
+        kind = "reduce_scatter" if c.zero else "all_reduce"
+        seconds += collective_s(kind, numel * width[task.precision], cluster, dp, c.tp)
+        return seconds + (
+            collective_s("all_gather", numel * COMPUTE_BYTES[task.precision], cluster, dp, c.tp) if c.zero else 0.0
+        )
 
     # ---- stage level ----
 
-    def _lower_bound(self, c: Candidate) -> float:
-        """Perfectly even stages of total time T: m T / p, and a ramp of p - 1 chunks."""
-        sharded = self._sharded[c.tp, c.micro]
-        if isinstance(sharded, AutoptdError):
-            return float("inf")
-        seconds = sharded.compute_seconds if "tp" in self._method.overlap else sharded.seconds
-        return (c.microbatches + (c.pp - 1) / self._method.virtual) * seconds / c.pp
+    def _method_of(self, c: Candidate) -> Method:
+        return replace(self._method, cp=c.cp, schedule=c.schedule, virtual=c.virtual, shards=c.shards)
 
-    def _evaluate(self, c: Candidate) -> tuple[float, Staged]:
-        sharded = self._sharded[c.tp, c.micro]
+    def _stages(self, c: Candidate) -> Stages:
+        sharded = self._sharded[_key(c)]
         assert isinstance(sharded, Sharded)
-        tensors = self._tensors[c.tp, c.micro]
-        staged = Stages(tensors, sharded, c, self._method, self.task.precision, self.task.optimizer).solve()
-        return staged.seconds, staged
+        task = self.task
+        return Stages(
+            self._tensors[_key(c)], sharded, c, self._method_of(c), task.precision, task.optimizer, task.cluster
+        )
 
-    def _nothing_fits(self, found: Searched[Staged], considered: int) -> DoesNotFit:
+    def _nothing_fits(self, considered: int) -> AutoptdError:
         """The candidate that lacks least, with its own answer."""
-        if not found.rejected:
+        near = sorted(self._hopeless, key=lambda w: self._room.least_bytes(w.candidate))[:_EXPLAINED]
+        if not near:
             raise PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
-        candidate, error = min(found.rejected, key=lambda r: max(getattr(r[1], "missing_bytes", (0.0,))))
+        explained = [(w.candidate, self._stages(w.candidate).refusal()) for w in near]
+        candidate, error = min(explained, key=lambda e: max(getattr(e[1], "missing_bytes", (0.0,))))
         return self._room.refusal(self.task.world, considered, candidate, error, self.task.wishes.mesh)
+
+
+def _key(c: Candidate) -> Key:
+    return c.tp, c.micro, c.cp
+
+
+@lru_cache(maxsize=64)
+def _roomy(cluster: Cluster) -> Cluster:
+    """With endless memory, which has no part in how tensors are split: plans under other limits share what is known."""
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": _ENDLESS})})
 
 
 @lru_cache(maxsize=256)

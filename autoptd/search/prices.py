@@ -11,10 +11,11 @@ from torch import fx
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
-from autoptd.passes.factors import Strategy
+from autoptd.passes.factors import Strategy, local_shape
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.placements import B, Placement, Split, conversion
 from autoptd.passes.trace import BATCH
+from autoptd.passes.work import GROUPED
 from autoptd.search.workbook import Op, Workbook
 
 Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
@@ -101,6 +102,14 @@ class Prices:
                 op.work.causal,
                 implementation=self.workbook.attention,
             )
+        if op.call.target in GROUPED:  # as if every matrix had equally many rows
+            rows, matrices = (
+                [self.number(n) for n in local_shape(t, p, self.ranks)]
+                for t, p in zip(op.call.operands[:2], strategy.needs[:2], strict=True)
+            )
+            count, k, n = matrices
+            groups = self.number(op.call.operands[1].shape[0])
+            return OpWork("matmul", flops, nbytes, op.dtype, -(-rows[0] // groups), n, k, count)
         if op.loops is None:
             return OpWork("matmul", flops, nbytes, op.dtype)
         extents = {"m": 1, "n": 1, "k": 1, "batch": 1}

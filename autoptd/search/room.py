@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import COMPUTE_BYTES, Memory, model_state
@@ -32,16 +33,17 @@ class Room:
     cluster: Cluster
     precision: str
     optimizer: str
+    headroom: float = 0.0
 
     def promising(self, options: Sequence[Candidate]) -> list[Candidate]:
         """The candidates whose state may fit; where none is, the few that lack least."""
-        usable = self.cluster.device.usable_bytes
+        usable = self.cluster.device.usable_bytes * (1 - self.headroom)
         fitting = [c for c in options if self.least_bytes(c) <= usable]
         return fitting or sorted(options, key=lambda c: (self.least_bytes(c), -c.tp))[:_LEANEST]
 
     def least_bytes(self, c: Candidate) -> float:
         """What the fullest rank holds at least."""
-        return self._state(c.dp if c.zero else 1).total / (c.tp * c.pp)
+        return self._state(c.shards or c.dp * c.cp, c.zero).total / (c.tp * c.pp)
 
     def least_world(self) -> int:
         """Devices that the state takes, each part of it held once; whole nodes where it is more than one."""
@@ -49,17 +51,14 @@ class Room:
         node = self.cluster.gpus_per_node
         return devices if not node or devices <= node else math.ceil(devices / node) * node
 
-    def _state(self, shards: int) -> Memory:
-        trained, frozen = self._numel()
+    def _state(self, shards: int, zero: int = 0) -> Memory:
         optimizer = self.optimizer if self.optimizer in ("adamw", "sgd") else "adamw"
-        state = model_state([trained], precision=self.precision, optimizer=optimizer)
-        return Memory(
-            parameters=state.parameters + frozen * COMPUTE_BYTES[self.precision],
-            gradients=state.gradients,
-            optimizer=state.optimizer // shards,
-        )
+        trained, frozen = self.numel
+        state = model_state([trained], precision=self.precision, optimizer=optimizer, zero=zero, dp=shards)
+        return state + Memory(parameters=frozen * COMPUTE_BYTES[self.precision])
 
-    def _numel(self) -> tuple[int, int]:
+    @cached_property
+    def numel(self) -> tuple[int, int]:
         """Elements (trained, frozen) of the whole model, tied parameters once."""
         traced = self.folded.traced
         sizes = {

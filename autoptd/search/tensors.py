@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,7 @@ class Sharded:
     compute_seconds: float  # without communication
     gap: float
     peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks, as they are asked for
+    noted: dict[str, Any] = field(default_factory=dict, compare=False)  # of all segments, by `search/chunks.py`
 
 
 class Tensors(Prices):
@@ -287,9 +288,12 @@ class Tensors(Prices):
 
     # ---- the answer ----
 
-    def solve(self, second_per_byte: float = 0.0, time_limit_s: float = 20.0) -> Sharded:
-        """The cheapest sharding; `second_per_byte` is what a kept byte is worth."""
-        solution = solve_splits(replace(self.problem, second_per_byte=second_per_byte), time_limit_s)
+    def solve(
+        self, second_per_byte: float = 0.0, time_limit_s: float = 20.0, fixed: Mapping[str, str] | None = None
+    ) -> Sharded:
+        """The cheapest sharding. `second_per_byte`: what a kept byte is worth; `fixed`: labels by node of `problem`."""
+        labels = {**self.problem.fixed, **(fixed or {})}
+        solution = solve_splits(replace(self.problem, second_per_byte=second_per_byte, fixed=labels), time_limit_s)
         return self.priced(self._sharding(solution), solution)
 
     def _sharding(self, solution: SplitSolution) -> Sharding:
@@ -329,6 +333,7 @@ class Tensors(Prices):
         given, meta = self._given(segment, decided)
         wanted: dict[tuple[fx.Node, Placement], None] = {}
         works: tuple[list[OpWork], list[OpWork]] = ([], [])
+        weights: list[OpWork] = []
         comm: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
         for i, node in ops_of(segment):
             strategy = decided.strategies[i]
@@ -336,6 +341,7 @@ class Tensors(Prices):
             forward, backward = self.kernels(node, strategy)
             works[0].extend(forward)
             works[1].extend(backward)
+            weights += self._weight_works(node, segment, backward)
             comm[0].extend((name, self.number(elements) * 4) for name, elements in strategy.collectives)
             if op.work.kind == "attention":
                 ring += sum(self.nbytes(t, p) for t, p in zip(op.call.operands[1:3], strategy.needs[1:3], strict=True))
@@ -357,8 +363,17 @@ class Tensors(Prices):
                 self.nbytes(infos(n)[0], p) for n, p in zip(segment.receives, decided.receives, strict=True)
             ),
             temporary_bytes=peak.temporary,
+            weights=tuple(weights),
             ring_bytes=ring,
         )
+
+    def _weight_works(self, node: fx.Node, segment: Segment, backward: Sequence[OpWork]) -> list[OpWork]:
+        """The products of a backward pass that make the gradient of a parameter: one for each trained operand."""
+        if self.workbook.ops[node].work.kind != "matmul":
+            return []
+        both = zip(operands(node)[:2], self.workbook.ops[node].call.operands[:2], strict=True)
+        trained = [n for n, t in both if t.requires_grad]
+        return [w for n, w in zip(trained, backward, strict=False) if n in segment.parameters]
 
     def _again(self, segment: Segment, decided: KindSharding, policy: str) -> tuple[OpWork, ...]:
         """Forward kernels that a policy of recomputation runs again in the backward pass."""

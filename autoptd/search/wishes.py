@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autoptd.errors import PlanError, nearest
@@ -11,6 +11,7 @@ from autoptd.passes.fusion import KERNELS
 from autoptd.passes.placements import parse_placement
 from autoptd.schedule import SCHEDULES
 
+INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble")  # searched when asked for
 _COUNTS = ("bucket_bytes", "cp", "dp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
@@ -48,6 +49,8 @@ class Method:
     stages         "balanced" by time, or "even" numbers of blocks
     sends          between stages of tensors that every tp rank holds: "whole" by each, or "slices" gathered again
     memory         "check": nothing is planned that does not fit; "ignore": predicted all the same
+    headroom       share of a device's memory that is left free
+    policies       of recomputation that blocks may choose from: "selective", "ops", "full"
     """
 
     cp: int = 1
@@ -64,6 +67,8 @@ class Method:
     stages: str = "balanced"
     sends: str = "whole"
     memory: str = "check"
+    headroom: float = 0.0
+    policies: tuple[str, ...] = ("full",)
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,11 @@ class Wishes:
     splits: Mapping[str, str] = field(default_factory=dict)
     sequence_parallel: bool = True  # whether tp may split the sequence
     method: Method = Method()
+    include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched beyond what runs
+    fixed: frozenset[str] = frozenset()  # everything that `fix` named
 
 
-def read_wishes(fix: Mapping[str, Any] | None) -> Wishes:
+def read_wishes(fix: Mapping[str, Any] | None, include: Iterable[str] = ()) -> Wishes:
     """Raises PlanError for an unknown name or a value that is not possible."""
     if fix is not None and not isinstance(fix, Mapping):
         raise PlanError(f"fix is {_shown(fix)}, not a mapping", where="fix", fix="give for example fix={'tp': 8}")
@@ -94,9 +101,29 @@ def read_wishes(fix: Mapping[str, Any] | None) -> Wishes:
         if name in fix and not any(fix[name] == a and type(fix[name]) is type(a) for a in allowed):
             known = ", ".join(map(repr, allowed))
             raise PlanError(f"{name} {fix[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}")
+    chosen = _read_include(include)
+    method = _read_method(fix)
+    if "recompute" in chosen:
+        method = replace(method, policies=("selective", "ops", "full"))
     return Wishes(
-        {n: fix[n] for n in _SEARCHED if n in fix}, _read_splits(fix.get("splits", {})), sequence, _read_method(fix)
+        {n: fix[n] for n in _SEARCHED if n in fix},
+        _read_splits(fix.get("splits", {})),
+        sequence,
+        method,
+        chosen,
+        frozenset(fix),
     )
+
+
+def _read_include(include: Iterable[str]) -> frozenset[str]:
+    names = [include] if isinstance(include, str) else list(include)
+    if "all" in names:
+        return frozenset(INCLUDABLE)
+    for name in names:
+        if name not in INCLUDABLE:
+            known = (*INCLUDABLE, "all")
+            raise PlanError(f"{name!r} cannot be included", where="include", fix=nearest(str(name), known))
+    return frozenset(names)
 
 
 def _read_method(fix: Mapping[str, Any]) -> Method:

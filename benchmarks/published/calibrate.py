@@ -22,7 +22,7 @@ from pathlib import Path
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError
-from autoptd.search.stages import Staged, bounded
+from autoptd.search.staged import Staged, bounded
 from benchmarks.published.bars import TIMED
 from benchmarks.published.compare import line_name
 from benchmarks.published.constants import CONSTANTS, present, with_values

@@ -13,7 +13,7 @@ from autoptd.errors import AutoptdError
 from autoptd.plans import Plan
 from autoptd.progress import Silent
 from autoptd.search.planner import Planner, Task
-from autoptd.search.stages import Staged
+from autoptd.search.staged import Staged
 from autoptd.search.wishes import read_wishes
 from benchmarks.published.clusters import cluster_of
 from benchmarks.published.fix import fix_of

@@ -17,7 +17,8 @@ from autoptd.passes.trace import SEQUENCE, trace
 from autoptd.progress import Silent
 from autoptd.search.meshes import Candidate
 from autoptd.search.planner import Planner, Task
-from autoptd.search.stages import Stages, simulated
+from autoptd.search.staged import simulated
+from autoptd.search.stages import Stages
 from autoptd.search.tensors import Sharded
 from autoptd.search.wishes import Method, read_wishes
 

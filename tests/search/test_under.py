@@ -9,7 +9,7 @@ from test_predictions import NODE, SEQ, gpt, planner
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
-from autoptd.search.stages import Staged, under
+from autoptd.search.staged import Staged, under
 
 
 @pytest.fixture(scope="module")

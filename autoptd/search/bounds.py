@@ -1,0 +1,60 @@
+"""Lower bounds on the seconds of a step, of one cut or of all cuts into so many stages.
+
+The chain of actions that ends last is a path through the schedule, and every path is a bound. With T = f + b of a
+microbatch on a stage, p stages and m microbatches, stage k is busy for m T_k; its first forward follows those of all
+stages before it, and its last backward is followed by theirs:
+
+    any schedule         m T_k + Σ_{j<k} T_j                                                        (1)
+    with w forwards before the first backward on stage k (1F1B: min(m, p - k); GPipe: m), a microbatch that goes to
+    the last stage and returns, with what stage k does before it (its last microbatch) or after it (its first):
+                         Σ_j T_j + (m - 1) T_k - (w - 1) min(f_k, b_k)                              (2)
+
+For all cuts: the T_k that make every bound (2), or (1), as small as the others' sum to T = Σ T_k. In (2) min(f, b) is
+at most r T_k, r being the least share of a pass in any segment (1/2 at the most), which gives
+
+    (1)    T / (1 - (1 - 1/m)^p)                (2)    T + T / Σ_k 1 / (m - 1 - r (w_k - 1))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def warm_up(schedule: str, stage: int, stages: int, microbatches: int) -> int:
+    """Forward passes on a stage before its first backward pass; schedules of one chunk per rank."""
+    return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+
+
+def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, virtual: int, share: float) -> float:
+    """Of all cuts of work that takes so long per microbatch. `share`: the least part that a pass has of any segment."""
+    m, p = microbatches, stages
+    if virtual > 1:
+        return seconds * m / p
+    if schedule == "zero-bubble":  # gradients of parameters may come after everything else: no stage need follow
+        return seconds * max(m / p, 1.0)
+    ramp = seconds / (1 - (1 - 1 / m) ** p)
+    left = [m - 1 - share * (warm_up(schedule, k, p, m) - 1) for k in range(p)]
+    if min(left) <= 0:
+        return ramp
+    return max(ramp, seconds + seconds / sum(1 / x for x in left))
+
+
+def cut_bound_s(
+    forward_s: Sequence[float], backward_s: Sequence[float], schedule: str, ranks: int, microbatches: int
+) -> float:
+    """Of these stages; stage k is a chunk of rank k % ranks."""
+    m, total = microbatches, [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    busy = [m * sum(total[rank::ranks]) for rank in range(ranks)]
+    if schedule == "zero-bubble":
+        return max(busy[k] + sum(forward_s[:k]) for k in range(ranks))
+    found = max(busy[k] + sum(total[:k]) for k in range(ranks))
+    if len(total) > ranks:
+        return found
+    whole = sum(total)
+    return max(
+        found,
+        *(
+            whole + (m - 1) * t - (warm_up(schedule, k, ranks, m) - 1) * min(forward_s[k], backward_s[k])
+            for k, t in enumerate(total)
+        ),
+    )

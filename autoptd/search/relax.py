@@ -1,0 +1,116 @@
+"""The linear relaxation of all cuts: what no cut and no recomputation of a candidate can be better than.
+
+Blocks are shared out among the pipeline's stages in fractions and out of order, y[k, g, w] of those that are alike (g)
+recomputing in way w on stage k. A stage may begin and end inside a block, so that it may have some segments of blocks,
+z[k, g, i, w], which recompute for themselves:
+
+    Σ_{k,w} y[k, g, w] + Σ_{k,w} z[k, g, i, w] = number of g, for each segment i
+    Σ z[k] <= 2 (segments of the longest block - 1)
+    t_k = Σ (y, z) (forward + backward + again),   f_k = Σ (y, z) forward
+    Σ (y, z) (state + alive_k × kept) <= room
+    C >= the paths of `search/bounds.py` through every stage, linear in t and f;   minimise C
+
+Neighbouring stages of deep pipelines are taken together: one of a group's stages is no faster than their average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoptd.search.bounds import warm_up
+from autoptd.search.solver import Program, minimise
+
+_GROUPS = 16  # of stages, at the most
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a microbatch, bytes of state, and ways to recompute: (seconds, bytes kept)."""
+
+    forward_s: float
+    backward_s: float
+    state: float
+    ways: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """So many blocks that are alike. `segments`: each by itself, where a stage may hold a part of a block."""
+
+    count: int
+    whole: Part
+    segments: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`alive`: microbatches (chunks, of which each is 1 / `virtual` of a rank's work) in flight on each rank."""
+
+    schedule: str
+    microbatches: int
+    virtual: int
+    alive: tuple[int, ...]
+    room: float
+
+
+def relaxed_bound_s(blocks: Sequence[Blocks], pipeline: Pipeline) -> float:
+    """Seconds of all microbatches at the least; infinite where not even fractions fit."""
+    program = Program()
+    room = pipeline.room
+    size = -(-len(pipeline.alive) // _GROUPS)
+    groups = [range(i, min(i + size, len(pipeline.alive))) for i in range(0, len(pipeline.alive), size)]
+    ranks = len(groups)
+    least = program.add_variable(1.0, upper=None)
+    times = [program.add_variable(upper=None) for _ in range(ranks)]
+    forwards = [program.add_variable(upper=None) for _ in range(ranks)]
+    counts: list[list[dict[int, float]]] = [[{} for _ in b.segments or (b,)] for b in blocks]
+    longest = max(len(b.segments) for b in blocks)
+    for rank, group in enumerate(groups):
+        alive = min(pipeline.alive[k] for k in group)
+        seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[int, float]()
+        partial: dict[int, float] = {}
+        for same, rows in zip(blocks, counts, strict=True):
+            for i, part in enumerate((same.whole, *same.segments)):
+                for again_s, kept in part.ways:
+                    some = program.add_variable(upper=same.count)
+                    for row in rows if i == 0 else rows[i - 1 : i]:
+                        row[some] = 1.0
+                    if i:
+                        partial[some] = 1.0
+                    seconds[some] = part.forward_s + part.backward_s + again_s
+                    forward[some] = part.forward_s
+                    held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, room)
+        program.add_row(seconds, low=0.0, high=0.0)
+        program.add_row(forward, low=0.0, high=0.0)
+        if partial:
+            program.add_row(partial, high=2.0 * (longest - 1) * pipeline.virtual * len(group))
+        if math.isfinite(room):
+            program.add_row(held, high=len(group) * room / max(1.0, room))
+    for same, rows in zip(blocks, counts, strict=True):
+        for row in rows:
+            program.add_row(row, low=same.count, high=same.count)
+    for rank, group in enumerate(groups):
+        for path in _paths(rank, group, times, forwards, pipeline):
+            program.add_row({least: 1.0, **{name: -value for name, value in path.items()}}, low=0.0)
+    outcome = minimise(program)
+    if outcome.status == "infeasible":
+        return math.inf
+    return outcome.bound if outcome.values else 0.0
+
+
+def _paths(
+    at: int, group: range, times: Sequence[int], forwards: Sequence[int], pipeline: Pipeline
+) -> list[dict[int, float]]:
+    """Seconds of paths that a stage of this group is the busiest of, in the variables."""
+    m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
+    if pipeline.virtual > 1:  # what comes before a rank's first chunk is any small part of the others
+        return [{times[at]: m * share}]
+    if pipeline.schedule == "zero-bubble":
+        return [{times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}]
+    ramp = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
+    through = dict.fromkeys(times, 1.0)
+    through[times[at]] += (m - 1) * share
+    waits = warm_up(pipeline.schedule, group[0], stages, m) - 1
+    return [ramp, {**through, forwards[at]: -waits * share}]

@@ -1,0 +1,121 @@
+"""A candidate with its stages, and how long its step takes: by a bound, or by the action lists that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import Memory
+from autoptd.cost_models.simulate import simulate
+from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
+from autoptd.cost_models.timeline import Timeline
+from autoptd.schedule import Schedule, step_lists
+from autoptd.search.chunks import ChunkCost, Chunks
+from autoptd.search.cuts import Cuts
+from autoptd.search.meshes import Candidate
+from autoptd.search.tensors import Sharded
+from autoptd.search.wishes import Method
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """Seconds of the end of a step on one pipeline rank."""
+
+    reduce_s: float
+    step_s: float
+    gather_s: float
+
+
+@dataclass(frozen=True)
+class StageSolution:
+    """First and last segment of each stage, and the policies of its recomputed segments."""
+
+    boundaries: Cuts
+    policies: tuple[Mapping[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A candidate with its stages: everything that a plan says, in numbers. Stage k is chunk k // pp of rank k % pp."""
+
+    candidate: Candidate
+    method: Method
+    chunks: Chunks
+    solution: StageSolution
+    stages: tuple[ChunkCost, ...]
+    sends_s: tuple[float, ...]  # of what crosses behind each stage, one way
+    memory: tuple[Memory, ...]  # of each pipeline rank
+    ends: tuple[RankEnd, ...]
+    seconds: float  # of a step: by the bound at first, by simulation for the best few
+    timeline: Timeline | None = None
+
+    @property
+    def sharded(self) -> Sharded:
+        return self.chunks.sharded
+
+
+def timed(chunks: Chunks, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:
+    """The stages of a cut with their times; of the step, the bound."""
+    c, method = chunks.candidate, chunks.method
+    stages = tuple(chunks.chunk(*run, again) for run, again in zip(solution.boundaries, solution.policies, strict=True))
+    runs = [list(solution.boundaries[rank :: c.pp]) for rank in range(c.pp)]
+    ends = tuple(RankEnd(chunks.reduce_s(r), chunks.step_s(r), chunks.gather_s(r)) for r in runs)
+    sends = tuple(chunks.send_s(last + 1) for _, last in solution.boundaries[:-1])
+    seconds = _bound_s(stages, c, method) + max(e.reduce_s + e.step_s + e.gather_s for e in ends)
+    return Staged(c, method, chunks, solution, stages, sends, memory, ends, seconds)
+
+
+def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:
+    """The slowest rank in its steady state, and a chunk on every other before or behind (Narayanan et al. 2021)."""
+    chunks = [s.forward_s + s.backward_s for s in stages]
+    ranks = [sum(chunks[rank :: c.pp]) for rank in range(c.pp)]
+    ramp = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
+    return (c.microbatches - 1) * max(ranks) + ramp
+
+
+def under(staged: Staged, cluster: Cluster) -> Staged:
+    """The same plan on another cluster, simulated; memory stays as it was."""
+    return simulated(bounded(staged, cluster))
+
+
+def bounded(staged: Staged, cluster: Cluster) -> Staged:
+    """The same, with the step by its bound: for fits, which ask thousands of times."""
+    return timed(staged.chunks.under(cluster), staged.solution, staged.memory)
+
+
+def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
+    """Seconds of every pipeline rank's chunks and step end; tp holds what compute does not hide."""
+    sends = (*staged.sends_s, 0.0)
+    chunks = [
+        ChunkTimes(
+            forward_s=cost.forward_s - cost.forward_tp_s,
+            backward_s=cost.backward_s - cost.backward_tp_s,
+            weight_s=cost.weight_s,
+            forward_tp_s=cost.forward_tp_s,
+            backward_tp_s=cost.backward_tp_s,
+            send_forward_s=sends[i],
+            send_backward_s=sends[i - 1] if i else 0.0,
+        )
+        for i, cost in enumerate(staged.stages)
+    ]
+    pp = staged.candidate.pp
+    return tuple(
+        StageTimes(tuple(chunks[rank::pp]), end.reduce_s, end.step_s, end.gather_s)
+        for rank, end in enumerate(staged.ends)
+    )
+
+
+@lru_cache(maxsize=16)  # of 64 ranks and 512 microbatches it takes longer to make than to simulate
+def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    """`schedule.step_lists`, kept."""
+    return step_lists(kind, ranks, microbatches, virtual)
+
+
+def simulated(staged: Staged) -> Staged:
+    """The same with its step time by the very action lists that the runtime executes."""
+    c, method = staged.candidate, staged.method
+    lists = action_lists(method.schedule, c.pp, c.microbatches, method.virtual)
+    timeline = simulate(lists, rank_times(staged), Overlap.of(set(method.overlap) - {"tp"}))
+    return replace(staged, seconds=timeline.makespan_s, timeline=timeline)

@@ -1,0 +1,77 @@
+"""Small models of several shapes, traced once, and random tasks of them."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoptd
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import communicator_bytes
+from autoptd.models.nanogpt import NanoGPT
+from autoptd.models.nanogpt import Sizes as NanoSizes
+from autoptd.search.planner import Task
+from autoptd.search.wishes import INCLUDABLE, read_wishes
+
+SEQ = 64
+
+
+class Uneven(nn.Module):
+    """Blocks that grow, and a wide head: nothing repeats."""
+
+    def __init__(self, widths: tuple[int, ...] = (64, 128, 128, 256), classes: int = 512) -> None:
+        super().__init__()
+        pairs = zip(widths, (*widths[1:], widths[-1]), strict=True)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(a, 4 * a), nn.GELU(), nn.Linear(4 * a, b)) for a, b in pairs
+        )
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+@cache
+def traced(name: str) -> autoptd.TracedModel:
+    with torch.device("meta"):
+        if name.startswith("gpt"):
+            layers, width, vocab = map(int, name.split("-")[1:])
+            model = NanoGPT(NanoSizes(vocab=vocab, max_seq=SEQ, layers=layers, heads=8, width=width))
+            return autoptd.trace(model, seq=SEQ)
+        inputs = {"x": torch.empty(2, SEQ, 64, dtype=torch.bfloat16), "y": torch.empty(2, SEQ, dtype=torch.long)}
+        return autoptd.trace(Uneven(), inputs=inputs)
+
+
+MODELS = ("gpt-1-256-512", "gpt-2-256-512", "gpt-2-128-4096", "gpt-3-512-512", "uneven")
+DEVICES = ("A100-SXM4-80GB", "H100-SXM5-80GB")
+
+
+def random_task(seed: int, models: tuple[str, ...] = MODELS) -> tuple[autoptd.TracedModel, Task]:
+    """World up to 8, links and devices of all speeds, memory from far too little to plenty, any dimensions included."""
+    rng = random.Random(seed)
+    model = traced(rng.choice(models))
+    world = rng.choice([1, 2, 4, 4, 6, 8])
+    base = Cluster.of(
+        rng.choice(DEVICES), rng.choice([1, 2, 4, 8]), 10 ** rng.uniform(9, 11.7), 10 ** rng.uniform(8, 11)
+    )
+    slow = 10 ** rng.uniform(-3, 0)  # small models are all latency on a real device
+    needed = 30 * sum(p.numel() for p in model.model.parameters()) * 10 ** rng.uniform(-0.7, 1)
+    communication = communicator_bytes((world,) * 5) if world > 1 else 0
+    device = base.device.model_copy(
+        update={
+            "memory_bytes": int(base.device.context_bytes + communication + needed),
+            "launch_s": base.device.launch_s * slow,
+            "dispatch_s": base.device.dispatch_s * slow,
+        }
+    )
+    include = rng.sample(INCLUDABLE, rng.choice([0, 1, 1, 2]))
+    batch = world * rng.choice([1, 2, 3, 4])
+    wishes = read_wishes({}, include)
+    cluster = base.model_copy(update={"device": device})
+    return model, Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", wishes, effort=None)
