@@ -38,6 +38,7 @@ from autoptd.progress import Progress
 from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
 from autoptd.search.known import Known
+from autoptd.search.pins import pin_notes
 from autoptd.search.planner import EFFORT, Answer, Planner, Task, alternatives
 from autoptd.search.staged import Staged, rank_times
 from autoptd.search.wishes import Wishes
@@ -142,6 +143,7 @@ def make_plan(
         time_limit_s=time_limit_s or math.inf,
     )
     answer = Planner(task, progress, source.known).answer()
+    notes += pin_notes(source.folded, wishes, answer.staged.candidate.tp)
     notes += _notes(source, answer)
     return _written(source, task, answer, tuple(notes))
 
@@ -154,6 +156,11 @@ def _notes(source: TracedModel, answer: Answer) -> list[str]:
         if what is not None:
             found.setdefault(str(what), None)
     notes += [f"no row in the rule table: {text}" for text in found]
+    if answer.staged.candidate.pools:
+        order = dict.fromkeys(
+            _device_of(answer.staged, answer.staged.chunks.cluster, k) for k in range(answer.staged.candidate.pp)
+        )
+        notes.append(f"the pipeline runs on {', then '.join(order)}: number the processes' nodes in this order")
     unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
     if unused:
         notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
@@ -233,8 +240,8 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
             sends=method.sends,  # type: ignore[arg-type]
         ),
         stages=tuple(
-            _stage(folded, first, last, policies, _common_policy(staged))
-            for (first, last), policies in zip(staged.solution.boundaries, staged.solution.policies, strict=True)
+            _stage(folded, run, policies, _common_policy(staged), _device_of(staged, task.cluster, k))
+            for k, (run, policies) in enumerate(zip(staged.solution.boundaries, staged.solution.policies, strict=True))
         ),
         segments=tuple(s.name for s in folded.segments),
         splits=Splits(parameters=parameter_splits(folded, sharding), activations=activation_splits(folded, sharding)),
@@ -256,7 +263,14 @@ def _common_policy(staged: Staged) -> str:
     return min(counts, key=lambda policy: (-counts[policy], policy), default="full")
 
 
-def _stage(folded: Folded, first: int, last: int, policies: Mapping[int, str], common: str) -> Stage:
+def _device_of(staged: Staged, cluster: Cluster, stage: int) -> str:
+    """The type of device of a stage, where the cluster has several."""
+    c = staged.candidate
+    return cluster.pools[c.pools[stage % c.pp]].device.name if c.pools else ""
+
+
+def _stage(folded: Folded, run: tuple[int, int], policies: Mapping[int, str], common: str, device: str) -> Stage:
+    first, last = run
     again = tuple(sorted(policies))
     mixed = tuple(policies[i] for i in again) if set(policies.values()) - {common} else ()
     return Stage(
@@ -264,6 +278,7 @@ def _stage(folded: Folded, first: int, last: int, policies: Mapping[int, str], c
         last=last,
         modules=_modules(folded, first, last),
         recompute=again,
+        device=device,
         policies=mixed,  # type: ignore[arg-type]
     )
 
@@ -293,11 +308,12 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
     parts["pipeline_bubble"] = idle if idle > 1e-9 * staged.seconds else 0.0  # or the rounding of the sum
     flop = source.known.flops(tuple(task.sizes.items())) * task.batch
     tokens = task.batch * float(task.sizes.get(SEQUENCE, 1))
-    peak = task.cluster.device.matmul_flops_per_s.of(task.precision)
+    ranks_of = zip(task.cluster.pools, task.cluster.pool_ranks(task.world), strict=True)
+    peak = sum(ranks * pool.device.matmul_flops_per_s.of(task.precision) for pool, ranks in ranks_of)
     return Predicted(
         step_time_s=staged.seconds,
         tokens_per_s=tokens / staged.seconds,
-        mfu=flop / (staged.seconds * task.world * peak),
+        mfu=flop / (staged.seconds * peak),
         memory_bytes=int(max(m.total for m in staged.memory)),
         time_s=parts,
         memory=tuple({k: int(v) for k, v in m.to_data().items()} for m in staged.memory),

@@ -90,7 +90,8 @@ def steps(plan: Plan) -> str:
 def prediction(plan: Plan) -> str:
     """What the cost models say of it, in one line."""
     said = plan.predicted
-    room = plan.cluster.device.memory_bytes
+    totals = [sum(row.values()) for row in said.memory]
+    room = plan.device_of(totals.index(max(totals))).memory_bytes
     return (
         f"predicted {seconds(said.step_time_s)}/step, {said.tokens_per_s:,.0f} tokens/s, MFU {said.mfu:.1%}, "
         f"fullest rank {said.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB"
@@ -198,23 +199,29 @@ def _memory_table(plan: Plan, width: int, all: bool) -> Table:
     long = width >= WIDTH and len(categories) <= 6
     heads = [words(name if long else _SHORT.get(name, name)) for name in categories]
     table = columns("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
-    room = plan.cluster.device.memory_bytes
     runs = _runs(rows)
     for first, last, row in _shown(runs, all):
         total = sum(row.values())
         cells = [f"{row.get(name, 0) / GIB:.2f}" for name in categories]
-        table.add_row(ranges(range(first, last + 1)), *cells, f"{total / GIB:.2f}", f"{total / room:.0%}")
+        table.add_row(
+            ranges(range(first, last + 1)),
+            *cells,
+            f"{total / GIB:.2f}",
+            f"{total / plan.device_of(first).memory_bytes:.0%}",
+        )
     if len(_shown(runs, all)) < len(runs):
         table.add_row("…")
     return table
 
 
 def _stage_table(plan: Plan, all: bool) -> Table:
-    table = columns("stage", "segments>", "recomputed>", "modules")
+    several = bool(plan.cluster.others)
+    table = columns("stage", *["device"] * several, "segments>", "recomputed>", "modules")
     stages = list(enumerate(plan.stages))
     for i, stage in _shown(stages, all):
         again = (ranges(stage.recompute) if all else str(len(stage.recompute))) if stage.recompute else "-"
-        table.add_row(str(i), str(stage.last - stage.first + 1), again, stage.modules)
+        device = [stage.device] * several
+        table.add_row(str(i), *device, str(stage.last - stage.first + 1), again, stage.modules)
     if len(_shown(stages, all)) < len(stages):
         table.add_row("…")
     return table

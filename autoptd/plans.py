@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.cluster import Cluster, Device
 from autoptd.cost_models.complaints import describe_mistakes
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.passes.placements import parse_placement
@@ -101,6 +101,7 @@ class Stage(_Part):
     last: Index
     modules: str
     recompute: tuple[Index, ...] = ()
+    device: str = ""  # its type, in a cluster of several
     policies: tuple[Literal["full", "selective", "ops"], ...] = ()  # of `recompute`, where not all method.recompute
 
 
@@ -256,6 +257,11 @@ class Plan(_Part):
         """Policies in use that run a part of the forward pass again."""
         used = {policy for stage in self.stages for policy in self.policies(stage).values()}
         return tuple(sorted(used - {"full"}))
+
+    def device_of(self, stage: int) -> Device:
+        """What a pipeline rank runs on."""
+        name = self.stages[stage].device
+        return next((pool.device for pool in self.cluster.others if pool.device.name == name), self.cluster.device)
 
     def policies(self, stage: Stage) -> dict[int, str]:
         """What each recomputed segment of a stage runs again."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -156,13 +157,24 @@ class Link(_Frozen):
         return min(self.bytes_per_s * sharers / active, alone) * self.sustained.fraction
 
 
+class Pool(_Frozen):
+    """So many devices of another type, on the same links; whole nodes of them."""
+
+    device: Device
+    ranks: Annotated[int, Field(ge=1)]
+
+
 class Cluster(_Frozen):
-    """A named device and its levels of links, innermost first."""
+    """A named device and its levels of links, innermost first.
+
+    `others`: devices of other types in the same cluster; the rest of a world is of `device`.
+    """
 
     name: Name
     source: str = ""
     device: Device
     levels: Annotated[tuple[Link, ...], Field(min_length=1)]
+    others: tuple[Pool, ...] = ()
 
     def __hash__(self) -> int:  # of a few fields: collectives are looked up by cluster tens of thousands of times
         return hash((self.name, self.device.name, self.levels[0].bytes_per_s, self.levels[-1].bytes_per_s))
@@ -179,6 +191,22 @@ class Cluster(_Frozen):
             if outer <= inner or outer % inner:
                 raise ValueError(f"levels must nest: {outer} ranks is not a larger multiple of {inner} ranks")
         return self
+
+    @property
+    def pools(self) -> tuple[Cluster, ...]:
+        """As many clusters as there are types of device, each as if all were of that one."""
+        return _pools(self)
+
+    def pool_ranks(self, world: int) -> tuple[int, ...]:
+        """How many devices of a world are of each type. Raises ClusterError where others leave none to the first."""
+        rest = world - sum(pool.ranks for pool in self.others)
+        if self.others and rest < 1:
+            raise ClusterError(
+                f"a world of {world} has no room for {world - rest} devices of other types and one {self.device.name}",
+                where="cluster: others",
+                fix="name fewer ranks in `others`, or use a larger world",
+            )
+        return rest, *(pool.ranks for pool in self.others)
 
     @property
     def gpus_per_node(self) -> int | None:
@@ -336,6 +364,12 @@ def _check_sizes(gpus_per_node: int, intra_bytes_per_s: float, inter_bytes_per_s
             where="Cluster.of",
             fix="give whole GPUs per node, and bytes per second per GPU, one direction",
         )
+
+
+@lru_cache(maxsize=64)
+def _pools(cluster: Cluster) -> tuple[Cluster, ...]:
+    alone = cluster.model_copy(update={"others": ()}) if cluster.others else cluster
+    return alone, *(alone.model_copy(update={"device": pool.device}) for pool in cluster.others)
 
 
 def _shipped() -> Any:

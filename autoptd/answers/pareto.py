@@ -1,9 +1,9 @@
 """Time against memory: what a step costs when devices have less memory, point by point.
 
 The plan is made again on devices that have just less than the last plan needs, until nothing fits. What another point
-beats in both time and memory is left out. Needed is what decides whether a plan fits: with the least that the allocator
-holds free, not with what it usually does, which `explain` shows as overhead. Each point needs at least 8 % less than the one before, so that a
-hundred layers do not make a hundred points.
+beats in both time and memory is left out. Needed is what decides whether a plan fits: with the least that the
+allocator holds free, not with what it usually does, which `explain` shows as overhead. Each point needs at least 8 %
+less than the one before, so that a hundred layers do not make a hundred points.
 """
 
 from __future__ import annotations

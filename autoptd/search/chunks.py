@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from torch import fx
@@ -82,7 +83,17 @@ class Chunks:
         other.cluster = cluster
         costs = {kind: price(cost.work, cluster, self.candidate.tp) for kind, cost in self.sharded.costs.items()}
         other.sharded, other._passes = replace(self.sharded, costs=costs), {}
+        other.__dict__.pop("_of_pools", None)
         return other
+
+    def on(self, rank: int) -> Chunks:
+        """The same chunks on the devices of a pipeline rank."""
+        pools = self.candidate.pools
+        return self._of_pools[pools[rank]] if pools else self
+
+    @cached_property
+    def _of_pools(self) -> list[Chunks]:
+        return [self.under(cluster) for cluster in self.cluster.pools]
 
     def cost(self, segment: int) -> KindCost:
         return self.sharded.costs[self.folded.segments[segment].kind]

@@ -66,10 +66,10 @@ def solve_cuts(line: Line, ramp: float, seconds: Measure) -> Cuts | None:
 
     Raises `PlanError` for more stages than segments.
     """
-    if line.stages > len(line.base_s):
+    if line.stages > len(line.names):
         raise PlanError(
-            f"{line.stages} pipeline stages need as many segments; the model has {len(line.base_s)}",
-            fix=f"use pp <= {len(line.base_s)}",
+            f"{line.stages} pipeline stages need as many segments; the model has {len(line.names)}",
+            fix=f"use pp <= {len(line.names)}",
         )
     return _Search(line, ramp, seconds).run()
 
@@ -83,9 +83,10 @@ class _Search:
 
     def run(self) -> Cuts | None:
         line = self.line
-        total = float(line.base_s.sum())
+        base = line.least_s
+        total = float(base.sum())
         least = total + (line.stages - 1) * float(line.send_s[:-1].min() if line.stages > 1 else 0.0)
-        width = 2.0 * max(total / line.stages, float(line.base_s.max()))
+        width = 2.0 * max(total / line.stages, float(base.max()))
         if leanest(line).value > 0:
             return None
         while True:
@@ -167,11 +168,11 @@ def leanest(line: Line) -> Partition:
 
     Memory grows with the window, so windows of one length more than those looked at cannot be better than the best of
     the longest ones."""
-    longest = 2 * math.ceil(len(line.base_s) / line.stages)
+    longest = 2 * math.ceil(len(line.names) / line.stages)
     while True:
         windows = Windows(line, longest)
         found = partition(windows.least_over, windows.starts, minimax=True)
-        full = windows.longest < longest or windows.longest == len(line.base_s) - line.stages + 1
+        full = windows.longest < longest or windows.longest == len(line.names) - line.stages + 1
         if found is not None and (full or found.value <= windows.least_over[:, :, -1].min()):
             return found
         longest *= 2

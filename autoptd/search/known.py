@@ -47,6 +47,7 @@ class Question:
     kernels: str = "eager"
     attention: str = ""
     pins: tuple[tuple[str, str], ...] = ()
+    whole: tuple[str, ...] = ()  # parameters that tp does not split
     sequence_parallel: bool = True
     policies: tuple[str, ...] = PARTIAL
 
@@ -94,6 +95,7 @@ class Known:
             microbatches=q.microbatches,
             static_bytes=q.static_bytes,
             pins=dict(q.pins),
+            whole=q.whole,
             legal=self.legal(q.tp, q.values, q.sequence_parallel),
             sequence_parallel=q.sequence_parallel,
             policies=q.policies,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 from autoptd.errors import PlanError, nearest
 
@@ -31,11 +32,13 @@ class Candidate:
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per pipeline rank
     shards: int = 0  # data-parallel ranks that sharded state is spread over; 0 is all of them
+    pools: tuple[int, ...] = ()  # of each pipeline rank, which type of the cluster's devices; empty: the first
 
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
         extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
         text += "".join(f" {name}{value}" for name, (value, usual) in extra.items() if value != usual)
+        text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
         return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
 
 
@@ -55,6 +58,7 @@ class Limits:
     schedules: tuple[str, ...] = ("1f1b",)
     virtuals: tuple[int, ...] = (1,)
     shards: tuple[int, ...] = (0,)
+    pool_ranks: tuple[int, ...] = ()  # devices of each type, where there are several
 
 
 def candidates(limits: Limits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
@@ -97,7 +101,19 @@ def _ways(limits: Limits, c: Candidate, strict: bool) -> Iterator[Candidate]:
             if chunked and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue
             for shards in groups or limits.shards[:1]:
-                yield replace(c, schedule=schedule, virtual=virtual, shards=shards)
+                for pools in _placed(limits, c):
+                    yield replace(c, schedule=schedule, virtual=virtual, shards=shards, pools=pools)
+
+
+def _placed(limits: Limits, c: Candidate) -> Iterator[tuple[int, ...]]:
+    """The types of device of the pipeline's ranks, of each type all together, in any order."""
+    if len(limits.pool_ranks) < 2:
+        yield ()
+        return
+    stage = c.dp * c.cp * c.tp
+    if not any(ranks % stage for ranks in limits.pool_ranks):
+        for order in permutations(range(len(limits.pool_ranks))):
+            yield tuple(pool for pool in order for _ in range(limits.pool_ranks[pool] // stage))
 
 
 def _meshes(limits: Limits, wish: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:

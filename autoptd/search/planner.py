@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import sympy
 
@@ -37,13 +38,14 @@ from autoptd.search.bounds import cut_bound_s, even_bound_s
 from autoptd.search.kinds import PARTIAL
 from autoptd.search.known import Known, Legal, Question
 from autoptd.search.meshes import Candidate, Limits, candidates, divisors
+from autoptd.search.pins import allowed, read_pins
 from autoptd.search.refine import Effort, refine
 from autoptd.search.room import Room
 from autoptd.search.splits import InfeasibleSplit
 from autoptd.search.staged import Staged, action_lists, simulated
 from autoptd.search.stages import NoRoom, Stages
 from autoptd.search.tensors import Sharded, Tensors
-from autoptd.search.wishes import Method, Wishes
+from autoptd.search.wishes import Method, Wishes, schedules_and_chunks
 
 _TOKENS = 65536  # of the largest microbatch that is considered
 EFFORT = 200  # cuts beyond the first of each candidate that are simulated, unless more is asked for
@@ -97,6 +99,7 @@ class _Waiting:
 
 
 _ENDLESS = 2**62
+_TAKE_ROOM = {"cuts", "headroom", "max_tp", "splits", "whole"}  # what may be fixed at memory's expense, beside meshes
 Key = tuple[int, int, int]  # tp, samples of a microbatch, cp
 
 
@@ -109,7 +112,8 @@ class Planner:
         self.known = known or Known(task.folded)
         self._tensors: dict[Key, Tensors] = {}
         self._sharded: dict[Key, Sharded | AutoptdError] = {}
-        self._method = task.wishes.method
+        self._pins = read_pins(task.folded, task.wishes)
+        self._method = self._pins.on(task.wishes.method)
         self._roomy = _roomy(task.cluster)
         self._room = Room(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
         self._steps: tuple[Callable[[_Waiting], float], ...] = (
@@ -263,15 +267,10 @@ class Planner:
                 f"world {task.world} is not divisible by cp {cps[0]}", where="fix['cp']", fix="use a divisor"
             )
         node = task.cluster.gpus_per_node or task.world
-        tp_sizes = {d for d in divisors(task.world) if d <= node}
+        tp_sizes = {d for d in divisors(task.world) if d <= min(node, task.wishes.max_tp or node)}
         if isinstance(wish.get("tp"), int):
             tp_sizes.add(int(wish["tp"]))
-        schedules, virtuals = [method.schedule], [method.virtual]
-        if not {"schedule", "virtual"} & fixed:
-            if "virtual" in include:
-                schedules, virtuals = [*schedules, "interleaved"], [1, 2, 3, 4, 6, 8]
-            if "zero-bubble" in include:
-                schedules.append("zero-bubble")
+        schedules, virtuals = schedules_and_chunks(task.wishes)
         zeros = (1, 0, 2, 3) if "zero" in wish or "zero" in include else (1, 0)
         groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
         limits = Limits(
@@ -286,8 +285,9 @@ class Planner:
             schedules=tuple(schedules),
             virtuals=tuple(virtuals),
             shards=(method.shards, *groups),
+            pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
         )
-        return candidates(limits, wish)
+        return allowed(task.folded, method, candidates(limits, wish))
 
     def _check_heads(self) -> None:
         """A tp that was asked for must split the attention: anything else is a mistake, not a plan."""
@@ -296,6 +296,8 @@ class Planner:
             return
         for kind, options in self._legal_for(int(tp)).items():
             for i, node in ops_of(self.task.folded.representatives[kind]):
+                if self._pins.keeps(node):
+                    continue
                 if work(op_call(node)).kind == "attention" and all(s.ranks == 1 for s in options[i]):
                     heads = info(node).shape[1]
                     sizes = [d for d in divisors(int(heads)) if self.task.world % d == 0]
@@ -338,6 +340,7 @@ class Planner:
             kernels=self._method.kernels,
             attention=self._method.attention,
             pins=tuple(task.wishes.splits.items()),
+            whole=self._pins.whole,
             sequence_parallel=task.wishes.sequence_parallel,
             policies=tuple(
                 p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
@@ -352,7 +355,7 @@ class Planner:
             if isinstance(solved, AutoptdError):
                 if not isinstance(solved, (InfeasibleSplit, PlanError)):
                     raise solved
-                if "tp" in self.task.wishes.mesh or not self._sharded:
+                if "tp" in self.task.wishes.mesh:
                     raise solved
             self._tensors[key], self._sharded[key] = tensors, solved
         return self._sharded[key]
@@ -361,14 +364,17 @@ class Planner:
 
     def _floor_s(self, c: Candidate) -> float:
         """Its matrix products at the device's sustained rate, however they are split."""
-        device, task = self.task.cluster.device, self.task
+        task, devices = self.task, [pool.device for pool in self.task.cluster.pools]
         flops = self.known.product_flops(tuple(task.sizes.items())) * c.micro / (c.tp * c.cp)
-        seconds = flops / (device.matmul_flops_per_s.of(task.precision) * device.matmul_sustained.fraction)
+        rate = max(d.matmul_flops_per_s.of(task.precision) * d.matmul_sustained.fraction for d in devices)
+        seconds = flops / rate
         return even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
 
     def _bound_s(self, c: Candidate, sharded: Sharded) -> float:
         """Of all its cuts, without recomputation, and with the end of the step of an average pipeline rank."""
         overlapped = "tp" in self._method.overlap
+        if c.pools:  # the relaxation knows which stage is where
+            return 0.0
         seconds = sharded.compute_seconds if overlapped else sharded.seconds
         costs = [k for k in sharded.costs.values() if k.forward_s]
         share = 0.5  # of the forward pass in any stage, at the most
@@ -381,6 +387,8 @@ class Planner:
         """The same with the end of the step, which a rank may begin while the first ones do their last microbatch."""
         solved = self._sharded[_key(c)]
         assert isinstance(solved, Sharded)
+        if c.pools:
+            return passes_s
         return max(passes_s, passes_s - (solved.seconds if c.pp > 1 else 0.0) + self._end_s(c))
 
     def _end_s(self, c: Candidate) -> float:
@@ -417,10 +425,18 @@ class Planner:
         """The candidate that lacks least, with its own answer."""
         near = sorted(self._hopeless, key=lambda w: self._room.least_bytes(w.candidate))[:_EXPLAINED]
         if not near:
-            raise PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
+            raise self._unsplit()
         explained = [(w.candidate, self._stages(w.candidate).refusal()) for w in near]
         candidate, error = min(explained, key=lambda e: max(getattr(e[1], "missing_bytes", (0.0,))))
-        return self._room.refusal(self.task.world, considered, candidate, error, self.task.wishes.mesh)
+        pins = {*self.task.wishes.mesh, *(self.task.wishes.fixed & _TAKE_ROOM)}
+        return self._room.refusal(self.task.world, considered, candidate, error, pins)
+
+    def _unsplit(self) -> AutoptdError:
+        """Why no tp can split the tensors as was asked for: of the largest, which has most to choose from."""
+        errors = [(key, solved) for key, solved in self._sharded.items() if isinstance(solved, AutoptdError)]
+        if not errors:
+            return PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
+        return max(errors, key=lambda e: e[0])[1]
 
 
 def _key(c: Candidate) -> Key:
@@ -430,7 +446,11 @@ def _key(c: Candidate) -> Key:
 @lru_cache(maxsize=64)
 def _roomy(cluster: Cluster) -> Cluster:
     """With endless memory, which has no part in how tensors are split: plans under other limits share what is known."""
-    return cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": _ENDLESS})})
+
+    def endless(part: Any) -> Any:
+        return part.model_copy(update={"device": part.device.model_copy(update={"memory_bytes": _ENDLESS})})
+
+    return cluster.model_copy(update={"device": endless(cluster).device, "others": tuple(map(endless, cluster.others))})
 
 
 @lru_cache(maxsize=256)

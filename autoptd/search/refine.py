@@ -37,7 +37,7 @@ class Effort:
 
 def refine(stages: Stages, best_s: float, effort: Effort) -> tuple[Staged | None, bool]:
     """The best cut that takes less than `best_s`, if any; and whether there can be no other."""
-    count = math.comb(len(stages.line.base_s) - 1, stages.count - 1)
+    count = math.comb(len(stages.line.names) - 1, stages.count - 1)
     if effort.left is not None and count > _CUTS * effort.left:
         return None, False
     leaves = sorted(_Walk(stages, best_s).leaves())
@@ -62,13 +62,13 @@ class _Walk:
 
     def __init__(self, stages: Stages, best_s: float) -> None:
         self.stages, self.best_s = stages, best_s
-        self.before = np.concatenate([[0.0], np.cumsum(stages.line.base_s)]).tolist()
+        self.before = np.concatenate([[0.0], np.cumsum(stages.line.least_s)]).tolist()
 
     def leaves(self) -> Iterator[tuple[float, Cuts]]:
         yield from self._from((), [], [])
 
     def _from(self, cuts: Cuts, forward: list[float], backward: list[float]) -> Iterator[tuple[float, Cuts]]:
-        at, k, n = (cuts[-1][1] + 1 if cuts else 0), len(cuts), len(self.stages.line.base_s)
+        at, k, n = (cuts[-1][1] + 1 if cuts else 0), len(cuts), len(self.stages.line.names)
         last = k == self.stages.count - 1
         for end in (n - 1,) if last else range(at, n - (self.stages.count - 1 - k)):
             passes = self.stages.passes(k, at, end)

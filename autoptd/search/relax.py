@@ -16,7 +16,7 @@ Neighbouring stages of deep pipelines are taken together: one of a group's stage
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoptd.search.bounds import warm_up
@@ -46,32 +46,34 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`alive`: microbatches (chunks, of which each is 1 / `virtual` of a rank's work) in flight on each rank."""
+    """Of each rank, `alive`: microbatches (chunks, of which each is 1 / `virtual` of its work) in flight; `pools`: its
+    type of device; `rooms`: bytes."""
 
     schedule: str
     microbatches: int
     virtual: int
     alive: tuple[int, ...]
-    room: float
+    pools: tuple[int, ...]
+    rooms: tuple[float, ...]
 
 
-def relaxed_bound_s(blocks: Sequence[Blocks], pipeline: Pipeline) -> float:
-    """Seconds of all microbatches at the least; infinite where not even fractions fit."""
+def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> float:
+    """Seconds of all microbatches at the least; infinite where not even fractions fit. `by_pool`: the same blocks on
+    each type of device."""
     program = Program()
-    room = pipeline.room
-    size = -(-len(pipeline.alive) // _GROUPS)
-    groups = [range(i, min(i + size, len(pipeline.alive))) for i in range(0, len(pipeline.alive), size)]
+    groups = list(_groups(pipeline.pools))
     ranks = len(groups)
+    blocks = by_pool[0]
     least = program.add_variable(1.0, upper=None)
     times = [program.add_variable(upper=None) for _ in range(ranks)]
     forwards = [program.add_variable(upper=None) for _ in range(ranks)]
     counts: list[list[dict[int, float]]] = [[{} for _ in b.segments or (b,)] for b in blocks]
     longest = max(len(b.segments) for b in blocks)
     for rank, group in enumerate(groups):
-        alive = min(pipeline.alive[k] for k in group)
+        alive, room = min(pipeline.alive[k] for k in group), pipeline.rooms[group[0]]
         seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[int, float]()
         partial: dict[int, float] = {}
-        for same, rows in zip(blocks, counts, strict=True):
+        for same, rows in zip(by_pool[pipeline.pools[group[0]]], counts, strict=True):
             for i, part in enumerate((same.whole, *same.segments)):
                 for again_s, kept in part.ways:
                     some = program.add_variable(upper=same.count)
@@ -98,6 +100,15 @@ def relaxed_bound_s(blocks: Sequence[Blocks], pipeline: Pipeline) -> float:
     if outcome.status == "infeasible":
         return math.inf
     return outcome.bound if outcome.values else 0.0
+
+
+def _groups(pools: Sequence[int]) -> Iterator[range]:
+    """Neighbouring stages on one type of device, all groups of about one size."""
+    size, start = -(-len(pools) // _GROUPS), 0
+    for k in range(1, len(pools) + 1):
+        if k == len(pools) or k - start == size or pools[k] != pools[start]:
+            yield range(start, k)
+            start = k
 
 
 def _paths(

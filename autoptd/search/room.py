@@ -8,7 +8,7 @@ No mesh needs less, so those without room for that are left out before tensors a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +37,7 @@ class Room:
 
     def promising(self, options: Sequence[Candidate]) -> list[Candidate]:
         """The candidates whose state may fit; where none is, the few that lack least."""
-        usable = self.cluster.device.usable_bytes * (1 - self.headroom)
+        usable = max(pool.device.usable_bytes for pool in self.cluster.pools) * (1 - self.headroom)
         fitting = [c for c in options if self.least_bytes(c) <= usable]
         return fitting or sorted(options, key=lambda c: (self.least_bytes(c), -c.tp))[:_LEANEST]
 
@@ -72,13 +72,15 @@ class Room:
     # ---- nothing fits ----
 
     def refusal(
-        self, world: int, tried: int, closest: Candidate, error: DoesNotFit, fixed: Mapping[str, object]
+        self, world: int, tried: int, closest: Candidate, error: DoesNotFit, fixed: Collection[str]
     ) -> DoesNotFit:
         """`closest` with its own answer: the stages over their budget, and what would mend that."""
         device = self.cluster.device
+        usable = max(0.0, device.usable_bytes - self.headroom * device.memory_bytes)
+        free = f" if {100 * self.headroom:.4g} % stays free" if self.headroom else ""
         return DoesNotFit(
             f"no plan fits: {tried} meshes considered on {world} × {device.name}, "
-            f"which have {device.usable_bytes / _GIB:.1f} GiB each for training",
+            f"which have {usable / _GIB:.1f} GiB each for training{free}",
             where=f"closest: {closest}\n{self._missing(error)}",
             fix=self._remedies(world, error, fixed),
         )
@@ -97,7 +99,7 @@ class Room:
         worst = max(error.missing_bytes) / _GIB
         return "\n".join([*over[: _SHOWN - 1], f"and {len(over) - _SHOWN + 1} more stages, up to {worst:.2f} GiB"])
 
-    def _remedies(self, world: int, error: DoesNotFit, fixed: Mapping[str, object]) -> str:
+    def _remedies(self, world: int, error: DoesNotFit, fixed: Collection[str]) -> str:
         if not isinstance(error, InfeasibleStages):
             return error.fix
         remedies = ["recompute (leave fix['recompute'] out)"] if error.recompute_fits else []
@@ -111,7 +113,7 @@ class Room:
             remedies.append("a larger world, or a shorter sequence")
         if fixed:
             remedies.append(f"fixing less than {', '.join(sorted(fixed))}")
-        needed = error.budget_bytes + self.cluster.device.context_bytes
-        larger = [n for n in Cluster.names() if Cluster.load(n).device.usable_bytes >= error.budget_bytes]
+        needed = (error.budget_bytes + self.cluster.device.context_bytes) / (1 - self.headroom)
+        larger = [n for n in Cluster.names() if Cluster.load(n).device.memory_bytes >= needed]
         which = f" ({', '.join(larger)})" if larger else ""
         return "; or ".join([*remedies, f"devices of {math.ceil(10 * needed / _GIB) / 10:.1f} GiB{which}"])

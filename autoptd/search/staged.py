@@ -59,12 +59,16 @@ class Staged:
 def timed(chunks: Chunks, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:
     """The stages of a cut with their times; of the step, the bound."""
     c, method = chunks.candidate, chunks.method
-    stages = tuple(chunks.chunk(*run, again) for run, again in zip(solution.boundaries, solution.policies, strict=True))
-    runs = [list(solution.boundaries[rank :: c.pp]) for rank in range(c.pp)]
-    ends = tuple(RankEnd(chunks.reduce_s(r), chunks.step_s(r), chunks.gather_s(r)) for r in runs)
+    cuts = enumerate(zip(solution.boundaries, solution.policies, strict=True))
+    stages = tuple(chunks.on(k % c.pp).chunk(*run, again) for k, (run, again) in cuts)
+    ends = tuple(_end(chunks.on(rank), list(solution.boundaries[rank :: c.pp])) for rank in range(c.pp))
     sends = tuple(chunks.send_s(last + 1) for _, last in solution.boundaries[:-1])
     seconds = _bound_s(stages, c, method) + max(e.reduce_s + e.step_s + e.gather_s for e in ends)
     return Staged(c, method, chunks, solution, stages, sends, memory, ends, seconds)
+
+
+def _end(chunks: Chunks, runs: list[tuple[int, int]]) -> RankEnd:
+    return RankEnd(chunks.reduce_s(runs), chunks.step_s(runs), chunks.gather_s(runs))
 
 
 def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:

@@ -6,8 +6,6 @@ tensor on in the placement in which every receiver takes it; parameters that sev
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +16,7 @@ from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.op_time import OpWork
-from autoptd.errors import PlanError, nearest
+from autoptd.errors import PlanError
 from autoptd.passes.factors import Strategy
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, operands
@@ -68,19 +66,21 @@ class Tensors(Prices):
         microbatches: int,
         static_bytes: float = 16.0,
         pins: Mapping[str, str] | None = None,
+        whole: Iterable[str] = (),
         legal: Mapping[str, dict[int, list[Strategy]]] | None = None,
         sequence_parallel: bool = True,
         policies: Iterable[str] = PARTIAL,
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
-        `policies`: those of recomputation that costs are to be told for.
+        `policies`: those of recomputation that costs are to be told for. `pins`: parameter-name pattern -> placement;
+        `whole`: names of parameters that are not split. Equal segments lie alike: one that is named stands for all.
         """
         super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
-        self.pins = pins or {}
+        self.pins, self.whole = pins or {}, tuple(whole)
         self.sequence_parallel = sequence_parallel
         self.policies = tuple(policies)
         self.legal = legal or legal_strategies(folded, ranks, self.sizes, sequence_parallel=sequence_parallel)
@@ -139,7 +139,7 @@ class Tensors(Prices):
         scope = _Scope(kind, segment)
         for i, node in enumerate(segment.parameters):
             info = infos(node)[0]
-            choices = tuple(self._parameter_choices(scope(node), info, times, offers, node))
+            choices = tuple(self._parameter_choices(scope(node), info, times, offers, node, (kind, i)))
             yield Node(scope.parameter(i), choices), {scope(node): (info, times, True)}
         for i, node in enumerate(segment.prelude):
             name = scope(node)
@@ -169,20 +169,22 @@ class Tensors(Prices):
         return (*broadcasts, *(Split(d) for d, n in enumerate(tensor.shape) if self.sizes.divisible(n, self.ranks)))
 
     def _parameter_choices(
-        self, name: str, tensor: TensorInfo, times: int, offers: Mapping[tuple[str, int], frozenset[int]], node: fx.Node
+        self,
+        name: str,
+        tensor: TensorInfo,
+        times: int,
+        offers: Mapping[tuple[str, int], frozenset[int]],
+        node: fx.Node,
+        slot: tuple[str, int],
     ) -> Iterator[Choice]:
         static = times * self.static_bytes / tensor.dtype.itemsize
         splits = [
             Split(dim, groups)
             for dim, size in enumerate(tensor.shape)
             for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset()))
-            if self.ranks > 1 and self.sizes.divisible(size, self.ranks, groups)
+            if self.ranks > 1 and slot not in self._kept and self.sizes.divisible(size, self.ranks, groups)
         ]
-        whole = (
-            not splits
-            or node not in self.workbook.facts.weights
-            or self.folded.traced.parameters[node.name] in self.pinned
-        )
+        whole = not splits or node not in self.workbook.facts.weights or slot in self._pinned
         if whole:
             yield Choice("B", gives=((name, B),), bytes=static * self.nbytes(tensor))
         if whole and tensor.requires_grad and self.ranks > 1:
@@ -202,9 +204,14 @@ class Tensors(Prices):
         return []
 
     @cached_property
-    def pinned(self) -> frozenset[str]:
-        """Parameters that somebody placed by hand."""
-        return frozenset(name for pattern in self.pins for _, _, name in self.workbook.facts.hits(pattern))
+    def _pinned(self) -> frozenset[tuple[str, int]]:
+        """(kind, position) of the parameters that somebody placed by hand."""
+        return frozenset((kind, i) for pattern in self.pins for kind, i, _ in self.workbook.facts.hits(pattern))
+
+    @cached_property
+    def _kept(self) -> frozenset[tuple[str, int]]:
+        """Those that are to stay whole."""
+        return self.workbook.facts.slots(self.whole)
 
     def _op_choice(
         self,
@@ -264,8 +271,7 @@ class Tensors(Prices):
                 placement = str(parse_placement(text))
             except ValueError as error:
                 raise PlanError(str(error), where=f"fix['splits'][{pattern!r}]") from error
-            hits = self.workbook.facts.hits(pattern)
-            for kind, i, name in hits:
+            for kind, i, name in self.workbook.facts.hits(pattern):
                 segment = self.folded.representatives[kind]
                 mine = _Scope(kind, segment).parameter(i)
                 if placement not in choices[mine]:
@@ -276,14 +282,6 @@ class Tensors(Prices):
                         fix=f"possible: {', '.join(choices[mine])}",
                     )
                 found[mine] = placement
-            if not hits:
-                layers = re.compile(r"(?<=\.)\d+(?=\.)")  # named once for all
-                names = {layers.sub("*", name) for name in self.folded.traced.parameters.values()}
-                raise PlanError(
-                    f"no parameter is called {pattern!r}",
-                    where=f"fix['splits'][{pattern!r}]",
-                    fix=textwrap.shorten(nearest(layers.sub("*", pattern), names), 300, placeholder=" …"),
-                )
         return found
 
     # ---- the answer ----

@@ -7,7 +7,7 @@ Array axes: [stage k, last segment e, number of segments - 1]; `starts[e, l] = e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,31 +25,43 @@ _BASE, _ODD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # large odd numbers withou
 class Line:
     """What is to be cut into so many stages.
 
-    `names`: equal for segments that are alike wherever they are; `base_s`: what each takes at the least; `send_s`:
-    added to a stage that ends there, 0 for the last. `alive`: microbatches (chunks) in flight on each stage.
+    `names`: equal for segments that are alike wherever they are; `base_s`: what each takes at the least, by type of
+    device; `send_s`: added to a stage that ends there, 0 for the last. Of each stage, `alive`: microbatches (chunks) in
+    flight; `pools`: its type of device.
 
     What memory adds: a stage holds at the least the `state` of its segments, and `kept` per microbatch in flight less
     what recomputation saves, which takes `again_s` for every byte and leaves `lean`. Of all that, `room` bytes may be
-    there.
+    there. No stage may begin with a segment that is `uncut`.
     """
 
     names: tuple[int, ...]
-    base_s: Floats
+    base_s: tuple[Floats, ...]
     send_s: Floats
     alive: tuple[int, ...]
+    pools: tuple[int, ...]
     state: Floats
     kept: Floats
     lean: Floats
-    again_s: float = math.inf
-    room: float = math.inf
+    again_s: tuple[float, ...]
+    room: tuple[float, ...]
+    uncut: frozenset[int] = frozenset()
 
     @property
     def stages(self) -> int:
         return len(self.alive)
 
+    @property
+    def least_s(self) -> Floats:
+        """What each segment takes on whatever device is the fastest for it."""
+        return np.minimum.reduce(self.base_s)
+
+    def of_stages(self, values: Sequence[float]) -> Floats:
+        """Of each stage, what holds for its type of device, [k, 1, 1]."""
+        return np.array(values, dtype=float)[list(self.pools)][:, None, None]
+
     def windows(self, width_s: float) -> Windows:
         """Those of no more than so much work."""
-        return Windows(self, longest_within(self.base_s, width_s))
+        return Windows(self, longest_within(self.least_s, width_s))
 
 
 def longest_within(base_s: Floats, width_s: float) -> int:
@@ -64,27 +76,30 @@ class Windows:
 
     def __init__(self, line: Line, longest: int) -> None:
         self.line = line
-        n = len(line.base_s)
+        n = len(line.names)
         self.longest = min(longest, n - line.stages + 1)
         self.starts = np.arange(n)[:, None] - np.arange(self.longest)[None, :]
-        self.possible = self.starts >= 0
+        begin = np.ones(n + 1, dtype=bool)
+        begin[list(line.uncut)] = False
+        self.possible = (self.starts >= 0) & begin[np.maximum(self.starts, 0)] & begin[1:, None]
 
     @cached_property
     def lower_s(self) -> Floats:
         """No stage that holds the window takes less, [k, e, l]."""
         line, alive = self.line, np.array(self.line.alive, dtype=float)[:, None, None]
         kept = self._sums(line.kept)
-        over = self._sums(line.state) / alive + kept - line.room / alive  # per microbatch in flight
+        over = self._sums(line.state) / alive + kept - line.of_stages(line.room) / alive  # per microbatch in flight
         with np.errstate(invalid="ignore"):
-            again = np.where(over > 0, np.where(over > kept, np.inf, over * line.again_s), 0.0)
-        return np.where(self.possible, self._sums(line.base_s) + line.send_s[:, None] + again, np.inf)
+            again = np.where(over > 0, np.where(over > kept, np.inf, over * line.of_stages(line.again_s)), 0.0)
+        base = np.stack([self._sums(base) for base in line.base_s])[list(line.pools)]
+        return np.where(self.possible, base + line.send_s[:, None] + again, np.inf)
 
     @cached_property
     def least_over(self) -> Floats:
         """Bytes over the room at the least, [k, e, l]."""
         alive = np.array(self.line.alive, dtype=float)[:, None, None]
         held = self._sums(self.line.state) + alive * self._sums(self.line.lean)
-        return np.where(self.possible, held - self.line.room, np.inf)
+        return np.where(self.possible, held - self.line.of_stages(self.line.room), np.inf)
 
     def _sums(self, values: Floats) -> Floats:
         """Over each window, [e, l]."""
@@ -101,7 +116,10 @@ class Windows:
         self._drop_unreachable(usable)
         found = np.full(self._shape, np.inf)
         at = np.nonzero(usable)
-        alive = np.array(self.line.alive, dtype=np.uint64) * np.uint64(_ODD)
+        alive = (np.array(self.line.alive, dtype=np.uint64) << np.uint64(8)) + np.array(
+            self.line.pools, dtype=np.uint64
+        )
+        alive *= np.uint64(_ODD)
         contents = self._contents[at[1], at[2]] ^ alive[at[0]]
         _, first, which = np.unique(contents, return_index=True, return_inverse=True)
         stages, ends, lengths = (axis[first].tolist() for axis in at)

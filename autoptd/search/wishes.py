@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -12,7 +13,7 @@ from autoptd.passes.placements import parse_placement
 from autoptd.schedule import SCHEDULES
 
 INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble")  # searched when asked for
-_COUNTS = ("bucket_bytes", "cp", "dp", "micro", "pp", "shards", "tp", "virtual")
+_COUNTS = ("bucket_bytes", "cp", "dp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
     "attention": ("flash", "triton", "cudnn"),
@@ -28,7 +29,9 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
 }
 STREAMS = ("dp", "p2p", "tp")
-KNOWN = (*sorted({*_COUNTS, *ALLOWED}), "overlap", "sequence_parallel", "splits")
+_CHUNKS = (1, 2, 3, 4, 6, 8)  # per pipeline rank, that are tried
+NAMED = ("cuts", "splits", "whole")  # choices made by names of modules and parameters
+KNOWN = (*sorted({*_COUNTS, *ALLOWED}), "headroom", "overlap", "sequence_parallel", *NAMED)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Method:
     memory         "check": nothing is planned that does not fit; "ignore": predicted all the same
     headroom       share of a device's memory that is left free
     policies       of recomputation that blocks may choose from: "selective", "ops", "full"
+    starts         first segment of every stage but the first, where stages are cut by hand; empty: they are searched
+    uncut          segments that no stage may begin with
     """
 
     cp: int = 1
@@ -69,14 +74,23 @@ class Method:
     memory: str = "check"
     headroom: float = 0.0
     policies: tuple[str, ...] = ("full",)
+    starts: tuple[int, ...] = ()
+    uncut: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """`mesh`: what `meshes.candidates` takes; `splits`: parameter-name pattern -> placement."""
+    """`mesh`: what `meshes.candidates` takes; `splits`: parameter-name pattern -> placement.
+
+    `cuts`: modules that begin a stage each; `whole`: patterns of modules that neither tp nor a stage's end cuts. What
+    these names mean in a graph, `search/pins.py` finds out.
+    """
 
     mesh: Mapping[str, int | str] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    max_tp: int | None = None  # the largest tp that is considered
     sequence_parallel: bool = True  # whether tp may split the sequence
     method: Method = Method()
     include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched beyond what runs
@@ -102,17 +116,33 @@ def read_wishes(fix: Mapping[str, Any] | None, include: Iterable[str] = ()) -> W
             known = ", ".join(map(repr, allowed))
             raise PlanError(f"{name} {fix[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}")
     chosen = _read_include(include)
-    method = _read_method(fix)
+    method = _read_method(fix, chosen)
+    _check_pairs(fix)
     if "recompute" in chosen:
         method = replace(method, policies=("selective", "ops", "full"))
     return Wishes(
         {n: fix[n] for n in _SEARCHED if n in fix},
         _read_splits(fix.get("splits", {})),
+        _read_names(fix, "cuts", "the modules that begin a stage: ['model.layers.8', 'model.layers.20']"),
+        _read_names(fix, "whole", "patterns of modules: ['*.router', 'vision']"),
+        fix.get("max_tp"),
         sequence,
         method,
         chosen,
         frozenset(fix),
     )
+
+
+def schedules_and_chunks(wishes: Wishes) -> tuple[list[str], list[int]]:
+    """Schedules, and chunks per pipeline rank, that are tried: what is fixed, and what is included beyond 1F1B."""
+    method, free = wishes.method, wishes.include - wishes.fixed
+    if "schedule" in wishes.fixed or method.virtual > 1:
+        schedules = [method.schedule]
+    else:
+        more = {"interleaved": "virtual" in free, "zero-bubble": "zero-bubble" in free}
+        schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
+    searched = "interleaved" in schedules and "virtual" not in wishes.fixed
+    return schedules, list(_CHUNKS) if searched else [method.virtual]
 
 
 def _read_include(include: Iterable[str]) -> frozenset[str]:
@@ -126,8 +156,16 @@ def _read_include(include: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _read_method(fix: Mapping[str, Any]) -> Method:
+def _read_method(fix: Mapping[str, Any], include: frozenset[str]) -> Method:
     given = {f.name: fix[f.name] for f in fields(Method) if f.name in fix}
+    if "headroom" in given:
+        share = given["headroom"]
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise PlanError(
+                f"headroom is {_shown(share)}",
+                where="fix['headroom']",
+                fix="give the share of a device's memory that is to stay free, from 0 to below 1: 0.1 is a tenth",
+            )
     if "overlap" in given:
         streams = given["overlap"]
         if not isinstance(streams, (list, tuple)) or not all(s in STREAMS for s in streams):
@@ -137,13 +175,35 @@ def _read_method(fix: Mapping[str, Any]) -> Method:
     if given.get("virtual", 1) > 1:
         given.setdefault("schedule", "interleaved")
     method = Method(**given)
-    if (method.virtual > 1) != (method.schedule == "interleaved"):
+    searched = method.schedule == "interleaved" and "virtual" in include and "virtual" not in fix
+    if (method.virtual > 1) != (method.schedule == "interleaved") and not searched:
         raise PlanError(
             f"schedule {method.schedule!r} with virtual {method.virtual}",
             where="fix['schedule']",
             fix="several chunks per rank (virtual > 1) are what the schedule 'interleaved' is for, and no other",
         )
     return method
+
+
+def _check_pairs(fix: Mapping[str, Any]) -> None:
+    """Raise PlanError for two that contradict each other whatever the model is."""
+    if fix.get("tp", 1) > fix.get("max_tp", math.inf):
+        raise PlanError(
+            f"tp {fix['tp']} is more than max_tp {fix['max_tp']}", where="fix['max_tp']", fix="leave one of them out"
+        )
+    if fix.get("stages") == "even" and fix.get("cuts"):
+        raise PlanError(
+            "stages cannot be even and be cut by hand as well", where="fix['cuts']", fix="leave cuts or stages out"
+        )
+
+
+def _read_names(fix: Mapping[str, Any], what: str, give: str) -> tuple[str, ...]:
+    """Names, or one of them."""
+    value = fix.get(what, ())
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+        raise PlanError(f"{what} is {_shown(value)}", where=f"fix[{what!r}]", fix=f"give {give}")
+    return tuple(names)
 
 
 def require_count(value: object, what: str, where: str = "", of: str = "") -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -105,6 +105,11 @@ class Facts:
             matches = re.compile(fnmatch.translate(pattern)).match
             self._hits[pattern] = tuple((k, i, n) for (k, i), names in self._slots.items() for n in names if matches(n))
         return self._hits[pattern]
+
+    def slots(self, names: Iterable[str]) -> frozenset[tuple[str, int]]:
+        """(kind, position) of parameters by their names."""
+        wanted = set(names)
+        return frozenset(slot for slot, called in self._slots.items() if not wanted.isdisjoint(called))
 
     @cached_property
     def _slots(self) -> Mapping[tuple[str, int], list[str]]:

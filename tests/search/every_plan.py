@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autoptd.cost_models.memory import Memory
 from autoptd.errors import AutoptdError
@@ -17,25 +17,33 @@ from autoptd.search.stages import Stages
 Cuts = tuple[tuple[int, int], ...]
 
 
-def least_seconds(planner: Planner, thorough: bool = False) -> tuple[float, int]:
+def least_seconds(
+    planner: Planner,
+    thorough: bool = False,
+    candidates: Iterable[Candidate] | None = None,
+    keep: Callable[[Cuts], bool] = lambda cuts: True,
+) -> tuple[float, int]:
     """The least step time of all plans that fit, and how many were looked at. The search has no part in it.
 
     Of the ways in which a rank may recompute, only those are looked at that no other betters on all of its chunks (no
-    action that takes longer ever ends a step sooner), unless it is to be `thorough`.
+    action that takes longer ever ends a step sooner), unless it is to be `thorough`. Only these `candidates`, and
+    those cuts of them that are to `keep`.
     """
     best, count = math.inf, 0
-    for candidate in planner.candidates():
+    for candidate in planner.candidates() if candidates is None else candidates:
         if isinstance(planner._solved(candidate), AutoptdError):
             continue
-        for seconds in _all_seconds(planner, candidate, thorough):
+        for seconds in _all_seconds(planner, candidate, thorough, keep):
             best, count = min(best, seconds), count + 1
     return best, count
 
 
-def _all_seconds(planner: Planner, candidate: Candidate, thorough: bool) -> Iterator[float]:
+def _all_seconds(
+    planner: Planner, candidate: Candidate, thorough: bool, keep: Callable[[Cuts], bool]
+) -> Iterator[float]:
     stages = planner._stages(candidate)
     choices: dict[tuple[object, ...], list[tuple[list[dict[int, str]], Memory]]] = {}
-    for cuts in all_cuts(len(stages.folded.segments), stages.count):
+    for cuts in filter(keep, all_cuts(len(stages.folded.segments), stages.count)):
         ranks = []
         for rank in range(candidate.pp):
             key = rank, tuple(cuts[rank :: candidate.pp]), stages.chunks._sharers(cuts).__repr__()
@@ -74,18 +82,19 @@ def _undominated(found: list[RankChoice]) -> list[RankChoice]:
 
 def _rank_choices(stages: Stages, rank: int, cuts: Cuts) -> Iterator[RankChoice]:
     """Policies of each chunk of a rank, and its memory, of all that fit; the slower of two that hold alike left out."""
+    site = stages.site(rank)
     mine = [cuts[k] for k in range(rank, len(cuts), stages.candidate.pp)]
-    blocks = [list(stages._blocks(*run)) for run in mine]
-    menus = [[[stages._way(b, p) for p in stages._policies_for(b)] for b in chunk] for chunk in blocks]
-    state = stages.chunks.state(mine, stages._largest_block, cuts)
+    blocks = [list(site.blocks(*run)) for run in mine]
+    menus = [[[site.way(b, p) for p in site.policies_for(b)] for b in chunk] for chunk in blocks]
+    state = stages.chunks.state(mine, site.largest_block, cuts)
     upcast = stages.chunks.upcast_bytes(mine)
     flat = [menu for chunk in menus for menu in chunk]
     seen: set[tuple[float, ...]] = set()
     for ways in itertools.product(*flat):
         chunks = _regrouped(ways, [len(c) for c in menus])
         kept, extra = bytes_of(chunks, stages.alive(rank))
-        memory = stages._memory(state, upcast, kept, extra)
-        if memory.needed > stages.limit:
+        memory = site.memory(state, upcast, kept, extra)
+        if memory.needed > site.limit:
             continue
         again = tuple(round(sum(w.again_s for w in chunk), 15) for chunk in chunks)
         if again in seen:  # a plan of the same times that fits is there
