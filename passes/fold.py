@@ -24,6 +24,7 @@ from torch import fx
 
 from autoptd.passes.graph import ancestors, infos, is_getitem, module_path, operands, substitute
 from autoptd.passes.reduce_loss import COUNT
+from autoptd.passes.signature import Structure, Text, shapes_text, signature_of
 from autoptd.passes.trace import Traced
 
 _NEAR = 24  # nodes on each side that a narrow place is compared with
@@ -206,7 +207,7 @@ def _base(node: fx.Node) -> str:
 
 
 def _segments(pieces: list[list[fx.Node]], traced: Traced, prelude: set[fx.Node], loss: fx.Node) -> tuple[Segment, ...]:
-    structure = _Structure(prelude)
+    structure = Structure(prelude)
     signatures: list[str] = []
     segments = []
     for index, nodes in enumerate(pieces):
@@ -216,7 +217,7 @@ def _segments(pieces: list[list[fx.Node]], traced: Traced, prelude: set[fx.Node]
         outside = tuple(n for n in reads if n in prelude)
         receives = tuple(n for n in reads if n not in prelude and n not in parameters)
         sends = tuple(n for n in nodes if n is loss or any(u not in inside and u.op != "output" for u in n.users))
-        signature = _signature(nodes, parameters, outside, receives, sends, structure, traced)
+        signature = signature_of(nodes, parameters, outside, receives, sends, structure)
         signatures.append(signature)
         segments.append(Segment(index, "", _segment_name(nodes), tuple(nodes), parameters, outside, receives, sends))
     kinds = _name_kinds(signatures, [s.name for s in segments])
@@ -234,59 +235,6 @@ def _name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
         used = sum(k.split("#")[0] == name for k in kinds.values())
         kinds[signature] = f"{name}#{used + 1}" if used else name
     return kinds
-
-
-class _Structure:
-    """Structural text of prelude nodes: two layers that each read an own but equal buffer are alike."""
-
-    def __init__(self, prelude: set[fx.Node]) -> None:
-        self.prelude = prelude
-        self.text: dict[fx.Node, str] = {}
-
-    def __call__(self, node: fx.Node) -> str:
-        if node not in self.text:
-            if node.op == "placeholder":
-                buffer = node.name.startswith(("b_", "c_"))
-                self.text[node] = f"{'buffer' if buffer else node.name}{_shapes(node)}"
-            else:
-                args = substitute(node.args, lambda n: _Text(self(n)))
-                kwargs = {k: substitute(v, lambda n: _Text(self(n))) for k, v in node.kwargs.items()}
-                full = f"{node.target}{args}{kwargs}"
-                self.text[node] = hashlib.sha256(full.encode()).hexdigest()
-        return self.text[node]
-
-
-class _Text(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _shapes(node: fx.Node) -> str:
-    return ",".join(f"{tuple(map(str, t.shape))}{t.dtype}{'g' if t.requires_grad else ''}" for t in infos(node))
-
-
-def _signature(
-    nodes: list[fx.Node],
-    parameters: tuple[fx.Node, ...],
-    outside: tuple[fx.Node, ...],
-    receives: tuple[fx.Node, ...],
-    sends: tuple[fx.Node, ...],
-    structure: _Structure,
-    traced: Traced,
-) -> str:
-    names: dict[fx.Node, str] = {n: f"%{i}" for i, n in enumerate(nodes)}
-    names |= {n: f"p{i}{_shapes(n)}" for i, n in enumerate(parameters)}
-    names |= {n: f"o{i}{structure(n)}" for i, n in enumerate(outside)}
-    names |= {n: f"x{i}{_shapes(n)}" for i, n in enumerate(receives)}
-    lines = []
-    for n in nodes:
-        args = substitute(n.args, lambda o: _Text(names[o]))
-        kwargs = {k: substitute(v, lambda o: _Text(names[o])) for k, v in n.kwargs.items()}
-        lines.append(f"{names[n]}={n.target}{args}{kwargs}:{_shapes(n)}")
-    lines.append("sends " + " ".join(names[n] for n in sends))
-    return "\n".join(lines)
 
 
 def _segment_name(nodes: list[fx.Node]) -> str:
@@ -388,11 +336,11 @@ def graph_hash(traced: Traced) -> str:
         names[node] = f"%{i}"
         if node.op == "placeholder":
             source = traced.parameters.get(node.name) or traced.buffers.get(node.name) or traced.inputs.get(node.name)
-            lines.append(f"%{i} {source or node.name.split('_')[0]} {_shapes(node)}")
+            lines.append(f"%{i} {source or node.name.split('_')[0]} {shapes_text(node)}")
         else:
-            args: Any = substitute(node.args, lambda n: _Text(names[n]))
-            kwargs = {k: substitute(v, lambda n: _Text(names[n])) for k, v in node.kwargs.items()}
-            lines.append(f"%{i} {_base(node)} {args} {kwargs} {_shapes(node) if node.op != 'output' else ''}")
+            args: Any = substitute(node.args, lambda n: Text(names[n]))
+            kwargs = {k: substitute(v, lambda n: Text(names[n])) for k, v in node.kwargs.items()}
+            lines.append(f"%{i} {_base(node)} {args} {kwargs} {shapes_text(node) if node.op != 'output' else ''}")
     return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

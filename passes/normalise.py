@@ -8,7 +8,6 @@ loss; views are `reshape` with the whole output shape. `NORMALISE` is read top t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 import sympy
@@ -20,11 +19,13 @@ from autoptd.passes.graph import info, infos, is_float, op_name, operands, plain
 from autoptd.passes.masks import name_causal_masks
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.reduce_loss import rewrite_loss
+from autoptd.passes.regions import inline_regions as _inline
 from autoptd.passes.spellings import (
     merge_reshapes,
     write_addmm_as_linear,
     write_copy_as_source,
     write_equal_splits_as_chunk,
+    write_grouped_mm,
     write_native_dropout_as_dropout,
     write_views_as_reshape,
 )
@@ -39,61 +40,22 @@ def normalise(traced: Traced) -> Traced:
     graph = traced.graph.graph
     for step in NORMALISE:
         step(graph, traced)
-        graph.eliminate_dead_code(_acts)
+        _drop_dead(graph)
         graph.lint()
     _check(graph)
     return traced
 
 
-def _acts(node: fx.Node) -> bool:
-    """Whether a node that nobody reads must stay: what writes, not what merely draws random numbers."""
-    return node.is_impure(impure_random=False)
+def _drop_dead(graph: fx.Graph) -> None:
+    """Remove what nobody reads, but what writes; what merely draws random numbers goes as well."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure(impure_random=False):
+            graph.erase_node(node)
 
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
-    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies; no gradient enters the former."""
-    for node in list(graph.nodes):
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name == "wrap_with_set_grad_enabled":
-            enabled, body, *args = node.args
-            _inline(graph, traced, node, body, args, detached=not enabled)
-        elif name == "wrap_with_autocast":
-            _, _, enabled, _, body, *args = node.args
-            if enabled:
-                raise UnsupportedOp(
-                    "an autocast region is inside the model", where=source_line(node), fix="pass precision= instead"
-                )
-            _inline(graph, traced, node, body, args, detached=False)
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise UnsupportedOp(
-                f"{node.target} cannot be planned",
-                where=source_line(node),
-                fix="write the branch with torch.where; leave recompute to the plan",
-            )
-
-
-def _inline(graph: fx.Graph, traced: Traced, node: fx.Node, body: object, args: list, *, detached: bool) -> None:
-    assert isinstance(body, fx.Node)
-    sub = getattr(traced.graph, str(body.target)).graph
-    inputs = iter(args)
-    copied: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(node):
-        for inner in sub.nodes:
-            if inner.op == "placeholder":
-                given = next(inputs)
-                copied[inner] = given
-                if detached and isinstance(given, fx.Node) and isinstance(given.meta.get("val"), torch.Tensor):
-                    copied[inner] = graph.call_function(aten.detach.default, (given,))
-                    copied[inner].meta.update(given.meta)
-            elif inner.op == "output":
-                results = inner.args[0]
-            else:
-                copied[inner] = graph.node_copy(inner, lambda n: copied[n])
-    for user in list(node.users):
-        assert user.target is operator.getitem
-        user.replace_all_uses_with(copied[results[user.args[1]]])
-        graph.erase_node(user)
-    graph.erase_node(node)
+    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies."""
+    _inline(graph, traced.graph)
 
 
 def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
@@ -378,6 +340,7 @@ NORMALISE: list[Pass] = [
     write_views_as_reshape,
     write_equal_splits_as_chunk,
     write_addmm_as_linear,
+    write_grouped_mm,
     merge_reshapes,
     drop_identities,
     name_causal_masks,

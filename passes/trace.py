@@ -9,7 +9,6 @@ traced in its stead, so a model of any size is traced in the memory of its graph
 from __future__ import annotations
 
 import copy
-import inspect
 import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,11 @@ from torch.export.graph_signature import InputKind
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
 from autoptd.passes.collector import without_collector
 from autoptd.passes.fake import fake_cpu
+from autoptd.passes.loss import Loss
+from autoptd.passes.loss import loss_of as loss_of
+from autoptd.passes.regions import inline_regions
+from autoptd.passes.repeats import Repeats
+from autoptd.passes.unfold import unfold
 
 PRECISIONS: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -62,56 +66,6 @@ class Traced:
     transient: frozenset[str] = frozenset()  # buffers that are not part of the state dict
 
 
-class _Loss(nn.Module):
-    """The model, returning its loss alone: logits, caches and output classes are dropped before anything is planned."""
-
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return loss_of(self.model(**inputs), self.loss, inputs)
-
-
-def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The scalar to minimise, from what `forward` returned. Raises InputsError when there is none."""
-    value: Tensor | None
-    if loss is not None:
-        value = loss(out, inputs) if _takes_two(loss) else loss(out)
-    elif isinstance(out, Tensor):
-        value = out
-    elif isinstance(out, Mapping) and "loss" in out:
-        value = out["loss"]
-    elif getattr(out, "loss", None) is not None:
-        value = out.loss
-    elif isinstance(out, (tuple, list)):
-        scalars = [x for x in out if isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()]
-        value = scalars[0] if len(scalars) == 1 else None
-    else:
-        value = None
-    if not isinstance(value, Tensor) or value.ndim != 0:
-        kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else type(out).__name__
-        raise InputsError(
-            f"the model returns {kind}, which holds no scalar loss"
-            if loss is None
-            else f"loss returned {kind}, no scalar",
-            fix="return a scalar, an object with .loss, or a mapping with 'loss'; or pass loss=lambda outputs: …",
-        )
-    return value
-
-
-def _takes_two(loss: Callable[..., Tensor]) -> bool:
-    try:
-        parameters = inspect.signature(loss).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(required) == 2
-
-
 def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContextManager[Any]) -> nn.Module:
     """A copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
 
@@ -128,6 +82,15 @@ def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContex
     return copy.deepcopy(model, memo)
 
 
+def without_caches(model: nn.Module) -> nn.Module:
+    """Turn off what a Hugging Face model keeps for generating text after this pass: its loss never reads it."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+    return model
+
+
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every parameter name → the first name of the same tensor."""
     first: dict[int, str] = {}
@@ -140,10 +103,12 @@ def trace(
     *,
     loss: Callable[..., Tensor] | None = None,
     precision: str = "fp32",
+    repeats: bool = True,
 ) -> Traced:
     """Trace `model(**inputs)` to its scalar loss.
 
-    `inputs` are example keyword tensors whose dim 0 counts samples; only shapes and dtypes are read.
+    `inputs` are example keyword tensors whose dim 0 counts samples; only shapes and dtypes are read. With `repeats`,
+    equal modules are traced once and written out for every call, which gives the same graph in less time.
     Raises InputsError (inputs that do not suit), UnsupportedOp (a size depends on data), TraceError (all else).
     """
     _check_inputs(inputs)
@@ -151,10 +116,10 @@ def trace(
     batch = _batch_size(inputs)
     shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
-    try:
-        program = _export(model, specs, loss, precision, "cpu")
-    except TraceError as error:
-        program = _export_on_meta(model, specs, loss, precision, error)
+    exporter = _Exporter(model, specs, loss, precision)
+    program = exporter.run(repeats=repeats)
+    if repeats and _writes_through_views(program.graph):
+        program = exporter.run(repeats=False)
     if _writes_through_views(program.graph):
         program = program.run_decompositions({})
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
@@ -170,34 +135,48 @@ def trace(
 Specs = Mapping[str, tuple[Any, torch.dtype]]  # of the example inputs: shape and dtype
 
 
-def _export(
-    model: nn.Module, specs: Specs, loss: Callable[..., Tensor] | None, precision: str, device: str
-) -> torch.export.ExportedProgram:
-    """Export without data. Sizes of 1 would be baked in, and inputs that are one object merged: these are new ones."""
-    mode = fake_cpu() if device == "cpu" else nullcontext()
-    train = skeleton(model, precision, device, mode).train()
-    with mode:
-        fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
-    dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
-    try:
-        with without_collector():
-            return torch.export.export(_Loss(train, loss), (fake,), dynamic_shapes=dynamic, strict=False)
-    except InputsError:
-        raise
-    except _FAILURES as error:
-        raise _explain(error) from error
+@dataclass(frozen=True)
+class _Exporter:
+    """What is exported: the model with its loss, and the shapes and dtypes of its inputs."""
 
+    model: nn.Module
+    specs: Specs
+    loss: Callable[..., Tensor] | None
+    precision: str
 
-def _export_on_meta(
-    model: nn.Module, specs: Specs, loss: Callable[..., Tensor] | None, precision: str, first: TraceError
-) -> torch.export.ExportedProgram:
-    """A model built on meta may hold meta tensors that are no buffers: then only meta will do."""
-    if isinstance(first, UnsupportedOp) or not any(p.is_meta for p in model.parameters()):
-        raise first
-    try:
-        return _export(model, specs, loss, precision, "meta")
-    except TraceError:
-        raise first from None
+    def run(self, *, repeats: bool) -> torch.export.ExportedProgram:
+        """The whole graph. Raises InputsError, UnsupportedOp, TraceError."""
+        try:
+            return self._on("cpu", repeats)
+        except TraceError as error:
+            # a model built on meta may hold meta tensors that are no buffers: then only meta will do
+            if isinstance(error, UnsupportedOp) or not any(p.is_meta for p in self.model.parameters()):
+                raise
+            first = error
+        try:
+            return self._on("meta", repeats)
+        except TraceError:
+            raise first from None
+
+    def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
+        """Without data. Sizes of 1 would be baked in, and inputs that are one object merged: these are new ones."""
+        mode = fake_cpu() if device == "cpu" else nullcontext()
+        train = without_caches(skeleton(self.model, self.precision, device, mode).train())
+        with mode:
+            fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
+        dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
+        found = Repeats(train) if repeats else None
+        try:
+            with without_collector():
+                program = torch.export.export(Loss(train, self.loss), (fake,), dynamic_shapes=dynamic, strict=False)
+        except InputsError:
+            raise
+        except _FAILURES as error:
+            raise _explain(error) from error
+        if found is not None:
+            inline_regions(program.graph, program.graph_module)
+            unfold(program.graph, found.captures, found.paths)
+        return program
 
 
 _FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, NotImplementedError)
@@ -275,7 +254,7 @@ def _user_line(error: BaseException) -> str:
     while tb is not None:
         frame, file = tb.tb_frame, Path(tb.tb_frame.f_code.co_filename)
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and not isinstance(owner, _Loss):
+        if isinstance(owner, nn.Module) and not isinstance(owner, Loss):
             path = _module_path(tb.tb_frame, owner)
         if file.exists() and not str(file).startswith(foreign):
             source = linecache.getline(str(file), tb.tb_lineno).strip()
@@ -288,7 +267,7 @@ def _module_path(frame: FrameType | None, owner: nn.Module) -> str:
     """The dotted path of a module that is running, found in the wrapper further up the stack."""
     while frame is not None:
         root = frame.f_locals.get("self")
-        if isinstance(root, _Loss):
+        if isinstance(root, Loss):
             return next((n for n, m in root.model.named_modules() if m is owner and n), type(owner).__name__)
         frame = frame.f_back
     return type(owner).__name__

@@ -1,0 +1,72 @@
+"""What a stretch of a graph computes, as text: equal for stretches that differ in names alone."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+from torch import fx
+
+from autoptd.passes.graph import infos, substitute
+from autoptd.passes.opcall import TensorInfo
+
+
+class Structure:
+    """Structural text of prelude nodes: two layers that each read an own but equal buffer are alike."""
+
+    def __init__(self, prelude: set[fx.Node]) -> None:
+        self.prelude = prelude
+        self.text: dict[fx.Node, str] = {}
+
+    def __call__(self, node: fx.Node) -> str:
+        if node not in self.text:
+            if node.op == "placeholder":
+                buffer = node.name.startswith(("b_", "c_"))
+                self.text[node] = f"{'buffer' if buffer else node.name}{shapes_text(node)}"
+            else:
+                args = substitute(node.args, lambda n: Text(self(n)))
+                kwargs = {k: substitute(v, lambda n: Text(self(n))) for k, v in node.kwargs.items()}
+                full = f"{node.target}{args}{kwargs}"
+                self.text[node] = hashlib.sha256(full.encode()).hexdigest()
+        return self.text[node]
+
+
+class Text(str):
+    """Text that stands for a node: written without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def shapes_text(node: fx.Node) -> str:
+    """Shape, dtype and gradient of each output."""
+    return ",".join(map(_shape, infos(node)))
+
+
+@functools.cache
+def _shape(tensor: TensorInfo) -> str:
+    return f"{tuple(map(str, tensor.shape))}{tensor.dtype}{'g' if tensor.requires_grad else ''}"
+
+
+def signature_of(
+    nodes: list[fx.Node],
+    parameters: tuple[fx.Node, ...],
+    outside: tuple[fx.Node, ...],
+    receives: tuple[fx.Node, ...],
+    sends: tuple[fx.Node, ...],
+    structure: Structure,
+) -> str:
+    """Ops, arguments, shapes and wiring of a stretch, outside nodes by their place in its lists of them."""
+    names: dict[fx.Node, str] = {n: f"%{i}" for i, n in enumerate(nodes)}
+    names |= {n: f"p{i}{shapes_text(n)}" for i, n in enumerate(parameters)}
+    names |= {n: f"o{i}{structure(n)}" for i, n in enumerate(outside)}
+    names |= {n: f"x{i}{shapes_text(n)}" for i, n in enumerate(receives)}
+    lines = []
+    for n in nodes:
+        args = substitute(n.args, lambda o: Text(names[o]))
+        kwargs = {k: substitute(v, lambda o: Text(names[o])) for k, v in n.kwargs.items()}
+        lines.append(f"{names[n]}={n.target}{args}{kwargs}:{shapes_text(n)}")
+    lines.append("sends " + " ".join(names[n] for n in sends))
+    return "\n".join(lines)
