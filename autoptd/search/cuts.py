@@ -66,10 +66,10 @@ def solve_cuts(line: Line, ramp: float, seconds: Measure) -> Cuts | None:
 
     Raises `PlanError` for more stages than segments.
     """
-    if line.stages > len(line.names):
+    pieces = len(line.names) - len(line.uncut)
+    if line.stages > pieces:
         raise PlanError(
-            f"{line.stages} pipeline stages need as many segments; the model has {len(line.names)}",
-            fix=f"use pp <= {len(line.names)}",
+            f"{line.stages} pipeline stages need as many segments; the model has {pieces}", fix=f"use pp <= {pieces}"
         )
     return _Search(line, ramp, seconds).run()
 

@@ -57,6 +57,14 @@ def read_pins(folded: Folded, wishes: Wishes) -> Pins:
     kept = [name for pattern in wishes.whole for name in modules.called(pattern)]
     starts = tuple(modules.starts(wishes.cuts))
     pins = Pins(starts, modules.inside(kept), modules.parameters(kept), frozenset(kept))
+    for pattern, placement in wishes.splits.items():
+        both = _matching(pattern, pins.whole)
+        if both and placement.startswith("S"):
+            raise PlanError(
+                f"{both[0]} cannot be split as {placement} and stay whole",
+                where=f"fix['splits'][{pattern!r}], fix['whole']",
+                fix="leave one of them out, or name fewer modules in fix['whole']",
+            )
     for name, start in zip(wishes.cuts, starts, strict=True):
         if start in pins.uncut:
             inside = next(m for m in kept if start in modules.inside([m]))

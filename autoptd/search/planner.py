@@ -29,7 +29,7 @@ from autoptd.cost_models.op_time import memory_s
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info, op_call, source_line
-from autoptd.passes.sharding import ops_of
+from autoptd.passes.sharding import Sharding, ops_of
 from autoptd.passes.trace import SEQUENCE
 from autoptd.passes.work import work
 from autoptd.progress import Progress
@@ -49,6 +49,9 @@ from autoptd.search.wishes import Method, Wishes, schedules_and_chunks
 
 _TOKENS = 65536  # of the largest microbatch that is considered
 EFFORT = 200  # cuts beyond the first of each candidate that are simulated, unless more is asked for
+CLOSE = (
+    1e-3  # by how much splits may miss the best, relative, where microbatches of two sizes are solved for those between
+)
 _CUT = 2  # the step of a candidate from which on it is gone through with at once, until there is something to beat
 _EXPLAINED = 4  # candidates that are looked at closely to say what is missing
 _RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
@@ -124,10 +127,11 @@ class Planner:
             self._simulate,
             self._refine,
         )
+        self._grid: Mapping[tuple[int, int], Sequence[Candidate]] = {}  # by tp and cp: one of each microbatch in order
         self._best: Staged | None = None
         self._hopeless: list[_Waiting] = []  # those that do not fit
         self._effort = Effort(task.effort)
-        self._visited = 0
+        self._visited = self._solutions = 0
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for wishes that cannot be, DoesNotFit where nothing fits."""
@@ -140,7 +144,8 @@ class Planner:
         best = self._best
         if best is None:
             raise self._nothing_fits(len(possible))
-        c, gap = best.candidate, max(0.0, 1 - bound_s / best.seconds)
+        c = best.candidate
+        gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
             _prove(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
         tensors = self._tensors[_key(c)]
@@ -189,6 +194,11 @@ class Planner:
         w.step += 1
         now_s = self._steps[w.step - 1](w)
         return now_s if w.step == len(self._steps) else max(now_s, w.bound_s)
+
+    @property
+    def _is_derived(self) -> bool:
+        """Whether some splits were taken over from microbatches of other sizes."""
+        return len(self._sharded) > self._solutions
 
     @property
     def _best_s(self) -> float:
@@ -287,7 +297,9 @@ class Planner:
             shards=(method.shards, *groups),
             pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
         )
-        return allowed(task.folded, method, candidates(limits, wish))
+        found = allowed(task.folded, method, candidates(limits, wish))
+        self._grid = _grid(found)
+        return found
 
     def _check_heads(self) -> None:
         """A tp that was asked for must split the attention: anything else is a mistake, not a plan."""
@@ -349,6 +361,45 @@ class Planner:
 
     def _solved(self, c: Candidate) -> Sharded | AutoptdError:
         """Its tensors split. Raises what stands in the way of every candidate."""
+        if _key(c) not in self._sharded:
+            grid = self._grid.get((c.tp, c.cp), (c,))
+            alone = self.task.effort is None or c.micro not in {other.micro for other in grid}
+            self._solve_between((c,) if alone else grid)
+        return self._sharded[_key(c)]
+
+    def _solve_between(self, grid: Sequence[Candidate]) -> None:
+        """Split tensors for microbatches of several sizes.
+
+        Seconds of any one sharding are affine in the samples of a microbatch, but for tiles and protocols; so the least
+        of all shardings is concave, and one that is within `CLOSE` of the best for both the smallest and the largest is
+        so for all between.
+        """
+        first, last, between = self._solve(grid[0]), self._solve(grid[-1]), grid[1:-1]
+        if not between:
+            return
+        common = self._common(grid, first, last)
+        if common is None:
+            middle = len(grid) // 2
+            self._solve_between(grid[: middle + 1])
+            self._solve_between(grid[middle:])
+            return
+        for c in between:
+            tensors = self.known.tensors(self._question(c))
+            self._tensors[_key(c)], self._sharded[_key(c)] = tensors, tensors.priced(common)
+
+    def _common(
+        self, grid: Sequence[Candidate], first: Sharded | AutoptdError, last: Sharded | AutoptdError
+    ) -> Sharding | None:
+        """A sharding that is as good as the best at either end."""
+        if not isinstance(first, Sharded) or not isinstance(last, Sharded):
+            return None
+        for one, other, at in ((first, last, grid[-1]), (last, first, grid[0])):
+            same = one.sharding == other.sharding
+            if same or self._tensors[_key(at)].priced(one.sharding).seconds <= other.seconds * (1 + CLOSE):
+                return one.sharding
+        return None
+
+    def _solve(self, c: Candidate) -> Sharded | AutoptdError:
         key = _key(c)
         if key not in self._sharded:
             tensors, solved = self.known.sharded(self._question(c))
@@ -358,6 +409,7 @@ class Planner:
                 if "tp" in self.task.wishes.mesh:
                     raise solved
             self._tensors[key], self._sharded[key] = tensors, solved
+            self._solutions += 1
         return self._sharded[key]
 
     # ---- bounds ----
@@ -437,6 +489,13 @@ class Planner:
         if not errors:
             return PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
         return max(errors, key=lambda e: e[0])[1]
+
+
+def _grid(options: Sequence[Candidate]) -> dict[tuple[int, int], tuple[Candidate, ...]]:
+    found: dict[tuple[int, int], dict[int, Candidate]] = {}
+    for c in options:
+        found.setdefault((c.tp, c.cp), {}).setdefault(c.micro, c)
+    return {key: tuple(by_micro[n] for n in sorted(by_micro)) for key, by_micro in found.items()}
 
 
 def _key(c: Candidate) -> Key:
