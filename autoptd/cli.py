@@ -19,12 +19,16 @@ from typing import NoReturn
 
 from autoptd.commands.arguments import (
     FIXABLE,
+    INCLUDABLE,
     SCHEDULE_KINDS,
     SWEPT,
     UsageError,
     count,
+    module_name,
     price,
     read_fix,
+    read_include,
+    read_split,
     read_sweep,
     seconds,
 )
@@ -221,6 +225,7 @@ def _parser() -> _Parser:
     plan.add_argument("--precision", choices=["bf16", "fp32", "fp64"], default="bf16", help="default %(default)s")
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default %(default)s")
     plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXABLE)}")
+    _add_constraints(plan)
     _add_answers(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
     plan.add_argument("--all", action="store_true", help=_ALL_HELP)
@@ -255,6 +260,40 @@ def _parser() -> _Parser:
     return parser
 
 
+def _add_constraints(plan: argparse.ArgumentParser) -> None:
+    """What `plan` is held to by the names of modules and parameters, and how far it searches."""
+    plan.add_argument(
+        "--split",
+        type=read_split,
+        action="append",
+        metavar="PATTERN=P",
+        help="how parameters lie on the tp axis: '*.q_proj.weight=S0'; may be given again",
+    )
+    plan.add_argument(
+        "--cut",
+        type=module_name,
+        action="append",
+        metavar="MODULE",
+        help="a stage begins with it; once for each stage but the first",
+    )
+    plan.add_argument(
+        "--whole",
+        type=module_name,
+        action="append",
+        metavar="PATTERN",
+        help="modules that neither tp nor a stage's end cuts; may be given again",
+    )
+    plan.add_argument(
+        "--include",
+        type=read_include,
+        metavar="NAME,…",
+        default=(),
+        help=f"search beyond what can be run here: {', '.join(INCLUDABLE)}, or all",
+    )
+    plan.add_argument("--exact", action="store_true", help="search until nothing better can be left; for small models")
+    plan.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to search, once there is a plan")
+
+
 def _add_answers(plan: argparse.ArgumentParser) -> None:
     """What `plan` answers besides one plan."""
     many = plan.add_mutually_exclusive_group()
@@ -266,6 +305,7 @@ def _add_answers(plan: argparse.ArgumentParser) -> None:
         help=f"a plan for each value, as a table; twice for both: {', '.join(SWEPT)}",
     )
     many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less memory of a device")
+    many.add_argument("--pins", action="store_true", help="what each choice made by hand costs against a free one")
     many.add_argument("--sensitivity", action="store_true", help="what changes if a rate or memory is 20%% off")
     plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="for --sweep: cost per step and per token")
     plan.add_argument("--why", action="store_true", help="where nothing fits: try every way out, however long it takes")

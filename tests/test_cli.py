@@ -122,6 +122,9 @@ def test_plan_passes_the_wishes_on_and_saves(run: Run, api: list[dict[str, Any]]
         "batch": 16,
         "optimizer": "adamw",
         "fix": {"tp": 2, "recompute": "none", "zero": 0},
+        "include": (),
+        "exact": False,
+        "time_limit_s": None,
     }
     assert Plan.load(out).model == "gpt2"
     assert text.startswith("gpt2 on 8 × test-cluster: dp 2 × tp 2 × pp 2")
@@ -252,7 +255,7 @@ def test_what_sweep_reads(text: str, swept: Any):
 def test_fix_knows_what_the_search_does():
     from autoptd.search import wishes
 
-    assert set(cli.FIXABLE) == set(wishes.KNOWN) - {"splits"}
+    assert set(cli.FIXABLE) == set(wishes.KNOWN) - set(wishes.NAMED)
     given = {name: tuple(map(str, values)) for name, values in wishes.ALLOWED.items() if name != "zero"}
     assert {name: cli.FIXABLE[name] for name in given} == given
     assert cli.FIXABLE["overlap"] == wishes.STREAMS

@@ -3,8 +3,8 @@
     cost of a pin = step time as asked - step time without the pin
 
 Where the search chooses in its place when it is dropped, a pin costs nothing or more, as far as the search is exact. It
-may gain where it allows what is otherwise not searched (ZeRO-3, say, unless it is included). Some pins are no choices but
-say how a plan is carried out (`kernels`, say): dropped, the default holds, and their cost is a comparison of the two.
+may gain where it allows what is otherwise not searched (ZeRO-3, say, unless it is included). Some pins are no choices,
+but say how a plan is carried out (`kernels`, say): dropped, the default holds, and their cost compares the two.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def pin_costs(asked: Asked, chosen: Plan, progress: Progress | None = None) -> l
     """
     progress, pins = progress or Silent(), tuple(pins_of(asked.fix))
     choices = tuple(pin for pin in pins if _is_searched(pin.name, asked))
-    groups = [((pin,), pin.text) for pin in pins]
+    groups: list[tuple[tuple[Pin, ...], str]] = [((pin,), pin.text) for pin in pins]
     groups += [(choices, "all that is searched"), (pins, "nothing fixed")]
     rows: list[Without] = []
     for group, what in groups:

@@ -36,7 +36,10 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "sends": ("whole", "slices"),
     "memory": ("check", "ignore"),
     "sequence_parallel": ("true", "false"),
+    "max_tp": int,
+    "headroom": float,
 }
+INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble")  # what `--include` takes, or all
 COUNTED = ("world", "batch", "seq")  # what `--sweep` takes besides: numbers from 1,
 NAMED = ("cluster",)  # and names
 SWEPT = (*COUNTED, *NAMED, *FIXABLE)
@@ -89,10 +92,59 @@ def _fixed_value(name: str, value: str) -> object:
         if value not in kind:
             raise argparse.ArgumentTypeError(f"{name} is one of {', '.join(kind)}, not {value!r}")
         return value
+    if name == "headroom":
+        return _share(name, value)
     least = 0 if name == "zero" else 1
     if not value.isascii() or not value.isdecimal() or int(value) < least:
         raise argparse.ArgumentTypeError(f"{name} is a whole number from {least}, not {value!r}")
     return kind(value)
+
+
+def _share(name: str, value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{name} is a share from 0 to below 1, such as 0.1, not {value!r}")
+    return share
+
+
+def read_include(text: str) -> tuple[str, ...]:
+    """`cp,virtual` or `all`. Raises argparse's error for a name that cannot be included."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    known = (*INCLUDABLE, "all")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be included; {nearest(name, known)}")
+    return names
+
+
+def read_split(text: str) -> tuple[str, str]:
+    """`*.q_proj.weight=S0` -> its two sides. Raises argparse's error."""
+    pattern, _, placement = (part.strip() for part in text.rpartition("="))
+    if not pattern or not placement:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=PLACEMENT, for example '*.q_proj.weight=S0'")
+    return pattern, placement
+
+
+def module_name(text: str) -> str:
+    """A module's name or a pattern of names."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty name")
+    return text.strip()
+
+
+def all_fixed(arguments: argparse.Namespace) -> dict[str, object]:
+    """What `--fix`, `--split`, `--cut` and `--whole` fix together. Raises UsageError for a pattern given twice."""
+    fixed: dict[str, object] = dict(arguments.fix or {})
+    splits: dict[str, str] = {}
+    for pattern, placement in arguments.split or ():
+        if pattern in splits:
+            raise UsageError(f"{pattern!r} is split twice", where="--split", fix="give it once")
+        splits[pattern] = placement
+    named = {"splits": splits, "cuts": tuple(arguments.cut or ()), "whole": tuple(arguments.whole or ())}
+    return fixed | {name: value for name, value in named.items() if value}
 
 
 def _streams(value: str) -> tuple[str, ...]:

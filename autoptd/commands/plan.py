@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.commands.arguments import UsageError
+from autoptd.commands.arguments import UsageError, all_fixed
 from autoptd.commands.output import error_data, print_json, progress_of, width
 from autoptd.errors import DoesNotFit
 
@@ -25,6 +25,7 @@ _SWEPT = 2  # names at once
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Plan as the words of the command line say. Raises UsageError, and what planning raises."""
+    arguments.fix = all_fixed(arguments)
     swept = _swept(arguments)
     _check(arguments, swept)
     progress = progress_of(arguments)
@@ -55,7 +56,7 @@ def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> 
     from autoptd.plans import refuse_unwritable
 
     given = {"world": arguments.world, "batch": arguments.batch, "seq": arguments.seq, "cluster": arguments.cluster}
-    given |= arguments.fix or {}
+    given |= arguments.fix
     for name in swept:
         if given.get(name) is not None:
             raise UsageError(f"{name} is swept, and given as well", where=f"--sweep {name}=", fix="leave one out")
@@ -64,6 +65,8 @@ def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> 
     many = "--sweep" if swept else "--pareto" if arguments.pareto else ""
     if arguments.out and many:
         raise UsageError(f"{many} makes many plans, and -o saves one", fix="plan the one you want by itself, with -o")
+    if arguments.pins and not arguments.fix:
+        raise UsageError("--pins is about choices made by hand, and there are none", fix="add --fix, --split, --cut, …")
     if arguments.price_per_gpu_hour is not None and not swept:
         raise UsageError("--price-per-gpu-hour is for --sweep", fix="add --sweep world=8,16,…")
     if arguments.out:
@@ -86,12 +89,18 @@ def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
 
     clusters = [Cluster.load(name) for name in swept.get("cluster", (arguments.cluster,)) if name]
     cluster = clusters[0] if clusters else default_cluster()
-    read_wishes(arguments.fix)
+    read_wishes(arguments.fix, arguments.include)
     seq = max(swept["seq"]) if "seq" in swept else arguments.seq
     traced = autoptd.api.trace(model, seq=seq, precision=arguments.precision, progress=progress)
     world = max((arguments.world or 0, *swept.get("world", ())))
     batch = arguments.batch or 8 * world  # of a sweep over devices the same at every point
-    return Asked(traced, world, cluster, batch, arguments.fix or {}, {"optimizer": arguments.optimizer}, name)
+    options = {
+        "optimizer": arguments.optimizer,
+        "include": arguments.include,
+        "exact": arguments.exact,
+        "time_limit_s": arguments.time_limit,
+    }
+    return Asked(traced, world, cluster, batch, arguments.fix, options, name)
 
 
 def _one(arguments: argparse.Namespace, asked: Asked, progress: Progress) -> int:
@@ -111,6 +120,8 @@ def _one(arguments: argparse.Namespace, asked: Asked, progress: Progress) -> int
         plan.save(arguments.out)
     if arguments.sensitivity:
         return _sensitivity(arguments, asked, plan, progress)
+    if arguments.pins:
+        return _pins(arguments, asked, plan, progress)
     if arguments.json:
         sys.stdout.write(plan.to_json())
     else:
@@ -162,6 +173,19 @@ def _sensitivity(arguments: argparse.Namespace, asked: Asked, plan: Plan, progre
     return DONE
 
 
+def _pins(arguments: argparse.Namespace, asked: Asked, plan: Plan, progress: Progress) -> int:
+    from autoptd.answers.choices import short
+    from autoptd.answers.pins import pin_costs, pins_text
+
+    found = pin_costs(asked, plan, progress)
+    if arguments.json:
+        chosen = {"plan": short(plan), "step_time_s": plan.predicted.step_time_s}
+        print_json({"chosen": chosen, "without": [row.to_data() for row in found]})
+    else:
+        sys.stdout.write(pins_text(_title(asked), found, width()))
+    return DONE
+
+
 def _refused(arguments: argparse.Namespace, asked: Asked, error: DoesNotFit, progress: Progress) -> int:
     """Tell the error, then what causes it and what would help."""
     from autoptd.answers.conflicts import conflict
@@ -180,12 +204,14 @@ def _refused(arguments: argparse.Namespace, asked: Asked, error: DoesNotFit, pro
 
 
 def _title(asked: Asked, but: set[str] = frozenset()) -> str:  # type: ignore[assignment]
-    """What every point has in common: `gpt2 on 8 × dgx-h100: batch 64, s 1024, bf16, adamw, tp 2`."""
+    """What every point has in common: `gpt2 on 8 × dgx-h100: batch 64, s 1024, bf16, adamw, tp=2`."""
+    from autoptd.answers.pins import written
+
     where = " × ".join(
         text for name, text in (("world", str(asked.world)), ("cluster", asked.cluster.name)) if name not in but
     )
     parts = [] if "batch" in but else [f"batch {asked.batch}"]
     parts += [f"s {asked.traced.seq}"] if asked.traced.seq and "seq" not in but else []
     parts += [asked.traced.precision, str(asked.options.get("optimizer", "adamw"))]
-    parts += [f"{name} {value}" for name, value in asked.fix.items() if name not in but]
+    parts += [text for name, text in written(asked.fix) if name not in but]
     return f"{asked.name}{f' on {where}' if where else ''}: {', '.join(parts)}"

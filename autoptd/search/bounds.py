@@ -28,10 +28,8 @@ def warm_up(schedule: str, stage: int, stages: int, microbatches: int) -> int:
 def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, virtual: int, share: float) -> float:
     """Of all cuts of work that takes so long per microbatch. `share`: the least part that a pass has of any segment."""
     m, p = microbatches, stages
-    if virtual > 1:
+    if virtual > 1 or schedule == "zero-bubble":  # gradients of parameters are on no path to another stage
         return seconds * m / p
-    if schedule == "zero-bubble":  # gradients of parameters may come after everything else: no stage need follow
-        return seconds * max(m / p, 1.0)
     ramp = seconds / (1 - (1 - 1 / m) ** p)
     left = [m - 1 - share * (warm_up(schedule, k, p, m) - 1) for k in range(p)]
     if min(left) <= 0:

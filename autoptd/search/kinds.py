@@ -7,7 +7,7 @@ device. `price` turns it into seconds; the same work may be priced on many clust
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoptd.cost_models.cluster import Cluster, Device
 from autoptd.cost_models.collectives import collective_s
@@ -77,6 +77,26 @@ def price(work: KindWork, cluster: Cluster, ranks: int) -> KindCost:
         attention_s=work_s(device, (w for w in work.forward if w.kind == "attention")),
         weight_s=sum(op_s(device, w) for w in work.weights),
     )
+
+
+def floor_s(work: KindWork, device: Device, ranks: int) -> float:
+    """What no split of this work of one rank over `ranks` can be quicker than, both passes, without communication.
+
+    Products at the device's best rate, bytes and attention at theirs, all of it shared out; every kernel is launched
+    all the same.
+    """
+    return sum(_floor_s(device, works, ranks) for works in (work.forward, work.backward))
+
+
+def _floor_s(device: Device, works: Works, ranks: int) -> float:
+    busy_s = sum(_ideal_s(device, work) / ranks + work.launches * device.launch_s for work in works)
+    return max(busy_s, device.dispatch_s * sum(work.launches for work in works))
+
+
+def _ideal_s(device: Device, work: OpWork) -> float:
+    if work.kind == "matmul":
+        work = replace(work, m=None, n=None, k=None)
+    return max(0.0, op_s(device, work) - work.launches * device.launch_s)
 
 
 def work_s(device: Device, works: Iterable[OpWork]) -> float:

@@ -50,6 +50,7 @@ class Question:
     whole: tuple[str, ...] = ()  # parameters that tp does not split
     sequence_parallel: bool = True
     policies: tuple[str, ...] = PARTIAL
+    second_per_byte: float = 0.0  # that is kept, per microbatch
 
 
 class Known:
@@ -109,7 +110,7 @@ class Known:
         tensors = self.tensors(question)
         solved: Sharded | AutoptdError
         try:
-            solved = tensors.solve()
+            solved = tensors.solve(question.second_per_byte)
         except AutoptdError as error:
             solved = error
         self._sharded[question] = tensors, solved

@@ -129,10 +129,15 @@ def _reason(folded: Folded, method: Method, count: int) -> PlanError | None:
 
 
 def _check_splits(folded: Folded, splits: Mapping[str, str]) -> None:
-    names = folded.traced.parameters.values()
+    names, aliases = folded.traced.parameters.values(), folded.traced.aliases
     for pattern in splits:
-        if not _matching(pattern, names):
-            raise _unknown(f"no parameter is called {pattern!r}", f"fix['splits'][{pattern!r}]", pattern, names)
+        if _matching(pattern, names):
+            continue
+        where = f"fix['splits'][{pattern!r}]"
+        if tied := _matching(pattern, aliases):
+            meant = aliases[tied[0]]
+            raise PlanError(f"{tied[0]} is tied to {meant}", where=where, fix=f"name it {meant!r}: both lie alike")
+        raise _unknown(f"no parameter is called {pattern!r}", where, pattern, names)
 
 
 class Modules:

@@ -35,7 +35,7 @@ from autoptd.passes.work import work
 from autoptd.progress import Progress
 from autoptd.schedule import prove
 from autoptd.search.bounds import cut_bound_s, even_bound_s
-from autoptd.search.kinds import PARTIAL
+from autoptd.search.kinds import PARTIAL, floor_s
 from autoptd.search.known import Known, Legal, Question
 from autoptd.search.meshes import Candidate, Limits, candidates, divisors
 from autoptd.search.pins import allowed, read_pins
@@ -52,7 +52,8 @@ EFFORT = 200  # cuts beyond the first of each candidate that are simulated, unle
 CLOSE = (
     1e-3  # by how much splits may miss the best, relative, where microbatches of two sizes are solved for those between
 )
-_CUT = 2  # the step of a candidate from which on it is gone through with at once, until there is something to beat
+_CUT = 3  # the step of a candidate from which on it is gone through with at once, until there is something to beat
+_DIVES = 8  # candidates that are tried at first
 _EXPLAINED = 4  # candidates that are looked at closely to say what is missing
 _RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
 
@@ -103,7 +104,7 @@ class _Waiting:
 
 _ENDLESS = 2**62
 _TAKE_ROOM = {"cuts", "headroom", "max_tp", "splits", "whole"}  # what may be fixed at memory's expense, beside meshes
-Key = tuple[int, int, int]  # tp, samples of a microbatch, cp
+Key = tuple[int, int, int, bool]  # tp, samples of a microbatch, cp, lean
 
 
 class Planner:
@@ -120,6 +121,7 @@ class Planner:
         self._roomy = _roomy(task.cluster)
         self._room = Room(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
         self._steps: tuple[Callable[[_Waiting], float], ...] = (
+            self._weigh,
             self._split,
             self._line_up,
             self._relax,
@@ -127,7 +129,7 @@ class Planner:
             self._simulate,
             self._refine,
         )
-        self._grid: Mapping[tuple[int, int], Sequence[Candidate]] = {}  # by tp and cp: one of each microbatch in order
+        self._waiting: Sequence[_Waiting] = ()
         self._best: Staged | None = None
         self._hopeless: list[_Waiting] = []  # those that do not fit
         self._effort = Effort(task.effort)
@@ -135,7 +137,7 @@ class Planner:
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for wishes that cannot be, DoesNotFit where nothing fits."""
-        possible = self.candidates()
+        possible = self.space()
         self._check_heads()
         ignored = self._method.memory == "ignore"
         options = list(possible) if ignored else self._room.promising(possible)
@@ -170,8 +172,10 @@ class Planner:
     def _visit(self, options: Sequence[Candidate]) -> float:
         """Find the best; returns what no candidate takes less than."""
         started, least = time.monotonic(), float("inf")
-        waiting = [_Waiting(c, self._floor_s(c)) for c in options]
-        queue = [(w.bound_s, 0, i) for i, w in enumerate(waiting)]
+        self._waiting = waiting = [_Waiting(c, self._floor_s(c)) for c in options]
+        self._dive([w for w in waiting if w.candidate.tp == 1])
+        lean = {replace(w.candidate, lean=False): i for i, w in enumerate(waiting) if w.candidate.lean}
+        queue = [(w.bound_s, 0, i) for i, w in enumerate(waiting) if not w.candidate.lean]
         heapq.heapify(queue)
         while queue:
             bound_s, _, i = heapq.heappop(queue)
@@ -181,6 +185,8 @@ class Planner:
                 break
             w = waiting[i]
             now_s = self._go_on(w)
+            if w.step == _CUT - 1 and w.candidate in lean:  # no quicker than these splits, before memory counts
+                heapq.heappush(queue, (now_s, 0, lean.pop(w.candidate)))
             while self._best is None and _CUT <= w.step <= _CUT + 2 and now_s < float("inf"):
                 now_s = self._go_on(w)  # to have something to beat
             if w.step < len(self._steps):
@@ -188,6 +194,17 @@ class Planner:
             elif now_s < self._best_s:  # not looked at in full
                 least = min(least, now_s)
         return min(least, self._best_s, *(entry[0] for entry in queue))
+
+    def _dive(self, whole: Sequence[_Waiting]) -> None:
+        """Something to beat before tensors are split: the most hopeful with whole ones that fits."""
+        for w in whole:
+            while w.step < _CUT - 1:
+                self._go_on(w)
+        for w in sorted(whole, key=lambda w: w.bound_s)[:_DIVES]:
+            while w.step <= _CUT + 2 and w.bound_s < float("inf"):
+                self._go_on(w)
+            if self._best is not None:
+                return
 
     def _go_on(self, w: _Waiting) -> float:
         """Take the next step with a candidate; the least that it may take as far as it is known now."""
@@ -204,13 +221,31 @@ class Planner:
     def _best_s(self) -> float:
         return float("inf") if self._best is None else self._best.seconds
 
+    def _weigh(self, w: _Waiting) -> float:
+        """A bound by the model's work on one rank, shared out: before its tensors are split, which takes longest."""
+        c = w.candidate
+        if c.tp > 1 and not c.pools and len(self._waiting) > 1:
+            whole = self._solved(replace(c, tp=1, lean=False))
+            if isinstance(whole, Sharded):
+                device = self.task.cluster.device
+                seconds = sum(times * floor_s(k.work, device, c.tp) for times, k in whole.every_kind)
+                passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
+                w.bound_s = max(w.bound_s, passes, passes - seconds * (c.pp > 1) + self._end_s(c))
+        return w.bound_s
+
     def _split(self, w: _Waiting) -> float:
         """Split its tensors; a bound of all its cuts."""
         solved = self._solved(w.candidate)
-        if isinstance(solved, AutoptdError):
-            return float("inf")
+        if isinstance(solved, AutoptdError) or (w.candidate.lean and self._is_quick(w.candidate, solved)):
+            w.bound_s = float("inf")
+            return w.bound_s
         w.bound_s = max(w.bound_s, self._bound_s(w.candidate, solved))
         return w.bound_s
+
+    def _is_quick(self, c: Candidate, lean: Sharded) -> bool:
+        """Whether the lean splits are the quickest ones."""
+        quick = self._solved(replace(c, lean=False))
+        return isinstance(quick, Sharded) and quick.sharding == lean.sharding
 
     def _line_up(self, w: _Waiting) -> float:
         """A bound of all its cuts by the slowest stage of each."""
@@ -264,8 +299,15 @@ class Planner:
 
     # ---- candidates ----
 
+    def space(self) -> Sequence[Candidate]:
+        """All that is searched: every candidate, and where memory counts, with splits that keep less as well."""
+        found = self.candidates()
+        if self._method.memory == "ignore":
+            return found
+        return [*found, *(replace(c, lean=True) for c in found if c.tp > 1)]
+
     def candidates(self) -> Sequence[Candidate]:
-        """The whole space, as far as the wishes leave it open."""
+        """As far as the wishes leave the space open, with the quickest splits."""
         task, fixed, method = self.task, self.task.wishes.fixed, self._method
         wish, include = dict(task.wishes.mesh), task.wishes.include
         cps: tuple[int, ...] = (method.cp,)
@@ -277,7 +319,8 @@ class Planner:
                 f"world {task.world} is not divisible by cp {cps[0]}", where="fix['cp']", fix="use a divisor"
             )
         node = task.cluster.gpus_per_node or task.world
-        tp_sizes = {d for d in divisors(task.world) if d <= min(node, task.wishes.max_tp or node)}
+        widest = max(node, -(-task.world // task.batch))  # across nodes only where there are fewer samples than nodes
+        tp_sizes = {d for d in divisors(task.world) if d <= (task.wishes.max_tp or widest)}
         if isinstance(wish.get("tp"), int):
             tp_sizes.add(int(wish["tp"]))
         schedules, virtuals = schedules_and_chunks(task.wishes)
@@ -297,9 +340,7 @@ class Planner:
             shards=(method.shards, *groups),
             pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
         )
-        found = allowed(task.folded, method, candidates(limits, wish))
-        self._grid = _grid(found)
-        return found
+        return allowed(task.folded, method, candidates(limits, wish))
 
     def _check_heads(self) -> None:
         """A tp that was asked for must split the attention: anything else is a mistake, not a plan."""
@@ -354,6 +395,7 @@ class Planner:
             pins=tuple(task.wishes.splits.items()),
             whole=self._pins.whole,
             sequence_parallel=task.wishes.sequence_parallel,
+            second_per_byte=self._byte_s(c),
             policies=tuple(
                 p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
             ),
@@ -362,10 +404,17 @@ class Planner:
     def _solved(self, c: Candidate) -> Sharded | AutoptdError:
         """Its tensors split. Raises what stands in the way of every candidate."""
         if _key(c) not in self._sharded:
-            grid = self._grid.get((c.tp, c.cp), (c,))
-            alone = self.task.effort is None or c.micro not in {other.micro for other in grid}
-            self._solve_between((c,) if alone else grid)
+            self._solve_between((c,) if self.task.effort is None else self._hopeful(c))
         return self._sharded[_key(c)]
+
+    def _hopeful(self, c: Candidate) -> Sequence[Candidate]:
+        """One candidate for each size of microbatch that may still be worth splitting tensors for alike, in order."""
+        found = {c.micro: c}
+        for w in self._waiting:
+            other = w.candidate
+            if (other.tp, other.cp, other.lean) == (c.tp, c.cp, c.lean) and self._weigh(w) < self._best_s:
+                found.setdefault(other.micro, other)
+        return [found[micro] for micro in sorted(found)]
 
     def _solve_between(self, grid: Sequence[Candidate]) -> None:
         """Split tensors for microbatches of several sizes.
@@ -394,10 +443,22 @@ class Planner:
         if not isinstance(first, Sharded) or not isinstance(last, Sharded):
             return None
         for one, other, at in ((first, last, grid[-1]), (last, first, grid[0])):
-            same = one.sharding == other.sharding
-            if same or self._tensors[_key(at)].priced(one.sharding).seconds <= other.seconds * (1 + CLOSE):
+            if one.sharding == other.sharding:
+                return one.sharding
+            byte_s, moved = self._question(at).second_per_byte, self._tensors[_key(at)].priced(one.sharding)
+            tried, best = (x.seconds + byte_s * x.kept_bytes for x in (moved, other))
+            if tried <= best * (1 + CLOSE):
                 return one.sharding
         return None
+
+    def _byte_s(self, c: Candidate) -> float:
+        """What a byte kept per microbatch is worth: the seconds of recomputing everything, by what that saves."""
+        quick = self._solved(replace(c, lean=False)) if c.lean else None
+        if not isinstance(quick, Sharded):
+            return 0.0
+        forward_s = sum(times * k.forward_s for times, k in quick.every_kind)
+        saved = sum(times * (k.activation_bytes - k.input_bytes) for times, k in quick.every_kind)
+        return forward_s / saved if saved > 0 else 0.0
 
     def _solve(self, c: Candidate) -> Sharded | AutoptdError:
         key = _key(c)
@@ -406,7 +467,7 @@ class Planner:
             if isinstance(solved, AutoptdError):
                 if not isinstance(solved, (InfeasibleSplit, PlanError)):
                     raise solved
-                if "tp" in self.task.wishes.mesh:
+                if self.task.wishes.mesh.get("tp") == c.tp:
                     raise solved
             self._tensors[key], self._sharded[key] = tensors, solved
             self._solutions += 1
@@ -431,7 +492,8 @@ class Planner:
         costs = [k for k in sharded.costs.values() if k.forward_s]
         share = 0.5  # of the forward pass in any stage, at the most
         if not overlapped and c.zero < 2:
-            share = min(share, max((k.forward_s / (k.forward_s + k.backward_s) for k in costs), default=share))
+            ring = 1 / 3 if c.cp > 1 else 0.0  # passed once in the forward pass, twice in the backward pass
+            share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
         passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
         return self._with_end_s(c, passes)
 
@@ -491,15 +553,8 @@ class Planner:
         return max(errors, key=lambda e: e[0])[1]
 
 
-def _grid(options: Sequence[Candidate]) -> dict[tuple[int, int], tuple[Candidate, ...]]:
-    found: dict[tuple[int, int], dict[int, Candidate]] = {}
-    for c in options:
-        found.setdefault((c.tp, c.cp), {}).setdefault(c.micro, c)
-    return {key: tuple(by_micro[n] for n in sorted(by_micro)) for key, by_micro in found.items()}
-
-
 def _key(c: Candidate) -> Key:
-    return c.tp, c.micro, c.cp
+    return c.tp, c.micro, c.cp, c.lean
 
 
 @lru_cache(maxsize=64)

@@ -47,8 +47,14 @@ class Sharded:
     seconds: float  # one microbatch through the whole model, forward and backward
     compute_seconds: float  # without communication
     gap: float
+    every_kind: tuple[tuple[int, KindCost], ...] = ()  # how many segments are of each kind, and what one costs
     peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks, as they are asked for
     noted: dict[str, Any] = field(default_factory=dict, compare=False)  # of all segments, by `search/chunks.py`
+
+    @property
+    def kept_bytes(self) -> int:
+        """Kept for the backward pass of one microbatch by the whole model, without recomputation."""
+        return sum(times * cost.activation_bytes for times, cost in self.every_kind)
 
 
 class Tensors(Prices):
@@ -290,9 +296,21 @@ class Tensors(Prices):
         self, second_per_byte: float = 0.0, time_limit_s: float = 20.0, fixed: Mapping[str, str] | None = None
     ) -> Sharded:
         """The cheapest sharding. `second_per_byte`: what a kept byte is worth; `fixed`: labels by node of `problem`."""
+        if self.ranks == 1 and not fixed and not self.pins:
+            return self.priced(self._whole)  # one rank has no choice
         labels = {**self.problem.fixed, **(fixed or {})}
         solution = solve_splits(replace(self.problem, second_per_byte=second_per_byte, fixed=labels), time_limit_s)
         return self.priced(self._sharding(solution), solution)
+
+    @property
+    def _whole(self) -> Sharding:
+        """Everything on every rank."""
+        kinds = {}
+        for kind, segment in self.folded.representatives.items():
+            strategies = {i: next(filter(_is_whole, options)) for i, options in self.legal[kind].items()}
+            outside = (segment.parameters, segment.receives, segment.sends)
+            kinds[kind] = KindSharding(strategies, *((B,) * len(tensors) for tensors in outside))
+        return Sharding(self.ranks, kinds)
 
     def _sharding(self, solution: SplitSolution) -> Sharding:
         receives: dict[str, tuple[Placement, ...]] = {}
@@ -324,7 +342,8 @@ class Tensors(Prices):
         costs = {k: price(w, self.cluster, self.ranks) for k, w in works.items()}
         total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
         comm = sum(self.folded.multiplicity(k) * (c.forward_comm_s + c.backward_comm_s) for k, c in costs.items())
-        return Sharded(sharding, costs, total, total - comm, solution.gap if solution else 0.0)
+        every = tuple((self.folded.multiplicity(k), c) for k, c in costs.items())
+        return Sharded(sharding, costs, total, total - comm, solution.gap if solution else 0.0, every)
 
     def _kind_work(self, kind: str, segment: Segment, decided: KindSharding) -> KindWork:
         ring = 0
@@ -410,6 +429,10 @@ class Tensors(Prices):
             source, index = (node, 0) if node in outputs else (node.args[0], node.args[1])
             given[node] = outputs[source][index]  # type: ignore[index]
         return given, {n: infos(n)[0] for n in given}
+
+
+def _is_whole(strategy: Strategy) -> bool:
+    return all(placement == B for placement in (*strategy.needs, *strategy.gives))
 
 
 @dataclass(frozen=True)

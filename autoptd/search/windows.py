@@ -183,7 +183,7 @@ def partition(values: Floats, starts: Ints, *, minimax: bool = False) -> Partiti
         candidates = np.maximum(reach[safe], values[stage]) if minimax else reach[safe] + values[stage]
         chosen[stage] = candidates.argmin(axis=1)
         reach = np.concatenate([[np.inf], np.take_along_axis(candidates, chosen[stage][:, None], axis=1)[:, 0]])
-    if not math.isfinite(reach[n]):
+    if reach[n] == math.inf:
         return None
     cuts, end = [], n - 1
     for stage in reversed(range(stages)):

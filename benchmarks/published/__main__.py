@@ -54,11 +54,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", nargs="+", default=[], metavar="G", help="only runs of these groups")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     parser.add_argument("--markdown", type=Path, metavar="OUT", help="write the summary there")
-    parser.add_argument("--jobs", type=_jobs, default=1, help="processes that predict (1)")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that predict (1)")
     return parser.parse_args(arguments)
 
 
-def _jobs(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """A number of processes, of the command line."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of processes from 1")
     return int(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,7 @@ from autoptd.plans import Plan
 from autoptd.progress import Silent
 from autoptd.search.planner import Planner, Task
 from autoptd.search.staged import Staged
-from autoptd.search.wishes import read_wishes
+from autoptd.search.wishes import Wishes, read_wishes
 from benchmarks.published.clusters import cluster_of
 from benchmarks.published.fix import fix_of
 from benchmarks.published.rows import Row, Unsupported
@@ -88,16 +89,33 @@ def traced(shape: Shape, seq: int, precision: str) -> Any:
     return model if trace is None else trace(model, seq=seq, precision=precision)
 
 
+def planner_of(row: Row, wishes: Wishes, cluster: Cluster, time_limit_s: float = math.inf) -> Planner:
+    """The search of a run's model, batch and number of devices on this cluster. Raises Unsupported."""
+    row.need("precision", "n_gpus", "global_batch_size_seqs", "seq_len_tokens")
+    assert row.precision and row.seq_len_tokens and row.n_gpus and row.global_batch_size_seqs
+    if row.precision not in _PRECISION:
+        raise Unsupported(f"precision {row.precision!r} is not known")
+    precision = _PRECISION[row.precision]
+    model = traced(shape_of(row), row.seq_len_tokens, precision)
+    task = Task(
+        model.folded,
+        cluster,
+        row.n_gpus,
+        row.global_batch_size_seqs,
+        model.sizes,
+        precision,
+        "adamw",
+        wishes,
+        time_limit_s=time_limit_s,
+    )
+    return Planner(task, Silent(), model.known)
+
+
 def staged(row: Row) -> tuple[Staged, Cluster]:
     """The same plan before it is written down, so that it may be timed again. Raises Unsupported."""
-    shape, cluster = shape_of(row), cluster_of(row)
-    assert row.precision and row.seq_len_tokens and row.n_gpus and row.global_batch_size_seqs
-    model = traced(shape, row.seq_len_tokens, _PRECISION[row.precision])
-    sizes = model.sizes
-    wishes = read_wishes(fix_of(row, shape))
-    task = Task(model.folded, cluster, row.n_gpus, row.global_batch_size_seqs, sizes, "bf16", "adamw", wishes)
+    cluster = cluster_of(row)
+    planner = planner_of(row, read_wishes(fix_of(row, shape_of(row))), cluster)
     try:
-        planner = Planner(task, Silent(), model.known)
         return planner.predict(planner.candidates()[0]), cluster
     except AutoptdError as error:
         raise Unsupported(f"autoptd refuses: {error.what}") from error

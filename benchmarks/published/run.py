@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from benchmarks.published.compare import Outcome, outcome_of
 from benchmarks.published.predict import Prediction, predict
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import shape_of
+
+Found = TypeVar("Found")
 
 # A fault of the planner on one run is that run's, shown and counted as skipped; the other runs are still compared.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -28,15 +31,16 @@ def run(
     """Every run's outcome, in the order given. `progress(done, of)` is told after each batch of runs."""
     work = partial(_outcomes, predict=predict)
     found: dict[str, Outcome] = {}
-    for outcomes in _each(work, _batches(rows), jobs):
+    for outcomes in each(work, batches(rows), jobs):
         found |= {o.row.id: o for o in outcomes}
         progress(len(found), len(rows))
     return [found[row.id] for row in rows]
 
 
-def _each(
-    work: Callable[[list[Row]], list[Outcome]], batches: list[list[Row]], jobs: int
-) -> Iterable[list[Outcome]] | Iterator[list[Outcome]]:
+def each(
+    work: Callable[[list[Row]], list[Found]], batches: list[list[Row]], jobs: int
+) -> Iterable[list[Found]] | Iterator[list[Found]]:
+    """What `work` makes of each batch, in order, on so many processes."""
     if jobs == 1 or len(batches) < 2:
         yield from map(work, batches)
         return
@@ -45,12 +49,12 @@ def _each(
         yield from pool.map(work, batches)
 
 
-def _batches(rows: Iterable[Row]) -> list[list[Row]]:
+def batches(rows: Iterable[Row]) -> list[list[Row]]:
     """Runs by what their trace depends on, the batches that take longest first."""
-    batches: dict[str, list[Row]] = {}
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        batches.setdefault(_trace_key(row), []).append(row)
-    return sorted(batches.values(), key=lambda batch: -(batch[0].n_layers or 0) - len(batch))
+        found.setdefault(_trace_key(row), []).append(row)
+    return sorted(found.values(), key=lambda batch: -(batch[0].n_layers or 0) - len(batch))
 
 
 def _trace_key(row: Row) -> str:

@@ -6,11 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
+
 from autoptd.cost_models.memory import Memory
 from autoptd.errors import AutoptdError
 from autoptd.search.menus import Way, bytes_of
 from autoptd.search.meshes import Candidate
 from autoptd.search.planner import Planner
+from autoptd.search.site import Site
 from autoptd.search.staged import StageSolution, simulated, timed
 from autoptd.search.stages import Stages
 
@@ -30,7 +33,7 @@ def least_seconds(
     those cuts of them that are to `keep`.
     """
     best, count = math.inf, 0
-    for candidate in planner.candidates() if candidates is None else candidates:
+    for candidate in planner.space() if candidates is None else candidates:
         if isinstance(planner._solved(candidate), AutoptdError):
             continue
         for seconds in _all_seconds(planner, candidate, thorough, keep):
@@ -42,24 +45,31 @@ def _all_seconds(
     planner: Planner, candidate: Candidate, thorough: bool, keep: Callable[[Cuts], bool]
 ) -> Iterator[float]:
     stages = planner._stages(candidate)
-    choices: dict[tuple[object, ...], list[tuple[list[dict[int, str]], Memory]]] = {}
+    ranks_known: dict[tuple[object, ...], list[RankChoice]] = {}
+    chunks_known: dict[tuple[int, int, int], ChunkWays] = {}
     for cuts in filter(keep, all_cuts(len(stages.folded.segments), stages.count)):
-        ranks = []
+        ranks: list[list[RankChoice]] = []
         for rank in range(candidate.pp):
-            key = rank, tuple(cuts[rank :: candidate.pp]), stages.chunks._sharers(cuts).__repr__()
-            if key not in choices:
-                found = list(_rank_choices(stages, rank, cuts))
-                choices[key] = [(p, m) for p, m, _ in (found if thorough else _undominated(found))]
-            ranks.append(choices[key])
-            if not choices[key]:
+            mine = cuts[rank :: candidate.pp]
+            key = rank, mine, repr(stages.chunks._sharers(cuts))
+            if key not in ranks_known:
+                site = stages.site(rank)
+                for run in mine:
+                    known = id(site), *run
+                    if known not in chunks_known:
+                        chunks_known[known] = ChunkWays(site, run)
+                ways = [chunks_known[id(site), *run] for run in mine]
+                ranks_known[key] = list(_rank_choices(stages, rank, cuts, ways, thorough))
+            ranks.append(ranks_known[key])
+            if not ranks[-1]:
                 break
         if not ranks[-1]:
             continue
         for chosen in itertools.product(*ranks):
             policies: list[dict[int, str]] = [{} for _ in cuts]
             for rank, (ways, _) in enumerate(chosen):
-                for stage, mine in zip(range(rank, len(cuts), candidate.pp), ways, strict=True):
-                    policies[stage] = mine
+                for stage, own in zip(range(rank, len(cuts), candidate.pp), ways, strict=True):
+                    policies[stage] = own
             staged = timed(stages.chunks, StageSolution(cuts, tuple(policies)), tuple(m for _, m in chosen))
             yield simulated(staged).seconds
 
@@ -70,49 +80,64 @@ def all_cuts(segments: int, stages: int) -> Iterator[Cuts]:
         yield tuple((a, b - 1) for a, b in itertools.pairwise(edges))
 
 
-RankChoice = tuple[list[dict[int, str]], Memory, tuple[float, ...]]
+RankChoice = tuple[list[dict[int, str]], Memory]  # policies of each chunk of a rank, and its bytes
+Seconds = tuple[float, ...]
 
 
-def _undominated(found: list[RankChoice]) -> list[RankChoice]:
-    def worse(a: RankChoice, b: RankChoice) -> bool:
-        return a[2] != b[2] and all(x >= y for x, y in zip(a[2], b[2], strict=True))
+class ChunkWays:
+    """All ways to recompute the blocks of a run of segments: of each, seconds, bytes kept, and its fullest moment."""
 
-    return [choice for choice in found if not any(worse(choice, other) for other in found)]
+    def __init__(self, site: Site, run: tuple[int, int]) -> None:
+        self.blocks = list(site.blocks(*run))
+        self.menus = [[site.way(block, policy) for policy in site.policies_for(block)] for block in self.blocks]
+        self.again_s, self.kept, self.peak = np.zeros(1), np.zeros(1), np.zeros(1)
+        for menu in self.menus:
+            kept, full, again = (np.array(x, dtype=float) for x in zip(*map(_of, menu), strict=True))
+            self.peak = np.maximum(self.peak[:, None], self.kept[:, None] + full).ravel()
+            self.kept, self.again_s = (np.add.outer(*x).ravel() for x in ((self.kept, kept), (self.again_s, again)))
+        self.peak = np.maximum(self.peak, self.kept)
+
+    def ways(self, index: int) -> tuple[Way, ...]:
+        places = np.unravel_index(index, [len(menu) for menu in self.menus])
+        return tuple(menu[i] for menu, i in zip(self.menus, places, strict=True))
+
+    def policies(self, index: int) -> dict[int, str]:
+        pairs = zip(self.blocks, self.ways(index), strict=True)
+        return {i: way.policy for block, way in pairs if way.policy != "none" for i in block}
 
 
-def _rank_choices(stages: Stages, rank: int, cuts: Cuts) -> Iterator[RankChoice]:
-    """Policies of each chunk of a rank, and its memory, of all that fit; the slower of two that hold alike left out."""
-    site = stages.site(rank)
-    mine = [cuts[k] for k in range(rank, len(cuts), stages.candidate.pp)]
-    blocks = [list(site.blocks(*run)) for run in mine]
-    menus = [[[site.way(b, p) for p in site.policies_for(b)] for b in chunk] for chunk in blocks]
-    state = stages.chunks.state(mine, site.largest_block, cuts)
-    upcast = stages.chunks.upcast_bytes(mine)
-    flat = [menu for chunk in menus for menu in chunk]
-    seen: set[tuple[float, ...]] = set()
-    for ways in itertools.product(*flat):
-        chunks = _regrouped(ways, [len(c) for c in menus])
-        kept, extra = bytes_of(chunks, stages.alive(rank))
-        memory = site.memory(state, upcast, kept, extra)
-        if memory.needed > site.limit:
+def _of(way: Way) -> tuple[int, int, float]:
+    return way.peak.kept, max(way.peak.forward, way.peak.backward), way.again_s
+
+
+def _rank_choices(
+    stages: Stages, rank: int, cuts: Cuts, chunks: Sequence[ChunkWays], thorough: bool
+) -> Iterator[RankChoice]:
+    """All that fit, quickest first; of those with the same seconds one, and unless `thorough` none that another one
+    betters."""
+    site, alive = stages.site(rank), stages.alive(rank)
+    mine = list(cuts[rank :: stages.candidate.pp])
+    state, upcast = stages.chunks.state(mine, site.largest_block, cuts), stages.chunks.upcast_bytes(mine)
+    index = np.indices([len(c.again_s) for c in chunks]).reshape(len(chunks), -1)
+    kept = np.rint(alive * sum(c.kept[i] for c, i in zip(chunks, index, strict=True)) / len(chunks))
+    above = np.stack([(c.peak - c.kept)[i] for c, i in zip(chunks, index, strict=True)]).max(axis=0)
+    pairs, which = np.unique(np.stack([kept, above]), axis=1, return_inverse=True)
+    memory = [site.memory(state, upcast, int(k), int(extra)) for k, extra in pairs.T]
+    fits = np.array([m.needed <= site.limit for m in memory])[which.ravel()]
+    again = np.stack([np.round(c.again_s[i], 15) for c, i in zip(chunks, index, strict=True)])
+    found: list[Seconds] = []
+    order = np.argsort(again.sum(axis=0), kind="stable")
+    for at in order[fits[order]]:
+        seconds = tuple(again[:, at])
+        if seconds in found if thorough else any(_no_worse(other, seconds) for other in found):
             continue
-        again = tuple(round(sum(w.again_s for w in chunk), 15) for chunk in chunks)
-        if again in seen:  # a plan of the same times that fits is there
-            continue
-        seen.add(again)
-        yield (
-            [
-                {i: w.policy for run, w in zip(chunk, mine_ways, strict=True) if w.policy != "none" for i in run}
-                for chunk, mine_ways in zip(blocks, chunks, strict=True)
-            ],
-            memory,
-            again,
-        )
+        found.append(seconds)
+        ways = [c.ways(i) for c, i in zip(chunks, index[:, at], strict=True)]
+        assert bytes_of(ways, alive) == (kept[at], above[at])
+        yield [c.policies(i) for c, i in zip(chunks, index[:, at], strict=True)], memory[which.ravel()[at]]
+        if len(chunks) == 1 and not thorough:
+            return
 
 
-def _regrouped(ways: Sequence[Way], lengths: Sequence[int]) -> list[tuple[Way, ...]]:
-    found, at = [], 0
-    for n in lengths:
-        found.append(tuple(ways[at : at + n]))
-        at += n
-    return found
+def _no_worse(a: Seconds, b: Seconds) -> bool:
+    return all(x <= y for x, y in zip(a, b, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -49,29 +50,33 @@ def traced(name: str) -> autoptd.TracedModel:
 
 
 MODELS = ("gpt-1-256-512", "gpt-2-256-512", "gpt-2-128-4096", "gpt-3-512-512", "uneven")
+WORLDS = (1, 2, 4, 4, 6, 8)
 DEVICES = ("A100-SXM4-80GB", "H100-SXM5-80GB")
 
 
-def random_task(seed: int, models: tuple[str, ...] = MODELS) -> tuple[autoptd.TracedModel, Task]:
-    """World up to 8, links and devices of all speeds, memory from far too little to plenty, any dimensions included."""
-    rng = random.Random(seed)
-    model = traced(rng.choice(models))
-    world = rng.choice([1, 2, 4, 4, 6, 8])
+def random_cluster(rng: random.Random) -> Cluster:
+    """Links and devices of all speeds."""
     base = Cluster.of(
         rng.choice(DEVICES), rng.choice([1, 2, 4, 8]), 10 ** rng.uniform(9, 11.7), 10 ** rng.uniform(8, 11)
     )
     slow = 10 ** rng.uniform(-3, 0)  # small models are all latency on a real device
+    host = {"launch_s": base.device.launch_s * slow, "dispatch_s": base.device.dispatch_s * slow}
+    return base.model_copy(update={"device": base.device.model_copy(update=host)})
+
+
+def random_task(
+    seed: int, models: Sequence[str] = MODELS, worlds: Sequence[int] = WORLDS, clusters: int | None = None
+) -> tuple[autoptd.TracedModel, Task]:
+    """World up to 8, memory from far too little to plenty, any dimensions included; one of so many clusters, or any."""
+    rng = random.Random(seed)
+    model = traced(rng.choice(models))
+    world = rng.choice(worlds)
+    base = random_cluster(rng if clusters is None else random.Random(rng.randrange(clusters)))
     needed = 30 * sum(p.numel() for p in model.model.parameters()) * 10 ** rng.uniform(-0.7, 1)
     communication = communicator_bytes((world,) * 5) if world > 1 else 0
-    device = base.device.model_copy(
-        update={
-            "memory_bytes": int(base.device.context_bytes + communication + needed),
-            "launch_s": base.device.launch_s * slow,
-            "dispatch_s": base.device.dispatch_s * slow,
-        }
-    )
+    memory = int(base.device.context_bytes + communication + needed)
+    cluster = base.model_copy(update={"device": base.device.model_copy(update={"memory_bytes": memory})})
     include = rng.sample(INCLUDABLE, rng.choice([0, 1, 1, 2]))
     batch = world * rng.choice([1, 2, 3, 4])
     wishes = read_wishes({}, include)
-    cluster = base.model_copy(update={"device": device})
     return model, Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", wishes, effort=None)

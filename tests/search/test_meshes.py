@@ -1,16 +1,16 @@
-"""Every mesh of a world is listed once, wishes that cannot be met are refused by name, and pruning loses nothing."""
+"""Every mesh of a world, and every way to run it, is listed once; wishes that cannot be met are refused by name."""
 
 from __future__ import annotations
 
 import itertools
-import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoptd.errors import DoesNotFit, PlanError
-from autoptd.search.meshes import Candidate, Limits, Searched, candidates, divisors, search
+from autoptd.errors import PlanError
+from autoptd.search.meshes import Candidate, Limits, candidates, divisors
 
 LIMITS = Limits(world=64, batch=512, segments=98, tp_sizes=(1, 2, 4, 8), recomputes=("auto",))
 
@@ -95,68 +95,76 @@ def test_divisors(number: int) -> None:
     assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
-# ---- search ----
+# ---- dimensions that are asked for ----
 
-OPTIONS = candidates(Limits(world=16, batch=16, segments=8, tp_sizes=(1, 2, 4), recomputes=("auto",)))
-
-
-def run(seconds: dict[Candidate, float], looseness: float = 0.8, **extra: object) -> Searched[str]:
-    def evaluate(option: Candidate) -> tuple[float, str]:
-        if seconds[option] == math.inf:
-            raise DoesNotFit(f"{option} does not fit")
-        return seconds[option], str(option)
-
-    def bound(option: Candidate) -> float:
-        return looseness * (seconds[option] if seconds[option] < math.inf else 1.0)
-
-    return search(OPTIONS, bound, evaluate, **extra)  # type: ignore[arg-type]
+WIDE = Limits(world=16, batch=32, segments=7, tp_sizes=(1, 2, 4), zeros=(1, 0, 2, 3), recomputes=("auto",))
 
 
-@given(st.lists(st.integers(1, 9) | st.just(math.inf), min_size=len(OPTIONS), max_size=len(OPTIONS)), st.floats(0, 1))
-def test_pruning_finds_what_visiting_all_finds(values: list[float], looseness: float) -> None:
-    seconds = dict(zip(OPTIONS, map(float, values), strict=True))
-    found = run(seconds, looseness)
-    assert found.visited + found.pruned == len(OPTIONS)
-    assert len(found.best) + len(found.rejected) <= found.visited
-    if min(values) == math.inf:
-        assert not found.best
-        assert len(found.rejected) == len(OPTIONS)
-        return
-    best = found.best[0]
-    assert best.seconds == min(values)
-    assert best.result == str(best.candidate)
-    assert found.gap == 0
-    assert [f.seconds for f in found.best] == sorted(f.seconds for f in found.best)
-
-
-def test_a_good_bound_saves_visits() -> None:
-    seconds = {option: float(index + 1) for index, option in enumerate(reversed(OPTIONS))}
-    found = run(seconds, looseness=1.0)
-    assert (found.visited, found.pruned) == (1, len(OPTIONS) - 1)
-    assert run(seconds, looseness=1.0, slack=2.5).visited == 3
-    assert [f.seconds for f in run(seconds, looseness=1.0, slack=2.5, keep=2).best] == [1.0, 2.0]
-
-
-def test_equal_times_go_to_the_first() -> None:
-    found = run(dict.fromkeys(OPTIONS, 2.0))
-    assert [f.candidate for f in found.best] == list(OPTIONS[:3])
-
-
-def test_a_time_limit_returns_the_best_so_far_with_its_gap() -> None:
-    seconds = {option: 100.0 - index for index, option in enumerate(OPTIONS)}
-    ticks = itertools.count()
-    found = search(
-        OPTIONS,
-        lambda option: OPTIONS.index(option) / 10,
-        lambda option: (seconds[option], None),
-        time_limit_s=4.5,
-        clock=lambda: float(next(ticks)),
+def test_every_way_is_listed_once() -> None:
+    """All dimensions together, against the definition."""
+    limits = replace(
+        WIDE,
+        cps=(1, 2, 4),
+        schedules=("1f1b", "interleaved", "zero-bubble"),
+        virtuals=(1, 2, 3),
+        shards=(0, 2, 4),
+        max_micro=4,
     )
-    assert found.visited == 5
-    assert found.best[0].seconds == 96.0
-    assert found.gap == pytest.approx(1 - 0.5 / 96)
+    expected = set()
+    counts = itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
+    for cp, tp, pp, dp, micro in counts:
+        if cp * tp * pp * dp != 16 or 32 % (dp * micro) or micro > 4 * cp:
+            continue
+        m = 32 // dp // micro
+        for zero, shards in itertools.product((0, 1, 2, 3), (0, 2, 4)):
+            if dp * cp == 1 and zero != 1:
+                continue  # the first level stands for all
+            if shards and (zero == 0 or shards >= dp * cp or dp * cp % shards):
+                continue
+            ways = [("1f1b", 1)]
+            if pp > 1:
+                ways += [("zero-bubble", 1)]
+                ways += [("interleaved", v) for v in (2, 3) if pp * v <= 7 and m % pp == 0]
+            expected |= {(cp, tp, pp, dp, micro, zero, shards, *way) for way in ways}
+    found = candidates(limits)
+    ways = [(c.cp, c.tp, c.pp, c.dp, c.micro, c.zero, c.shards, c.schedule, c.virtual) for c in found]
+    assert len(ways) == len(set(ways)) and set(ways) == expected
+    assert all(c.dp * c.micro * c.microbatches == 32 and c.recompute == "auto" for c in found)
+    assert {c.virtual for c in found} == {1, 2, 3} and {c.cp for c in found} == {1, 2, 4}
 
 
-def test_a_bound_that_is_not_optimistic_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="below its bound"):
-        run(dict.fromkeys(OPTIONS, 2.0), looseness=1.1)
+def test_a_fixed_schedule_is_kept_without_a_pipeline() -> None:
+    found = candidates(replace(WIDE, schedules=("zero-bubble",)), {"pp": 1})
+    assert found and {c.schedule for c in found} == {"zero-bubble"}
+    both = candidates(replace(WIDE, schedules=("1f1b", "zero-bubble")), {"pp": 1})
+    assert {c.schedule for c in both} == {"1f1b"}, "they are one where there is one stage"
+
+
+def test_fixed_chunks_are_listed_whatever_the_microbatches() -> None:
+    """With `micro` fixed, the refusal of the schedule is for the schedule to say."""
+    chunked = replace(WIDE, schedules=("interleaved",), virtuals=(2,))
+    assert {c.microbatches for c in candidates(chunked, {"pp": 2, "tp": 4, "micro": 16})} == {1}
+    assert all(c.microbatches % c.pp == 0 for c in candidates(chunked))
+    assert all(2 * c.pp <= 7 for c in candidates(chunked))
+
+
+def test_the_largest_microbatch_grows_with_cp() -> None:
+    found = candidates(replace(WIDE, cps=(1, 2), max_micro=2))
+    assert {cp: max(c.micro for c in found if c.cp == cp) for cp in (1, 2)} == {1: 2, 2: 4}
+
+
+def test_types_of_device_are_whole_ranks_in_any_order() -> None:
+    found = candidates(replace(WIDE, pool_ranks=(12, 4)))
+    assert all(len(c.pools) == c.pp for c in found)
+    stage = {c: c.dp * c.tp * c.cp for c in found}
+    assert all((c.pools.count(0) * stage[c], c.pools.count(1) * stage[c]) == (12, 4) for c in found)
+    assert {c.pools for c in found if c.pp == 4} == {(0, 0, 0, 1), (1, 0, 0, 0)}
+    assert {c.pp for c in found} == {4}, "two ranks of 8 would be on both types; 8 and 16 are more than the segments"
+
+
+def test_what_is_unusual_is_in_the_name() -> None:
+    usual = Candidate(2, 4, 2, 1, 16, 1, "auto")
+    assert str(usual) == "dp2 tp4 pp2 micro1 zero1 recompute=auto"
+    other = replace(usual, cp=2, schedule="zero-bubble", shards=4, pools=(1, 0))
+    assert str(other) == f"{usual} cp2 shards4 pools1,0 zero-bubble"
+    assert str(replace(usual, schedule="interleaved", virtual=3)) == f"{usual} virtual3"

@@ -13,7 +13,7 @@ from torch import nn
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
-from autoptd.errors import AutoptdError, InputsError, PlanError
+from autoptd.errors import InputsError, PlanError
 from autoptd.models.nanogpt import NanoGPT
 from autoptd.models.nanogpt import Sizes as NanoSizes
 from autoptd.passes.graph import infos
@@ -54,10 +54,8 @@ def chunks(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> tuple[Chu
     search = planner(traced, world, **fix)
     (candidate,) = search.candidates()
     search.predict(candidate)
-    key = candidate.tp, candidate.micro
-    sharded, tensors = search._sharded[key], search._tensors[key]
-    assert not isinstance(sharded, AutoptdError)
-    return Chunks(tensors, sharded, candidate, search.task.wishes.method, "bf16", "adamw"), tensors
+    stages = search._stages(candidate)
+    return stages.chunks, stages.tensors
 
 
 # ---- a model that is traced once ----
@@ -241,7 +239,7 @@ def test_even_cuts_cover_the_model(traced: autoptd.TracedModel) -> None:
 def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) -> None:
     last = len(traced.folded.segments) - 1
     fix = {"zero": 3, "pp": 1, "tp": 1, "dp": 8, "micro": 1}
-    shown, hidden = (chunks(traced, **fix, overlap=o)[0].chunk(0, last, frozenset(), "none") for o in ([], ["dp"]))
+    shown, hidden = (chunks(traced, **fix, overlap=o)[0].chunk(0, last, {}) for o in ([], ["dp"]))
     own, _ = chunks(traced, **fix | {"zero": 1})
     trained = own.numel(0, last)[1]
     # gathered for the forward pass and again for the backward pass, in bf16; gradients scattered in fp32; last blocks
@@ -249,7 +247,7 @@ def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) ->
     scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
     assert shown.sharding_s == pytest.approx(2 * gather + scatter)
     assert 0 < hidden.sharding_s < shown.sharding_s
-    assert own.chunk(0, last, frozenset(), "none").sharding_s == 0.0
+    assert own.chunk(0, last, {}).sharding_s == 0.0
 
 
 def test_exposed_by_hand() -> None:

@@ -1,0 +1,183 @@
+"""Whether the search finds the best plan there is: against all plans of small tasks, and all candidates of large ones.
+
+`python -m benchmarks.optimality` takes random small tasks (`tests/search/random_tasks.py`): every candidate, every cut
+into stages and every way to recompute is simulated, which the search has no part in (`tests/search/every_plan.py`).
+With `--shipped`, every candidate of a shipped model has its tensors split, its cut solved and its step simulated, without
+pruning. Seconds are those of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autoptd import TracedModel, trace
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import AutoptdError, DoesNotFit, PlanError
+from autoptd.models import load_model
+from autoptd.progress import Silent
+from autoptd.search.planner import Planner, Task
+from autoptd.search.wishes import read_wishes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "search"))
+from every_plan import least_seconds
+from random_tasks import random_task
+
+EQUAL = 1e-9  # relative difference of two step times that are the same
+SHIPPED = ("gpt2", "bert-large", "vit-large", "llama3-8b")
+SAMPLES = 8  # of a step, per device
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One task: seconds of the search's plan and of the best of all `plans`, infinite where nothing fits."""
+
+    name: str
+    found_s: float
+    best_s: float
+    gap: float
+    plans: int
+    search_cpu_s: float
+    all_cpu_s: float
+    chosen: str = ""
+    considered: int = 0
+    include: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.best_s < math.inf
+
+    @property
+    def excess(self) -> float:
+        """By what share the search's plan is slower; negative where it is quicker than all that were listed."""
+        if self.found_s == self.best_s:
+            return 0.0
+        return self.found_s / self.best_s - 1 if self.fits else -math.inf
+
+    @property
+    def proved(self) -> bool:
+        """Whether the true gap is no larger than the one reported."""
+        return self.excess <= 0 or self.found_s * (1 - self.gap) <= self.best_s * (1 + EQUAL)
+
+    def __str__(self) -> str:
+        if not self.fits:
+            times = "nothing fits" if self.found_s == math.inf else "found where nothing fits"
+        else:
+            times = f"{self.found_s:11.5g} {self.best_s:11.5g} {100 * self.excess:+8.3f} {100 * self.gap:7.2f}"
+        cpu = f"{self.search_cpu_s:7.2f} {self.all_cpu_s:8.2f}"
+        return f"{self.name:38} {self.considered:6} {self.plans:7} {times:40} {cpu}   {self.chosen}".rstrip()
+
+
+HEADING = (
+    f"{'task':38} {'cands':>6} {'plans':>7} {'search s':>11} {'best s':>11} {'% more':>8} {'gap %':>7}  "
+    f"{'cpu s':>8} {'all s':>8}   chosen"
+)
+
+
+def searched(task: Task, model: TracedModel) -> tuple[float, float, str, float]:
+    """(seconds, gap, candidate, processor seconds) of the search's answer."""
+    started = time.process_time()
+    try:
+        answer = Planner(task, Silent(), model.known).answer()
+    except DoesNotFit:
+        return math.inf, 0.0, "", time.process_time() - started
+    spent = time.process_time() - started
+    return answer.staged.seconds, answer.gap, str(answer.staged.candidate), spent
+
+
+def small(seed: int, effort: int | None = None) -> Compared | None:
+    """A random small task against all its plans; None for a world that no mesh fills."""
+    model, task = random_task(seed)
+    task = replace(task, effort=effort)
+    planner = Planner(task, Silent(), model.known)
+    try:
+        considered = len(planner.space())
+    except PlanError:
+        return None
+    found_s, gap, chosen, search_cpu_s = searched(task, model)
+    started = time.process_time()
+    best_s, plans = least_seconds(planner)
+    all_cpu_s = time.process_time() - started
+    include = tuple(sorted(task.wishes.include))
+    name = f"{seed} {model.name} on {task.world} {'+'.join(include)}"
+    return Compared(name, found_s, best_s, gap, plans, search_cpu_s, all_cpu_s, chosen, considered, include)
+
+
+def shipped(name: str, world: int, cluster: str, seq: int | None = None, include: Sequence[str] = ()) -> Compared:
+    """A shipped model against each of its candidates, with the best cut of each."""
+    module, _ = load_model(name)
+    model = trace(module, seq=seq)
+    wishes = read_wishes({}, include)
+    task = Task(model.folded, Cluster.load(cluster), world, SAMPLES * world, model.sizes, "bf16", "adamw", wishes)
+    found_s, gap, chosen, search_cpu_s = searched(task, model)
+    planner, started = Planner(task, Silent(), model.known), time.process_time()
+    best_s, simulated = math.inf, 0
+    considered = planner.space()
+    for candidate in planner.space():
+        try:
+            best_s = min(best_s, planner.predict(candidate).seconds)
+            simulated += 1
+        except AutoptdError:
+            continue
+    all_cpu_s = time.process_time() - started
+    title = f"{name} on {world} × {cluster} {'+'.join(include)}"
+    return Compared(
+        title, found_s, best_s, gap, simulated, search_cpu_s, all_cpu_s, chosen, len(considered), tuple(include)
+    )
+
+
+def summary(results: Sequence[Compared]) -> Iterator[str]:
+    """How many are equal, and how far the others are; by what was included."""
+    fitting = [r for r in results if r.fits]
+    equal = [r for r in results if abs(r.excess) <= EQUAL or r.excess < 0]
+    yield (
+        f"{len(results)} tasks, {len(fitting)} of which fit: {len(equal)} as quick as the best, "
+        f"worst {100 * max((r.excess for r in fitting), default=0.0):+.4f} %; "
+        f"gap reported below the true one: {sum(not r.proved for r in results)}"
+    )
+    plans = sum(r.plans for r in results)
+    search_s, all_s = (sum(getattr(r, n) for r in results) for n in ("search_cpu_s", "all_cpu_s"))
+    yield f"{plans:,} plans simulated in {all_s:.0f} s; the search took {search_s:.0f} s of the processor"
+    counts = Counter(dimension for r in results for dimension in r.include or ("nothing",))
+    good = Counter(dimension for r in equal for dimension in r.include or ("nothing",))
+    if counts.keys() - {"nothing"}:
+        yield "included: " + ", ".join(f"{name} {good[name]}/{n}" for name, n in sorted(counts.items()))
+
+
+def run(results: Iterable[Compared | None]) -> bool:
+    """Print a line for each, then the summary. Returns whether none is slower than the best or claims too much."""
+    print(HEADING, flush=True)
+    done = []
+    for result in results:
+        if result is not None:
+            verdict = "" if result.excess <= EQUAL and result.proved else "   NOT THE BEST"
+            print(f"{result}{verdict}", flush=True)
+            done.append(result)
+    print("\n".join(summary(done)))
+    return all(r.excess <= EQUAL and r.proved for r in done)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.optimality", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=300, metavar="N", help="random small tasks (300)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed to begin with")
+    parser.add_argument("--effort", type=int, metavar="N", help="cuts simulated beyond the first; as many as it takes")
+    parser.add_argument("--shipped", nargs="*", metavar="NAME", help=f"shipped models ({', '.join(SHIPPED)})")
+    parser.add_argument("--world", type=int, default=64, metavar="N", help="devices, for shipped models (64)")
+    parser.add_argument("--cluster", default="dgx-h100", help="for shipped models")
+    parser.add_argument("--include", nargs="*", default=(), metavar="DIMENSION", help="for shipped models; or all")
+    chosen = parser.parse_args(argv)
+    if chosen.shipped is not None:
+        names = chosen.shipped or SHIPPED
+        return not run(shipped(n, chosen.world, chosen.cluster, include=chosen.include) for n in names)
+    return not run(small(seed, chosen.effort) for seed in range(chosen.first, chosen.first + chosen.seeds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
