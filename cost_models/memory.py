@@ -89,7 +89,7 @@ class Memory:
     @property
     def total(self) -> int:
         """What `nvidia-smi` shows."""
-        return sum(asdict(self).values())
+        return self.allocated + self.communication + self.overhead + self.context
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory, in_flight
-from autoptd.errors import DoesNotFit
+from autoptd.errors import DoesNotFit, PlanError
 from autoptd.search.bounds import warm_up
 from autoptd.search.chunks import Chunks
 from autoptd.search.cuts import Cuts, leanest, refuse, solve_cuts
@@ -20,7 +20,7 @@ from autoptd.search.even import even_cuts
 from autoptd.search.meshes import Candidate
 from autoptd.search.relax import Pipeline, relaxed_bound_s
 from autoptd.search.site import Site
-from autoptd.search.staged import Staged, StageSolution, timed
+from autoptd.search.staged import Staged, StageSolution, simulated, timed
 from autoptd.search.tensors import Sharded, Tensors
 from autoptd.search.windows import Floats, Line, partition
 from autoptd.search.wishes import Method
@@ -76,10 +76,22 @@ class Stages:
         cuts = self._cut()
         self.sites = sites
         del self.line
+        found = [staged for cut in (cuts, self._even()) if cut and (staged := self._if_it_fits(cut))]
+        if found:  # with several chunks a rank, equal ones may wait less than the bound tells
+            return min(found, key=lambda staged: simulated(staged).seconds)
+        return self.finish(self._cut())  # as if the other chunks of a rank were like the one looked at
+
+    def _even(self) -> Cuts | None:
+        try:
+            return even_cuts(self.folded, self.count)
+        except PlanError:
+            return None
+
+    def _if_it_fits(self, cuts: Cuts) -> Staged | None:
         try:
             return self.finish(cuts)
-        except DoesNotFit:
-            return self.finish(self._cut())  # as if the other chunks of a rank were like the one looked at
+        except NoRoom:
+            return None
 
     @property
     def fixed(self) -> bool:

@@ -120,6 +120,11 @@ class Facts:
                 found.setdefault((segment.kind, i), []).append(self.folded.traced.parameters[node.name])
         return found
 
+    @cached_property
+    def has_attention(self) -> bool:
+        """Whether any op is fused attention."""
+        return any(op.work.kind == "attention" for op in self.ops.values())
+
     def again(self, kind: str, segment: Segment, decided: KindSharding, policy: str) -> tuple[fx.Node, ...]:
         """Ops of a segment of a kind that a policy of recomputation runs again."""
         placed = (*decided.strategies.values(), *decided.parameters, *decided.receives, *decided.sends)

@@ -1,36 +1,126 @@
-"""The search against all plans there are, on random small tasks."""
+"""The search against all plans there are, on random small tasks; `python -m benchmarks.optimality` tries larger ones."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import cache
 
 import pytest
 from every_plan import least_seconds
-from random_tasks import random_task
+from random_tasks import MODELS, random_task
 
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.progress import Silent
-from autoptd.search.planner import Planner
+from autoptd.search import menus, planner, refine
+from autoptd.search.planner import Planner, Task
+from autoptd.search.wishes import INCLUDABLE
 
-PLANS = 30_000  # tasks with more are left to the offline run
+EQUAL = 1e-9
+TASKS = 220
+WORLDS, CLUSTERS = (1, 2, 2, 2, 3, 3, 4, 4), 4  # few, so that they share what tensors are split into
 
 
-def found_seconds(planner: Planner) -> tuple[float, float]:
+@cache
+def task_of(seed: int) -> Task:
+    return random_task(seed, worlds=WORLDS, clusters=CLUSTERS)[1]
+
+
+def found_by(seed: int, **changes: object) -> tuple[float, float]:
+    """(seconds, gap) of the search; infinite where nothing fits."""
+    model, task = random_task(seed, worlds=WORLDS, clusters=CLUSTERS)
     try:
-        answer = planner.answer()
+        answer = Planner(replace(task, **changes), Silent(), model.known).answer()  # type: ignore[arg-type]
     except DoesNotFit:
         return math.inf, 0.0
     return answer.staged.seconds, answer.gap
 
 
-@pytest.mark.parametrize("start", range(0, 40, 10))
+@cache
+def best_of(seed: int) -> float | None:
+    """The least seconds of all plans; None where the world has no mesh for this batch."""
+    model, task = random_task(seed, worlds=WORLDS, clusters=CLUSTERS)
+    try:
+        return least_seconds(Planner(task, Silent(), model.known))[0]
+    except PlanError:
+        return None
+
+
+@pytest.mark.parametrize("start", range(0, TASKS, 20))
 def test_the_search_finds_the_best_of_all_plans(start: int) -> None:
-    for seed in range(start, start + 10):
-        model, task = random_task(seed)
-        try:
-            best, _ = least_seconds(Planner(task, Silent(), model.known))
-        except PlanError:
+    for seed in range(start, start + 20):
+        best = best_of(seed)
+        if best is not None:
+            seconds, gap = found_by(seed)
+            assert seconds == pytest.approx(best, rel=EQUAL), seed
+            assert gap <= EQUAL, seed
+
+
+def test_the_tasks_are_of_all_kinds() -> None:
+    tasks = {seed: task_of(seed) for seed in range(TASKS) if best_of(seed) is not None}
+    assert len(tasks) >= 200
+    assert sum(best_of(seed) != math.inf for seed in tasks) >= 0.7 * len(tasks)
+    assert sum(best_of(seed) == math.inf for seed in tasks) >= 5, "too little memory for anything"
+    for name in INCLUDABLE:
+        assert sum(name in task.wishes.include for task in tasks.values()) >= 20
+    assert {len(task.wishes.include) for task in tasks.values()} == {0, 1, 2}
+    assert len({id(task.folded) for task in tasks.values()}) == len(MODELS)
+
+
+@pytest.mark.parametrize("effort", [0, 2])
+def test_a_gap_is_never_smaller_than_the_true_one(effort: int) -> None:
+    """Of a search that looks at few cuts of each candidate."""
+    gaps = []
+    for seed in range(0, TASKS, 2):
+        best = best_of(seed)
+        if best is None or best == math.inf:
             continue
-        seconds, gap = found_seconds(Planner(task, Silent(), model.known))
-        assert seconds == pytest.approx(best, rel=1e-9), seed
-        assert gap <= 1e-9, seed
+        seconds, gap = found_by(seed, effort=effort)
+        assert seconds * (1 - gap) <= best * (1 + EQUAL), seed
+        gaps.append(gap)
+    assert max(gaps) > 0 == min(gaps)
+
+
+def test_a_gap_counts_recomputation_that_was_not_tried_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a search that chooses recomputation by price wherever there is more than one choice."""
+    monkeypatch.setattr(menus, "EXACT", 1)
+    worse = 0
+    for seed in range(TASKS):
+        best = best_of(seed)
+        if best is None or best == math.inf:
+            continue
+        seconds, gap = found_by(seed)
+        assert seconds * (1 - gap) <= best * (1 + EQUAL), seed
+        worse += seconds > best * (1 + EQUAL)
+    assert worse
+
+
+# ---- planted bugs ----
+
+
+def _bad(seeds: range) -> int:
+    """Tasks whose answer is not the best, or that claim more than is true."""
+    bad = 0
+    for seed in seeds:
+        best = best_of(seed)
+        if best is not None:
+            seconds, gap = found_by(seed)
+            bad += seconds != pytest.approx(best, rel=EQUAL) or gap > EQUAL
+    return bad
+
+
+def test_a_wrong_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = planner.even_bound_s
+    monkeypatch.setattr(planner, "even_bound_s", lambda *args: 1.3 * honest(*args))
+    assert _bad(range(30))
+
+
+def test_a_cut_that_is_not_tried_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "refine", lambda *_: (None, True))
+    assert _bad(range(60))
+
+
+def test_a_wrong_walk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = refine._Walk._bound_s
+    monkeypatch.setattr(refine._Walk, "_bound_s", lambda *args: 1.2 * honest(*args))
+    assert _bad(range(60))

@@ -1,0 +1,79 @@
+"""What a candidate takes at the least, before it is cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoptd.cost_models.collectives import collective_s
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
+from autoptd.cost_models.op_time import memory_s
+from autoptd.search.bounds import even_bound_s
+from autoptd.search.kinds import floor_s
+from autoptd.search.known import Known
+from autoptd.search.meshes import Candidate
+from autoptd.search.room import Room
+from autoptd.search.task import Task
+from autoptd.search.tensors import Sharded
+from autoptd.search.wishes import Method
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Bounds of the candidates of one task."""
+
+    task: Task
+    known: Known
+    method: Method
+    room: Room
+
+    def floor_s(self, c: Candidate) -> float:
+        """Its matrix products at the device's sustained rate, however they are split."""
+        task, devices = self.task, [pool.device for pool in self.task.cluster.pools]
+        flops = self.known.product_flops(tuple(task.sizes.items())) * c.micro / (c.tp * c.cp)
+        rate = max(d.matmul_flops_per_s.of(task.precision) * d.matmul_sustained.fraction for d in devices)
+        seconds = flops / rate
+        return even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
+
+    def bound_s(self, c: Candidate, sharded: Sharded) -> float:
+        """Of all its cuts, without recomputation, and with the end of the step of an average pipeline rank."""
+        overlapped = "tp" in self.method.overlap
+        if c.pools:  # the relaxation knows which stage is where
+            return 0.0
+        seconds = sharded.compute_seconds if overlapped else sharded.seconds
+        costs = [k for k in sharded.costs.values() if k.forward_s]
+        share = 0.5  # of the forward pass in any stage, at the most
+        if not overlapped and c.zero < 2:
+            ring = 1 / 3 if c.cp > 1 else 0.0  # passed once in the forward pass, twice in the backward pass
+            share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
+        passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
+        return self.with_end_s(c, passes, sharded.seconds)
+
+    def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
+        """The same with the end of the step, which a rank may begin while the first ones do their last microbatch."""
+        if c.pools:
+            return passes_s
+        return max(passes_s, passes_s - (microbatch_s if c.pp > 1 else 0.0) + self.end_s(c))
+
+    def end_s(self, c: Candidate) -> float:
+        """Reduction, optimizer step and gathering of one pipeline rank's even share of the parameters."""
+        task, cluster, dp = self.task, self.task.cluster, c.dp * c.cp
+        numel = self.room.numel[0] / (c.tp * c.pp)
+        shards = {0: 1, 1: dp}.get(c.zero, c.shards or dp)
+        optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
+        touched = optimizer_step_bytes(int(numel / shards), precision=task.precision, optimizer=optimizer)
+        seconds = memory_s(cluster.device, touched)
+        if c.zero > 1 or dp == 1 or "dp" in self.method.overlap:
+            return seconds
+        width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
+        kind = "reduce_scatter" if c.zero else "all_reduce"
+        seconds += collective_s(kind, numel * width[task.precision], cluster, dp, c.tp)
+        return seconds + (
+            collective_s("all_gather", numel * COMPUTE_BYTES[task.precision], cluster, dp, c.tp) if c.zero else 0.0
+        )
+
+    def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
+        """By the model's work on one rank, `whole`, however tensors are split."""
+        device = self.task.cluster.device
+        seconds = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
+        passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
+        return self.with_end_s(c, passes, seconds)
