@@ -222,7 +222,12 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
             "batch",
             "use a batch of 20 or 25",
         ),
-        ({"world": 8192, "batch": 1}, "batch 1 is smaller than dp x micro of any mesh", "dp x micro may be", "128"),
+        (
+            {"world": 8192, "batch": 1, "fix": {"max_tp": 8}},
+            "batch 1 is smaller than dp x micro of any mesh",
+            "dp x micro may be",
+            "128",
+        ),
     ],
 )
 def test_what_does_not_divide(wishes: dict[str, Any], what: str, where: str, fix: str):

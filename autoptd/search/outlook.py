@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
@@ -25,6 +25,7 @@ class Outlook:
     known: Known
     method: Method
     room: Room
+    _floors: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
         """Its matrix products at the device's sustained rate, however they are split."""
@@ -45,14 +46,29 @@ class Outlook:
         if not overlapped and c.zero < 2:
             ring = 1 / 3 if c.cp > 1 else 0.0  # passed once in the forward pass, twice in the backward pass
             share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
+        seconds += self._sharding_s(c)
         passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
         return self.with_end_s(c, passes, sharded.seconds)
 
+    def _sharding_s(self, c: Candidate) -> float:
+        """Of gathering parameters and scattering gradients in every microbatch, as if the model were one stage."""
+        dp = c.dp * c.cp
+        if c.zero < 2 or dp == 1 or "dp" in self.method.overlap or c.pools:
+            return 0.0
+        numel, inside = self.room.numel[0] / c.tp, min(c.shards or dp, dp)
+        width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
+        compute, gradient = (numel * table[self.task.precision] for table in (COMPUTE_BYTES, width))
+        gather = collective_s("all_gather", compute, self.task.cluster, inside, c.tp)
+        return (c.zero - 1) * gather + collective_s("reduce_scatter", gradient, self.task.cluster, inside, c.tp)
+
     def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
-        """The same with the end of the step, which a rank may begin while the first ones do their last microbatch."""
+        """The same with the end of the step, which a rank may begin while the first ones do their last microbatch.
+
+        `microbatch_s`: of both passes over all stages; with recomputation the backward passes take no longer than that.
+        """
         if c.pools:
             return passes_s
-        return max(passes_s, passes_s - (microbatch_s if c.pp > 1 else 0.0) + self.end_s(c))
+        return max(passes_s, passes_s - (microbatch_s + self._sharding_s(c)) * (c.pp > 1) + self.end_s(c))
 
     def end_s(self, c: Candidate) -> float:
         """Reduction, optimizer step and gathering of one pipeline rank's even share of the parameters."""
@@ -73,7 +89,11 @@ class Outlook:
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
         """By the model's work on one rank, `whole`, however tensors are split."""
-        device = self.task.cluster.device
-        seconds = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
+        key = c.tp, c.micro, c.cp
+        if key not in self._floors:
+            device = self.task.cluster.device
+            self._floors[key] = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
+        seconds = self._floors[key]
+        seconds += self._sharding_s(c)
         passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
         return self.with_end_s(c, passes, seconds)

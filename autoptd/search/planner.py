@@ -1,9 +1,10 @@
 """The search: the space of candidates, visited by optimistic bound until no other can be better.
 
-    candidate ──► floor: products at the device's rate
+    candidate ──► floor: products at the device's rate; weighed: all its work on one rank, shared out
               ──► split: its tensors by the splits ILP (once per tp, cp and microbatch) ──► bound of all cuts
-              ──► cut: stages and recomputation ──► bound of these stages
-              ──► simulated by the action lists that will run
+              ──► lined up, relaxed: bounds of all cuts that mind their pieces, and memory
+              ──► cut: stages and recomputation
+              ──► simulated by the action lists that will run, if the bound of these stages allows
               ──► refined: all other cuts whose bound is below the best, where they are few
 
 Each candidate waits in one queue under the least that it may take as far as it is known, and goes on from there when
@@ -41,6 +42,7 @@ from autoptd.search.wishes import Method, schedules_and_chunks
 
 _TOKENS = 131072  # of the largest microbatch that is considered
 _CUT = 3  # the step of a candidate from which on it is gone through with at once, until there is something to beat
+_TIGHT = 1.005  # times the bound without memory: where it begins to count
 _DIVES = 8  # candidates that are tried at first
 _EXPLAINED = 4  # candidates that are looked at closely to say what is missing
 _RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
@@ -68,6 +70,8 @@ class _Waiting:
     staged: Staged | None = None
     stages: Stages | None = None
     step: int = 0  # into `Planner._steps`
+    split_s: float = float("inf")  # the bound by its split tensors, before memory counts
+    closed: bool = False  # whether all its cuts were looked at
 
 
 _TAKE_ROOM = {"cuts", "headroom", "max_tp", "splits", "whole"}  # what may be fixed at memory's expense, beside meshes
@@ -136,29 +140,52 @@ class Planner:
 
     def _visit(self, options: Sequence[Candidate]) -> float:
         """Find the best; returns what no candidate takes less than."""
-        started, least = time.monotonic(), float("inf")
+        started = time.monotonic()
         self._waiting = waiting = [_Waiting(c, self._outlook.floor_s(c)) for c in options]
         self._dive(waiting)
         lean = {replace(w.candidate, lean=False): i for i, w in enumerate(waiting) if w.candidate.lean}
-        queue = [(w.bound_s, 0, i) for i, w in enumerate(waiting) if not w.candidate.lean]
+        queue = [(self._hope_s(w), 0, i) for i, w in enumerate(waiting) if not w.candidate.lean]
+        for w in waiting:
+            self._wake(w, lean, queue)
         heapq.heapify(queue)
         while queue:
-            bound_s, _, i = heapq.heappop(queue)
+            hope_s, _, i = heapq.heappop(queue)
             late = self._best is not None and time.monotonic() - started > self.task.time_limit_s
-            if late or bound_s >= self._best_s:
-                least = min(least, bound_s)
+            if late or hope_s >= self._best_s:
                 break
             w = waiting[i]
             now_s = self._go_on(w)
-            if w.step == _CUT - 1 and w.candidate in lean:  # no quicker than these splits, before memory counts
-                heapq.heappush(queue, (now_s, 0, lean.pop(w.candidate)))
+            self._wake(w, lean, queue)
             while self._best is None and _CUT <= w.step <= _CUT + 2 and now_s < float("inf"):
                 now_s = self._go_on(w)  # to have something to beat
             if w.step < len(self._steps):
                 heapq.heappush(queue, (now_s, -w.step, i))
-            elif now_s < self._best_s:  # not looked at in full
-                least = min(least, now_s)
-        return min(least, self._best_s, *(entry[0] for entry in queue))
+            else:
+                w.closed = now_s == float("inf")
+        asleep = set(lean.values())  # no quicker than their siblings, which are counted
+        left = (w.bound_s for i, w in enumerate(waiting) if not w.closed and i not in asleep)
+        return min([self._best_s, *left])
+
+    def _wake(self, w: _Waiting, lean: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
+        """Where memory counts with the quickest splits, those that keep less follow: before, they are no quicker."""
+        if w.candidate in lean and (w.step >= _CUT - 1 if self.task.effort is None else self._is_tight(w)):
+            other = lean.pop(w.candidate)
+            self._waiting[other].bound_s = max(w.split_s, self._waiting[other].bound_s)
+            heapq.heappush(queue, (self._hope_s(self._waiting[other]), 0, other))
+
+    @staticmethod
+    def _is_tight(w: _Waiting) -> bool:
+        """Whether memory makes a candidate slower, by the relaxation or its cut."""
+        if w.staged is not None:
+            return any(w.staged.solution.policies)
+        return w.step > _CUT and w.bound_s > w.split_s * _TIGHT
+
+    def _hope_s(self, w: _Waiting) -> float:
+        """Where it stands in the queue: by its bound, and with the ramp of even chunks where no bound has one."""
+        c = w.candidate
+        if c.virtual == 1 or self.task.effort is None:
+            return w.bound_s
+        return w.bound_s * (1 + (c.pp - 1) / (c.virtual * c.microbatches))
 
     def _dive(self, waiting: Sequence[_Waiting]) -> None:
         """Something to beat early: of each tp the most hopeful plain candidate that fits, whole tensors first."""
@@ -178,7 +205,7 @@ class Planner:
         """Take the next step with a candidate; the least that it may take as far as it is known now."""
         w.step += 1
         now_s = self._steps[w.step - 1](w)
-        return now_s if w.step == len(self._steps) else max(now_s, w.bound_s)
+        return now_s if w.step == len(self._steps) else max(now_s, self._hope_s(w))
 
     @property
     def _best_s(self) -> float:
@@ -199,7 +226,7 @@ class Planner:
         if isinstance(solved, AutoptdError) or (w.candidate.lean and self._is_quick(w.candidate, solved)):
             w.bound_s = float("inf")
             return w.bound_s
-        w.bound_s = max(w.bound_s, self._outlook.bound_s(w.candidate, solved))
+        w.split_s = w.bound_s = max(w.bound_s, self._outlook.bound_s(w.candidate, solved))
         return w.bound_s
 
     def _is_quick(self, c: Candidate, lean: Sharded) -> bool:
@@ -227,7 +254,7 @@ class Planner:
         return w.bound_s
 
     def _cut(self, w: _Waiting) -> float:
-        """Cut it into stages; a bound of these stages."""
+        """Cut it into stages."""
         self._visited += 1
         assert w.stages is not None
         try:
@@ -236,27 +263,29 @@ class Planner:
             self._hopeless.append(w)
             w.bound_s = float("inf")
             return float("inf")
-        c, costs = w.candidate, w.staged.stages
-        passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
-        return cut_bound_s(*passes, w.staged.method.schedule, c.pp, c.microbatches)
+        return w.bound_s
 
     def _simulate(self, w: _Waiting) -> float:
-        """Its cut as it will run. What is left are other cuts."""
+        """Its cut as it will run, unless it cannot be the best. What is left are other cuts."""
         assert w.staged is not None
-        w.staged = simulated(w.staged)
-        if w.staged.seconds < self._best_s:
-            self._best = w.staged
+        c, costs = w.candidate, w.staged.stages
+        passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
+        if cut_bound_s(*passes, w.staged.method.schedule, c.pp, c.microbatches) < self._best_s:
+            w.staged = simulated(w.staged)
+            if w.staged.seconds < self._best_s:
+                self._best = w.staged
         return w.bound_s
 
     def _refine(self, w: _Waiting) -> float:
         """Its other cuts; the least that those not looked at may take."""
         assert w.stages is not None
-        if w.stages.fixed or w.candidate.pp == 1:
-            return float("inf")
-        found, complete = refine(w.stages, self._best_s, self._effort) if self._effort else (None, False)
-        if found is not None:
-            self._best = found
-        return float("inf") if complete else w.bound_s
+        complete = w.stages.fixed or w.candidate.pp == 1
+        if not complete and self._effort:
+            found, complete = refine(w.stages, self._best_s, self._effort)
+            if found is not None:
+                self._best = found
+        rough = any(site.rough for site in w.stages.sites)
+        return float("inf") if complete and not rough else w.bound_s
 
     # ---- candidates ----
 

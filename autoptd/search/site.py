@@ -37,7 +37,7 @@ class Stretch:
 class Site:
     """The segments of one sharded model, under one candidate, on one type of device.
 
-    `free`: whether memory is left out of account.
+    `free`: whether memory is left out of account. `rough`: whether a quicker recomputation than one chosen may exist.
     """
 
     def __init__(self, chunks: Chunks, device: Device, free: bool = False) -> None:
@@ -45,6 +45,7 @@ class Site:
         self.candidate, self.method, self.folded = chunks.candidate, chunks.method, chunks.folded
         ignored = free or self.method.memory == "ignore"
         self.limit = math.inf if ignored else device.memory_bytes * (1 - self.method.headroom)
+        self.rough = False
         self._stretches: dict[_Key, Stretch] = {}
         self._choices: dict[tuple[_Key, int], Choice | None] = {}
         self._costs: dict[tuple[_Key, int], ChunkCost] = {}
@@ -80,11 +81,13 @@ class Site:
         self, stretches: Sequence[Stretch], state: Memory, upcast: int, alive: int, chunks: int = 1
     ) -> Choice | None:
         """The quickest recomputation of a rank with these stretches that fits; each stands for so many chunks."""
-        return choose(
+        found = choose(
             [stretch.menus for stretch in stretches],
             alive,
             lambda kept, extra: self._needed(state, upcast, kept, extra, chunks) <= self.limit,
         )
+        self.rough = self.rough or (found is not None and not found.exact)
+        return found
 
     @staticmethod
     def policies(first: int, stretch: Stretch, ways: Sequence[Way]) -> dict[int, str]:

@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
 }
 STREAMS = ("dp", "p2p", "tp")
-_CHUNKS = (1, 2, 3, 4, 6, 8)  # per pipeline rank, that are tried
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # of a pipeline rank
 NAMED = ("cuts", "splits", "whole")  # choices made by names of modules and parameters
 KNOWN = (*sorted({*_COUNTS, *ALLOWED}), "headroom", "overlap", "sequence_parallel", *NAMED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,12 +14,14 @@ from torch.nn import functional as F
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import communicator_bytes
+from autoptd.errors import PlanError
 from autoptd.models.nanogpt import NanoGPT
 from autoptd.models.nanogpt import Sizes as NanoSizes
-from autoptd.search.planner import Task
+from autoptd.progress import Silent
+from autoptd.search.planner import Planner, Task
 from autoptd.search.wishes import INCLUDABLE, read_wishes
 
-SEQ = 64
+SEQ = 256
 
 
 class Uneven(nn.Module):
@@ -49,7 +52,8 @@ def traced(name: str) -> autoptd.TracedModel:
         return autoptd.trace(Uneven(), inputs=inputs)
 
 
-MODELS = ("gpt-1-256-512", "gpt-2-256-512", "gpt-2-128-4096", "gpt-3-512-512", "uneven")
+MODELS = ("gpt-1-256-512", "gpt-2-64-512", "gpt-2-128-4096", "gpt-3-512-512", "uneven")
+_PADDING = 2**16  # more than stages are taken to need, while they are being cut, beyond what they do
 WORLDS = (1, 2, 4, 4, 6, 8)
 DEVICES = ("A100-SXM4-80GB", "H100-SXM5-80GB")
 
@@ -71,12 +75,36 @@ def random_task(
     rng = random.Random(seed)
     model = traced(rng.choice(models))
     world = rng.choice(worlds)
-    base = random_cluster(rng if clusters is None else random.Random(rng.randrange(clusters)))
-    needed = 30 * sum(p.numel() for p in model.model.parameters()) * 10 ** rng.uniform(-0.7, 1)
-    communication = communicator_bytes((world,) * 5) if world > 1 else 0
-    memory = int(base.device.context_bytes + communication + needed)
-    cluster = base.model_copy(update={"device": base.device.model_copy(update={"memory_bytes": memory})})
+    cluster = random_cluster(rng if clusters is None else random.Random(rng.randrange(clusters)))
     include = rng.sample(INCLUDABLE, rng.choice([0, 1, 1, 2]))
     batch = world * rng.choice([1, 2, 3, 4])
     wishes = read_wishes({}, include)
-    return model, Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", wishes, effort=None)
+    task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", wishes, effort=None)
+    return model, _with_memory(task, rng.choice([_any_bytes, _tight_bytes])(rng, model, task))
+
+
+def _with_memory(task: Task, nbytes: float) -> Task:
+    device = task.cluster.device
+    memory = max(int(nbytes), device.context_bytes + 1)
+    return replace(
+        task, cluster=task.cluster.model_copy(update={"device": device.model_copy(update={"memory_bytes": memory})})
+    )
+
+
+def _any_bytes(rng: random.Random, model: autoptd.TracedModel, task: Task) -> float:
+    """By the parameters: from too little for their state to plenty."""
+    communication = communicator_bytes((task.world,) * 5) if task.world > 1 else 0
+    needed = 30 * sum(p.numel() for p in model.model.parameters()) * 10 ** rng.uniform(-0.7, 1)
+    return task.cluster.device.context_bytes + communication + needed
+
+
+def _tight_bytes(rng: random.Random, model: autoptd.TracedModel, task: Task) -> float:
+    """About what the best plan would take, were there enough: with some of its blocks recomputing, or none."""
+    free = Planner(_with_memory(replace(task, effort=0), 2**50), Silent(), model.known)
+    try:
+        best = free.answer().staged
+    except PlanError:
+        return 2.0**30
+    stages = free._stages(replace(best.candidate, recompute="full"))
+    most, least = (max(m.needed for m in s.memory) for s in (best, stages.finish(best.solution.boundaries)))
+    return least + rng.uniform(-0.1, 1.1) * (most - least) + _PADDING

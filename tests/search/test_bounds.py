@@ -78,7 +78,11 @@ def random_run(seed: int) -> Run:
     rng = random.Random(seed)
     schedule, ranks = rng.choice(SCHEDULES), rng.randint(1, 5)
     virtual = rng.choice([2, 3]) if schedule == "interleaved" else 1
-    n, spread, part = ranks * virtual + rng.randint(0, 5), rng.choice([0.0, 1.0, 4.0]), rng.choice([0.1, 1 / 3, 0.5, 0.7])
+    n, spread, part = (
+        ranks * virtual + rng.randint(0, 5),
+        rng.choice([0.0, 1.0, 4.0]),
+        rng.choice([0.1, 1 / 3, 0.5, 0.7]),
+    )
     segments = []
     for _ in range(n):
         total, f = math.exp(rng.uniform(0, spread)), part * rng.uniform(0.6, 1.3)

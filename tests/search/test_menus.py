@@ -157,7 +157,12 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
     folded, checked = model.folded, 0
     for tp in (1, 2):
         tensors = Tensors(
-            folded, Cluster.load("dgx-h100"), tp, {BATCH: 2, **model.sizes}, microbatches=4, policies=("selective", "ops")
+            folded,
+            Cluster.load("dgx-h100"),
+            tp,
+            {BATCH: 2, **model.sizes},
+            microbatches=4,
+            policies=("selective", "ops"),
         )
         sharded = tensors.solve()
         for unit in folded.units:
@@ -165,7 +170,9 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
             for first, after in runs:
                 segments = folded.segments[first:after]
                 peaks = [block_peak(tensors, sharded, segments, policy, Method()) for policy in POLICIES]
-                ways = [Way(policy, float(i), peak) for i, (policy, peak) in enumerate(zip(POLICIES, peaks, strict=True))]
+                ways = [
+                    Way(policy, float(i), peak) for i, (policy, peak) in enumerate(zip(POLICIES, peaks, strict=True))
+                ]
                 for a, b in itertools.permutations(ways, 2):
                     if a.peak.kept < b.peak.kept:
                         assert a.peak.temporary >= b.peak.temporary, (name, tp, first, after, a, b)
