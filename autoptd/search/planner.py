@@ -43,6 +43,7 @@ from autoptd.search.wishes import Method, schedules_and_chunks
 _TOKENS = 131072  # of the largest microbatch that is considered
 _CUT = 3  # the step of a candidate from which on it is gone through with at once, until there is something to beat
 _TIGHT = 1.005  # times the bound without memory: where it begins to count
+_NEIGHBOURS = 30  # of the best that are tried in one round
 _DIVES = 8  # candidates that are tried at first
 _EXPLAINED = 4  # candidates that are looked at closely to say what is missing
 _RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
@@ -143,6 +144,8 @@ class Planner:
         started = time.monotonic()
         self._waiting = waiting = [_Waiting(c, self._outlook.floor_s(c)) for c in options]
         self._dive(waiting)
+        if self.task.wishes.include and self.task.effort is not None:
+            self._climb(started)
         lean = {replace(w.candidate, lean=False): i for i, w in enumerate(waiting) if w.candidate.lean}
         queue = [(self._hope_s(w), 0, i) for i, w in enumerate(waiting) if not w.candidate.lean]
         for w in waiting:
@@ -200,6 +203,22 @@ class Planner:
                     self._go_on(w)
                 if w.step == _CUT + 3:
                     break
+
+    def _climb(self, started: float) -> None:
+        """From the best so far to what differs in one dimension, as long as that is better: in wide spaces no bound is
+        of much use before something good is known."""
+        tried: set[int] = set()
+        while self._best is not None:
+            best = self._best
+            near = [w for w in self._waiting if id(w) not in tried and _differ(w.candidate, best.candidate) == 1]
+            for w in sorted(near, key=self._hope_s)[:_NEIGHBOURS]:
+                tried.add(id(w))
+                while w.step <= _CUT + 2 and self._hope_s(w) < self._best_s:
+                    self._go_on(w)
+                if time.monotonic() - started > self.task.time_limit_s:
+                    return
+            if self._best is best:
+                return
 
     def _go_on(self, w: _Waiting) -> float:
         """Take the next step with a candidate; the least that it may take as far as it is known now."""
@@ -375,6 +394,13 @@ class Planner:
         candidate, error = min(explained, key=lambda e: max(getattr(e[1], "missing_bytes", (0.0,))))
         pins = {*self.task.wishes.mesh, *(self.task.wishes.fixed & _TAKE_ROOM)}
         return self._room.refusal(self.task.world, considered, candidate, error, pins)
+
+
+def _differ(a: Candidate, b: Candidate) -> int:
+    """In how many dimensions, data parallelism and microbatches following from the others."""
+    pairs = [(a.tp, b.tp), (a.pp, b.pp), (a.cp, b.cp), (a.micro, b.micro), (a.zero, b.zero), (a.shards, b.shards)]
+    chunks = (a.schedule, a.virtual), (b.schedule, b.virtual)
+    return sum(x != y for x, y in (*pairs, chunks, (a.lean, b.lean), (a.pools, b.pools)))
 
 
 def _plain(c: Candidate) -> Candidate:

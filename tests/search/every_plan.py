@@ -125,18 +125,17 @@ def _rank_choices(
     memory = [site.memory(state, upcast, int(k), int(extra)) for k, extra in pairs.T]
     fits = np.array([m.needed <= site.limit for m in memory])[which.ravel()]
     again = np.stack([np.round(c.again_s[i], 15) for c, i in zip(chunks, index, strict=True)])
+    fitting = np.flatnonzero(fits)
+    _, alike = np.unique(again[:, fitting], axis=1, return_index=True)
     found: list[Seconds] = []
-    order = np.argsort(again.sum(axis=0), kind="stable")
-    for at in order[fits[order]]:
+    for at in fitting[alike][np.argsort(again[:, fitting[alike]].sum(axis=0), kind="stable")]:
         seconds = tuple(again[:, at])
-        if seconds in found if thorough else any(_no_worse(other, seconds) for other in found):
+        if not thorough and any(_no_worse(other, seconds) for other in found):
             continue
         found.append(seconds)
         ways = [c.ways(i) for c, i in zip(chunks, index[:, at], strict=True)]
         assert bytes_of(ways, alive) == (kept[at], above[at])
         yield [c.policies(i) for c, i in zip(chunks, index[:, at], strict=True)], memory[which.ravel()[at]]
-        if len(chunks) == 1 and not thorough:
-            return
 
 
 def _no_worse(a: Seconds, b: Seconds) -> bool:
