@@ -2,8 +2,8 @@
 
 `python -m benchmarks.optimality` takes random small tasks (`tests/search/random_tasks.py`): every candidate, every cut
 into stages and every way to recompute is simulated, which the search has no part in (`tests/search/every_plan.py`).
-With `--shipped`, every candidate of a shipped model has its tensors split, its cut solved and its step simulated, without
-pruning. Seconds are those of the processor.
+With `--shipped`, every candidate of a shipped model has its tensors split, its cut solved and its step simulated,
+without pruning. Seconds are those of the processor.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _all_seconds(
                     known = id(site), *run
                     if known not in chunks_known:
                         chunks_known[known] = ChunkWays(site, run)
-                ways = [chunks_known[id(site), *run] for run in mine]
+                ways = [chunks_known[(id(site), *run)] for run in mine]
                 ranks_known[key] = list(_rank_choices(stages, rank, cuts, ways, thorough))
             ranks.append(ranks_known[key])
             if not ranks[-1]:
@@ -85,7 +85,9 @@ Seconds = tuple[float, ...]
 
 
 class ChunkWays:
-    """All ways to recompute the blocks of a run of segments: of each, seconds, bytes kept, and its fullest moment."""
+    """All ways to recompute the blocks of a run of segments: of each, seconds, bytes kept, and its fullest moment.
+
+    Of ways that are alike in all three, the first."""
 
     def __init__(self, site: Site, run: tuple[int, int]) -> None:
         self.blocks = list(site.blocks(*run))
@@ -96,9 +98,11 @@ class ChunkWays:
             self.peak = np.maximum(self.peak[:, None], self.kept[:, None] + full).ravel()
             self.kept, self.again_s = (np.add.outer(*x).ravel() for x in ((self.kept, kept), (self.again_s, again)))
         self.peak = np.maximum(self.peak, self.kept)
+        _, self.index = np.unique(np.stack([self.again_s, self.kept, self.peak]), axis=1, return_index=True)
+        self.again_s, self.kept, self.peak = (x[self.index] for x in (self.again_s, self.kept, self.peak))
 
     def ways(self, index: int) -> tuple[Way, ...]:
-        places = np.unravel_index(index, [len(menu) for menu in self.menus])
+        places = np.unravel_index(self.index[index], [len(menu) for menu in self.menus])
         return tuple(menu[i] for menu, i in zip(self.menus, places, strict=True))
 
     def policies(self, index: int) -> dict[int, str]:
@@ -121,9 +125,9 @@ def _rank_choices(
     index = np.indices([len(c.again_s) for c in chunks]).reshape(len(chunks), -1)
     kept = np.rint(alive * sum(c.kept[i] for c, i in zip(chunks, index, strict=True)) / len(chunks))
     above = np.stack([(c.peak - c.kept)[i] for c, i in zip(chunks, index, strict=True)]).max(axis=0)
-    pairs, which = np.unique(np.stack([kept, above]), axis=1, return_inverse=True)
-    memory = [site.memory(state, upcast, int(k), int(extra)) for k, extra in pairs.T]
-    fits = np.array([m.needed <= site.limit for m in memory])[which.ravel()]
+    pairs, which = np.unique(kept + 1j * above, return_inverse=True)
+    memory = [site.memory(state, upcast, int(pair.real), int(pair.imag)) for pair in pairs]
+    fits = np.array([m.needed <= site.limit for m in memory])[which]
     again = np.stack([np.round(c.again_s[i], 15) for c, i in zip(chunks, index, strict=True)])
     fitting = np.flatnonzero(fits)
     _, alike = np.unique(again[:, fitting], axis=1, return_index=True)
@@ -135,7 +139,7 @@ def _rank_choices(
         found.append(seconds)
         ways = [c.ways(i) for c, i in zip(chunks, index[:, at], strict=True)]
         assert bytes_of(ways, alive) == (kept[at], above[at])
-        yield [c.policies(i) for c, i in zip(chunks, index[:, at], strict=True)], memory[which.ravel()[at]]
+        yield [c.policies(i) for c, i in zip(chunks, index[:, at], strict=True)], memory[which[at]]
 
 
 def _no_worse(a: Seconds, b: Seconds) -> bool:

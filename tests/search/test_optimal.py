@@ -1,4 +1,4 @@
-"""The search against all plans there are, on random small tasks; `python -m benchmarks.optimality` tries larger ones."""
+"""The search against all plans there are, on random small tasks; `benchmarks/optimality.py` tries larger ones."""
 
 from __future__ import annotations
 
