@@ -110,16 +110,16 @@ def small(seed: int, effort: int | None = None) -> Compared | None:
 
 
 def shipped(name: str, world: int, cluster: str, seq: int | None = None, include: Sequence[str] = ()) -> Compared:
-    """A shipped model against each of its candidates, with the best cut of each."""
+    """A shipped model against each of its candidates, its tensors split by an ILP of its own, with the best cut."""
     module, _ = load_model(name)
     model = trace(module, seq=seq)
     wishes = read_wishes({}, include)
     task = Task(model.folded, Cluster.load(cluster), world, SAMPLES * world, model.sizes, "bf16", "adamw", wishes)
     found_s, gap, chosen, search_cpu_s = searched(task, model)
-    planner, started = Planner(task, Silent(), model.known), time.process_time()
+    planner, started = Planner(replace(task, effort=None), Silent(), model.known), time.process_time()
     best_s, simulated = math.inf, 0
     considered = planner.space()
-    for candidate in planner.space():
+    for candidate in considered:
         try:
             best_s = min(best_s, planner.predict(candidate).seconds)
             simulated += 1
