@@ -290,9 +290,9 @@ class Planner:
         c, costs = w.candidate, w.staged.stages
         passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
         if cut_bound_s(*passes, w.staged.method.schedule, c.pp, c.microbatches) < self._best_s:
-            w.staged = simulated(w.staged)
-            if w.staged.seconds < self._best_s:
-                self._best = w.staged
+            played = simulated(w.staged)  # its timeline may hold millions of actions: only that of the best is kept
+            if played.seconds < self._best_s:
+                self._best = played
         return w.bound_s
 
     def _refine(self, w: _Waiting) -> float:
