@@ -11,6 +11,7 @@ import pytest
 from every_plan import least_seconds
 from random_tasks import MODELS, random_task
 
+import autoptd
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.progress import Silent
 from autoptd.search import menus, outlook, planner, refine
@@ -23,13 +24,13 @@ WORLDS, CLUSTERS = (1, 2, 2, 2, 3, 3, 4, 4), 4  # few, so that they share what t
 
 
 @cache
-def task_of(seed: int) -> Task:
-    return random_task(seed, worlds=WORLDS, clusters=CLUSTERS)[1]
+def task_of(seed: int) -> tuple[autoptd.TracedModel, Task]:
+    return random_task(seed, worlds=WORLDS, clusters=CLUSTERS)
 
 
 def found_by(seed: int, **changes: object) -> tuple[float, float]:
     """(seconds, gap) of the search; infinite where nothing fits."""
-    model, task = random_task(seed, worlds=WORLDS, clusters=CLUSTERS)
+    model, task = task_of(seed)
     try:
         answer = Planner(replace(task, **changes), Silent(), model.known).answer()  # type: ignore[arg-type]
     except DoesNotFit:
@@ -39,8 +40,10 @@ def found_by(seed: int, **changes: object) -> tuple[float, float]:
 
 @cache
 def best_of(seed: int) -> float | None:
-    """The least seconds of all plans; None where the world has no mesh for this batch."""
-    model, task = random_task(seed, worlds=WORLDS, clusters=CLUSTERS)
+    """The least seconds of all plans; None where the world has no mesh for this batch, or plans are too many."""
+    model, task = task_of(seed)
+    if {"recompute", "virtual"} <= task.wishes.include:  # minutes of ways to recompute the chunks of a rank
+        return None
     try:
         return least_seconds(Planner(task, Silent(), model.known))[0]
     except PlanError:
@@ -58,7 +61,7 @@ def test_the_search_finds_the_best_of_all_plans(start: int) -> None:
 
 
 def test_the_tasks_are_of_all_kinds() -> None:
-    tasks = {seed: task_of(seed) for seed in range(TASKS) if best_of(seed) is not None}
+    tasks = {seed: task_of(seed)[1] for seed in range(TASKS) if best_of(seed) is not None}
     assert len(tasks) >= 200
     assert sum(best_of(seed) != math.inf for seed in tasks) >= 0.7 * len(tasks)
     assert sum(best_of(seed) == math.inf for seed in tasks) >= 5, "too little memory for anything"
@@ -72,7 +75,7 @@ def test_the_tasks_are_of_all_kinds() -> None:
 def test_a_gap_is_never_smaller_than_the_true_one(effort: int) -> None:
     """Of a search that looks at few cuts of each candidate."""
     gaps = []
-    for seed in range(0, TASKS, 2):
+    for seed in range(0, TASKS, 3):
         best = best_of(seed)
         if best is None or best == math.inf:
             continue
@@ -93,7 +96,7 @@ def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.
     monkeypatch.setattr(menus, "EXACT", 1)
     monkeypatch.setattr(menus, "_by_price", all_of_it)
     worse = 0
-    for seed in range(0, TASKS, 2):
+    for seed in range(0, TASKS, 3):
         best = best_of(seed)
         seconds, gap = found_by(seed) if best is not None else (math.inf, 0.0)
         if best is not None and seconds < math.inf:
