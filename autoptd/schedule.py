@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, TypeAlias
 
 from autoptd.errors import PlanError, nearest
@@ -187,6 +187,11 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 RUNNABLE = ("1f1b", "gpipe")  # what the executor has actions for: one chunk, a backward in one piece
 
 
+def period_of(kind: str, stages: int) -> int:
+    """After how many microbatches the rounds of a kind are alike: interleaved takes them in groups of p."""
+    return stages if kind == "interleaved" else 1
+
+
 def chunks_of(schedule: Schedule) -> int:
     """Chunks per rank: one more than the highest that is named."""
     return 1 + max((action.chunk for actions in schedule for action in actions), default=0)
@@ -199,19 +204,22 @@ def with_communication(schedule: Schedule) -> Schedule:
     if ranks == 1:
         return schedule
 
-    def around(rank: int, action: Action) -> Iterator[Action]:
-        kind, i, chunk = action
-        stage = chunk * ranks + rank
-        before, after = (stage > 0, stage < last) if kind == "F" else (stage < last, stage > 0)
-        if before and kind != "W":
-            yield Action(f"R{kind}", i, chunk)
-        yield action
-        if after and kind != "W":
-            yield Action(f"S{kind}", i, chunk)
+    one = cache(Action)  # shared by all ranks: schedules of millions of actions are made
 
-    return tuple(
-        tuple(new for action in actions for new in around(rank, action)) for rank, actions in enumerate(schedule)
-    )
+    def around(rank: int) -> Iterator[Action]:
+        for kind, i, chunk in schedule[rank]:
+            if kind == "W":
+                yield one(kind, i, chunk)
+                continue
+            stage = chunk * ranks + rank
+            at_first, at_last = stage == 0, stage == last
+            if not (at_first if kind == "F" else at_last):
+                yield one("R" + kind, i, chunk)
+            yield one(kind, i, chunk)
+            if not (at_last if kind == "F" else at_first):
+                yield one("S" + kind, i, chunk)
+
+    return tuple(tuple(around(rank)) for rank in range(ranks))
 
 
 def with_step_end(schedule: Schedule) -> Schedule:

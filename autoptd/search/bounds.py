@@ -9,6 +9,10 @@ stages before it, and its last backward is followed by theirs:
     the last stage and returns, with what stage k does before it (its last microbatch) or after it (its first):
                          Σ_j T_j + (m - 1) T_k - (w - 1) min(f_k, b_k)                              (2)
 
+    the same (1F1B) as often as it goes round: the forward of microbatch i + w on stage k follows the backward of i, so
+    that of every w microbatches one goes there and back alone, with messages of x_j seconds behind stage j:
+                         ⌈m / w⌉ Σ_{j>=k} (T_j + 2 x_j) + Σ_{j<k} (T_j + 2 x_j) + ((m - 1) mod w) b_k        (3)
+
 For all cuts: the T_k that make every bound (2), or (1), as small as the others' sum to T = Σ T_k. In (2) min(f, b) is
 at most r T_k, r being the least share of a pass in any segment (1/2 at the most), which gives
 
@@ -18,6 +22,7 @@ at most r T_k, r being the least share of a pass in any segment (1/2 at the most
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 def warm_up(schedule: str, stage: int, stages: int, microbatches: int) -> int:
@@ -38,9 +43,14 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
 
 
 def cut_bound_s(
-    forward_s: Sequence[float], backward_s: Sequence[float], schedule: str, ranks: int, microbatches: int
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    sends_s: Sequence[float] = (),
 ) -> float:
-    """Of these stages; stage k is a chunk of rank k % ranks."""
+    """Of these stages; stage k is a chunk of rank k % ranks. `sends_s`: of a message behind each, as far as known."""
     m, total = microbatches, [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     busy = [m * sum(total[rank::ranks]) for rank in range(ranks)]
     if schedule == "zero-bubble":
@@ -48,11 +58,11 @@ def cut_bound_s(
     found = max(busy[k] + sum(total[:k]) for k in range(ranks))
     if len(total) > ranks:
         return found
-    whole = sum(total)
-    return max(
-        found,
-        *(
-            whole + (m - 1) * t - (warm_up(schedule, k, ranks, m) - 1) * min(forward_s[k], backward_s[k])
-            for k, t in enumerate(total)
-        ),
-    )
+    messages = [*sends_s, *[0.0] * (ranks - len(sends_s))]
+    after = list(accumulate((t + 2 * x for t, x in zip(total[::-1], messages[::-1], strict=True))))[::-1]
+    for k, t in enumerate(total):
+        w = warm_up(schedule, k, ranks, m)
+        there_and_back = sum(total) + (m - 1) * t - (w - 1) * min(forward_s[k], backward_s[k])
+        rounds = after[0] + (-(-m // w) - 1) * after[k] + (m - 1) % w * backward_s[k]
+        found = max(found, there_and_back, rounds)
+    return found

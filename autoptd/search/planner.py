@@ -23,7 +23,7 @@ from functools import lru_cache
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.trace import SEQUENCE
 from autoptd.progress import Progress
-from autoptd.schedule import prove
+from autoptd.schedule import period_of, prove
 from autoptd.search.bounds import cut_bound_s
 from autoptd.search.known import Known, Question
 from autoptd.search.meshes import Candidate, Limits, candidates, divisors
@@ -46,6 +46,7 @@ _TIGHT = 1.005  # times the bound without memory: where it begins to count
 _NEIGHBOURS = 30  # of the best that are tried in one round
 _DIVES = 8  # candidates that are tried at first
 _EXPLAINED = 4  # candidates that are looked at closely to say what is missing
+_PROVED_ROUNDS = 4  # times the ranks: microbatches of which a schedule is proved
 _RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
 
 
@@ -289,8 +290,8 @@ class Planner:
         assert w.staged is not None
         c, costs = w.candidate, w.staged.stages
         passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
-        if cut_bound_s(*passes, w.staged.method.schedule, c.pp, c.microbatches) < self._best_s:
-            played = simulated(w.staged)  # its timeline may hold millions of actions: only that of the best is kept
+        if cut_bound_s(*passes, w.staged.method.schedule, c.pp, c.microbatches, w.staged.sends_s) < self._best_s:
+            played = simulated(w.staged)
             if played.seconds < self._best_s:
                 self._best = played
         return w.bound_s
@@ -410,8 +411,14 @@ def _plain(c: Candidate) -> Candidate:
 
 @lru_cache(maxsize=256)
 def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
-    """That the schedule cannot block. Raises StuckSchedule."""
-    prove(action_lists(kind, stages, microbatches, virtual))
+    """That the schedule cannot block, by one of no more microbatches than take it through all that it does.
+
+    With four times as many as there are ranks, each is at least twice in every place of a round; further ones repeat
+    that. `parallelize` proves the lists that run. Raises StuckSchedule.
+    """
+    period = period_of(kind, stages)
+    enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period
+    prove(action_lists(kind, stages, min(microbatches, enough), virtual))
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

@@ -8,10 +8,9 @@ from functools import lru_cache
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory
-from autoptd.cost_models.simulate import simulate
+from autoptd.cost_models.steady import makespan_s
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
-from autoptd.cost_models.timeline import Timeline
-from autoptd.schedule import Schedule, step_lists
+from autoptd.schedule import Schedule, period_of, step_lists
 from autoptd.search.chunks import ChunkCost, Chunks
 from autoptd.search.cuts import Cuts
 from autoptd.search.meshes import Candidate
@@ -49,7 +48,6 @@ class Staged:
     memory: tuple[Memory, ...]  # of each pipeline rank
     ends: tuple[RankEnd, ...]
     seconds: float  # of a step: by the bound at first, by simulation for the best few
-    timeline: Timeline | None = None
 
     @property
     def sharded(self) -> Sharded:
@@ -111,7 +109,7 @@ def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
     )
 
 
-@lru_cache(maxsize=16)  # of 64 ranks and 512 microbatches it takes longer to make than to simulate
+@lru_cache(maxsize=32)  # they take longer to make than to simulate
 def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
     """`schedule.step_lists`, kept."""
     return step_lists(kind, ranks, microbatches, virtual)
@@ -120,6 +118,11 @@ def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Sche
 def simulated(staged: Staged) -> Staged:
     """The same with its step time by the very action lists that the runtime executes."""
     c, method = staged.candidate, staged.method
-    lists = action_lists(method.schedule, c.pp, c.microbatches, method.virtual)
-    timeline = simulate(lists, rank_times(staged), Overlap.of(set(method.overlap) - {"tp"}))
-    return replace(staged, seconds=timeline.makespan_s, timeline=timeline)
+    seconds = makespan_s(
+        lambda microbatches: action_lists(method.schedule, c.pp, microbatches, method.virtual),
+        c.microbatches,
+        rank_times(staged),
+        Overlap.of(set(method.overlap) - {"tp"}),
+        period_of(method.schedule, c.pp),
+    )
+    return replace(staged, seconds=seconds)
