@@ -9,6 +9,8 @@ Whatever needs torch is imported inside the command that needs it, so that `--he
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import sys
 import textwrap
@@ -53,6 +55,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    atexit.register(gc.freeze)  # or Python looks for garbage once more as it leaves, for 1.5 s
     try:
         arguments = _parser().parse_args(argv)
         with without_collector():

@@ -6,6 +6,7 @@ changes a size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +62,11 @@ class Asked:
                 others = {n: v for n, v in asked.fix.items() if n != name}
                 asked = replace(asked, fix=others if value is None else others | {name: value})
         return asked
+
+    def within(self, seconds: float) -> Asked:
+        """The same with less time, once there is a plan."""
+        limit_s = min(seconds, self.options.get("time_limit_s") or math.inf)
+        return self if limit_s == math.inf else replace(self, options={**self.options, "time_limit_s": limit_s})
 
     def with_memory(self, nbytes: int) -> Asked:
         """The same on devices of `nbytes` of memory."""

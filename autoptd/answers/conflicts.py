@@ -92,10 +92,11 @@ class _Clock:
 
     def plan(self, asked: Asked) -> Plan | None:
         """The plan, or None where nothing fits. Raises _OutOfTime, and what planning raises besides."""
-        if self.now() > self.ends_at:
+        left_s = self.ends_at - self.now()
+        if left_s <= 0:
             raise _OutOfTime
         try:
-            return asked.plan()
+            return asked.within(left_s).plan()
         except DoesNotFit:
             return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from autoptd.progress import Progress
 
 DONE, NO = 0, 1
-_WHY_S = 10.0  # spent on why nothing fits, unless --why takes the time
+_WHY_S = 9.0, 2.0  # until when, and how long at least, why nothing fits is looked for, unless --why takes the time
 _PARETO_S = 60.0
 _SWEPT = 2  # names at once
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Plan as the words of the command line say. Raises UsageError, and what planning raises."""
+    arguments.started = time.monotonic()
     arguments.fix = all_fixed(arguments)
     swept = _swept(arguments)
     _check(arguments, swept)
@@ -194,7 +196,8 @@ def _refused(arguments: argparse.Namespace, asked: Asked, error: DoesNotFit, pro
     given = [name for name in ("batch", "seq") if getattr(arguments, name) is not None]
     if not arguments.json:
         print(f"autoptd: {error}\n", file=sys.stderr)
-    limit_s = math.inf if arguments.why else _WHY_S
+    until_s, least_s = _WHY_S
+    limit_s = math.inf if arguments.why else max(least_s, until_s - (time.monotonic() - arguments.started))
     found = conflict(asked, given, time_limit_s=limit_s, progress=progress)
     if arguments.json:
         print_json({"error": error_data(error) | {"why": found.to_data()}})

@@ -192,10 +192,15 @@ class Planner:
         return w.bound_s * (1 + (c.pp - 1) / (c.virtual * c.microbatches))
 
     def _dive(self, waiting: Sequence[_Waiting]) -> None:
-        """Something to beat early: of each tp the most hopeful plain candidate that fits, whole tensors first."""
-        plain = [w for w in waiting if w.candidate == _plain(w.candidate)]
-        for tp in sorted({w.candidate.tp for w in plain}):
-            mine = [w for w in plain if w.candidate.tp == tp]
+        """Something to beat early: of each tp the most hopeful plain candidate that fits.
+
+        First where the fewest stages may fit, then whole tensors: deep pipelines take long to look at.
+        """
+        by_tp: dict[int, list[_Waiting]] = {}
+        for w in waiting:
+            if w.candidate == _plain(w.candidate):
+                by_tp.setdefault(w.candidate.tp, []).append(w)
+        for _, mine in sorted(by_tp.items(), key=lambda of: (min(w.candidate.pp for w in of[1]), of[0])):
             for w in mine:
                 while w.step < _CUT and (w.step == 0 or w.bound_s < self._best_s):
                     self._go_on(w)
