@@ -5,14 +5,15 @@ Each entry is looked up by everything that its value depends on, so that none is
     facts      the graph alone
     workbook   + kernels, attention
     legal      the graph, tp, sizes of a sample, whether tp may split the sequence
-    sharded    + cluster, samples of a microbatch, cp, microbatches, what is pinned, bytes of state, policies
+    tensors    + cluster, samples of a microbatch, cp, microbatches, what is pinned, bytes of state, policies
+    sharded    + what a kept byte is worth
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -62,6 +63,7 @@ class Known:
         self._workbooks: dict[tuple[str, str], Workbook] = {}
         self._legal: dict[tuple[int, Values, bool], Legal] = {}
         self._sharded: OrderedDict[Question, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
+        self._tensors: OrderedDict[Question, Tensors] = OrderedDict()
         self._flops: dict[Values, tuple[float, float]] = {}
 
     def read(self) -> Known:
@@ -84,9 +86,12 @@ class Known:
         return self._legal[key]
 
     def tensors(self, question: Question) -> Tensors:
-        """The problem that a question poses, unsolved."""
-        q = question
-        return Tensors(
+        """The problem that a question poses, unsolved: the same whatever a kept byte is worth."""
+        q = replace(question, second_per_byte=0.0)
+        if q in self._tensors:
+            self._tensors.move_to_end(q)
+            return self._tensors[q]
+        self._tensors[q] = Tensors(
             self.folded,
             q.cluster,
             q.tp,
@@ -101,6 +106,9 @@ class Known:
             sequence_parallel=q.sequence_parallel,
             policies=q.policies,
         )
+        if len(self._tensors) > _KEPT:
+            self._tensors.popitem(last=False)
+        return self._tensors[q]
 
     def sharded(self, question: Question) -> tuple[Tensors, Sharded | AutoptdError]:
         """The problem and its solution, or why there is none."""

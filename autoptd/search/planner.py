@@ -428,11 +428,11 @@ def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:
     """(placement, seconds per microbatch) of a parameter if it were stored otherwise; None where nothing allows it."""
-    found: list[tuple[str, float | None]] = []
-    for label in answer.tensors.parameter_labels(name):
-        pins = tuple({**dict(answer.question.pins), name: label}.items())
-        _, solved = answer.known.sharded(replace(answer.question, pins=pins, policies=()))
-        if isinstance(solved, AutoptdError) and not isinstance(solved, (InfeasibleSplit, PlanError)):
-            raise solved
-        found.append((label, None if isinstance(solved, AutoptdError) else solved.seconds))
+    node, found = answer.tensors.parameter_node(name), list[tuple[str, float | None]]()
+    for label in [] if node is None else [choice.label for choice in node.choices]:
+        try:
+            solved = answer.tensors.solve(answer.question.second_per_byte, fixed={node.name: label})  # type: ignore[union-attr]
+            found.append((label, solved.seconds))
+        except (InfeasibleSplit, PlanError):
+            found.append((label, None))
     return found

@@ -197,59 +197,65 @@ class Site:
     # ---- what no stage does without ----
 
     @cached_property
-    def _every_block(self) -> list[tuple[int, ...]]:
-        return list(self.blocks(0, len(self.chunks.names) - 1))
+    def _alike(self) -> list[list[tuple[int, ...]]]:
+        """Every block, equal ones together."""
+        alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for block in self.blocks(0, len(self.chunks.names) - 1):
+            alike.setdefault(tuple(self.chunks.names[i] for i in block), []).append(block)
+        return list(alike.values())
 
     @cached_property
     def _singles(self) -> list[ChunkCost]:
-        known = {name: self.chunks.least(i) for i, name in reversed(list(enumerate(self.chunks.names)))}
+        known = {name: self.chunks.least(i) for name, i in self._firsts.items()}
         return [known[name] for name in self.chunks.names]
+
+    @cached_property
+    def _firsts(self) -> dict[int, int]:
+        """Name of a segment -> the first that has it."""
+        return {name: i for i, name in reversed(list(enumerate(self.chunks.names)))}
 
     @cached_property
     def state(self) -> Floats:
         """Of each segment: bytes of parameters, gradients and optimizer."""
-        names = self.chunks.names
         if self.limit == math.inf:
-            return np.zeros(len(names))
-        known = {name: float(self.chunks.state_at_least(i).state) for i, name in reversed(list(enumerate(names)))}
-        return np.array([known[name] for name in names])
+            return np.zeros(len(self.chunks.names))
+        known = {name: float(self.chunks.state_at_least(i).state) for name, i in self._firsts.items()}
+        return np.array([known[name] for name in self.chunks.names])
 
     @cached_property
     def base_s(self) -> Floats:
         """Of each segment: seconds of a microbatch, with the quickest recomputation that is allowed."""
         base = np.array([cost.forward_s + cost.backward_s for cost in self._singles])
-        for block in self._every_block:
-            policy = self.menu(block)[0].policy
-            for i in block:
-                base[i] += self._again_s((i,), policy)
+        for same in self._alike:
+            policy = self.menu(same[0])[0].policy
+            again = [self._again_s((i,), policy) for i in same[0]]
+            for block in same if any(again) else ():
+                base[list(block)] += again
         return base
 
     @cached_property
     def kept(self) -> tuple[Floats, Floats]:
         """Of each segment: bytes that it keeps per microbatch (its share of its block), and at the least."""
         kept, lean = np.zeros(len(self.chunks.names)), np.zeros(len(self.chunks.names))
-        for block in self._every_block:
-            menu, alone = self.menu(block), [self.menu((i,)) for i in block]
-            own = [max(way.peak.kept for way in m) for m in alone]
-            share = min(1.0, menu[0].peak.kept / max(1, sum(own)))
-            least = min(way.peak.kept for m in (menu, *alone) for way in m) / len(block)
-            for i, nbytes in zip(block, own, strict=True):
-                kept[i], lean[i] = nbytes * share, least
+        for same in self._alike:
+            menu, alone = self.menu(same[0]), [self.menu((i,)) for i in same[0]]
+            own = np.array([max(way.peak.kept for way in m) for m in alone], dtype=float)
+            share = min(1.0, menu[0].peak.kept / max(1, own.sum()))
+            least = min(way.peak.kept for m in (menu, *alone) for way in m) / len(same[0])
+            for block in same:
+                kept[list(block)], lean[list(block)] = own * share, least
         return kept, lean
 
     @cached_property
     def again_s(self) -> float:
         """The least seconds that recomputation takes for a byte that it saves, were an input nothing."""
-        menus = {menu: None for b in self._every_block for menu in (self.menu(b), *(self.menu((i,)) for i in b))}
+        menus = [menu for b, *_ in self._alike for menu in (self.menu(b), *(self.menu((i,)) for i in b))]
         return min((rate for menu in menus for rate in _rates(menu)), default=math.inf)
 
     def relaxed(self) -> list[Blocks]:
         """The blocks, as `search/relax.py` shares them out."""
-        alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for block in self._every_block:
-            alike.setdefault(tuple(self.chunks.names[i] for i in block), []).append(block)
         found = []
-        for same in alike.values():
+        for same in self._alike:
             block = same[0]
             most = [max(way.peak.kept for way in self.menu((i,))) for i in block]
             shares = [n / max(1, sum(most)) for n in most]

@@ -199,15 +199,15 @@ class Tensors(Prices):
         for split in splits:
             yield Choice(str(split), gives=((name, split),), bytes=static * self.nbytes(tensor, split))
 
-    def parameter_labels(self, name: str) -> list[str]:
-        """Placements that a parameter may be stored in."""
+    def parameter_node(self, name: str) -> Node | None:
+        """The placements that a parameter may be stored in; None for one that no op of the graph uses."""
         names = self.folded.traced.parameters
         for kind, segment in self.folded.representatives.items():
             for i, node in enumerate(segment.parameters):
                 if names[node.name] == name:
                     own = _Scope(kind, segment).parameter(i)
-                    return next([c.label for c in n.choices] for n in self.problem.nodes if n.name == own)
-        return []
+                    return next(n for n in self.problem.nodes if n.name == own)
+        return None
 
     @cached_property
     def _pinned(self) -> frozenset[tuple[str, int]]:
