@@ -66,8 +66,8 @@ class Run:
         stages = [StageTimes(tuple(chunks[rank :: self.ranks])) for rank in range(self.ranks)]
         return simulate(lists, stages, Overlap.of(["p2p"])).makespan_s
 
-    def bound_s(self) -> float:
-        return cut_bound_s(self.forward_s, self.backward_s, self.schedule, self.ranks, self.microbatches)
+    def bound_s(self, sends: tuple[float, ...] = ()) -> float:
+        return cut_bound_s(self.forward_s, self.backward_s, self.schedule, self.ranks, self.microbatches, sends)
 
     def even_s(self, share: float) -> float:
         return even_bound_s(self.total_s, self.schedule, self.ranks, self.microbatches, self.virtual, share)
@@ -121,6 +121,7 @@ def too_high(run: Run) -> Iterator[str]:
     """Bounds that are above the simulated time of a pipeline."""
     least, found = run.seconds() * SLACK, {}
     found["of the cut"] = run.bound_s()
+    found["of the cut and its messages"] = run.bound_s(run.sends)
     found["of any cut"] = run.even_s(run.share)
     found["of any cut, whatever the share of passes"] = run.even_s(0.5)
     found["of cuts in line"] = Stages.contiguous_bound_s(stages_of(run))
@@ -181,6 +182,13 @@ def test_equal_stages_meet_the_bound(ranks: int, microbatches: int) -> None:
     if microbatches >= 2 * ranks:
         run = even("zero-bubble", ranks, microbatches)
         assert run.bound_s() == pytest.approx(3.0 * microbatches + ranks - 1) == pytest.approx(run.seconds())
+
+
+def test_messages_to_and_fro_meet_the_bound() -> None:
+    """Of every four microbatches of four ranks one goes there and back by itself, where messages take longest."""
+    run = replace(even("1f1b", 4, 41), sends=(5.0, 5.0, 5.0))
+    assert run.bound_s(run.sends) == pytest.approx(run.seconds())
+    assert run.bound_s(run.sends) > 3 * run.bound_s()
 
 
 def test_one_rank_meets_every_bound() -> None:
@@ -307,6 +315,9 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (bounds, refine):
             patch.setattr(module, "warm_up", lambda *_: 1)
         assert any(any(too_high(run)) for run in RUNS[:300])
+    with monkeypatch.context() as patch:  # one microbatch less under way than there is
+        patch.setattr(bounds, "warm_up", lambda schedule, k, p, m: max(1, in_flight(k, p, m, schedule) - 1))
+        assert any(run.bound_s(run.sends) > run.seconds() * SLACK for run in RUNS)
     with monkeypatch.context() as patch:  # gradients of parameters that may not wait
         patch.setattr(refine, "cut_bound_s", lambda f, b, _, p, m: cut_bound_s(f, b, "1f1b", p, m))
         assert any(any(too_high(run)) for run in RUNS)
