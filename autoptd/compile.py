@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from autoptd import kept_plans
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
@@ -127,7 +128,7 @@ def make_plan(
     exact: bool = False,
     time_limit_s: float | None = None,
 ) -> Plan:
-    """Search, and write the answer down. Raises PlanError, DoesNotFit."""
+    """Search, and write the answer down; or find it written down. Raises PlanError, DoesNotFit."""
     notes = [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
     size = batch or 8 * world
     task = Task(
@@ -142,20 +143,33 @@ def make_plan(
         effort=None if exact else EFFORT,
         time_limit_s=time_limit_s or math.inf,
     )
+    own = all(_discovered(source).values())  # what another's op does may change with nothing of ours
+    key = kept_plans.key_of(source, task, notes) if own else ""
+    if key and (found := kept_plans.find(key)):
+        with progress.stage("take the plan that was found before"):
+            return found
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, wishes, answer.staged.candidate.tp)
     notes += _notes(source, answer)
-    return _written(source, task, answer, tuple(notes))
+    plan = _written(source, task, answer, tuple(notes))
+    if key:
+        kept_plans.keep(key, plan)
+    return plan
+
+
+def _discovered(source: TracedModel) -> dict[str, bool]:
+    """What was found out about ops that have no row in the rule table -> whether torch's own, not somebody's."""
+    calls = [op.call for op in source.known.facts.ops.values()]
+    return {
+        str(what): getattr(call.target, "namespace", "") == "aten"
+        for call in calls
+        if (what := discovery(call)) is not None
+    }
 
 
 def _notes(source: TracedModel, answer: Answer) -> list[str]:
     notes = list(source.folded.traced.graph.meta.get("loss_notes", ()))
-    found: dict[str, None] = {}
-    for op in source.known.facts.ops.values():
-        what = discovery(op.call)
-        if what is not None:
-            found.setdefault(str(what), None)
-    notes += [f"no row in the rule table: {text}" for text in found]
+    notes += [f"no row in the rule table: {text}" for text in _discovered(source)]
     if answer.staged.candidate.pools:
         order = dict.fromkeys(
             _device_of(answer.staged, answer.staged.chunks.cluster, k) for k in range(answer.staged.candidate.pp)

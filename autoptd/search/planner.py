@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autoptd.errors import AutoptdError, PlanError
+from autoptd.passes.sharding import parameter_splits
 from autoptd.passes.trace import SEQUENCE
 from autoptd.progress import Progress
 from autoptd.schedule import period_of, prove
@@ -428,11 +429,15 @@ def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:
     """(placement, seconds per microbatch) of a parameter if it were stored otherwise; None where nothing allows it."""
-    node, found = answer.tensors.parameter_node(name), list[tuple[str, float | None]]()
-    for label in [] if node is None else [choice.label for choice in node.choices]:
+    tensors, sharded = answer.tensors, answer.staged.sharded
+    node, placed = tensors.parameter_node(name), parameter_splits(tensors.folded, sharded.sharding)[name]
+
+    def seconds(slot: str, label: str) -> float | None:
+        if label == placed:
+            return sharded.seconds
         try:
-            solved = answer.tensors.solve(answer.question.second_per_byte, fixed={node.name: label})  # type: ignore[union-attr]
-            found.append((label, solved.seconds))
+            return tensors.solve(answer.question.second_per_byte, fixed={slot: label}).seconds
         except (InfeasibleSplit, PlanError):
-            found.append((label, None))
-    return found
+            return None
+
+    return [] if node is None else [(choice.label, seconds(node.name, choice.label)) for choice in node.choices]
