@@ -71,7 +71,9 @@ def shape_of(row: Row) -> Shape:
 def _family(row: Row) -> str:
     """`gpt`, `mpt`, `llama` or `nemotron`: the one place that says which architectures are modelled."""
     arch = row.arch or ""
-    if arch.startswith("moe") or row.ep > 1:
+    if row.ep > 1:
+        raise Unsupported(f"its experts ({arch}) are spread over ep {row.ep} ranks, which is no axis of a plan")
+    if arch.startswith("moe"):
         raise Unsupported(f"mixture of experts ({arch}) is not modelled")
     if arch.startswith("gpt("):
         inside = arch.removeprefix("gpt(").lower()
