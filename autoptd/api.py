@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -208,14 +208,16 @@ class Parallel:
         """Write the stage modules and the plan. Raises PlanFileError where that cannot be done."""
         return self.program.write(Path(directory))
 
-    def stage_module(self, rank: int) -> Stage:
-        """The stage that a rank runs, on meta, for looking at."""
+    def stage_module(self, rank: int, chunk: int = 0) -> Stage:
+        """The stage that a rank runs, on meta, for looking at; of its several chunks, one."""
         if not 0 <= rank < self.plan.world:
             raise PlanError(f"rank {rank} is not in a world of {self.plan.world}", fix=f"0 to {self.plan.world - 1}")
-        index = rank // (self.plan.mesh.dp * self.plan.mesh.tp)
+        held = self.layout.mesh.stages_of(rank // (self.plan.mesh.dp * self.plan.mesh.tp))
+        if not 0 <= chunk < len(held):
+            raise PlanError(f"chunk {chunk} is not on a rank of {len(held)}", fix=f"0 to {len(held) - 1}")
         with torch.device("meta"):
             alone = Axis(_Rank(rank % self.plan.mesh.tp, self.plan.mesh.tp))  # type: ignore[arg-type]  # never talks
-            stage = load_stage(self.program, index)(alone)
+            stage = load_stage(self.program, held[chunk])(alone)
         assert isinstance(stage, Stage)
         return stage
 
@@ -224,28 +226,28 @@ class Parallel:
         """Mesh, microbatches, and where each tensor lies: what the runtime reads of the plan."""
         return make_layout(self._source, self.plan)
 
-    def initial_values(self, stage: int | None = None) -> dict[str, Tensor]:
-        """Whole parameters and buffers, of one stage or of all: the model's own, or made from the seed on meta."""
+    def initial_values(self, stages: Collection[int] | None = None) -> dict[str, Tensor]:
+        """Whole parameters and buffers, of some stages or of all: the model's own, or made from the seed on meta."""
         tensors = {**self.layout.parameters, **self.layout.buffers}
-        wanted = [n for n, spec in tensors.items() if stage is None or stage in spec.stages]
+        wanted = [n for n, spec in tensors.items() if stages is None or not set(stages).isdisjoint(spec.stages)]
         return values_for(self._source.model, wanted, self._seed, named_values(self._source))
 
     def start(self, communicators: Communicators, values: Mapping[str, Tensor] | None = None) -> None:
         """Become the running part of the rank that these communicators belong to. A collective.
 
-        values: of this stage's tensors at least; left out, the initial ones.
+        values: of this rank's tensors at least; left out, the initial ones.
         """
         self._check_agreement(communicators)
         layout = self.layout
-        index = communicators.stage
+        held = layout.mesh.stages_of(communicators.stage)
         key = DropoutKey(self._seed, communicators.dp.rank)
         with torch.device("meta"):
-            stage = load_stage(self.program, index)(Axis(communicators.tp), key)
+            stages = [load_stage(self.program, index)(Axis(communicators.tp), key) for index in held]
         self._communicators = communicators
         self._trainer = Trainer(
-            stage, layout, communicators, self._optimizer, clip_norm=self._clip_norm, **self._optimizer_options
+            stages, layout, communicators, self._optimizer, clip_norm=self._clip_norm, **self._optimizer_options
         )
-        self._trainer.load_parameters(self.initial_values(index) if values is None else values)
+        self._trainer.load_parameters(self.initial_values(held) if values is None else values)
 
     def _check_agreement(self, communicators: Communicators) -> None:
         """Every rank plans for itself, and gets the same; other versions or models on some would hang or lie."""
@@ -308,9 +310,10 @@ class Parallel:
         return self.plan.mesh.dp
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter and buffer that its stage holds, by original name."""
-        stage = self._running.stage
-        return {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+        """This rank's part of each parameter and buffer that its stages hold, by original name."""
+        stages = self._running.stages
+        parameters = {name: held for stage in stages for name, held in stage.named_parameters()}
+        return parameters | {name: held for stage in stages for name, held in stage.named_buffers()}
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients, full, by original name, on every rank. A collective."""

@@ -382,16 +382,22 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
                 buffers[name] = TensorSpec(
                     parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
                 )
+    again = {i for stage in plan.stages for i in stage.recompute}
+    recomputed = {traced.parameters[p.name] for i in again for p in folded.segments[i].parameters}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
     parameters = {
         name: TensorSpec(
-            parse_placement(plan.splits.parameters[name]), shapes[name], tuple(held[name]), name not in traced.frozen
+            parse_placement(plan.splits.parameters[name]),
+            shapes[name],
+            tuple(held[name]),
+            name not in traced.frozen,
+            recomputed=name in recomputed,
         )
         for name in order
     }
     return Layout(
-        mesh=RankMesh(dp=plan.mesh.dp, tp=plan.mesh.tp, pp=plan.mesh.pp),
+        mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual),
         micro=plan.micro,
         microbatches=plan.schedule.microbatches,
         inputs=tuple(traced.inputs.values()),

@@ -49,8 +49,9 @@ def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s
     """
     layout = parallel.layout
     values = parallel.initial_values()  # made here, once: initialisers draw from the process's one generator
-    for stage in range(layout.mesh.pp):  # imported here: threads would race for it
-        parallel.stage_module(stage * layout.mesh.dp * layout.mesh.tp)
+    for stage in range(layout.mesh.stages):  # imported here: threads would race for it
+        chunk, pp = divmod(stage, layout.mesh.pp)
+        parallel.stage_module(layout.mesh.rank(pp, 0, 0), chunk)
 
     def body(communicators: Communicators) -> tuple[Trained, dict[str, str]]:
         mine = copy.copy(parallel)

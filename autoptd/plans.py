@@ -25,6 +25,7 @@ from autoptd.cost_models.cluster import Cluster, Device
 from autoptd.cost_models.complaints import describe_mistakes
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.passes.placements import parse_placement
+from autoptd.schedule import RUNNABLE
 
 FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
 VERSION: Literal[1] = 1
@@ -237,7 +238,7 @@ class Plan(_Part):
         default, asked = Method(), self.method
         reasons = {
             f"cp {self.mesh.cp}": self.mesh.cp > 1,
-            f"the {self.schedule.kind} schedule": self.schedule.kind != "1f1b",
+            f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
             f"ZeRO {self.zero}": self.zero > 1,
             f"{' and '.join(self.partial)} recomputation": bool(self.partial),
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": asked.overlap != default.overlap,

@@ -162,9 +162,15 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     return tuple(tuple(actions(stage)) for stage in range(stages))
 
 
-def forward_only(stages: int, microbatches: int) -> Schedule:
-    """Evaluation: every stage runs the forwards in order."""
-    return tuple(tuple(Action("F", i) for i in range(microbatches)) for _ in range(stages))
+def forward_only(stages: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """Evaluation: every rank runs the forwards in the order of `interleaved`, whose last group may be smaller here."""
+    order = [
+        Action("F", i, chunk)
+        for first in range(0, microbatches, stages)
+        for chunk in range(virtual)
+        for i in range(first, min(first + stages, microbatches))
+    ]
+    return (tuple(order),) * stages
 
 
 def _one_chunk(kind: str, rows: Callable[[int, int], Schedule]) -> Callable[[int, int, int], Schedule]:
@@ -184,7 +190,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": interleaved,
     "zero-bubble": _one_chunk("zero-bubble", zero_bubble),
 }
-RUNNABLE = ("1f1b", "gpipe")  # what the executor has actions for: one chunk, a backward in one piece
+RUNNABLE = tuple(SCHEDULES)  # what the executor has actions for
 
 
 def period_of(kind: str, stages: int) -> int:

@@ -1,8 +1,8 @@
 """Parameters and gradients in contiguous buffers, and the data-parallel reduction (ZeRO-1: Rajbhandari et al. 2020).
 
-A buffer holds the trainable parameters of one (dtype, gradient class over tp, stages) in forward order reversed. The
-model's parameters are views of its `data`; autograd's gradients are added to `grad` (float32 at least) by a hook and
-freed. Per step and bucket, with d dp ranks:
+A buffer holds the trainable parameters of one (dtype, gradient class over tp, pipeline ranks), in forward order
+reversed. The model's parameters are views of its `data`; autograd's gradients are added to `grad` (float32 at least) by
+a hook and freed. Per step and bucket, with d dp ranks:
 
     last gradient of the last microbatch ready → reduce-scatter over dp (all-reduce with zero 0), started at once
     REDUCE: the rest is started; wait; `Bp` parameters: shard summed over tp; tied: shard summed over the tied stages
@@ -17,7 +17,7 @@ buffers of equal layout on every stage: same shards, same sums, same update, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,7 +46,7 @@ class _Live:
     bucket: Bucket
     buffer: Buffer
     priority: int  # index in the model of its earliest parameter: the last whose gradient comes
-    pending: set[str] = field(default_factory=set)
+    pending: set[tuple[str, int]] = field(default_factory=set)  # parameter, chunk
     handle: Handle | None = None
     launched: bool = False
 
@@ -66,7 +66,7 @@ class Buffer:
         self.group, self.tied = group, tied
         self.partial_over_tp = first.placement == BP
         self.split = isinstance(first.placement, Split)
-        self.first_stage = first.stages[0]
+        self.first_rank = layout.mesh.holder(first.stages[0])
         self.shapes = dict(shapes)
         self.sharded = layout.zero == 1
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
@@ -151,8 +151,11 @@ class Buffers:
         tp: Group,
         dp: Group,
         tied: Mapping[tuple[int, ...], Group],
+        holders: Sequence[Collection[str]] = (),
     ) -> None:
+        """`holders`: names of the parameters of each chunk; left out, there is one. `tied`: by pipeline ranks."""
         self._tp = tp
+        self._holders = tuple(holders) or (set(parameters),)
         self._overlap = layout.overlap
         self._buffers = _build(parameters, layout, device, dp, tied)
         self._buffer_of = {name: buffer for buffer in self._buffers for name in buffer.slots}
@@ -166,16 +169,16 @@ class Buffers:
         self._live_of = {slot.name: live for live in self._live for slot in live.bucket.slots}
         self._fresh: set[str] = set(self._buffer_of)  # no gradient yet in this step
         self._next = 0
-        self._last_backward = False
+        self._last_chunk: int | None = None  # whose last gradients are coming
         self.parameters = {name: nn.Parameter(b.view(b.data, name)) for name, b in self._buffer_of.items()}
         for name, parameter in self.parameters.items():
             self._listen(name, parameter)
 
-    def pieces(self, stage: int, dp_rank: int) -> list[Piece]:
+    def pieces(self, pipeline_rank: int, dp_rank: int) -> list[Piece]:
         """What this rank's optimizer updates."""
         result = []
         for buffer in self._buffers:
-            counts = (buffer.split or self._tp.rank == 0) and buffer.first_stage == stage
+            counts = (buffer.split or self._tp.rank == 0) and buffer.first_rank == pipeline_rank
             result += buffer.pieces(counts and (buffer.sharded or dp_rank == 0))
         return result
 
@@ -192,8 +195,8 @@ class Buffers:
             else:
                 total.add_(parameter.grad)
             parameter.grad = None
-            if self._last_backward:
-                live.pending.discard(name)
+            if self._last_chunk is not None:
+                live.pending.discard((name, self._last_chunk))
                 self._launch_ready()
 
         parameter.register_post_accumulate_grad_hook(take)
@@ -201,15 +204,16 @@ class Buffers:
     def start_step(self) -> None:
         """Forget the last step's gradients (the first addend overwrites)."""
         self._fresh = set(self._buffer_of)
-        self._last_backward = False
+        self._last_chunk = None
         self._next = 0
         for live in self._live:
-            live.pending = {slot.name for slot in live.bucket.slots}
+            names = [slot.name for slot in live.bucket.slots]
+            live.pending = {(n, chunk) for chunk, held in enumerate(self._holders) for n in names if n in held}
             live.handle, live.launched = None, False
 
-    def expect_last_backward(self) -> None:
-        """The next backward is the step's last: reduce each bucket as it becomes complete."""
-        self._last_backward = self._overlap
+    def expect_gradients(self, chunk: int, last: bool) -> None:
+        """Of a chunk; the step's last of it: reduce each bucket as it becomes complete."""
+        self._last_chunk = chunk if last and self._overlap else None
 
     def _launch_ready(self) -> None:
         while self._next < len(self._live) and not self._live[self._next].pending:
@@ -274,16 +278,17 @@ def _build(
     dp: Group,
     tied: Mapping[tuple[int, ...], Group],
 ) -> list[Buffer]:
-    """One buffer per (dtype, gradient class over tp, stages), in the model's order: the same on all that share it."""
+    """One per (dtype, gradient class over tp, pipeline ranks), in the model's order: the same on all that share it."""
     classes: dict[tuple[torch.dtype, str, tuple[int, ...]], dict[str, TensorSpec]] = {}
     for name, spec in layout.parameters.items():
         if name in parameters and spec.trainable:
             kind = "split" if isinstance(spec.placement, Split) else str(spec.placement)
-            classes.setdefault((parameters[name].dtype, kind, spec.stages), {})[name] = spec
+            ranks = layout.mesh.holders(spec.stages)
+            classes.setdefault((parameters[name].dtype, kind, ranks), {})[name] = spec
     buffers = []
-    for (dtype, _, stages), specs in classes.items():
+    for (dtype, _, ranks), specs in classes.items():
         shapes = {name: parameters[name].shape for name in specs}
-        buffer = Buffer(specs, shapes, layout, dp, tied[stages] if len(stages) > 1 else Alone())
+        buffer = Buffer(specs, shapes, layout, dp, tied[ranks] if len(ranks) > 1 else Alone())
         buffer.allocate(dtype, torch.promote_types(dtype, torch.float32), device)
         buffers.append(buffer)
     return buffers

@@ -9,8 +9,9 @@ of `autoptd.schedule` holds for it. Tensors of a collective are contiguous and o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -146,7 +147,8 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Communicators:
-    """All that one rank talks through. Neighbours' channels are None at the ends of the pipeline."""
+    """All that one rank talks through. `edges`: as `autoptd.schedule.channel_of` names them; with several chunks per
+    rank the last pipeline rank talks to the first as well."""
 
     mesh: Mesh
     rank: int
@@ -155,20 +157,36 @@ class Communicators:
     tp: Group
     dp: Group
     pp: Group
-    forward_in: Channel | None  # activations from the previous stage
-    forward_out: Channel | None
-    backward_in: Channel | None  # gradients from the next stage
-    backward_out: Channel | None
+    edges: Mapping[tuple[int, str], Channel]
     make_group: Callable[[tuple[int, ...]], Group | None]
 
     @property
     def stage(self) -> int:
+        """The pipeline rank."""
         return self.mesh.coordinates(self.rank)[0]
 
-    def over_stages(self, stages: tuple[int, ...]) -> Group | None:
-        """A new group of this rank's counterparts on some stages, None if its own is not among them.
+    @property
+    def forward_in(self) -> Channel | None:
+        """Activations from the previous pipeline rank."""
+        return self.edges.get(((self.stage - 1) % self.mesh.pp, "forward"))
 
-        All ranks of the world call it for the same stages in the same order.
+    @property
+    def forward_out(self) -> Channel | None:
+        return self.edges.get((self.stage, "forward"))
+
+    @property
+    def backward_in(self) -> Channel | None:
+        """Gradients from the next one."""
+        return self.edges.get((self.stage, "backward"))
+
+    @property
+    def backward_out(self) -> Channel | None:
+        return self.edges.get(((self.stage - 1) % self.mesh.pp, "backward"))
+
+    def over_stages(self, stages: tuple[int, ...]) -> Group | None:
+        """A new group of this rank's counterparts on some pipeline ranks, None if its own is not among them.
+
+        All ranks of the world call it for the same ones in the same order.
         """
         if len(stages) == 1:
             return Alone() if self.stage == stages[0] else None
@@ -185,14 +203,12 @@ class Communicators:
 def connect(mesh: Mesh, backend: Backend) -> Communicators:
     """Create and warm up all communicators of a rank, in one fixed order: axes, world, then the edges upwards."""
     rank = backend.rank
-    stage = mesh.coordinates(rank)[0]
     groups = {name: backend.axis(mesh, name) for name in AXES}
     world = backend.group(tuple(range(mesh.world)))
     assert world is not None
     edges: dict[tuple[int, str], Channel] = {}
-    for below in range(mesh.world - mesh.dp * mesh.tp):
-        above = below + mesh.dp * mesh.tp
-        lower = mesh.coordinates(below)[0]
+    for lower, dp, tp in product(range(_edges(mesh)), range(mesh.dp), range(mesh.tp)):
+        below, above = mesh.rank(lower, dp, tp), mesh.rank((lower + 1) % mesh.pp, dp, tp)
         for direction, source, target in (("forward", below, above), ("backward", above, below)):
             channel = backend.channel(source, target)
             if channel is not None:
@@ -205,14 +221,16 @@ def connect(mesh: Mesh, backend: Backend) -> Communicators:
         tp=groups["tp"],
         dp=groups["dp"],
         pp=groups["pp"],
-        forward_in=edges.get((stage - 1, "forward")),
-        forward_out=edges.get((stage, "forward")),
-        backward_in=edges.get((stage, "backward")),
-        backward_out=edges.get((stage - 1, "backward")),
+        edges=edges,
         make_group=backend.group,
     )
     _warm_up(communicators)
     return communicators
+
+
+def _edges(mesh: Mesh) -> int:
+    """Between pipeline ranks; from the last to the first, where the model goes round."""
+    return mesh.pp if mesh.virtual > 1 and mesh.pp > 1 else mesh.pp - 1
 
 
 def _warm_up(c: Communicators) -> None:
@@ -220,9 +238,8 @@ def _warm_up(c: Communicators) -> None:
     one = torch.ones(1, device=c.device)
     for group in (c.tp, c.dp, c.pp, c.world):
         group.all_reduce(one.clone())
-    if c.forward_in is not None and c.backward_out is not None:
-        c.forward_in.receive(one.clone()).wait()
-        c.backward_out.send(one).wait()
-    if c.forward_out is not None and c.backward_in is not None:
-        c.forward_out.send(one).wait()
-        c.backward_in.receive(one.clone()).wait()
+    for lower in range(_edges(c.mesh)):
+        for direction, source in (("forward", lower), ("backward", (lower + 1) % c.mesh.pp)):
+            channel = c.edges.get((lower, direction))
+            if channel is not None and c.stage in (lower, (lower + 1) % c.mesh.pp):
+                (channel.send(one) if c.stage == source else channel.receive(one.clone())).wait()

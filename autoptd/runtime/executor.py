@@ -1,14 +1,15 @@
-"""Run one stage's action list: compute, messages, and the end of the step, in exactly the order of the list.
+"""Run one rank's action list: compute, messages, and the end of the step, in exactly the order of the list.
 
-A receive is posted one message ahead of the action that waits for it, so that the transfer overlaps computing; the
-channel is a FIFO, so this changes no order. A sent tensor is kept until its send is complete; a third one waits for the
-first, which the proof of the schedule includes.
+A rank holds one chunk of the model or several; each F, B, W names its chunk. A receive is posted one message ahead of
+the action that waits for it, so that the transfer overlaps computing; the channel is a FIFO, so this changes no order.
+A sent tensor is kept until its send is complete; a third one waits for the first, which the proof of the schedule
+includes. What a chunk hands to a chunk of the same rank stays where it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,12 +18,15 @@ from torch import Tensor
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.batch import Microbatch
 from autoptd.runtime.comm import Channel, Communicators, Handle
+from autoptd.runtime.halves import Later, Root, backward_of_inputs
 from autoptd.runtime.handshake import exchange
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage, Wire
-from autoptd.schedule import SENDS_UNDER_WAY, Actions
+from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of
 
 Tensors = tuple[Tensor, ...]
+At = tuple[int, int]  # microbatch, chunk
+Edge = tuple[int, str]  # as `channel_of` names it
 
 
 @dataclass
@@ -30,38 +34,43 @@ class _Inbox:
     """The receiving end of a channel: messages in the order of the action list."""
 
     channel: Channel
-    wires: tuple[Wire, ...]
-    sizes: Mapping[int, Mapping[str, int]]  # of each microbatch
-    order: list[int]
+    expected: deque[tuple[At, list[tuple[tuple[int, ...], torch.dtype]]]]  # shapes and types of each one's tensors
     device: torch.device
-    posted: list[tuple[int, list[tuple[Tensor, Handle]]]] = field(default_factory=list)
+    posted: deque[tuple[At, list[tuple[Tensor, Handle]]]] = field(default_factory=deque)
 
     def _post(self) -> None:
-        i = self.order.pop(0)
-        outs = [torch.empty(w.shape(**self.sizes[i]), dtype=w.dtype, device=self.device) for w in self.wires]
-        self.posted.append((i, [(out, self.channel.receive(out)) for out in outs]))
+        at, tensors = self.expected.popleft()
+        outs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in tensors]
+        self.posted.append((at, [(out, self.channel.receive(out)) for out in outs]))
 
-    def take(self, microbatch: int) -> Tensors:
-        """The tensors of a microbatch; posts the next receive."""
-        while len(self.posted) < 2 and self.order:
+    def take(self, at: At) -> Tensors:
+        """The tensors of a microbatch on a chunk; posts the next receive."""
+        while len(self.posted) < 2 and self.expected:
             self._post()
-        i, parts = self.posted.pop(0)
-        assert i == microbatch, (i, microbatch)
+        found, parts = self.posted.popleft()
+        assert found == at, (found, at)
         for _, handle in parts:
             handle.wait()
         return tuple(out for out, _ in parts)
 
 
 class Executor:
-    """One stage's step. `end` maps REDUCE, STEP and GATHER to what they do."""
+    """One rank's step; `stages` are its chunks. `end` maps REDUCE, STEP and GATHER to what they do."""
 
-    def __init__(self, stage: Stage, communicators: Communicators, dropout: DropoutKey) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        communicators: Communicators,
+        dropout: DropoutKey,
+        recomputed: Collection[str] = (),
+    ) -> None:
+        """`recomputed`: parameters of blocks that are run again in the backward pass, of which nothing is put off."""
+        self._stages = tuple(stages)
+        named = ((name, p) for stage in self._stages for name, p in stage.named_parameters())
+        self._at_once = frozenset(id(p) for name, p in named if name in recomputed)
         self._comm = communicators
         self._dropout = dropout
         self._shaken = False
-        self._returned = tuple(wire for wire in stage.receives if wire.requires_grad)
-        self._awaited = tuple(wire for wire in stage.sends if wire.requires_grad)
 
     def run(
         self,
@@ -70,17 +79,21 @@ class Executor:
         counts: Tensors,
         loss: Tensor,
         end: Mapping[str, Callable[[], None]],
-        before_last_backward: Callable[[], None],
+        before_backward: Callable[[int, bool], None],
     ) -> None:
-        """Every action in order. The last stage adds its share of the loss to `loss`, 0-dim float64."""
+        """Every action in order. The last stage adds its share of the loss to `loss`, 0-dim float64.
+
+        `before_backward(chunk, last)` is called before each action that makes gradients of parameters.
+        """
         run = _Run(self, actions, microbatches, counts, loss)
-        last_backward = next((a for a in reversed(actions) if a.kind == "B"), None)
-        if not self._shaken and last_backward is not None:
+        lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
+        if not self._shaken and lasts:
             run.shake_hands()
             self._shaken = True
-        do: dict[str, Callable[[int], None]] = {
+        do: dict[str, Callable[[Action], None]] = {
             "F": run.forward,
             "B": run.backward,
+            "W": run.weights,
             "RF": run.receive_activations,
             "SF": run.send_activations,
             "RB": run.receive_gradients,
@@ -90,10 +103,10 @@ class Executor:
             if action.microbatch is None:
                 end[action.kind]()
                 continue
-            if action == last_backward:
-                before_last_backward()
+            if action.kind in ("B", "W"):
+                before_backward(action.chunk, action == lasts[action.kind, action.chunk])
             try:
-                do[action.kind](action.microbatch)
+                do[action.kind](action)
             except RuntimeError as error:
                 where = f"{action} of stage {self._comm.stage}, rank {self._comm.rank} ({self._comm.mesh})"
                 raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
@@ -101,118 +114,162 @@ class Executor:
 
 
 class _Run:
-    """The state of one step, by microbatch."""
+    """The state of one step, by microbatch and chunk."""
 
     def __init__(
         self, executor: Executor, actions: Actions, microbatches: Sequence[Microbatch], counts: Tensors, loss: Tensor
     ) -> None:
-        self.stage, self.comm, self.dropout = executor._stage, executor._comm, executor._dropout
-        self.returned, self.awaited = executor._returned, executor._awaited
+        self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
         self.actions, self.microbatches, self.counts = actions, microbatches, counts
         self.training = any(action.kind == "B" for action in actions)
-        self.sizes = {i: _sizes(self.stage, mb) for i, mb in enumerate(microbatches)}
-        self.inboxes: dict[str, _Inbox] = {}
-        self.received: dict[int, Tensors] = {}
-        self.outputs: dict[int, Tensors] = {}
-        self.gradients: dict[int, Tensors] = {}
-        self.sending: dict[str, deque[list[Handle]]] = {"SF": deque(), "SB": deque()}  # by microbatch
+        self.halves = any(action.kind == "W" for action in actions)
+        self.at_once = executor._at_once
+        self.left: dict[At, Later] = {}  # of backward passes
+        self.sizes = [[_sizes(stage, mb) for mb in microbatches] for stage in self.stages]
+        self.received: dict[At, Tensors] = {}
+        self.outputs: dict[At, Tensors] = {}
+        self.gradients: dict[At, Tensors] = {}
+        self.sending: dict[Edge, deque[list[Handle]]] = {}  # by message
         self.loss = loss
-        for kind, channel, wires in (
-            ("RF", self.comm.forward_in, self.stage.receives),
-            ("RB", self.comm.backward_in, self.awaited),
-        ):
-            if channel is not None:
-                self.inboxes[kind] = _Inbox(channel, wires, self.sizes, self._order(kind), self.comm.device)
+        messages: dict[Edge, deque[tuple[At, list[tuple[tuple[int, ...], torch.dtype]]]]] = {}
+        for action in actions:
+            if action.kind in ("RF", "RB"):
+                assert action.microbatch is not None
+                sizes = self.sizes[action.chunk][action.microbatch]
+                tensors = [(tuple(w.shape(**sizes)), w.dtype) for w in self._wires(action)]
+                messages.setdefault(self._edge(action), deque()).append(((action.microbatch, action.chunk), tensors))
+        self.inboxes = {
+            edge: _Inbox(self.comm.edges[edge], order, self.comm.device) for edge, order in messages.items()
+        }
 
-    def _order(self, kind: str) -> list[int]:
-        return [a.microbatch for a in self.actions if a.kind == kind and a.microbatch is not None]
+    # ---- messages ----
+
+    def _edge(self, action: Action) -> Edge:
+        return channel_of(self.comm.stage, action, self.comm.mesh.pp)
+
+    def _wires(self, action: Action) -> tuple[Wire, ...]:
+        """What a send or receive carries: activations, or gradients of those of them that have any."""
+        stage = self.stages[action.chunk]
+        wires = stage.receives if action.kind in ("RF", "SB") else stage.sends
+        return wires if action.kind in ("RF", "SF") else tuple(wire for wire in wires if wire.requires_grad)
 
     def shake_hands(self) -> None:
         """Compare every message of this step with the neighbours'."""
-        s, c = self.stage, self.comm
-        out = [(c.forward_out, "SF", s.sends, c.stage), (c.backward_out, "SB", self.returned, c.stage - 1)]
-        into = [(c.forward_in, "RF", s.receives, c.stage - 1), (c.backward_in, "RB", self.awaited, c.stage)]
-        exchange(
-            [(ch, self._messages(kind, wires, edge)) for ch, kind, wires, edge in out if ch is not None],
-            [(ch, self._messages(kind, wires, edge)) for ch, kind, wires, edge in into if ch is not None],
-            c.device,
-        )
+        lines: dict[bool, dict[Edge, list[str]]] = {True: {}, False: {}}
+        for lower, direction in self.comm.edges:
+            sends = (lower == self.comm.stage) == (direction == "forward")
+            lines[sends][lower, direction] = []
+        for action in self.actions:
+            if action.kind in ("SF", "SB", "RF", "RB"):
+                edge = self._edge(action)
+                lines[action.kind in SENDS][edge].extend(self._message(action, edge))
+        out, into = ([(self.comm.edges[e], told) for e, told in sorted(lines[sent].items())] for sent in (True, False))
+        exchange(out, into, self.comm.device)
 
-    def _messages(self, kind: str, wires: tuple[Wire, ...], edge: int) -> list[str]:
-        direction = "forward" if kind.endswith("F") else "backward"
-        return [
-            f"{direction} edge {edge} microbatch {i}: {w.name} {w.dtype} {list(w.shape(**self.sizes[i]))}"
-            for i in self._order(kind)
-            for w in wires
-        ]
+    def _message(self, action: Action, edge: Edge) -> list[str]:
+        assert action.microbatch is not None
+        lower, direction = edge
+        sizes = self.sizes[action.chunk][action.microbatch]
+        where = f"{direction} edge {lower} microbatch {action.microbatch}"
+        return [f"{where}: {w.name} {w.dtype} {list(w.shape(**sizes))}" for w in self._wires(action)]
 
-    def receive_activations(self, i: int) -> None:
-        tensors = self.inboxes["RF"].take(i)
-        for wire, x in zip(self.stage.receives, tensors, strict=True):
+    def _send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        edge = self._edge(action)
+        under_way = self.sending.setdefault(edge, deque())
+        if len(under_way) == SENDS_UNDER_WAY:
+            _wait(under_way.popleft())
+        under_way.append([self.comm.edges[edge].send(x.contiguous()) for x in tensors])
+
+    def finish_sends(self) -> None:
+        for under_way in self.sending.values():
+            while under_way:
+                _wait(under_way.popleft())
+
+    # ---- actions ----
+
+    def receive_activations(self, action: Action) -> None:
+        at = _at(action)
+        self._take(at, self.inboxes[self._edge(action)].take(at))
+
+    def _take(self, at: At, tensors: Tensors) -> None:
+        for wire, x in zip(self.stages[at[1]].receives, tensors, strict=True):
             x.requires_grad_(wire.requires_grad and self.training)
-        self.received[i] = tensors
+        self.received[at] = tensors
 
-    def forward(self, i: int) -> None:
+    def forward(self, action: Action) -> None:
+        (i, chunk), stage = _at(action), self.stages[action.chunk]
         self.dropout.microbatch = i
-        given = {name: self.microbatches[i][name] for name in self.stage.inputs}
-        if self.stage.is_last:
-            share = self.stage(*self.received.get(i, ()), **given, counts=self.counts)
+        if self.comm.mesh.pp == 1 and chunk > 0:  # from this very rank
+            self._take((i, chunk), tuple(x.detach() for x in self.outputs[i, chunk - 1]))
+        given = {name: self.microbatches[i][name] for name in stage.inputs}
+        received = self.received.get((i, chunk), ())
+        if stage.is_last:
+            share = stage(*received, **given, counts=self.counts)
             self.loss += share.detach()
-            self.outputs[i] = (share,)
+            self.outputs[i, chunk] = (share,)
         else:
-            self.outputs[i] = self.stage(*self.received.get(i, ()), **given)
-            self._check_outputs(i)
+            self.outputs[i, chunk] = stage(*received, **given)
+            self._check_outputs(i, chunk)
         if not self.training:
-            self.received.pop(i, None)
+            self.received.pop((i, chunk), None)
+            self.outputs.pop((i, chunk - 1), None)
 
-    def _check_outputs(self, i: int) -> None:
-        for wire, x in zip(self.stage.sends, self.outputs[i], strict=True):
-            shape = tuple(wire.shape(**self.sizes[i]))
+    def _check_outputs(self, i: int, chunk: int) -> None:
+        for wire, x in zip(self.stages[chunk].sends, self.outputs[i, chunk], strict=True):
+            shape = tuple(wire.shape(**self.sizes[chunk][i]))
             if tuple(x.shape) != shape or x.dtype != wire.dtype:
                 raise RuntimeFault(
                     f"{wire.name} is {x.dtype} {list(x.shape)}, but the next stage expects {wire.dtype} {list(shape)}",
                     where=f"stage {self.comm.stage}, microbatch {i}",
                 )
 
-    def send_activations(self, i: int) -> None:
-        assert self.comm.forward_out is not None
-        self._send("SF", self.comm.forward_out, [x.detach() for x in self.outputs[i]])
+    def send_activations(self, action: Action) -> None:
+        at = _at(action)
+        self._send(action, [x.detach() for x in self.outputs[at]])
         if not self.training:
-            del self.outputs[i]
+            del self.outputs[at]
 
-    def receive_gradients(self, i: int) -> None:
-        self.gradients[i] = self.inboxes["RB"].take(i)
+    def receive_gradients(self, action: Action) -> None:
+        at = _at(action)
+        self.gradients[at] = self.inboxes[self._edge(action)].take(at)
 
-    def backward(self, i: int) -> None:
+    def backward(self, action: Action) -> None:
+        (i, chunk), stage = _at(action), self.stages[action.chunk]
         self.dropout.microbatch = i
-        outputs = self.outputs.pop(i)
-        if self.stage.is_last:
-            roots: list[tuple[Tensor, Tensor | None]] = [(outputs[0], None)]
+        outputs = self.outputs.pop((i, chunk))
+        if stage.is_last:
+            roots: list[Root] = [(outputs[0], None)]
         else:
-            awaited = [x for wire, x in zip(self.stage.sends, outputs, strict=True) if wire.requires_grad]
-            roots = list(zip(awaited, self.gradients.pop(i), strict=True))
+            if self.comm.mesh.pp == 1:
+                self.gradients[i, chunk] = self._returned(i, chunk + 1)
+            awaited = [x for wire, x in zip(stage.sends, outputs, strict=True) if wire.requires_grad]
+            roots = list(zip(awaited, self.gradients.pop((i, chunk)), strict=True))
         # behind frozen parameters nothing needs a gradient
         roots = [(x, grad) for x, grad in roots if x.requires_grad]
-        if roots:
+        if roots and self.halves:
+            inputs = [x for x in self.received.get((i, chunk), ()) if x.requires_grad]
+            self.left[i, chunk] = backward_of_inputs(roots, inputs, self.at_once)
+        elif roots:
             torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
 
-    def send_gradients(self, i: int) -> None:
-        assert self.comm.backward_out is not None
-        pairs = zip(self.stage.receives, self.received.pop(i), strict=True)
+    def weights(self, action: Action) -> None:
+        later = self.left.pop(_at(action), None)
+        if later is not None:
+            later()
+
+    def _returned(self, i: int, chunk: int) -> Tensors:
+        """Gradients of what a chunk received; it is done with them."""
+        pairs = zip(self.stages[chunk].receives, self.received.pop((i, chunk)), strict=True)
         leaves = [x for wire, x in pairs if wire.requires_grad]
-        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-        self._send("SB", self.comm.backward_out, gradients)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
 
-    def _send(self, kind: str, channel: Channel, tensors: Sequence[Tensor]) -> None:
-        under_way = self.sending[kind]
-        if len(under_way) == SENDS_UNDER_WAY:
-            _wait(under_way.popleft())
-        under_way.append([channel.send(x.contiguous()) for x in tensors])
+    def send_gradients(self, action: Action) -> None:
+        self._send(action, self._returned(*_at(action)))
 
-    def finish_sends(self) -> None:
-        for under_way in self.sending.values():
-            while under_way:
-                _wait(under_way.popleft())
+
+def _at(action: Action) -> At:
+    assert action.microbatch is not None
+    return action.microbatch, action.chunk
 
 
 def _wait(handles: Sequence[Handle]) -> None:

@@ -36,7 +36,7 @@ def _receive(channel: Channel, device: torch.device) -> list[str]:
     channel.receive(length).wait()
     raw = torch.empty(int(length), dtype=torch.uint8, device=device)
     channel.receive(raw).wait()
-    return bytes(raw.tolist()).decode().splitlines()
+    return [line for line in bytes(raw.tolist()).decode().splitlines() if line]
 
 
 def _compare(sent: list[str], expected: list[str]) -> None:

@@ -24,6 +24,7 @@ class TensorSpec:
     stages: tuple[int, ...] = (0,)  # ascending; more than one: tied, every stage holds a copy
     trainable: bool = True
     dtype: torch.dtype | None = None  # None: the layout's
+    recomputed: bool = False  # by a block that runs again in the backward pass
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """The shape on each of `tp` ranks."""

@@ -277,7 +277,7 @@ class LockstepBackend:
         self.rank = rank
         self.device = torch.device("cpu")
         self._world = world
-        self._made = 0
+        self._made = self._channels = 0
 
     def axis(self, mesh: Mesh, name: AxisName) -> Group:
         ranks = mesh.group_of(self.rank, name)
@@ -293,10 +293,11 @@ class LockstepBackend:
         return LockstepGroup(self._world, name, ranks, ranks.index(self.rank))
 
     def channel(self, source: int, target: int) -> Channel | None:
-        name = f"channel {source} to {target}"
-        return (
-            LockstepChannel(self._world, name, (source, target), self.rank) if self.rank in (source, target) else None
-        )
+        self._channels += 1
+        if self.rank not in (source, target):
+            return None
+        name = f"channel {self._channels} from {source} to {target}"
+        return LockstepChannel(self._world, name, (source, target), self.rank)
 
 
 def run_lockstep(mesh: Mesh, fn: Callable[[Communicators], T], *, timeout_s: float = 60.0) -> list[T]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -16,14 +17,18 @@ AXES: tuple[AxisName, ...] = ("pp", "dp", "tp")  # slowest first: the order of a
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the three axes."""
+    """Sizes of the three axes, and how many chunks of the model each pipeline rank holds.
+
+    Stage k of the model is chunk k // pp of pipeline rank k % pp (Narayanan et al. 2021, section 2.2).
+    """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    virtual: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.dp, self.tp, self.pp) >= 1, self
+        assert min(self.dp, self.tp, self.pp, self.virtual) >= 1, self
 
     @property
     def world(self) -> int:
@@ -33,6 +38,23 @@ class Mesh:
     def shape(self) -> tuple[int, int, int]:
         """Sizes in the order of `AXES`."""
         return self.pp, self.dp, self.tp
+
+    @property
+    def stages(self) -> int:
+        """Of the model: chunks of all pipeline ranks."""
+        return self.pp * self.virtual
+
+    def stages_of(self, pp: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, by chunk."""
+        return tuple(range(pp, self.stages, self.pp))
+
+    def holder(self, stage: int) -> int:
+        """The pipeline rank of a stage."""
+        return stage % self.pp
+
+    def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Pipeline ranks that hold any of these stages, ascending."""
+        return tuple(sorted({self.holder(stage) for stage in stages}))
 
     def rank(self, pp: int, dp: int, tp: int) -> int:
         return (pp * self.dp + dp) * self.tp + tp
@@ -57,4 +79,5 @@ class Mesh:
         return sorted({self.group_of(rank, axis) for rank in range(self.world)})
 
     def __str__(self) -> str:
-        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}"
+        chunks = f" × {self.virtual} chunks" if self.virtual > 1 else ""
+        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{chunks}"

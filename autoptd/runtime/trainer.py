@@ -1,4 +1,4 @@
-"""One rank's training program: a stage, its share of the parameters, and the step.
+"""One rank's training program: its stages of the model, its share of their parameters, and the step.
 
 The loss is plan-invariant: Σ_i c_i S_i / N_i with counts N_i over the whole global batch, known before the first
 forward. Each microbatch's loss is its addend, so gradients are summed over microbatches and dp ranks and nobody divides
@@ -10,7 +10,7 @@ whether anyone had a gradient for it; what nobody used is not stepped, as in tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,16 @@ from autoptd.schedule import forward_only, training_step, with_communication
 
 
 class Trainer:
-    """Trains `stage` as this rank's part of a program; all ranks build theirs in the same order.
+    """Trains `stages`, by chunk, as this rank's part of a program; all ranks build theirs in the same order.
 
-    `stage` may be on meta: call `load_parameters` before the first step. A stage with values keeps them.
+    Stages may be on meta: call `load_parameters` before the first step. Those with values keep them.
     `optimizer` is "adamw" or "sgd" (keywords go to torch's class), or a factory over parameters; elementwise ones only.
     `clip_norm` bounds the global gradient norm. Raises PlanError if stage and layout do not fit each other.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Stage | Sequence[Stage],
         layout: Layout,
         communicators: Communicators,
         optimizer: str | Factory = "adamw",
@@ -48,21 +48,30 @@ class Trainer:
         clip_norm: float | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        self.stage, self.layout, self.communicators = stage, layout, communicators
+        self.stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
+        self.layout, self.communicators = layout, communicators
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64
-        self._dropout = stage.dropout or DropoutKey()
+        self._dropout = self.stages[0].dropout or DropoutKey()
         self._dropout.dp_rank = communicators.dp.rank
-        _check_names(stage, layout, communicators)
+        _check_names(self.stages, layout, communicators)
         tied = _tied_groups(layout, communicators)
-        self._loaded = not any(p.is_meta for p in stage.parameters())
-        self._buffers, self._tensors = _materialise(stage, layout, communicators, tied)
+        self._loaded = not any(p.is_meta for stage in self.stages for p in stage.parameters())
+        self._buffers, self._tensors = _materialise(self.stages, layout, communicators, tied)
         self._pieces = self._buffers.pieces(communicators.stage, communicators.dp.rank)
         self.optimizer = make_optimizer(optimizer, [piece.param for piece in self._pieces], **optimizer_kwargs)
-        self._executor = Executor(stage, communicators, self._dropout)
-        self._actions = training_step(layout.schedule, layout.mesh.pp, layout.microbatches)[communicators.stage]
+        recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
+        self._executor = Executor(self.stages, communicators, self._dropout, recomputed)
+        mesh = layout.mesh
+        lists = training_step(layout.schedule, mesh.pp, layout.microbatches, mesh.virtual)
+        self._actions = lists[communicators.stage]
         self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
         self._used: set[str] = set()
+
+    @property
+    def stage(self) -> Stage:
+        """The first of this rank's stages."""
+        return self.stages[0]
 
     # Steps
 
@@ -86,7 +95,7 @@ class Trainer:
             "GATHER": self._buffers.gather_parameters,
         }
         counts = self._global_counts(microbatches)
-        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers.expect_last_backward)
+        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers.expect_gradients)
         self._dropout.step += 1
         return outcome[0]
 
@@ -96,19 +105,21 @@ class Trainer:
         self._check_loaded()
         microbatches = cut_batch(batch, self.layout.inputs, self.layout.micro, None, self.communicators.device)
         self._dropout.active = False
-        actions = with_communication(forward_only(self.layout.mesh.pp, len(microbatches)))[self.communicators.stage]
+        mesh = self.layout.mesh
+        lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual))
+        actions = lists[self.communicators.stage]
         loss = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
-        self._executor.run(actions, microbatches, self._global_counts(microbatches), loss, {}, lambda: None)
+        self._executor.run(actions, microbatches, self._global_counts(microbatches), loss, {}, lambda *_: None)
         if self.communicators.tp.rank != 0:
             loss.zero_()
         return self.communicators.world.all_reduce(loss.view(1))[0].to(self.layout.main_dtype)
 
     def _global_counts(self, microbatches: list[Microbatch]) -> tuple[Tensor, ...]:
         """The loss's counts over all microbatches and dp ranks, float64; () where no loss is computed."""
-        if not self.stage.is_last:
+        last = self.stages[-1]
+        if not last.is_last:
             return ()
-        names = self.stage.count_inputs
-        each = [self.stage.loss_counts(**{name: mb[name] for name in names}) for mb in microbatches]
+        each = [last.loss_counts(**{name: mb[name] for name in last.count_inputs}) for mb in microbatches]
         if not each[0]:
             return ()
         # on a CPU where a count comes from sizes alone
@@ -192,7 +203,7 @@ class Trainer:
     def _collect(self, local: Tensor | None, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
         """Gather over tp on the tensor's first stage, then tell the other stages."""
         c = self.communicators
-        owner = spec.stages[0]
+        owner = c.mesh.holder(spec.stages[0])
         if c.stage != owner:
             whole = torch.empty(spec.shape, dtype=dtype, device=c.device)
         else:
@@ -207,49 +218,53 @@ class Trainer:
             raise RuntimeFault("the parameters have no values yet", fix="call load_parameters first")
 
 
-def _check_names(stage: Stage, layout: Layout, communicators: Communicators) -> None:
-    """The stage must hold exactly the tensors that the layout gives it, in their local shapes."""
-    here, tp = communicators.stage, layout.mesh.tp
-    wrong = []
-    for kind, held, specs in (
-        ("parameter", dict(stage.named_parameters()), layout.parameters),
-        ("buffer", dict(stage.named_buffers()), layout.buffers),
-    ):
-        planned = {name: spec for name, spec in specs.items() if here in spec.stages}
-        wrong += [f"{kind} {name}: in the plan, not in the stage" for name in planned if name not in held]
-        for name, x in held.items():
-            if name not in planned:
-                wrong.append(f"{kind} {name}: in the stage, not in the plan")
-            elif tuple(x.shape) != planned[name].local_shape(tp):
-                local = list(planned[name].local_shape(tp))
-                wrong.append(f"{kind} {name}: {list(x.shape)} in the stage, {local} in the plan")
-    if wrong:
-        raise PlanError(
-            f"stage {here} and the plan hold different tensors",
-            where="\n".join(wrong),
-            fix="emit the stages again from this plan",
-        )
+def _check_names(stages: Sequence[Stage], layout: Layout, communicators: Communicators) -> None:
+    """A stage must hold exactly the tensors that the layout gives it, in their local shapes."""
+    tp, numbers = layout.mesh.tp, layout.mesh.stages_of(communicators.stage)
+    if len(stages) != len(numbers):
+        raise PlanError(f"{len(stages)} stages given, but the plan has {len(numbers)} on each pipeline rank")
+    for here, stage in zip(numbers, stages, strict=True):
+        wrong = []
+        for kind, held, specs in (
+            ("parameter", dict(stage.named_parameters()), layout.parameters),
+            ("buffer", dict(stage.named_buffers()), layout.buffers),
+        ):
+            planned = {name: spec for name, spec in specs.items() if here in spec.stages}
+            wrong += [f"{kind} {name}: in the plan, not in the stage" for name in planned if name not in held]
+            for name, x in held.items():
+                if name not in planned:
+                    wrong.append(f"{kind} {name}: in the stage, not in the plan")
+                elif tuple(x.shape) != planned[name].local_shape(tp):
+                    local = list(planned[name].local_shape(tp))
+                    wrong.append(f"{kind} {name}: {list(x.shape)} in the stage, {local} in the plan")
+        if wrong:
+            raise PlanError(
+                f"stage {here} and the plan hold different tensors",
+                where="\n".join(wrong),
+                fix="emit the stages again from this plan",
+            )
 
 
 def _tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int, ...], Group]:
-    """A group for every set of stages that share parameters; all ranks create all sets in one order."""
-    sets = sorted({spec.stages for spec in layout.parameters.values() if len(spec.stages) > 1})
-    groups = {stages: communicators.over_stages(stages) for stages in sets}
-    return {stages: group for stages, group in groups.items() if group is not None}
+    """A group for every set of pipeline ranks that share parameters; all ranks create all sets in one order."""
+    sets = sorted({held for spec in layout.parameters.values() if len(held := layout.mesh.holders(spec.stages)) > 1})
+    groups = {ranks: communicators.over_stages(ranks) for ranks in sets}
+    return {ranks: group for ranks, group in groups.items() if group is not None}
 
 
 @torch.no_grad()
 def _materialise(
-    stage: Stage, layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
+    stages: Sequence[Stage], layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
 ) -> tuple[Buffers, dict[str, Tensor]]:
-    """Give the stage real tensors: trainable parameters in flat buffers, the rest on their own. Values are kept.
+    """Give the stages real tensors: trainable parameters in flat buffers, the rest on their own. Values are kept.
 
-    Returns the buffers and every local tensor by name.
+    Returns the buffers and every local tensor by name. What several stages of a rank hold is one tensor.
     """
     device = communicators.device
-    old = dict(stage.named_parameters())
+    old = {name: held for stage in stages for name, held in stage.named_parameters()}
+    holders = [{name for name, _ in stage.named_parameters()} for stage in stages]
     with torch.enable_grad():
-        buffers = Buffers(old, layout, device, communicators.tp, communicators.dp, tied)
+        buffers = Buffers(old, layout, device, communicators.tp, communicators.dp, tied, holders)
     new: dict[str, nn.Parameter] = dict(buffers.parameters)
     for name, parameter in old.items():
         if name not in new:
@@ -257,12 +272,20 @@ def _materialise(
         if not parameter.is_meta:
             new[name].copy_(parameter)
     buffers.read_parameters()
-    replacement = {id(parameter): new[name] for name, parameter in old.items()}
-    for module in stage.modules():
-        for leaf, declared in module._parameters.items():
-            if declared is not None:
-                module._parameters[leaf] = replacement[id(declared)]
-        for leaf, held in module._buffers.items():
-            if held is not None:
-                module._buffers[leaf] = torch.zeros_like(held, device=device) if held.is_meta else held.to(device)
-    return buffers, {**new, **dict(stage.named_buffers())}
+    tensors: dict[str, Tensor] = dict(new)
+    for stage in stages:
+        replacement = {id(parameter): new[name] for name, parameter in stage.named_parameters()}
+        for module in stage.modules():
+            for leaf, declared in module._parameters.items():
+                if declared is not None:
+                    module._parameters[leaf] = replacement[id(declared)]
+            for leaf, held in module._buffers.items():
+                if held is not None:
+                    module._buffers[leaf] = torch.zeros_like(held, device=device) if held.is_meta else held.to(device)
+        for name, held in list(stage.named_buffers()):
+            if name in tensors:
+                owner, _, leaf = name.rpartition(".")
+                stage.get_submodule(owner)._buffers[leaf] = tensors[name]
+            else:
+                tensors[name] = held
+    return buffers, tensors

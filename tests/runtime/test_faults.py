@@ -123,25 +123,20 @@ def last_microbatch_only(patch: Patch) -> None:
     """Every microbatch overwrites the gradient of the one before."""
     whole = executor._Run.backward
 
-    def backward(self: Any, i: int) -> None:
-        for parameter in self.stage.parameters():
+    def backward(self: Any, action: Any) -> None:
+        for parameter in self.stages[action.chunk].parameters():
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
                 cells["self"].cell_contents._fresh.add(cells["name"].cell_contents)
-        whole(self, i)
+        whole(self, action)
 
     patch.setattr(executor._Run, "backward", backward)
 
 
 def reduced_too_early(patch: Patch) -> None:
     """Readiness counted from the first microbatch on."""
-    whole = buffers.Buffers.start_step
-
-    def start_step(self: Any) -> None:
-        whole(self)
-        self.expect_last_backward()
-
-    patch.setattr(buffers.Buffers, "start_step", start_step)
+    whole = buffers.Buffers.expect_gradients
+    patch.setattr(buffers.Buffers, "expect_gradients", lambda self, chunk, _: whole(self, chunk, True))
 
 
 def no_gather(patch: Patch) -> None:
@@ -167,8 +162,14 @@ def shards_of_the_wrong_group(patch: Patch) -> None:
 
 
 def swapped_receives(patch: Patch) -> None:
-    order = executor._Run._order
-    patch.setattr(executor._Run, "_order", lambda self, kind: order(self, kind)[:: -1 if kind == "RF" else 1])
+    post = executor._Inbox._post
+
+    def swapped(self: Any) -> None:
+        if len(self.expected) > 1:
+            self.expected[0], self.expected[1] = self.expected[1], self.expected[0]
+        post(self)
+
+    patch.setattr(executor._Inbox, "_post", swapped)
 
 
 def clipped_by_its_own_norm(patch: Patch) -> None:
@@ -182,9 +183,9 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "count of one dp rank": count_of_one_rank,
     "average over dp": average_over_dp,
     "norm counts tied copies twice": norm_of(lambda b, stage, dp, tp: b.split or tp == 0),
-    "norm counts replicated parameters tp times": norm_of(lambda b, stage, dp, tp: b.first_stage == stage),
+    "norm counts replicated parameters tp times": norm_of(lambda b, stage, dp, tp: b.first_rank == stage),
     "norm never counts split parameters of other tp ranks": norm_of(
-        lambda b, stage, dp, tp: tp == 0 and b.first_stage == stage
+        lambda b, stage, dp, tp: tp == 0 and b.first_rank == stage
     ),
     "partial gradients not reduced": no_reduction_of_partial_gradients,
     "tied gradients not summed": no_sum_over_tied_stages,
@@ -210,7 +211,7 @@ def test_planted_fault_is_caught(fault: str, monkeypatch: Patch) -> None:
 
 def test_norm_over_all_dp_ranks_without_sharding_is_caught(monkeypatch: Patch) -> None:
     parity(zero=0)
-    norm_of(lambda b, stage, dp, tp: (b.split or tp == 0) and b.first_stage == stage)(monkeypatch)
+    norm_of(lambda b, stage, dp, tp: (b.split or tp == 0) and b.first_rank == stage)(monkeypatch)
     with pytest.raises(AssertionError):
         parity(zero=0)
 

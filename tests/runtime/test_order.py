@@ -15,7 +15,7 @@ from autoptd.cost_models.step_times import ChunkTimes, StageTimes
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
-from autoptd.schedule import RUNNABLE, step_lists
+from autoptd.schedule import RUNNABLE, Action, step_lists
 
 DOES = {
     "receive_activations": "RF",
@@ -24,19 +24,21 @@ DOES = {
     "receive_gradients": "RB",
     "backward": "B",
     "send_gradients": "SB",
+    "weights": "W",
 }
 ENDS = {"finish_reduction": "REDUCE", "_finish": "STEP", "gather_parameters": "GATHER"}
 
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """(stage, action) in the order in which the ranks of this process finished them."""
+    """(pipeline rank, action) in the order in which the ranks of this process finished them."""
     done: list[tuple[int, str]] = []
 
     def recorded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def call(self: Any, i: int) -> Any:
-            result = method(self, i)
-            done.append((self.comm.stage, f"{kind}{i}"))
+        def call(self: Any, action: Action) -> Any:
+            assert action.kind == kind
+            result = method(self, action)
+            done.append((self.comm.stage, str(action)))
             return result
 
         return call
@@ -49,7 +51,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("kind", RUNNABLE)
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 5), (4, 3), (4, 8)])
 def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: str, pp: int, microbatches: int):
-    mesh = Mesh(pp=pp)
+    mesh = Mesh(pp=pp, virtual=1 + (kind == "interleaved"))
+    microbatches = -(-microbatches // pp) * pp if mesh.virtual > 1 else microbatches
 
     def body(c: Communicators) -> None:
         layout = tiny.layout(mesh, micro=1, microbatches=microbatches, schedule=kind)
@@ -66,8 +69,9 @@ def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: s
         trainer.train_step(tiny.batch(microbatches, 0))
 
     run_lockstep(mesh, body)
-    times = StageTimes((ChunkTimes(1, 2, send_forward_s=0.1, send_backward_s=0.1),), 1, 1, 1)
-    timeline = simulate(step_lists(kind, pp, microbatches), [times] * pp)
+    chunk = ChunkTimes(1, 2, 1 if kind == "zero-bubble" else 0, send_forward_s=0.1, send_backward_s=0.1)
+    times = StageTimes((chunk,) * mesh.virtual, 1, 1, 1)
+    timeline = simulate(step_lists(kind, pp, microbatches, mesh.virtual), [times] * pp)
     for stage in range(pp):
         simulated = [str(e.action) for e in timeline.events if e.stage == stage]
         assert [action for rank, action in order if rank == stage] == simulated

@@ -50,7 +50,7 @@ def specs(pp: int) -> dict[str, TensorSpec]:
 
 def layout(mesh: Mesh, micro: int = 2, microbatches: int = 3, **options: object) -> Layout:
     options = {"precision": "fp64", "bucket_elements": 40} | options
-    return Layout(mesh, micro, microbatches, INPUTS, specs(mesh.pp), **options)  # type: ignore[arg-type]
+    return Layout(mesh, micro, microbatches, INPUTS, specs(mesh.stages), **options)  # type: ignore[arg-type]
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
