@@ -15,7 +15,7 @@ from benchmarks.published.__main__ import chosen, main
 from benchmarks.published.bars import fitting_verdicts, memory_verdicts, set_verdicts, time_verdicts
 from benchmarks.published.clusters import cluster_of, network
 from benchmarks.published.compare import Fitting, PlanSet, compare
-from benchmarks.published.fix import fix_of
+from benchmarks.published.fix import fix_of, nanotron_cuts
 from benchmarks.published.predict import Prediction, _read
 from benchmarks.published.report import WIDTH, data, plan_text, summary, text
 from benchmarks.published.rows import BadRuns, Row, Unsupported, read_rows, unit_bytes
@@ -238,6 +238,16 @@ def test_bars() -> None:
     assert [v.met for v in set_verdicts(replace(ranked, line="bloom_prequel (64 heads)", regret=0.05))] == [False]
     (line,) = compare(run([OF_ROW["nanotron_ultrascale_best:0000"]], predict=as_measured(1))).lines
     assert [v.met for v in memory_verdicts(line)] == [False]
+
+
+def test_nanotron_cuts_where_a_stage_has_more_than_its_share() -> None:
+    """By hand: the head of 131,072 rows weighs as four blocks of width 2,048, so that 16 are cut 11 and 5; one more
+    than half, since the eleventh is given before the sum is compared."""
+    row = tiny(
+        framework="nanotron", pp=2, n_layers=16, hidden_size=2048, ffn_hidden_size=8192, n_heads=32, vocab_size=131072
+    )
+    assert nanotron_cuts(shape_of(row), 2) == ["blocks.11"]
+    assert fix_of(row, shape_of(row))["cuts"] == ["blocks.11"]
 
 
 def test_plan_text() -> None:

@@ -40,6 +40,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         "sends": _sends(row),
         "memory": "ignore",  # a plan that does not fit is still to give its time and its memory
     }
+    if row.pp > 1 and "nanotron" in row.framework:
+        fix["cuts"] = nanotron_cuts(shape, row.pp)
     if row.sequence_parallel and row.is_megatron:
         fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron's are kept
     if "DeepSpeed" in row.framework and zero:
@@ -136,8 +138,25 @@ def _gradients(row: Row, zero: int) -> str:
 
 
 def _stages(row: Row) -> str:
-    """Megatron shares layers out evenly, with embedding and head where that divides; nanotron balances by cost."""
+    """Megatron shares layers out evenly, with embedding and head where that divides; nanotron: see below."""
     return "even" if row.is_megatron else "balanced"
+
+
+def nanotron_cuts(shape: Shape, pp: int) -> list[str]:
+    """The block that each stage but the first begins with, by multiplications per token of blocks and head.
+
+    A stage is given blocks until their sum is beyond its share of the whole, in order (nanotron, `models/base.py`
+    build_model, with `get_block_compute_costs` of `models/llama.py`): 4 h² + 3 f h of a block, v h of the head.
+    """
+    block = 4 * shape.heads * (shape.width // shape.heads) * shape.width + 3 * shape.ffn * shape.width
+    whole, stage, starts = shape.layers * block + shape.vocab * shape.width, 0, []
+    for i in range(1, shape.layers):
+        if i * block > whole * (stage + 1) / pp:
+            stage += 1
+            starts.append(f"blocks.{i}")
+    if stage != pp - 1:
+        raise Unsupported(f"nanotron's rule makes {stage + 1} stages of {shape.layers} blocks, not {pp}")
+    return starts
 
 
 def _sends(row: Row) -> str:

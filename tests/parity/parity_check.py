@@ -40,6 +40,8 @@ class Variant:
     clip_norm: float | None = None
     sequence_parallel: bool = True
     splits: tuple[tuple[str, str], ...] = ()  # parameters placed by hand
+    schedule: str = "1f1b"
+    virtual: int = 1  # chunks per rank
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 
 
@@ -74,6 +76,8 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "micro": variant.micro,
         "sequence_parallel": variant.sequence_parallel,
         "splits": dict(variant.splits),
+        "schedule": variant.schedule,
+        "virtual": variant.virtual,
     }
     cluster = Cluster.load("dgx-h100")
     return make_plan(

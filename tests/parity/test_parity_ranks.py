@@ -34,6 +34,8 @@ PAIRS = [
     ("skip_mlp", Mesh(1, 1, 8), Variant(), "adamw"),
     ("oddities", Mesh(2, 2, 2), Variant(bulk=True, recompute="full"), "adamw"),
     ("one_layer", Mesh(2, 1, 4), Variant(), "sgd"),
+    ("llama", Mesh(2, 2, 2), Variant(bulk=True, schedule="interleaved", virtual=2, micro=1), "adamw"),
+    ("gpt2", Mesh(1, 2, 4), Variant(bulk=True, schedule="zero-bubble", micro=1), "adamw"),
 ]
 assert len(PAIRS) >= 8
 
@@ -55,8 +57,9 @@ def train_rank(
 ) -> Trained:
     """A worker's job: what `Parallel` does, from files, layout and values alone, so that no worker traces a model."""
     with torch.device("meta"):
-        stage = load_stage(program, communicators.stage)(Axis(communicators.tp))
-    trainer = Trainer(stage, layout, communicators, optimizer, clip_norm=clip_norm, **OPTIONS[optimizer])
+        held = layout.mesh.stages_of(communicators.stage)
+        stages = [load_stage(program, index)(Axis(communicators.tp)) for index in held]
+    trainer = Trainer(stages, layout, communicators, optimizer, clip_norm=clip_norm, **OPTIONS[optimizer])
     trainer.load_parameters(values)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
@@ -69,11 +72,13 @@ def train_rank(
     return Trained(tuple(losses), tuple(norms), gradients, trainer.state_dict())
 
 
-@pytest.mark.parametrize(("name", "mesh", "variant", "optimizer"), PAIRS, ids=[f"{n}-{m}" for n, m, _, _ in PAIRS])
+@pytest.mark.parametrize(
+    ("name", "mesh", "variant", "optimizer"), PAIRS, ids=[f"{n}-{m}-{v.schedule}" for n, m, v, _ in PAIRS]
+)
 def test_processes_are_one_process(pool: Pool, name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
     made = parallel(name, planned(name, mesh, variant), optimizer, variant.clip_norm)
     job: tuple[Any, ...] = (made.program, made.layout, made.initial_values(), batches(name), optimizer)
-    results = pool.run(mesh, train_rank, *job, variant.clip_norm)
+    results = pool.run(made.layout.mesh, train_rank, *job, variant.clip_norm)
     lockstep = train_in_lockstep(made, batches(name))
     for rank, found in enumerate(results):
         assert found.losses == results[0].losses and found.norms == results[0].norms, rank

@@ -12,6 +12,7 @@ import tiny_model as tiny
 import torch
 from torch import Tensor
 
+from autoptd.cost_models.memory import in_flight
 from autoptd.errors import RuntimeFault
 from autoptd.passes.placements import B
 from autoptd.runtime.axis import Axis
@@ -22,6 +23,7 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage, Wire, buffer, parameter
 from autoptd.runtime.trainer import Trainer
+from autoptd.schedule import RUNNABLE
 
 F64 = torch.float64
 
@@ -168,28 +170,31 @@ def test_recompute_changes_no_bit() -> None:
     assert all(torch.equal(again[name], value) for name, value in kept.items())
 
 
-def test_activations_die_with_their_backward() -> None:
-    """Never more microbatches alive than the schedule's bound, and nothing after the step."""
-    mesh, most = Mesh(pp=4), [0] * 4
-    made: list[list[weakref.ref[Tensor]]] = [[] for _ in range(4)]
+@pytest.mark.parametrize("kind", RUNNABLE)
+def test_activations_die_with_their_backward(kind: str) -> None:
+    """Never more alive than the schedule's bound, which memory is predicted by, and nothing after the step."""
+    mesh = Mesh(pp=2, virtual=2) if kind == "interleaved" else Mesh(pp=4)
+    most, made = [0] * mesh.pp, [list[weakref.ref[Tensor]]() for _ in range(mesh.pp)]
 
     def body(c: Communicators) -> None:
-        trainer = test_trainer.build(c, tiny.layout(mesh, micro=1, microbatches=8))
-        whole = trainer.stage.forward
+        trainer = test_trainer.build(c, tiny.layout(mesh, micro=1, microbatches=8, schedule=kind))
+        for stage in trainer.stages:
 
-        def forward(*args: Tensor, **kwargs: Any) -> Any:
-            out = whole(*args, **kwargs)
-            made[c.stage].append(weakref.ref(out if isinstance(out, Tensor) else out[0]))
-            most[c.stage] = max(most[c.stage], sum(ref() is not None for ref in made[c.stage]))
-            return out
+            def forward(*args: Tensor, whole: Any = stage.forward, **kwargs: Any) -> Any:
+                out = whole(*args, **kwargs)
+                made[c.stage].append(weakref.ref(out if isinstance(out, Tensor) else out[0]))
+                most[c.stage] = max(most[c.stage], sum(ref() is not None for ref in made[c.stage]))
+                return out
 
-        trainer.stage.forward = forward  # type: ignore[method-assign]
+            stage.forward = forward  # type: ignore[method-assign]
         trainer.train_step(tiny.batch(8, 0))
-        assert all(ref() is None for ref in made[c.stage]) and len(made[c.stage]) == 8
+        assert all(ref() is None for ref in made[c.stage]) and len(made[c.stage]) == 8 * mesh.virtual
 
     gc.disable()
     try:
         run_lockstep(mesh, body)
     finally:
         gc.enable()
-    assert most == [4, 3, 2, 1]
+    bounds = [in_flight(rank, mesh.pp, 8, kind, mesh.virtual) for rank in range(mesh.pp)]
+    assert all(held <= bound for held, bound in zip(most, bounds, strict=True)), (most, bounds)
+    assert most[0] == bounds[0]

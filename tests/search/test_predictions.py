@@ -127,8 +127,6 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
     ("fix", "reason"),
     [
         ({"cp": 2, "dp": 1}, "cp 2"),
-        ({"virtual": 2, "dp": 1}, "the interleaved schedule"),
-        ({"schedule": "zero-bubble"}, "the zero-bubble schedule"),
         ({"zero": 3}, "ZeRO 3"),
         ({"zero": 2}, "ZeRO 2"),
         ({"recompute": "selective"}, "selective recomputation"),
@@ -146,7 +144,7 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
     ids=str,
 )
 def test_what_can_be_predicted_and_not_run(traced: autoptd.TracedModel, fix: dict[str, Any], reason: str) -> None:
-    world = 4 if "virtual" in fix else 8
+    world = 8
     plan = planned(traced, world, **fix)
     assert plan.not_runnable == (reason,)
     assert Plan.from_json(plan.to_json()) == plan and plan.mesh.ranks == world
@@ -154,6 +152,11 @@ def test_what_can_be_predicted_and_not_run(traced: autoptd.TracedModel, fix: dic
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
     with pytest.raises(PlanError, match=f"predicted, but not run: {reason}"):
         autoptd.parallelize(traced, world=world, plan=plan)
+
+
+@pytest.mark.parametrize("fix", [{"virtual": 2, "dp": 1}, {"schedule": "zero-bubble"}, {"schedule": "gpipe"}], ids=str)
+def test_every_schedule_runs(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
+    assert planned(traced, 4 if "virtual" in fix else 8, **fix).not_runnable == ()
 
 
 def test_what_the_search_finds_by_itself_runs(traced: autoptd.TracedModel) -> None:

@@ -1,0 +1,106 @@
+"""Every schedule computes what one plain process does, with chunks that go round the ranks and backward passes in two
+halves as well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from parity_check import Variant, alone, batches, check, complaints, parallel, planned
+from parity_models import FEW_MESHES, MODELS
+
+from autoptd.lockstep import train_in_lockstep
+from autoptd.runtime import halves, layout
+from autoptd.runtime.halves import Later
+from autoptd.runtime.mesh import Mesh
+
+WAYS = {
+    "gpipe": Variant(schedule="gpipe", micro=1, bulk=True),
+    "interleaved": Variant(schedule="interleaved", virtual=2, micro=1, bulk=True),
+    "interleaved, recomputed": Variant(schedule="interleaved", virtual=2, micro=1, recompute="full", zero=0),
+    "zero-bubble": Variant(schedule="zero-bubble", micro=1, bulk=True, clip_norm=0.7),
+    "zero-bubble, recomputed": Variant(schedule="zero-bubble", micro=1, recompute="full", zero=0),
+}
+PIPELINES = (Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(4, 1, 2))
+
+
+def fitting(name: str, variant: Variant) -> Variant:
+    """The last microbatch of one model is a sample short, which takes two."""
+    return replace(variant, micro=2) if name == "skip_mlp" else variant
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_schedule_trains_like_one_process(name: str, way: str) -> None:
+    turn = list(MODELS).index(name) + list(WAYS).index(way)
+    mesh, optimizer = PIPELINES[turn % len(PIPELINES)], ("sgd", "adamw")[turn % 2]
+    wrong = check(name, mesh, fitting(name, WAYS[way]), optimizer)
+    assert not wrong, (mesh, optimizer, wrong)
+
+
+@pytest.mark.parametrize("way", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("name", FEW_MESHES)
+def test_mixtures_and_encoder_decoders(name: str, way: str) -> None:
+    assert not check(name, Mesh(2, 2, 2), WAYS[way], "adamw")
+
+
+@pytest.mark.parametrize("way", ["interleaved", "zero-bubble"])
+def test_one_rank_and_no_other(way: str) -> None:
+    """Chunks that hand over to each other on one rank; nobody to send gradients to."""
+    assert not check("nanogpt", Mesh(8, 1, 1), WAYS[way], "sgd")
+
+
+def test_a_tied_parameter_on_two_chunks_of_a_rank() -> None:
+    """Embedding and head of a pipeline of one rank are its first and its last chunk: one tensor, two gradients."""
+    plan = planned("gpt2", Mesh(4, 2, 1), WAYS["interleaved"])
+    made = parallel("gpt2", plan, "adamw")
+    table = made.layout.parameters["transformer.wte.weight"]
+    assert len(table.stages) == 2 and made.layout.mesh.holders(table.stages) == (0,)
+    assert not complaints("gpt2", train_in_lockstep(made, batches("gpt2")), alone("gpt2", "adamw"))
+
+
+def test_most_of_the_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were all done at once, the schedule would be 1F1B with another name."""
+    put_off: set[int] = set()
+    call = Later.__call__
+    monkeypatch.setattr(
+        Later, "__call__", lambda self: put_off.update(id(p) for j in self._joins for p in j.branch) or call(self)
+    )
+    assert not check("llama", Mesh(1, 2, 4), WAYS["zero-bubble"], "sgd")
+    assert len(put_off) > 30
+    put_off.clear()
+    assert not check("llama", Mesh(1, 2, 4), WAYS["zero-bubble, recomputed"], "sgd")
+    assert len(put_off) < 10, "what is recomputed is not put off"
+
+
+# ---- planted bugs ----
+
+
+def found_wrong(name: str, way: str) -> bool:
+    try:
+        return bool(check(name, Mesh(2, 2, 2), WAYS[way], "sgd"))
+    except Exception:  # noqa: BLE001  found out another way
+        return True
+
+
+def test_gradients_that_never_come_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Later, "__call__", lambda self: None)
+    assert found_wrong("llama", "zero-bubble")
+
+
+def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's own gradient passes on to the next node that the parameter hangs on, and is counted there again."""
+    honest = halves._branch
+
+    def twice(node, spine, leads_to):  # type: ignore[no-untyped-def]
+        return {key + id(node): p for key, p in honest(node, spine, leads_to).items()}  # never seen twice
+
+    monkeypatch.setattr(halves, "_branch", twice)
+    assert found_wrong("oddities", "zero-bubble")
+
+
+def test_chunks_on_the_wrong_ranks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        layout.Mesh, "stages_of", lambda self, pp: tuple(range(pp * self.virtual, (pp + 1) * self.virtual))
+    )
+    assert found_wrong("nanogpt", "interleaved")
