@@ -244,7 +244,14 @@ def test_nanotron_cuts_where_a_stage_has_more_than_its_share() -> None:
     """By hand: the head of 131,072 rows weighs as four blocks of width 2,048, so that 16 are cut 11 and 5; one more
     than half, since the eleventh is given before the sum is compared."""
     row = tiny(
-        framework="nanotron", pp=2, n_layers=16, hidden_size=2048, ffn_hidden_size=8192, n_heads=32, vocab_size=131072
+        framework="nanotron",
+        dp=2,
+        pp=2,
+        n_layers=16,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        n_heads=32,
+        vocab_size=131072,
     )
     assert nanotron_cuts(shape_of(row), 2) == ["blocks.11"]
     assert fix_of(row, shape_of(row))["cuts"] == ["blocks.11"]
