@@ -78,7 +78,7 @@ def plan(
     out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made by hand, `wishes.KNOWN`; with
     some of them a plan can be predicted, but not run (`Plan.not_runnable`).
 
-    include: dimensions to search beyond what can be run here, of `wishes.INCLUDABLE`, or "all". exact: go on until
+    include: dimensions to search beyond the usual, of `wishes.INCLUDABLE`, or "all". exact: go on until
     nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
     be. time_limit_s: of the search once it has a plan; the plan then depends on the machine's speed.
 

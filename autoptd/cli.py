@@ -291,7 +291,7 @@ def _add_constraints(plan: argparse.ArgumentParser) -> None:
         type=read_include,
         metavar="NAME,…",
         default=(),
-        help=f"search beyond what can be run here: {', '.join(INCLUDABLE)}, or all",
+        help=f"search dimensions beyond the usual: {', '.join(INCLUDABLE)}, or all",
     )
     plan.add_argument("--exact", action="store_true", help="search until nothing better can be left; for small models")
     plan.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to search, once there is a plan")

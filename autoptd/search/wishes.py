@@ -93,7 +93,7 @@ class Wishes:
     max_tp: int | None = None  # the largest tp that is considered
     sequence_parallel: bool = True  # whether tp may split the sequence
     method: Method = Method()
-    include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched beyond what runs
+    include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched beyond the usual
     fixed: frozenset[str] = frozenset()  # everything that `fix` named
 
 
