@@ -311,6 +311,7 @@ class Parallel:
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's part of each parameter and buffer that its stages hold, by original name."""
+        self._running.settle()
         stages = self._running.stages
         parameters = {name: held for stage in stages for name, held in stage.named_parameters()}
         return parameters | {name: held for stage in stages for name, held in stage.named_buffers()}

@@ -406,6 +406,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         zero=plan.zero,
         precision=plan.precision,
         schedule=plan.schedule.kind,
+        gather_later="dp" in plan.method.overlap,
     )
 
 

@@ -8,7 +8,8 @@ a hook and freed. Per step and bucket, with d dp ranks:
     REDUCE: the rest is started; wait; `Bp` parameters: shard summed over tp; tied: shard summed over the tied stages
     STEP:   the optimizer updates pieces, one per (parameter, this rank's shard): views of `data`, or of `main` when
             parameters are narrower than float32
-    GATHER: all-gather over dp
+    GATHER: all-gather over dp; with `layout.gather_later`, each bucket is waited for by the first module of the next
+            step's forward passes that reads it
 
 All factors are in the loss, so everything here is a sum. Buckets start in one fixed order on all dp ranks, whichever
 parameters took part, so a parameter without gradient delays its bucket to REDUCE and can hang nobody. Tied copies have
@@ -17,14 +18,14 @@ buffers of equal layout on every stage: same shards, same sums, same update, the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from autoptd.passes.placements import BP, Split
-from autoptd.runtime.comm import Alone, Group, Handle
+from autoptd.runtime.comm import Alone, Done, Group, Handle
 from autoptd.runtime.flat import Bucket, Slot, overlap, pack
 from autoptd.runtime.layout import Layout, TensorSpec
 
@@ -80,6 +81,7 @@ class Buffer:
         self.main = None if dtype == main_dtype else torch.zeros(sum(map(self._width, self.buckets)), dtype=main_dtype)
         if self.main is not None:
             self.main = self.main.to(device)
+        self._main_of = {bucket.start: shard for bucket, shard in self.main_shards()}
 
     def _width(self, bucket: Bucket) -> int:
         own = self.own(bucket)
@@ -127,17 +129,13 @@ class Buffer:
             return self.group.reduce_scatter_later(self.grad[self.own(bucket)], whole)
         return self.group.all_reduce_later(whole)
 
-    def start_gather(self) -> list[Handle]:
-        """Write updated shards to the model's parameters and collect those of the other dp ranks."""
-        for bucket, shard in self.main_shards():
-            if self.main is not None:
-                self.data[self.own(bucket)].copy_(shard)
+    def start_gather(self, bucket: Bucket) -> Handle:
+        """Write an updated shard to the model's parameters, and collect those of the other dp ranks."""
+        if self.main is not None:
+            self.data[self.own(bucket)].copy_(self._main_of[bucket.start])
         if not self.sharded:
-            return []
-        return [
-            self.group.all_gather_later(self.data[bucket.start : bucket.stop], self.data[self.own(bucket)])
-            for bucket in self.buckets
-        ]
+            return Done()
+        return self.group.all_gather_later(self.data[bucket.start : bucket.stop], self.data[self.own(bucket)])
 
 
 class Buffers:
@@ -156,7 +154,8 @@ class Buffers:
         """`holders`: names of the parameters of each chunk; left out, there is one. `tied`: by pipeline ranks."""
         self._tp = tp
         self._holders = tuple(holders) or (set(parameters),)
-        self._overlap = layout.overlap
+        self._overlap, self._gather_later = layout.overlap, layout.gather_later
+        self._gathering: dict[tuple[Slot, ...], Handle] = {}  # by bucket
         self._buffers = _build(parameters, layout, device, dp, tied)
         self._buffer_of = {name: buffer for buffer in self._buffers for name in buffer.slots}
         order = {name: i for i, name in enumerate(layout.parameters)}
@@ -170,7 +169,8 @@ class Buffers:
         self._fresh: set[str] = set(self._buffer_of)  # no gradient yet in this step
         self._next = 0
         self._last_chunk: int | None = None  # whose last gradients are coming
-        self.parameters = {name: nn.Parameter(b.view(b.data, name)) for name, b in self._buffer_of.items()}
+        # `.data`: a count of writes of its own, or collecting one bucket would spoil what autograd kept of another
+        self.parameters = {name: nn.Parameter(b.view(b.data, name).data) for name, b in self._buffer_of.items()}
         for name, parameter in self.parameters.items():
             self._listen(name, parameter)
 
@@ -250,9 +250,26 @@ class Buffers:
             live.buffer.grad[live.buffer.own(live.bucket)].mul_(factor)
 
     def gather_parameters(self) -> None:
-        handles = [handle for buffer in self._buffers for handle in buffer.start_gather()]
-        for handle in handles:
-            handle.wait()
+        """Of every bucket, first what the model reads first; waited for now, or by who reads it."""
+        for live in reversed(self._live):
+            self._gathering[live.bucket.slots] = live.buffer.start_gather(live.bucket)
+        if not self._gather_later:
+            self.finish_gathers()
+
+    def finish_gathers(self, names: Iterable[str] | None = None) -> None:
+        """Wait until these parameters are whole again; all of them if none are named."""
+        if not self._gathering:
+            return
+        wanted = self._live if names is None else [self._live_of[name] for name in names if name in self._live_of]
+        for live in wanted:
+            handle = self._gathering.pop(live.bucket.slots, None)
+            if handle is not None:
+                handle.wait()
+
+    def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Let a module's forward passes wait for the parameters that they read."""
+        if self._gather_later:
+            module.register_forward_pre_hook(lambda *_: self.finish_gathers(names))
 
     def read_parameters(self) -> None:
         for buffer in self._buffers:

@@ -148,6 +148,10 @@ class Trainer:
 
     # Full tensors
 
+    def settle(self) -> None:
+        """Wait until this rank's parameters are those of the last step, where they are still being collected."""
+        self._buffers.finish_gathers()
+
     @torch.no_grad()
     def load_parameters(self, full: Mapping[str, Tensor]) -> None:
         """Take this rank's part of full tensors by their original names; tensors of other stages are ignored.
@@ -170,6 +174,7 @@ class Trainer:
             raise PlanError(
                 "tensors that do not fit the plan", where="\n".join(wrong), fix="give the planned model's tensors"
             )
+        self.settle()
         for name, local in self._tensors.items():
             local.copy_(self._part(full[name], specs[name]))
         self._buffers.read_parameters()
@@ -185,6 +190,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters of the model, full, under their original names, on every rank. A collective."""
+        self.settle()
         return {
             name: self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
             for name, spec in self.layout.parameters.items()
@@ -252,6 +258,18 @@ def _tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int
     return {ranks: group for ranks, group in groups.items() if group is not None}
 
 
+def _let_wait(stage: Stage, buffers: Buffers) -> None:
+    """Blocks wait for their own parameters, the stage for those that no block holds."""
+    inside: set[str] = set()
+    for path, module in stage.named_modules():
+        if module is not stage and type(module) is not nn.Module and not any(path.startswith(f"{b}.") for b in inside):
+            inside.add(path)
+            buffers.gather_before(module, [f"{path}.{name}" for name, _ in module.named_parameters()])
+    names = [name for name, _ in stage.named_parameters()]
+    own = [name for name in names if not any(name.startswith(f"{path}.") for path in inside)]
+    buffers.gather_before(stage, own)
+
+
 @torch.no_grad()
 def _materialise(
     stages: Sequence[Stage], layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
@@ -272,6 +290,8 @@ def _materialise(
         if not parameter.is_meta:
             new[name].copy_(parameter)
     buffers.read_parameters()
+    for stage in stages:
+        _let_wait(stage, buffers)
     tensors: dict[str, Tensor] = dict(new)
     for stage in stages:
         replacement = {id(parameter): new[name] for name, parameter in stage.named_parameters()}

@@ -42,6 +42,7 @@ class Variant:
     splits: tuple[tuple[str, str], ...] = ()  # parameters placed by hand
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per rank
+    overlap: tuple[str, ...] = ("p2p",)
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 
 
@@ -78,6 +79,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "splits": dict(variant.splits),
         "schedule": variant.schedule,
         "virtual": variant.virtual,
+        "overlap": list(variant.overlap),
     }
     cluster = Cluster.load("dgx-h100")
     return make_plan(

@@ -19,6 +19,7 @@ WAYS = {
     "interleaved": Variant(schedule="interleaved", virtual=2, micro=1, bulk=True),
     "interleaved, recomputed": Variant(schedule="interleaved", virtual=2, micro=1, recompute="full", zero=0),
     "zero-bubble": Variant(schedule="zero-bubble", micro=1, bulk=True, clip_norm=0.7),
+    "gathered later": Variant(overlap=("dp", "p2p"), micro=1, bulk=True),
     "zero-bubble, recomputed": Variant(schedule="zero-bubble", micro=1, recompute="full", zero=0),
 }
 PIPELINES = (Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(4, 1, 2))

@@ -131,7 +131,7 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
         ({"zero": 2}, "ZeRO 2"),
         ({"recompute": "selective"}, "selective recomputation"),
         ({"recompute": "ops"}, "ops recomputation"),
-        ({"overlap": ["dp", "p2p"]}, "overlap of dp, p2p"),
+        ({"overlap": ["p2p", "tp"]}, "overlap of p2p, tp"),
         ({"overlap": []}, "overlap of nothing"),
         ({"kernels": "compiled"}, "compiled kernels"),
         ({"kernels": "fused"}, "fused kernels"),
@@ -154,8 +154,11 @@ def test_what_can_be_predicted_and_not_run(traced: autoptd.TracedModel, fix: dic
         autoptd.parallelize(traced, world=world, plan=plan)
 
 
-@pytest.mark.parametrize("fix", [{"virtual": 2, "dp": 1}, {"schedule": "zero-bubble"}, {"schedule": "gpipe"}], ids=str)
-def test_every_schedule_runs(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
+RUNS = [{"virtual": 2, "dp": 1}, {"schedule": "zero-bubble"}, {"schedule": "gpipe"}, {"overlap": ["dp", "p2p"]}]
+
+
+@pytest.mark.parametrize("fix", RUNS, ids=str)
+def test_every_schedule_and_overlap_runs(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
     assert planned(traced, 4 if "virtual" in fix else 8, **fix).not_runnable == ()
 
 
