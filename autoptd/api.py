@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.layout import Layout
-from autoptd.runtime.optimizer import make_optimizer
+from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.trainer import Trainer
@@ -120,6 +120,7 @@ def parallelize(
     precision: str | None = None,
     optimizer: Optimizer = "adamw",
     optimizer_options: Mapping[str, Any] | None = None,
+    parameter_groups: Sequence[Mapping[str, Any]] = (),
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
     seed: int = 0,
@@ -128,7 +129,9 @@ def parallelize(
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
 
     Keywords are those of `plan`; with a plan, its sizes, precision and optimizer hold and nothing is searched.
-    optimizer_options: keywords of the optimizer, such as lr. seed: of the parameters of a meta model, and of dropout.
+    optimizer_options: keywords of the optimizer, such as lr. parameter_groups: parameters with others, by patterns of
+    their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
+    seed: of the parameters of a meta model, and of dropout.
 
     Raises what `plan` raises, and PlanFileError for a plan of another model, PlanError for one of another world.
     """
@@ -171,9 +174,11 @@ def parallelize(
         length = seq if seq is not None else plan.sizes.get("s")
         plan.check_runnable()
         source = _traced(model, inputs, loss, length, plan.precision, progress)
+    groups = read_groups(parameter_groups, [n for n, p in source.model.named_parameters() if p.requires_grad])
+    _optimizer_name(optimizer, optimizer_options, groups)
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
-    parallel = Parallel(plan, source, program, optimizer, dict(optimizer_options or {}), clip_norm, seed)
+    parallel = Parallel(plan, source, program, optimizer, dict(optimizer_options or {}), clip_norm, seed, groups)
     if running is not None:
         from autoptd.runtime.processes import connect_processes
 
@@ -193,12 +198,14 @@ class Parallel:
         optimizer_options: dict[str, Any],
         clip_norm: float | None,
         seed: int,
+        groups: Sequence[ParameterGroup] = (),
     ) -> None:
         self.plan = plan
         self.program = program
         self._source = source
         self._optimizer = optimizer
         self._optimizer_options = optimizer_options
+        self._groups = groups
         self._clip_norm = clip_norm
         self._seed = seed
         self._trainer: Trainer | None = None
@@ -245,7 +252,13 @@ class Parallel:
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key) for index in held]
         self._communicators = communicators
         self._trainer = Trainer(
-            stages, layout, communicators, self._optimizer, clip_norm=self._clip_norm, **self._optimizer_options
+            stages,
+            layout,
+            communicators,
+            self._optimizer,
+            clip_norm=self._clip_norm,
+            groups=self._groups,
+            **self._optimizer_options,
         )
         self._trainer.load_parameters(self.initial_values(held) if values is None else values)
 
@@ -391,7 +404,9 @@ def _cluster(cluster: str | os.PathLike[str] | Cluster | None) -> Cluster:
     return cluster if isinstance(cluster, Cluster) else Cluster.load(os.fspath(cluster))
 
 
-def _optimizer_name(optimizer: Optimizer, options: Mapping[str, Any] | None = None) -> str:
+def _optimizer_name(
+    optimizer: Optimizer, options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = ()
+) -> str:
     """`adamw`, `sgd` or `custom`. One is made on nothing, so that a wrong one is refused before any process starts."""
     known = "give 'adamw', 'sgd', or a callable that makes one of parameters, such as torch.optim.Adam"
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -402,7 +417,7 @@ def _optimizer_name(optimizer: Optimizer, options: Mapping[str, Any] | None = No
         fix = nearest(optimizer, OPTIMIZERS) + "; or a callable" if isinstance(optimizer, str) else known
         raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
     try:
-        make_optimizer(optimizer, [], **(options or {}))
+        make_optimizer(optimizer, grouped([], groups), **(options or {}))
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AutoptdError):
             raise

@@ -21,7 +21,7 @@ from autoptd.passes.trace import loss_of
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout
 from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.optimizer import NAMED
+from autoptd.runtime.optimizer import NAMED, ParameterGroup, grouped
 
 if TYPE_CHECKING:
     from autoptd.api import Parallel
@@ -84,11 +84,12 @@ def train_alone(
     loss: Callable[..., Tensor] | None = None,
     optimizer: str = "adamw",
     optimizer_options: Mapping[str, Any] | None = None,
+    groups: Sequence[ParameterGroup] = (),
     clip_norm: float | None = None,
 ) -> Trained:
     """The same steps in plain PyTorch, on a copy of the model: whole batches, one process."""
     model = copy.deepcopy(model).train()
-    stepper = NAMED[optimizer](model.parameters(), **(optimizer_options or {}))
+    stepper = NAMED[optimizer](grouped(model.named_parameters(), groups), **(optimizer_options or {}))
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()

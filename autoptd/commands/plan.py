@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoptd.progress import Progress
 
 DONE, NO = 0, 1
-_WHY_S = 9.0, 2.0  # until when, and how long at least, why nothing fits is looked for, unless --why takes the time
+_WHY_S = 8.0, 2.0  # until when, and how long at least, why nothing fits is looked for, unless --why takes the time
 _PARETO_S = 60.0
 _SWEPT = 2  # names at once
 

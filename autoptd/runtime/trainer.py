@@ -24,7 +24,7 @@ from autoptd.runtime.buffers import Buffers, squared_norm
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.runtime.optimizer import Factory, make_optimizer
+from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage
 from autoptd.schedule import forward_only, training_step, with_communication
@@ -46,6 +46,7 @@ class Trainer:
         optimizer: str | Factory = "adamw",
         *,
         clip_norm: float | None = None,
+        groups: Sequence[ParameterGroup] = (),
         **optimizer_kwargs: Any,
     ) -> None:
         self.stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
@@ -59,7 +60,8 @@ class Trainer:
         self._loaded = not any(p.is_meta for stage in self.stages for p in stage.parameters())
         self._buffers, self._tensors = _materialise(self.stages, layout, communicators, tied)
         self._pieces = self._buffers.pieces(communicators.stage, communicators.dp.rank)
-        self.optimizer = make_optimizer(optimizer, [piece.param for piece in self._pieces], **optimizer_kwargs)
+        given = grouped([(piece.name, piece.param) for piece in self._pieces], groups)
+        self.optimizer = make_optimizer(optimizer, given, **optimizer_kwargs)
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
         self._executor = Executor(self.stages, communicators, self._dropout, recomputed)
         mesh = layout.mesh
