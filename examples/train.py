@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch.utils.data import DataLoader
 
 import autoptd
 from autoptd.models.nanogpt import NanoGPT, Sizes
@@ -23,13 +24,11 @@ def main() -> None:
         model = NanoGPT(SIZES)
     world = int(os.environ["WORLD_SIZE"])
     parallel = autoptd.parallelize(model, world=world, cluster="local", batch=BATCH, seq=64, precision="fp32")
-    share = BATCH // parallel.dp_size
-    for step in range(STEPS):
-        tokens = torch.randint(0, 64, (BATCH, 65), generator=torch.Generator().manual_seed(step))
-        mine = tokens[parallel.dp_rank * share : (parallel.dp_rank + 1) * share]
-        loss = parallel.train_step({"idx": mine[:, :-1], "targets": mine[:, 1:]})
+    tokens = torch.randint(0, 64, (BATCH * STEPS, 65), generator=torch.Generator().manual_seed(0))
+    for mine in DataLoader(tokens, batch_sampler=parallel.sampler(len(tokens))):  # this rank's share of each batch
+        parallel.train_step({"idx": mine[:, :-1], "targets": mine[:, 1:]})
         if os.environ["RANK"] == "0":
-            print(f"step {step:3}  loss {float(loss):.4f}")
+            print(parallel.report())
 
 
 if __name__ == "__main__":

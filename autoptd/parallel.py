@@ -1,0 +1,229 @@
+"""A plan with its program, and on a running rank the part of it that trains."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.codegen.emit import Program, load_stage
+from autoptd.compile import TracedModel, make_layout, named_values
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.plans import Plan
+from autoptd.runtime.axis import Axis
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.initialise import values_for
+from autoptd.runtime.layout import Layout
+from autoptd.runtime.optimizer import ParameterGroup
+from autoptd.runtime.randomness import DropoutKey
+from autoptd.runtime.report import Meter, StepReport
+from autoptd.runtime.sampler import ShareSampler
+from autoptd.runtime.stage import Stage
+from autoptd.runtime.trainer import Trainer
+
+Optimizer = str | Callable[..., torch.optim.Optimizer]
+
+
+class Parallel:
+    """A plan with its program. Under torchrun (or for a world of one) it trains; anywhere it emits."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: TracedModel,
+        program: Program,
+        optimizer: Optimizer,
+        optimizer_options: dict[str, Any],
+        clip_norm: float | None,
+        seed: int,
+        groups: Sequence[ParameterGroup] = (),
+    ) -> None:
+        self.plan = plan
+        self.program = program
+        self._source = source
+        self._optimizer = optimizer
+        self._optimizer_options = optimizer_options
+        self._groups = groups
+        self._clip_norm = clip_norm
+        self._seed = seed
+        self._trainer: Trainer | None = None
+        self._loss: Tensor | None = None  # of the last step
+        self._meter = _meter(plan)
+        self._communicators: Communicators | None = None
+
+    def emit(self, directory: str | os.PathLike[str]) -> Path:
+        """Write the stage modules and the plan. Raises PlanFileError where that cannot be done."""
+        return self.program.write(Path(directory))
+
+    def stage_module(self, rank: int, chunk: int = 0) -> Stage:
+        """The stage that a rank runs, on meta, for looking at; of its several chunks, one."""
+        if not 0 <= rank < self.plan.world:
+            raise PlanError(f"rank {rank} is not in a world of {self.plan.world}", fix=f"0 to {self.plan.world - 1}")
+        held = self.layout.mesh.stages_of(rank // (self.plan.mesh.dp * self.plan.mesh.tp))
+        if not 0 <= chunk < len(held):
+            raise PlanError(f"chunk {chunk} is not on a rank of {len(held)}", fix=f"0 to {len(held) - 1}")
+        with torch.device("meta"):
+            alone = Axis(_Rank(rank % self.plan.mesh.tp, self.plan.mesh.tp))  # type: ignore[arg-type]  # never talks
+            stage = load_stage(self.program, held[chunk])(alone)
+        assert isinstance(stage, Stage)
+        return stage
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Mesh, microbatches, and where each tensor lies: what the runtime reads of the plan."""
+        return make_layout(self._source, self.plan)
+
+    def initial_values(self, stages: Collection[int] | None = None) -> dict[str, Tensor]:
+        """Whole parameters and buffers, of some stages or of all: the model's own, or made from the seed on meta."""
+        tensors = {**self.layout.parameters, **self.layout.buffers}
+        wanted = [n for n, spec in tensors.items() if stages is None or not set(stages).isdisjoint(spec.stages)]
+        return values_for(self._source.model, wanted, self._seed, named_values(self._source))
+
+    def start(self, communicators: Communicators, values: Mapping[str, Tensor] | None = None) -> None:
+        """Become the running part of the rank that these communicators belong to. A collective.
+
+        values: of this rank's tensors at least; left out, the initial ones.
+        """
+        self._check_agreement(communicators)
+        layout = self.layout
+        held = layout.mesh.stages_of(communicators.stage)
+        key = DropoutKey(self._seed, communicators.dp.rank)
+        with torch.device("meta"):
+            stages = [load_stage(self.program, index)(Axis(communicators.tp), key) for index in held]
+        self._communicators = communicators
+        self._trainer = Trainer(
+            stages,
+            layout,
+            communicators,
+            self._optimizer,
+            clip_norm=self._clip_norm,
+            groups=self._groups,
+            **self._optimizer_options,
+        )
+        self._trainer.load_parameters(self.initial_values(held) if values is None else values)
+
+    def _check_agreement(self, communicators: Communicators) -> None:
+        """Every rank plans for itself, and gets the same; other versions or models on some would hang or lie."""
+        text = "\0".join(self.program.files.values())
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
+        highest, lowest = communicators.world.all_reduce(agreed, "max").tolist()
+        if (highest, -lowest) != (digest, digest):
+            raise PlanError(
+                "the ranks made different plans or programs",
+                where=f"rank {communicators.world.rank}",
+                fix="run the same model, torch and autoptd everywhere, or pass one plan file: plan='plan.json'",
+            )
+
+    @property
+    def _running(self) -> Trainer:
+        if self._trainer is None:
+            if self.plan.world != 1:
+                raise RuntimeFault(
+                    f"this process is not one of the plan's {self.plan.world} ranks",
+                    fix=f"start the script with torchrun --nproc-per-node … ({self.plan.world} processes in all)",
+                )
+            from autoptd.runtime.processes import connect_processes
+
+            self.start(connect_processes(self.layout.mesh))
+        assert self._trainer is not None
+        return self._trainer
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """One optimizer step. `batch`: this dp rank's share, keyword tensors, the same on its tp and pp ranks.
+
+        Returns the mean loss over the whole global batch. Raises InputsError before anything is sent.
+        """
+        trainer = self._running
+        if self._meter.step == 0:
+            self._meter.restart()
+        self._loss = trainer.train_step(batch)
+        self._meter.count()
+        return self._loss
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._meter.step
+
+    def report(self) -> StepReport:
+        """How training goes since the last report; its text is a line. Any rank may ask; it waits for this rank only.
+
+        Raises RuntimeFault before the first step.
+        """
+        if self._loss is None or self.grad_norm is None:
+            raise RuntimeFault("there is nothing to report before the first step", fix="call train_step first")
+        return self._meter.report(self._loss, self.grad_norm, self.optimizer.param_groups[0]["lr"])
+
+    def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
+        """This rank's share of each global batch of a data set: `DataLoader(data, batch_sampler=…)`.
+
+        The same batches under every plan; `start_at(step)` resumes. Raises InputsError where they are too few samples.
+        """
+        return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss over the whole global batch, without gradient or update."""
+        return self._running.eval_step(batch)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This rank's optimizer, for learning-rate schedulers."""
+        return self._running.optimizer
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global gradient norm of the last step, before clipping."""
+        return self._running.grad_norm
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the global batch this rank takes."""
+        self._running  # noqa: B018  starts a world of one
+        assert self._communicators is not None
+        return self._communicators.dp.rank
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self.plan.mesh.dp
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter and buffer that its stages hold, by original name."""
+        self._running.settle()
+        stages = self._running.stages
+        parameters = {name: held for stage in stages for name, held in stage.named_parameters()}
+        return parameters | {name: held for stage in stages for name, held in stage.named_buffers()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients, full, by original name, on every rank. A collective."""
+        return self._running.gradients()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Full tensors under the original names, tied ones under each of theirs, on every rank. A collective."""
+        found = self._running.state_dict()
+        found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
+        model = self._source.model
+        others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)
+        return {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
+
+
+class _Rank:
+    """A place on an axis without anybody to talk to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def _meter(plan: Plan) -> Meter:
+    ranks = plan.cluster.pool_ranks(plan.world)
+    peak = sum(
+        n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
+    )
+    return Meter(plan.batch * plan.sizes.get("s", 1), plan.predicted.model_flops_per_step, peak)

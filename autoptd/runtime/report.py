@@ -1,0 +1,79 @@
+"""How training goes, in a line: what a person reads on rank 0, and what a logger takes as numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """After some steps. `loss` and `grad_norm` (before clipping) are of the last one; rates are means since the report
+    before, or since the first step. `mfu`: model FLOPs over those that the devices could do; `memory_bytes`: the most
+    that this rank's allocator has held, 0 on a CPU."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float  # per step
+    tokens_per_s: float
+    mfu: float
+    memory_bytes: int
+
+    def to_data(self) -> dict[str, float]:
+        """For a logger: `for name, value in report.to_data().items(): writer.add_scalar(name, value, report.step)`."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        memory = f"  {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
+        return (
+            f"step {self.step:6}  loss {self.loss:.4f}  |g| {self.grad_norm:.3g}  lr {self.learning_rate:.3g}  "
+            f"{self.seconds:.3g} s  {_count(self.tokens_per_s)} tokens/s  MFU {self.mfu:.1%}{memory}"
+        )
+
+
+class Meter:
+    """Counts steps and seconds between reports."""
+
+    def __init__(self, tokens: float, flops: float, peak_flops_per_s: float) -> None:
+        """Of one step: tokens and model FLOPs over all devices, and what these devices could do together."""
+        self.step = 0
+        self._tokens, self._flops, self._peak = tokens, flops, peak_flops_per_s
+        self._since, self._from = 0, time.perf_counter()
+
+    def count(self) -> None:
+        """A step was done."""
+        self.step += 1
+        self._since += 1
+
+    def restart(self) -> None:
+        """What came before belongs to no step."""
+        self._since, self._from = 0, time.perf_counter()
+
+    def report(self, loss: torch.Tensor, norm: torch.Tensor, learning_rate: float) -> StepReport:
+        """Since the last one. Waits for the device."""
+        value, grad_norm, now = float(loss), float(norm), time.perf_counter()
+        seconds = (now - self._from) / max(1, self._since)
+        self.restart()
+        on_gpu = loss.device.type == "cuda"
+        return StepReport(
+            step=self.step,
+            loss=value,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            seconds=seconds,
+            tokens_per_s=self._tokens / seconds,
+            mfu=self._flops / (seconds * self._peak),
+            memory_bytes=torch.cuda.max_memory_allocated(loss.device) if on_gpu else 0,
+        )
+
+
+def _count(x: float) -> str:
+    """`950`, `12.3k`, `1.25M`."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if x >= limit:
+            return f"{x / limit:.3g}{unit}"
+    return f"{x:.3g}"
