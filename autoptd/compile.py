@@ -407,6 +407,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         precision=plan.precision,
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
+        slices=plan.method.sends == "slices",
     )
 
 

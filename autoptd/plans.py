@@ -249,7 +249,6 @@ class Plan(_Part):
             f"buckets of {asked.bucket_bytes} bytes": asked.bucket_bytes != default.bucket_bytes,
             "gradients in the compute type": asked.gradients != default.gradients and self.precision == "bf16",
             f"shards of {asked.shards} ranks": asked.shards not in (0, self.mesh.dp),
-            "sends in slices": asked.sends != default.sends and self.mesh.pp > 1 and self.mesh.tp > 1,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -279,7 +279,7 @@ def mutate(data: Any, path: tuple[Any, ...], how: str, junk: Any) -> None:
         data = data[key]
     if how == "add" and isinstance(data, dict):
         data[f"{last}x"] = junk
-    elif isinstance(data, dict) or (isinstance(data, list) and last < len(data)):
+    elif isinstance(data, dict) or (isinstance(data, list) and isinstance(last, int) and last < len(data)):
         if how == "drop":
             data.pop(last) if isinstance(data, list) else data.pop(last, None)
         else:

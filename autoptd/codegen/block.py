@@ -181,14 +181,13 @@ def owned_by(layout: Layout, piece: Piece) -> list[fx.Node]:
 
 
 def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, symbols: Sequence[str]) -> str:
-    """`Wire("x0", BF16, lambda b, s: (b, s // 8, 4096), True)`."""
+    """`Wire("x0", BF16, lambda b, s: (b, s // 8, 4096), True, "S1")`."""
     tensor = info(node)
     placement = placement_of(sharding, folded, node)
     shape = local_shape_text(tensor, placement, sharding.ranks)
     takes = ", ".join(symbols)
-    return (
-        f'Wire("x{index}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}, {tensor.requires_grad})  # {placement}'
-    )
+    first = f'Wire("x{index}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}'
+    return f'{first}, {tensor.requires_grad}, "{placement}")'
 
 
 __all__ = [

@@ -339,9 +339,7 @@ def _assemble(
 
 
 def _wire(node: fx.Node, index: int, folded: Folded, sharding: Sharding, symbols: Sequence[str]) -> str:
-    text = wire_line(folded, sharding, node, index, symbols)
-    code, _, note = text.partition("  # ")
-    return f"        {code},  # {note}"
+    return f"        {wire_line(folded, sharding, node, index, symbols)},"
 
 
 def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:

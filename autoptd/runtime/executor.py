@@ -8,16 +8,18 @@ includes. What a chunk hands to a chunk of the same rank stays where it is.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.batch import Microbatch
-from autoptd.runtime.comm import Channel, Communicators, Handle
+from autoptd.runtime.comm import Channel, Communicators, Group, Handle
 from autoptd.runtime.halves import Later, Root, backward_of_inputs
 from autoptd.runtime.handshake import exchange
 from autoptd.runtime.randomness import DropoutKey
@@ -29,19 +31,52 @@ At = tuple[int, int]  # microbatch, chunk
 Edge = tuple[int, str]  # as `channel_of` names it
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of a message. `slices`: the tp ranks that each send a slice of it, padded to equal ones; 1: whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slices: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a slice."""
+        return -(-math.prod(self.shape) // self.slices)
+
+    def cut(self, x: Tensor, rank: int) -> Tensor:
+        """What a tp rank sends."""
+        if self.slices == 1:
+            return x.contiguous()
+        flat = x.reshape(-1)[rank * self.width : (rank + 1) * self.width]
+        return F.pad(flat, (0, self.width - flat.numel())) if flat.numel() < self.width else flat.contiguous()
+
+    def empty(self, device: torch.device) -> Tensor:
+        """For what a tp rank receives."""
+        shape = self.shape if self.slices == 1 else (self.width,)
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    def whole(self, x: Tensor, tp: Group) -> Tensor:
+        """A collective on the tp axis."""
+        if self.slices == 1:
+            return x
+        return tp.all_gather(x).view(-1)[: math.prod(self.shape)].view(self.shape)
+
+
 @dataclass
 class _Inbox:
     """The receiving end of a channel: messages in the order of the action list."""
 
     channel: Channel
-    expected: deque[tuple[At, list[tuple[tuple[int, ...], torch.dtype]]]]  # shapes and types of each one's tensors
+    expected: deque[tuple[At, list[_Part]]]
+    tp: Group
     device: torch.device
-    posted: deque[tuple[At, list[tuple[Tensor, Handle]]]] = field(default_factory=deque)
+    posted: deque[tuple[At, list[tuple[_Part, Tensor, Handle]]]] = field(default_factory=deque)
 
     def _post(self) -> None:
-        at, tensors = self.expected.popleft()
-        outs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in tensors]
-        self.posted.append((at, [(out, self.channel.receive(out)) for out in outs]))
+        at, parts = self.expected.popleft()
+        outs = [(part, part.empty(self.device)) for part in parts]
+        self.posted.append((at, [(part, out, self.channel.receive(out)) for part, out in outs]))
 
     def take(self, at: At) -> Tensors:
         """The tensors of a microbatch on a chunk; posts the next receive."""
@@ -49,9 +84,9 @@ class _Inbox:
             self._post()
         found, parts = self.posted.popleft()
         assert found == at, (found, at)
-        for _, handle in parts:
+        for _, _, handle in parts:
             handle.wait()
-        return tuple(out for out, _ in parts)
+        return tuple(part.whole(out, self.tp) for part, out, _ in parts)
 
 
 class Executor:
@@ -63,8 +98,13 @@ class Executor:
         communicators: Communicators,
         dropout: DropoutKey,
         recomputed: Collection[str] = (),
+        slices: bool = False,
     ) -> None:
-        """`recomputed`: parameters of blocks that are run again in the backward pass, of which nothing is put off."""
+        """`recomputed`: parameters of blocks that are run again in the backward pass, of which nothing is put off.
+
+        `slices`: of a tensor that all tp ranks hold alike each sends its part (Narayanan et al. 2021, section 4.1).
+        """
+        self._slices = communicators.tp.size if slices else 1
         self._stages = tuple(stages)
         named = ((name, p) for stage in self._stages for name, p in stage.named_parameters())
         self._at_once = frozenset(id(p) for name, p in named if name in recomputed)
@@ -131,16 +171,13 @@ class _Run:
         self.gradients: dict[At, Tensors] = {}
         self.sending: dict[Edge, deque[list[Handle]]] = {}  # by message
         self.loss = loss
-        messages: dict[Edge, deque[tuple[At, list[tuple[tuple[int, ...], torch.dtype]]]]] = {}
+        self.slices = executor._slices
+        messages: dict[Edge, deque[tuple[At, list[_Part]]]] = {}
         for action in actions:
             if action.kind in ("RF", "RB"):
-                assert action.microbatch is not None
-                sizes = self.sizes[action.chunk][action.microbatch]
-                tensors = [(tuple(w.shape(**sizes)), w.dtype) for w in self._wires(action)]
-                messages.setdefault(self._edge(action), deque()).append(((action.microbatch, action.chunk), tensors))
-        self.inboxes = {
-            edge: _Inbox(self.comm.edges[edge], order, self.comm.device) for edge, order in messages.items()
-        }
+                messages.setdefault(self._edge(action), deque()).append((_at(action), self._parts(action)))
+        c = self.comm
+        self.inboxes = {edge: _Inbox(c.edges[edge], order, c.tp, c.device) for edge, order in messages.items()}
 
     # ---- messages ----
 
@@ -153,6 +190,15 @@ class _Run:
         wires = stage.receives if action.kind in ("RF", "SB") else stage.sends
         return wires if action.kind in ("RF", "SF") else tuple(wire for wire in wires if wire.requires_grad)
 
+    def _parts(self, action: Action) -> list[_Part]:
+        """What goes through the channel."""
+        i, chunk = _at(action)
+        gradient = action.kind in ("SB", "RB")
+        return [
+            _Part(tuple(w.shape(**self.sizes[chunk][i])), w.dtype, self.slices if w.is_whole(gradient=gradient) else 1)
+            for w in self._wires(action)
+        ]
+
     def shake_hands(self) -> None:
         """Compare every message of this step with the neighbours'."""
         lines: dict[bool, dict[Edge, list[str]]] = {True: {}, False: {}}
@@ -162,15 +208,17 @@ class _Run:
         for action in self.actions:
             if action.kind in ("SF", "SB", "RF", "RB"):
                 edge = self._edge(action)
-                lines[action.kind in SENDS][edge].extend(self._message(action, edge))
+                lines[action.kind in SENDS][edge].extend(self._message(action, edge[1]))
         out, into = ([(self.comm.edges[e], told) for e, told in sorted(lines[sent].items())] for sent in (True, False))
         exchange(out, into, self.comm.device)
 
-    def _message(self, action: Action, edge: Edge) -> list[str]:
+    def _message(self, action: Action, direction: str) -> list[str]:
+        """A line for each tensor; the edge is that behind a stage of the model, as both sides count."""
         assert action.microbatch is not None
-        lower, direction = edge
+        stage = self.comm.mesh.stages_of(self.comm.stage)[action.chunk]
         sizes = self.sizes[action.chunk][action.microbatch]
-        where = f"{direction} edge {lower} microbatch {action.microbatch}"
+        edge = stage if action.kind in ("SF", "RB") else stage - 1
+        where = f"{direction} edge {edge} microbatch {action.microbatch}"
         return [f"{where}: {w.name} {w.dtype} {list(w.shape(**sizes))}" for w in self._wires(action)]
 
     def _send(self, action: Action, tensors: Sequence[Tensor]) -> None:
@@ -178,7 +226,8 @@ class _Run:
         under_way = self.sending.setdefault(edge, deque())
         if len(under_way) == SENDS_UNDER_WAY:
             _wait(under_way.popleft())
-        under_way.append([self.comm.edges[edge].send(x.contiguous()) for x in tensors])
+        cut = [part.cut(x, self.comm.tp.rank) for part, x in zip(self._parts(action), tensors, strict=True)]
+        under_way.append([self.comm.edges[edge].send(x) for x in cut])
 
     def finish_sends(self) -> None:
         for under_way in self.sending.values():

@@ -18,12 +18,18 @@ class Wire:
     """One tensor that crosses from a stage to the next, the same on both sides.
 
     `shape(**sizes)` is that of the local (tp-split) tensor for one microbatch, from the stage's size symbols.
+    `placement` on the tp axis: "B", "Bp", "S1" …; where it is not told, ranks are taken to hold different tensors.
     """
 
     name: str
     dtype: torch.dtype
     shape: Callable[..., tuple[int, ...]]
     requires_grad: bool
+    placement: str = ""
+
+    def is_whole(self, *, gradient: bool) -> bool:
+        """Whether every tp rank has the same, value or gradient: that of `Bp` is an addend of each."""
+        return self.placement == "B" or (self.placement == "Bp" and not gradient)
 
 
 class Stage(nn.Module):

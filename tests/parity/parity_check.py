@@ -43,6 +43,7 @@ class Variant:
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per rank
     overlap: tuple[str, ...] = ("p2p",)
+    sends: str = "whole"
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 
 
@@ -80,6 +81,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "schedule": variant.schedule,
         "virtual": variant.virtual,
         "overlap": list(variant.overlap),
+        "sends": variant.sends,
     }
     cluster = Cluster.load("dgx-h100")
     return make_plan(

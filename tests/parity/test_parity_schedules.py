@@ -8,17 +8,20 @@ from dataclasses import replace
 import pytest
 from parity_check import Variant, alone, batches, check, complaints, parallel, planned
 from parity_models import FEW_MESHES, MODELS
+from torch import Tensor
 
 from autoptd.lockstep import train_in_lockstep
-from autoptd.runtime import halves, layout
+from autoptd.runtime import executor, halves, layout
 from autoptd.runtime.halves import Later
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.stage import Wire
 
 WAYS = {
     "gpipe": Variant(schedule="gpipe", micro=1, bulk=True),
     "interleaved": Variant(schedule="interleaved", virtual=2, micro=1, bulk=True),
     "interleaved, recomputed": Variant(schedule="interleaved", virtual=2, micro=1, recompute="full", zero=0),
     "zero-bubble": Variant(schedule="zero-bubble", micro=1, bulk=True, clip_norm=0.7),
+    "slices": Variant(sends="slices", micro=1, sequence_parallel=False, schedule="interleaved", virtual=2),
     "gathered later": Variant(overlap=("dp", "p2p"), micro=1, bulk=True),
     "zero-bubble, recomputed": Variant(schedule="zero-bubble", micro=1, recompute="full", zero=0),
 }
@@ -74,6 +77,21 @@ def test_most_of_the_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(put_off) < 10, "what is recomputed is not put off"
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_what_all_tp_ranks_hold_is_sent_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: set[int] = set()
+    cut = executor._Part.cut
+
+    def noted(self: executor._Part, x: Tensor, rank: int) -> Tensor:
+        sent.add(self.slices)
+        return cut(self, x, rank)
+
+    monkeypatch.setattr(executor._Part, "cut", noted)
+    variant = Variant(sends="slices", sequence_parallel=False, micro=2, bulk=True)
+    assert not check(name, Mesh(1, 4, 2), variant, "sgd")
+    assert 4 in sent
+
+
 # ---- planted bugs ----
 
 
@@ -98,6 +116,12 @@ def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(halves, "_branch", twice)
     assert found_wrong("oddities", "zero-bubble")
+
+
+def test_gradients_that_are_addends_are_not_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `Bp` each rank's gradient is an addend of its own."""
+    monkeypatch.setattr(Wire, "is_whole", lambda self, *, gradient: self.placement in ("B", "Bp"))
+    assert found_wrong("llama", "slices") or found_wrong("gpt2", "slices")
 
 
 def test_chunks_on_the_wrong_ranks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from autoptd.cost_models.memory import in_flight
 from autoptd.errors import RuntimeFault
 from autoptd.passes.placements import B
+from autoptd.runtime import executor
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout, TensorSpec
@@ -152,6 +153,20 @@ def test_dropout_does_not_depend_on_the_cut_and_changes_with_the_step() -> None:
     assert len(set(one)) == 3
     assert one[2] == pytest.approx(float(tiny.plain_loss(tiny.weights(), **tiny.batch(12, 0))), rel=1e-12)
     assert losses(1, seed=6)[0] != one[0]
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (7,), (5, 3), (1,), ()], ids=str)
+def test_slices_make_up_the_whole(shape: tuple[int, ...]) -> None:
+    """Also where ranks do not divide it, or are more than its elements."""
+
+    def body(c: Communicators) -> bool:
+        x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        part = executor._Part(shape, x.dtype, c.tp.size)
+        mine = part.cut(x, c.tp.rank)
+        assert mine.shape == part.empty(c.device).shape and mine.numel() * c.tp.size < x.numel() + c.tp.size
+        return torch.equal(part.whole(mine, c.tp), x)
+
+    assert all(run_lockstep(Mesh(tp=4), body))
 
 
 def test_recompute_changes_no_bit() -> None:

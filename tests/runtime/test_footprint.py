@@ -56,7 +56,7 @@ def allocated(trainer: Trainer) -> tuple[int, int, int]:
     buffers = trainer._buffers._buffers
     state = [t for s in trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]
     return (
-        storages(trainer.stage.parameters()),
+        storages(p for stage in trainer.stages for p in stage.parameters()),
         storages(b.grad for b in buffers),
         storages([*state, *(b.main for b in buffers)]),
     )
@@ -179,10 +179,11 @@ def rank_bytes(
     batch: dict[str, torch.Tensor],
     optimizer: str,
 ) -> tuple[int, tuple[int, int, int]]:
-    """(stage, bytes of storages that are there after a step) in a worker."""
+    """(pipeline rank, bytes of storages that are there after a step) in a worker."""
     with torch.device("meta"):
-        stage = load_stage(program, communicators.stage)(Axis(communicators.tp))
-    trainer = Trainer(stage, layout, communicators, optimizer)
+        held = layout.mesh.stages_of(communicators.stage)
+        stages = [load_stage(program, index)(Axis(communicators.tp)) for index in held]
+    trainer = Trainer(stages, layout, communicators, optimizer)
     trainer.load_parameters(values)
     trainer.train_step({n: x.chunk(layout.mesh.dp)[communicators.dp.rank] for n, x in batch.items()})
     return communicators.stage, allocated(trainer)
@@ -197,6 +198,7 @@ def rank_bytes(
         ("gpt", Mesh(4, 1, 2), 1, "fp32", "adamw"),
         ("gpt", Mesh(4, 2, 1), 1, "bf16", "sgd"),
         ("gpt", Mesh(8, 1, 1), 1, "bf16", "adamw"),
+        ("gpt", Mesh(2, 2, 2, 2), 1, "bf16", "adamw"),
         ("odd", Mesh(2, 2, 2), 1, "bf16", "adamw"),
         ("odd", Mesh(2, 2, 2), 0, "fp32", "adamw"),
         ("odd", Mesh(4, 1, 2), 1, "fp32", "sgd"),
@@ -208,7 +210,7 @@ def rank_bytes(
 def test_a_plan_s_state_is_what_processes_hold(
     pool: Pool, name: str, mesh: Mesh, zero: int, precision: str, optimizer: str
 ) -> None:
-    fix = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": zero, "micro": 1}
+    fix = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": zero, "micro": 1, "virtual": mesh.virtual}
     model = source(name, precision)
     options = {"world": 8, "precision": precision, "optimizer": optimizer}
     plan = autoptd.plan(model, cluster="dgx-h100", batch=16, fix=fix, **options)
