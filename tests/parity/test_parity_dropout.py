@@ -45,6 +45,13 @@ def test_the_cut_into_stages_plays_no_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DROPOUT)
+def test_the_schedule_plays_no_part(name: str) -> None:
+    mesh = Mesh(1, 2, 2)
+    for changed in ({"schedule": "gpipe"}, {"schedule": "interleaved", "virtual": 2}, {"schedule": "zero-bubble"}):
+        assert apart(trained(name, mesh), trained(name, mesh, replace(PLAIN, **changed))) < 1e-10, changed
+
+
+@pytest.mark.parametrize("name", DROPOUT)
 def test_seed_and_dropout_matter(name: str) -> None:
     plain = train_in_lockstep(
         parallel(name.partition("_")[0], planned(name.partition("_")[0], Mesh(2, 2, 2), PLAIN), "sgd"),
