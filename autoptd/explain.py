@@ -41,6 +41,9 @@ _LEGEND = (
 _Row = TypeVar("_Row")
 
 
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # as people write them
+
+
 def explain(plan: Plan, width: int = WIDTH, all: bool = False) -> str:
     """The plan as text of at most `width` columns; with `all`, every stage, activation and op."""
     parts: list[RenderableType] = [
@@ -83,7 +86,7 @@ def steps(plan: Plan) -> str:
     sizes = "".join(f", {name} {value}" for name, value in sorted(plan.sizes.items()) if name != "b")
     microbatches = f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}"
     ranks = " per dp rank" if plan.mesh.dp > 1 else ""
-    kind = plan.schedule.kind.upper()
+    kind = _SCHEDULES.get(plan.schedule.kind, plan.schedule.kind)
     return f"a step of {plan.batch} samples{sizes}: {microbatches}{ranks}, {kind}, {plan.precision}, {plan.optimizer}"
 
 
