@@ -7,9 +7,9 @@ step of n microbatches is played, and if it has settled before its last round,
     makespan(m) = makespan(n) + (m - n) / cycle * (time that a cycle takes)
 
 is exact for every m that is n and some cycles. This is the periodic regime of timed event graphs (Baccelli et al. 1992,
-Synchronization and Linearity, theorem 3.109), whose cycle is as many microbatches as are under way on the slowest loop:
-one where a rank is the slowest, up to as many as there are ranks where messages to and fro are. That it has been
-reached is checked, not assumed. Where it has not, more microbatches are played, at last all.
+Synchronization and Linearity, theorem 3.109; quoted from memory), whose cycle is as many microbatches as are under way
+on the slowest loop: one where a rank is the slowest, up to as many as there are ranks where messages to and fro are.
+That it has been reached is checked, not assumed. Where it has not, more microbatches are played, at last all.
 """
 
 from __future__ import annotations
