@@ -1,0 +1,111 @@
+"""How fast an emitted program trains, and in how much memory, against the same training written with PyTorch's own
+parts, on gloo.
+
+Both run in the same processes, a step each by turns, so that what else the machine does slows both alike; the figure is
+the median ratio of pairs. Model, batch, optimizer (fused AdamW), clipping and precision (float32) are the same, and so
+are loss and gradient norm of the first step, or there is no figure. Memory is what PyTorch's allocator holds when it
+holds most, of the fullest rank, in a run of each alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import autoptd
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.pool import Pool
+from benchmarks.runtime.by_turns import Outcome, Task, by_turns, peak_bytes
+from benchmarks.runtime.model import LAYERS, SEQ, WIDTH, Trained
+
+PAIRS = 15
+SAMPLES = 4  # of a dp rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, and what the plan on it is compared with: see `by_hand.program`."""
+
+    mesh: Mesh
+    zero: int
+    against: str
+    bar: float = 1.0
+
+    def __str__(self) -> str:
+        sizes = (
+            f"{name} {n}" for name, n in (("dp", self.mesh.dp), ("tp", self.mesh.tp), ("pp", self.mesh.pp)) if n > 1
+        )
+        zero = f" ZeRO {self.zero}" if self.mesh.dp > 1 else ""
+        return f"{' '.join(sizes) or 'world 1'}{zero} against {self.against}"
+
+
+CASES = (
+    Case(Mesh(1, 1, 1), 0, "plain", 1.02),
+    Case(Mesh(2, 1, 1), 0, "ddp"),
+    Case(Mesh(4, 1, 1), 1, "ddp"),
+    Case(Mesh(4, 1, 1), 1, "ddp+zero"),
+    Case(Mesh(1, 4, 1), 0, "dtensor"),
+    Case(Mesh(1, 1, 4), 0, "pipelining"),
+    Case(Mesh(2, 2, 1), 1, "fsdp"),
+    Case(Mesh(2, 1, 2), 1, "ddp+zero"),
+    Case(Mesh(1, 2, 2), 0, "pipelining"),
+    Case(Mesh(8, 1, 1), 1, "ddp"),
+    Case(Mesh(1, 8, 1), 0, "dtensor"),
+    Case(Mesh(1, 1, 8), 0, "pipelining"),
+    Case(Mesh(2, 2, 2), 1, "fsdp"),
+)
+
+
+def task_of(case: Case) -> Task:
+    """Plan, program and values: what a worker needs."""
+    mesh, m = case.mesh, 2 * case.mesh.pp if case.mesh.pp > 1 else 1
+    samples = SAMPLES * m
+    source = autoptd.trace(Trained(), seq=SEQ, precision="fp32")
+    fix = {
+        "dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": case.zero, "micro": SAMPLES, "recompute": "none",
+        "sequence_parallel": mesh.tp > 1,
+    }  # fmt: skip
+    made = autoptd.parallelize(source, world=mesh.world, batch=samples * mesh.dp, cluster="local", fix=fix)
+    return Task(made.program, made.layout, made.initial_values(), case.against, samples, m)
+
+
+def measure(case: Case, pairs: int = PAIRS) -> Outcome:
+    """Of rank 0, and the fullest rank's bytes of each."""
+    task = task_of(case)
+    mesh = task.layout.mesh
+    with Pool(mesh.world) as pool:
+        times = pool.run(mesh, by_turns, task, pairs)[0]
+        full = [max(pool.run(mesh, peak_bytes, task, ours)) for ours in (True, False)]
+    return Outcome(times, full[0], full[1])
+
+
+def line(case: Case, found: Outcome) -> str:
+    """`dp 2 ZeRO 1 against ddp   0.105  0.110   0.96  (0.93 to 0.99)  ≤ 1  pass   80  95   0.84`."""
+    ratios = sorted(ours / theirs for ours, theirs in found.seconds)
+    ratio, quarter = statistics.median(ratios), len(ratios) // 4
+    ours, theirs = (statistics.median(pair[i] for pair in found.seconds) for i in (0, 1))
+    spread = f"({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f})"
+    verdict = "pass" if ratio <= case.bar else "MISS"
+    mine, other = found.ours_bytes / 2**20, found.theirs_bytes / 2**20
+    memory = f"{mine:8.1f} {other:8.1f}  {mine / other:.2f}"
+    return f"{case!s:34} {ours:8.4f} {theirs:8.4f}   {ratio:.3f} {spread:18} ≤ {case.bar:<5g} {verdict} {memory}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.runtime", description="Emitted programs against PyTorch's parts."
+    )
+    parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="steps of each (%(default)s)")
+    parser.add_argument("--only", metavar="TEXT", default="", help="the cases whose line has this text")
+    chosen = parser.parse_args(argv)
+    print(f"a step of {LAYERS} blocks of width {WIDTH}, microbatches of {SAMPLES} × {SEQ} tokens, float32, gloo")
+    print(f"{'':34} {'ours s':>8} {'theirs s':>8}   ratio (quartiles) {'':16} {'MiB ours':>10} {'theirs':>8}  ratio")
+    for case in CASES:
+        if chosen.only in str(case):
+            print(line(case, measure(case, chosen.pairs)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

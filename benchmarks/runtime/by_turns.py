@@ -1,0 +1,124 @@
+"""What a worker does: a step of each program by turns, or the peak of one alone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autoptd.codegen.emit import Program, load_stage
+from autoptd.runtime.axis import Axis
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.layout import Layout
+from autoptd.runtime.trainer import Trainer
+from benchmarks.runtime.by_hand import Step, program
+from benchmarks.runtime.model import SEQ, VOCAB
+
+OPTIONS: Mapping[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained; picklable. `samples` of a dp rank in a step, in `microbatches`."""
+
+    program: Program
+    layout: Layout
+    values: Mapping[str, Tensor]
+    against: str
+    samples: int
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds of a step of ours and of theirs, pair by pair; bytes of the fullest rank."""
+
+    seconds: list[tuple[float, float]]
+    ours_bytes: int
+    theirs_bytes: int
+
+
+def _ours(c: Communicators, task: Task) -> Step:
+    with torch.device("meta"):
+        stage = load_stage(task.program, c.stage)(Axis(c.tp))
+    trainer = Trainer(stage, task.layout, c, "adamw", clip_norm=1.0, **OPTIONS)
+    trainer.load_parameters(task.values)
+
+    def step(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss = trainer.train_step(batch)
+        assert trainer.grad_norm is not None
+        return loss, trainer.grad_norm
+
+    return step
+
+
+def _theirs(c: Communicators, task: Task) -> Step:
+    values = {name.removeprefix("decoder."): x for name, x in task.values.items()}
+    return program(task.layout.mesh, task.against, OPTIONS, values, task.microbatches)
+
+
+def _batch(c: Communicators, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Samples differ between dp ranks alone."""
+    tokens = torch.randint(VOCAB, (c.mesh.dp, samples, SEQ + 1), generator=generator)[c.dp.rank]
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def by_turns(c: Communicators, task: Task, pairs: int) -> list[tuple[float, float]]:
+    """Seconds of a step of ours and of theirs, pair by pair. A collective of the world."""
+    both = _ours(c, task), _theirs(c, task)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for pair in range(WARM_UP + pairs):
+        batch = _batch(c, task.samples, generator)
+        seconds, told = [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
+        for which in (0, 1) if pair % 2 else (1, 0):
+            dist.barrier()
+            start = time.perf_counter()
+            told[which] = torch.stack([_whole(x) for x in both[which](batch)])
+            dist.barrier()
+            seconds[which] = time.perf_counter() - start
+        if pair == 0:
+            _check_same(c, *told)
+        if pair >= WARM_UP:
+            found.append((seconds[0], seconds[1]))
+    return found
+
+
+def _whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().to(torch.float64)
+
+
+def _check_same(c: Communicators, ours: Tensor, theirs: Tensor) -> None:
+    """Both train the same: one loss over the ranks of the last stage, one gradient norm."""
+    total = torch.tensor([float(theirs[0]) if c.stage == c.mesh.pp - 1 else 0.0], dtype=torch.float64)
+    dist.all_reduce(total)
+    theirs[0] = total[0] / (c.mesh.dp * c.mesh.tp)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+
+
+def peak_bytes(c: Communicators, task: Task, ours: bool) -> int:
+    """Of all tensors of this process, from before the program is made until its third step has run."""
+    make: Callable[[Communicators, Task], Step] = _ours if ours else _theirs
+    generator = torch.Generator().manual_seed(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step = make(c, task)
+        for _ in range(3):
+            step(_batch(c, task.samples, generator))
+        dist.barrier()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    first = min(events, key=lambda e: float(e["ts"]))["args"]
+    before = int(first["Total Allocated"]) - int(first["Bytes"])  # it goes on counting where an earlier one stopped
+    return max(int(e["args"]["Total Allocated"]) for e in events) - before

@@ -1,0 +1,90 @@
+"""The model that both sides train: a decoder in plain PyTorch, as it is written before anybody thinks of ranks.
+
+Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. Layers of the shape of Llama's, with learned
+positions in place of rotary ones; queries, keys and values are layers of their own, so that PyTorch's tensor
+parallelism can split them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB, SEQ, WIDTH, INNER, LAYERS, HEADS = 2048, 128, 256, 704, 8, 8
+
+
+class Attention(nn.Module):
+    """Causal self-attention; `head` is the size of one, however many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = WIDTH // HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (layer(x).view(b, s, -1, self.head).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class Perceptron(nn.Module):
+    """A gated perceptron (Shazeer 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = (nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention, self.perceptron = Attention(), Perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.perceptron(self.norm_2(x))
+
+
+class Decoder(nn.Module):
+    """`model(tokens)` gives the logits. `first` and `last`: whether embeddings and head are held; all of it if both."""
+
+    def __init__(self, blocks: range = range(LAYERS), *, first: bool = True, last: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH) if first else None
+        self.positions = nn.Embedding(SEQ, WIDTH) if first else None
+        self.blocks = nn.ModuleDict({str(i): Block() for i in blocks})
+        self.norm = nn.LayerNorm(WIDTH) if last else None
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tokens is not None and self.positions is not None:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+class Trained(nn.Module):
+    """The decoder and its loss: what `autoptd.parallelize` is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return mean_cross_entropy(self.decoder(tokens), targets)
+
+    def example_inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        """Tokens and targets on the meta device."""
+        return {name: torch.empty(batch, seq, dtype=torch.int64, device="meta") for name in ("tokens", "targets")}
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
