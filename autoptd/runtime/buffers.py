@@ -38,6 +38,7 @@ class Piece:
     param: nn.Parameter
     grad: Tensor
     counts: bool  # towards the global norm: one rank per logical element
+    start: int = 0  # where it begins in the rank's local parameter, in elements
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Buffer:
                 part = overlap(slot, own)
                 if part is not None:
                     param = nn.Parameter(shard[part.start - own.start : part.stop - own.start])
-                    result.append(Piece(slot.name, param, self.grad[part], counts))
+                    result.append(Piece(slot.name, param, self.grad[part], counts, part.start - slot.start))
         return result
 
     def read_parameters(self) -> None:
