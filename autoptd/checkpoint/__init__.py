@@ -1,0 +1,1 @@
+"""Training state in one logical form, tied to no plan: written under any, read under any other."""
