@@ -44,6 +44,10 @@ class DoesNotFit(AutoptdError):
     """No plan of the searched space fits into the memory of the devices."""
 
 
+class CheckpointError(AutoptdError, RuntimeError):
+    """A checkpoint that cannot be written or read, is damaged, or is of another model."""
+
+
 class ClusterError(AutoptdError, ValueError):
     """An unknown cluster name or a bad cluster file."""
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from autoptd.runtime.report import Meter, StepReport
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.trainer import Trainer
+
+if TYPE_CHECKING:
+    from autoptd.checkpoint.session import Session, Stateful
 
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
@@ -204,6 +207,63 @@ class Parallel:
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients, full, by original name, on every rank. A collective."""
         return self._running.gradients()
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        others: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Write a checkpoint `step-…` into a folder that all ranks share, and let `latest` name it. A collective.
+
+        Holds parameters, optimizer state, random state, step and plan, bound to no plan: `load` takes it under any.
+        others: what has `state_dict` and `load_state_dict` besides, by name, such as learning-rate schedulers.
+        keep: how many checkpoints there are then at most, the oldest are removed; None keeps all.
+        wait: until it is durable, else it is written while training goes on, from a copy of this rank's share, and what
+        goes wrong is raised by the next `save`, or by `finish_saving`. Raises CheckpointError on every rank.
+        """
+        self._session.save(Path(directory), self.step, others or {}, keep)
+        if wait:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is durable. Raises CheckpointError if it cannot be written."""
+        self._session.wait()
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        others: Mapping[str, Stateful] | None = None,
+        optimizer: bool = True,
+    ) -> int:
+        """Go on from a checkpoint, whatever plan wrote it; returns its step. A collective.
+
+        path: a folder that `save` wrote to, of which `latest` is taken, or one of its `step-…`. optimizer: False takes
+        the parameters alone. Files are checked against their digests first. Raises CheckpointError on every rank.
+        """
+        self._meter.step = self._session.load(Path(path), others or {}, optimizer=optimizer)
+        return self.step
+
+    @cached_property
+    def _session(self) -> Session:
+        from autoptd.checkpoint.session import Session
+
+        model, layout = self._source.model, self.layout
+        names = model.state_dict(keep_vars=True)
+        trained = {name for name, spec in layout.parameters.items() if spec.trainable}
+        still = frozenset(n for n in {**layout.parameters, **layout.buffers} if n in names and n not in trained)
+        config = getattr(model, "config", None)
+        described = {
+            "model": self.plan.model,
+            "graph_hash": self.plan.graph_hash,
+            "tensors": {n: list(s.shape) for n, s in {**layout.parameters, **layout.buffers}.items() if n in names},
+            "aliases": dict(self._source.folded.traced.aliases),
+            "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
+        }
+        return Session(self._running, self.plan, still, described)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full tensors under the original names, tied ones under each of theirs, on every rank. A collective."""

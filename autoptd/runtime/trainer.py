@@ -20,7 +20,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.passes.placements import Split
 from autoptd.runtime.axis import from_slices, own_slice
 from autoptd.runtime.batch import Microbatch, cut_batch
-from autoptd.runtime.buffers import Buffers, squared_norm
+from autoptd.runtime.buffers import Buffers, Piece, squared_norm
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.layout import Layout, TensorSpec
@@ -74,6 +74,16 @@ class Trainer:
     def stage(self) -> Stage:
         """The first of this rank's stages."""
         return self.stages[0]
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """What this rank's optimizer updates."""
+        return self._pieces
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's part of each parameter and buffer of its stages, by name."""
+        return self._tensors
 
     # Steps
 
@@ -153,6 +163,18 @@ class Trainer:
     def settle(self) -> None:
         """Wait until this rank's parameters are those of the last step, where they are still being collected."""
         self._buffers.finish_gathers()
+
+    @torch.no_grad()
+    def take_pieces(self) -> None:
+        """After pieces were written: make them the model's parameters. A collective over dp."""
+        self._buffers.gather_parameters()
+        self.settle()
+        self._loaded = True
+
+    @property
+    def dropout(self) -> DropoutKey:
+        """Where the random state stands."""
+        return self._dropout
 
     @torch.no_grad()
     def load_parameters(self, full: Mapping[str, Tensor]) -> None:

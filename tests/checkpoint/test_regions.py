@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from hypothesis import given
@@ -36,7 +37,7 @@ def test_shards_put_every_element_in_its_place(case: tuple[tuple[int, ...], Spli
     local = own_slice(whole, split.dim, split.groups, ranks, rank) if split else whole
     flat = local.reshape(-1)
     found = torch.full(shape, -1)
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         mine = regions(shape, split or B, ranks, rank, start, stop)
         assert len(mine) <= max(1, 2 * len(shape) - 1) * (split.groups if split else 1)
         for region in mine:

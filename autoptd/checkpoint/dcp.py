@@ -1,0 +1,184 @@
+"""Entries written and read by torch.distributed.checkpoint, whose files other programs can read too.
+
+Its planners say which box of which tensor a rank writes or wants; the resharding between the boxes of two plans is its
+own. Only this file knows its interfaces (seen in torch 2.13).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from autoptd.checkpoint.entries import Entry
+from autoptd.checkpoint.regions import Ints, Region
+from autoptd.errors import CheckpointError
+
+INDEX = ".metadata"  # the file that says where everything lies; without it there is no checkpoint
+
+
+class _Writer(SavePlanner):
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._found: dict[tuple[str, Ints], Tensor] = {}
+        self._items = []
+        for entry in entries:
+            for region in entry.regions:
+                offsets, properties = torch.Size(region.offsets), TensorProperties(dtype=entry.flat.dtype)
+                chunk = ChunkStorageMetadata(offsets, torch.Size(region.sizes))
+                data = TensorWriteData(chunk, properties, torch.Size(entry.whole))
+                self._items.append(WriteItem(MetadataIndex(entry.key, offsets), WriteItemType.SHARD, tensor_data=data))
+                self._found[entry.key, region.offsets] = region.of(entry.flat)
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        index = write_item.index
+        assert index.offset is not None
+        return self._found[index.fqn, tuple(index.offset)].contiguous()
+
+
+class _Reader(LoadPlanner):
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._targets: dict[str, list[tuple[Region, Tensor]]] = defaultdict(list)
+        self._items: list[ReadItem] = []
+        for entry in entries:
+            self._targets[entry.key] += [(region, region.of(entry.flat)) for region in entry.regions]
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        for key, targets in self._targets.items():
+            saved = metadata.state_dict_metadata[key]
+            chunks = [ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)) for r, _ in targets]
+            assert isinstance(saved, TensorStorageMetadata), key
+            items = create_read_items_for_chunk_list(key, saved, chunks)
+            if sum(math.prod(item.lengths) for item in items) != sum(target.numel() for _, target in targets):
+                raise CheckpointError(f"the checkpoint does not hold all of {key}", fix="use another one")
+            self._items += items
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(self._items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError(read_item)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        place = read_item.dest_index
+        assert place.index is not None
+        _, target = self._targets[place.fqn][place.index]
+        for dim, (first, count) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, first, count)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
+    """A collective over `group`; alone without. Raises CheckpointError on every rank where one of them fails."""
+    try:
+        with _quietly():
+            dcp.save(
+                {},
+                storage_writer=dcp.FileSystemWriter(folder),
+                planner=_Writer(entries),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise _told(error, folder, "cannot be written") from error
+
+
+def read(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
+    """Fill the entries' elements. A collective over `group`; alone without. Raises CheckpointError on every rank."""
+    try:
+        with _quietly():
+            dcp.load(
+                {},
+                storage_reader=dcp.FileSystemReader(folder),
+                planner=_Reader(entries),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise _told(error, folder, "cannot be read") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """It warns whoever is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _told(error: CheckpointException, folder: Path, what: str) -> CheckpointError:
+    rank, (cause, _) = min(error.failures.items())
+    return CheckpointError(f"the checkpoint {what}: {type(cause).__name__}: {cause}", where=f"{folder}, rank {rank}")
+
+
+def shapes(folder: Path) -> Mapping[str, tuple[Ints, torch.dtype]]:
+    """Every tensor of a checkpoint: its whole shape and its type. Raises CheckpointError."""
+    try:
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    except (OSError, EOFError, ValueError, RuntimeError, ImportError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint has no readable index: {error}", where=str(folder / INDEX)) from error
+    found = metadata.state_dict_metadata.items()
+    return {key: (tuple(x.size), x.properties.dtype) for key, x in found if isinstance(x, TensorStorageMetadata)}
+
+
+def read_whole(folder: Path, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Whole tensors, in this process alone. Raises CheckpointError."""
+    known = shapes(folder)
+    found = {key: torch.empty(known[key][0], dtype=known[key][1]) for key in keys}
+    entries = [
+        Entry(key, tuple(x.shape), x.view(-1), (Region((0,) * x.dim(), tuple(x.shape), 0, tuple(x.shape)),), False)
+        for key, x in found.items()
+    ]
+    read(folder, entries, None)
+    return found

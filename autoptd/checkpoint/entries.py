@@ -1,0 +1,90 @@
+"""What of a running rank is training state: its elements of every parameter and of the optimizer's moments.
+
+    model.<parameter>              at full precision (float32 where the model trains in less); persistent buffers too
+    optimizer.<parameter>.<key>    what the optimizer keeps for it, of the parameter's shape
+    counts.<parameter>.<key>       0-dim: how often the optimizer has stepped it
+
+Names are those of the model, tensors are whole ones: nothing of mesh, stages, buckets or shards is in them. Each
+element has one owner, the rank that counts it towards the gradient norm; owners write, everyone reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoptd.checkpoint.regions import Ints, Region, regions
+from autoptd.passes.placements import Split
+from autoptd.runtime.buffers import Piece
+from autoptd.runtime.layout import TensorSpec
+from autoptd.runtime.trainer import Trainer
+
+MOMENTS, COUNTS = "optimizer", "counts"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rank's elements [n] of a tensor, and where they lie in the whole one."""
+
+    key: str
+    whole: Ints
+    flat: Tensor
+    regions: tuple[Region, ...]
+    owned: bool
+
+
+def model_entries(trainer: Trainer, still: Collection[str]) -> Iterator[Entry]:
+    """Trained parameters, then those of `still` that are here: frozen parameters and persistent buffers."""
+    for piece in trainer.pieces:
+        yield _of_piece(trainer, piece, f"model.{piece.name}", piece.param.detach())
+    c = trainer.communicators
+    for name, local in trainer.tensors.items():
+        if name in still:
+            spec = trainer.layout.parameters.get(name) or trainer.layout.buffers[name]
+            split = isinstance(spec.placement, Split)
+            first = c.stage == c.mesh.holder(spec.stages[0]) and c.dp.rank == 0
+            owned = first and (split or c.tp.rank == 0)
+            flat = local.detach().view(-1)
+            yield Entry(f"model.{name}", spec.shape, flat, _regions(trainer, spec, 0, flat.numel()), owned)
+
+
+def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
+    """What the optimizer keeps for each parameter that it has stepped."""
+    for piece in trainer.pieces:
+        state = trainer.optimizer.state.get(piece.param, {})
+        for key, value in sorted(state.items()):
+            if isinstance(value, Tensor):
+                yield optimizer_entry(trainer, piece, key, value)
+
+
+def optimizer_entry(trainer: Trainer, piece: Piece, key: str, value: Tensor) -> Entry:
+    """`value`: of the piece's length, or 0-dim, which the owner of the parameter's first element writes."""
+    if value.dim() == 0:
+        owned = piece.counts and piece.start == 0 and _first_of_tp(trainer, piece)
+        return Entry(f"{COUNTS}.{piece.name}.{key}", (), value.view(1), (Region((), (), 0, ()),), owned)
+    return _of_piece(trainer, piece, f"{MOMENTS}.{piece.name}.{key}", value)
+
+
+def _first_of_tp(trainer: Trainer, piece: Piece) -> bool:
+    split = isinstance(trainer.layout.parameters[piece.name].placement, Split)
+    return trainer.communicators.tp.rank == 0 or not split
+
+
+def _of_piece(trainer: Trainer, piece: Piece, key: str, flat: Tensor) -> Entry:
+    spec = trainer.layout.parameters[piece.name]
+    lie = _regions(trainer, spec, piece.start, piece.start + flat.numel())
+    return Entry(key, spec.shape, flat, lie, piece.counts)
+
+
+def _regions(trainer: Trainer, spec: TensorSpec, start: int, stop: int) -> tuple[Region, ...]:
+    tp = trainer.communicators.tp
+    return tuple(regions(tuple(spec.shape), spec.placement, tp.size, tp.rank, start, stop))
+
+
+def copied(entries: Sequence[Entry]) -> list[Entry]:
+    """The owned ones with values of their own on the CPU, which training leaves alone."""
+    device = torch.device("cpu")
+    return [Entry(e.key, e.whole, e.flat.detach().to(device, copy=True), e.regions, True) for e in entries if e.owned]

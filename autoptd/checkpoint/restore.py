@@ -1,0 +1,139 @@
+"""Read a checkpoint into a running rank, whatever plan wrote it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoptd.checkpoint import dcp, folder
+from autoptd.checkpoint.entries import COUNTS, MOMENTS, Entry, model_entries, optimizer_entry
+from autoptd.errors import CheckpointError
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.trainer import Trainer
+
+Known = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def restore(
+    path: Path, trainer: Trainer, still: Collection[str], group: dist.ProcessGroup | None, *, optimizer: bool
+) -> dict[str, Any]:
+    """Fill parameters and, if asked for, the optimizer's state; returns what `progress.pt` holds. A collective.
+
+    Everything is checked first, and nothing is written where something is wrong. Raises CheckpointError on every rank.
+    """
+    where = folder.find(path)
+    manifest = folder.read_manifest(where)
+    _check_files(where, manifest, trainer.communicators)
+    known = dcp.shapes(where)
+    entries = list(model_entries(trainer, still))
+    _check_shapes(where, entries, known)
+    progress = read_progress(where)
+    if optimizer:
+        _check_optimizer(where, progress, trainer)
+        states = _states(trainer, known)
+        entries += [entry for found in states.values() for entry in found.values()]
+    trainer.settle()
+    dcp.read(where, entries, group)
+    if optimizer:
+        _fill_optimizer(trainer, states, progress["optimizer"]["groups"])
+    trainer.take_pieces()
+    return progress
+
+
+def read_progress(where: Path) -> dict[str, Any]:
+    """Raises CheckpointError."""
+    path = where / folder.PROGRESS
+    try:
+        found = torch.load(path, weights_only=True)
+    except Exception as error:  # torch raises what the bytes happen to lead it to
+        raise CheckpointError(f"not readable: {type(error).__name__}: {error}", where=str(path)) from error
+    assert isinstance(found, dict)
+    return found
+
+
+def _check_files(where: Path, manifest: Mapping[str, Any], c: Communicators) -> None:
+    """Each rank reads some of the files; all of them name the first that is damaged."""
+    names = sorted(manifest["files"])
+    wrong = [
+        (place, text)
+        for place, name in enumerate(names)
+        if place % c.world.size == c.world.rank and (text := folder.damage(where, name, manifest["files"][name]))
+    ]
+    worst = torch.tensor([len(names) - wrong[0][0] if wrong else 0], dtype=torch.int64, device=c.device)
+    first = len(names) - int(c.world.all_reduce(worst, "max"))
+    if first < len(names):
+        text = next((text for place, text in wrong if place == first), f"{names[first]} is missing or damaged")
+        raise CheckpointError(text, where=str(where), fix="load an older checkpoint: one of the other step-… folders")
+
+
+def _check_shapes(where: Path, entries: list[Entry], known: Known) -> None:
+    wrong = []
+    for entry in {e.key: e for e in entries}.values():
+        name = entry.key.removeprefix("model.")
+        if entry.key not in known:
+            near = difflib.get_close_matches(entry.key, known, 1)
+            wrong.append(f"{name}: not in it" + (f"; it has {near[0].removeprefix('model.')}" if near else ""))
+        elif known[entry.key][0] != tuple(entry.whole):
+            wrong.append(f"{name}: {list(known[entry.key][0])} in it, {list(entry.whole)} in the model")
+    if wrong:
+        more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
+        raise CheckpointError(
+            "the checkpoint is of another model", where="\n".join([str(where), *wrong[:8], *more]), fix="load it there"
+        )
+
+
+def _check_optimizer(where: Path, progress: Mapping[str, Any], trainer: Trainer) -> None:
+    saved, mine = progress["optimizer"], type(trainer.optimizer).__name__
+    skip = "load it with optimizer=False to take the parameters alone"
+    if saved["class"] != mine:
+        raise CheckpointError(f"the checkpoint was trained by {saved['class']}, not {mine}", where=str(where), fix=skip)
+    if len(saved["groups"]) != len(trainer.optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint has {len(saved['groups'])} parameter groups, not {len(trainer.optimizer.param_groups)}",
+            where=str(where),
+            fix="give the same parameter_groups, or " + skip,
+        )
+
+
+def _states(trainer: Trainer, known: Known) -> dict[int, dict[str, Entry]]:
+    """By piece, empty tensors for all that the optimizer kept of it."""
+    kept: dict[str, list[tuple[str, str]]] = {}
+    for key in known:
+        kind, _, rest = key.partition(".")
+        if kind in (MOMENTS, COUNTS):
+            name, _, leaf = rest.rpartition(".")
+            kept.setdefault(name, []).append((kind, leaf))
+    found: dict[int, dict[str, Entry]] = {}
+    for place, piece in enumerate(trainer.pieces):
+        for kind, leaf in kept.get(piece.name, ()):
+            dtype = known[f"{kind}.{piece.name}.{leaf}"][1]
+            empty = torch.zeros((), dtype=dtype) if kind == COUNTS else torch.zeros_like(piece.param.detach())
+            found.setdefault(place, {})[leaf] = optimizer_entry(trainer, piece, leaf, empty)
+    return found
+
+
+def _fill_optimizer(trainer: Trainer, states: Mapping[int, Mapping[str, Entry]], groups: list[dict[str, Any]]) -> None:
+    """Through the optimizer's own way of taking state over, which knows where each value belongs."""
+    optimizer = trainer.optimizer
+    state = optimizer.state_dict()
+    numbers = {
+        id(param): number
+        for group, own in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        for param, number in zip(group["params"], own["params"], strict=True)
+    }
+    state["state"] = {
+        numbers[id(trainer.pieces[place].param)]: {
+            leaf: entry.flat.view(()) if entry.key.startswith(f"{COUNTS}.") else entry.flat
+            for leaf, entry in found.items()
+        }
+        for place, found in states.items()
+    }
+    state["param_groups"] = [
+        {**saved, "params": own["params"]} for saved, own in zip(groups, state["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict(state)

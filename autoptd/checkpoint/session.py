@@ -1,0 +1,78 @@
+"""Saving and loading as a running part of a plan does it: what belongs to a checkpoint, and how training goes on."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from autoptd.checkpoint import folder
+from autoptd.checkpoint.entries import model_entries, optimizer_entries
+from autoptd.checkpoint.restore import restore
+from autoptd.checkpoint.saver import Saver
+from autoptd.errors import CheckpointError
+from autoptd.plans import Plan
+from autoptd.runtime.trainer import Trainer
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, say: what a checkpoint keeps besides, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+class Session:
+    """Checkpoints of one running part. Made by all ranks of the world together.
+
+    `still`: frozen parameters and persistent buffers, by name. `described`: what the manifest says of the model.
+    """
+
+    def __init__(self, trainer: Trainer, plan: Plan, still: frozenset[str], described: Mapping[str, Any]) -> None:
+        self._trainer, self._plan, self._still, self._described = trainer, plan, still, described
+        self._saver = Saver()
+
+    def save(self, root: Path, step: int, others: Mapping[str, Stateful], keep: int | None) -> None:
+        """Copy now, write later."""
+        trainer = self._trainer
+        trainer.settle()
+        entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
+        progress = {
+            "step": step,
+            "random": {"seed": trainer.dropout.seed, "step": trainer.dropout.step},
+            "optimizer": {"class": type(trainer.optimizer).__name__, "groups": groups},
+            "others": {name: other.state_dict() for name, other in others.items()},
+        }
+        manifest = {
+            **self._described,
+            "optimizer": type(trainer.optimizer).__name__,
+            "versions": {
+                "autoptd": version("autoptd"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        self._saver.start(root, step, entries, progress, {folder.PLAN: self._plan.to_json()}, manifest, keep)
+
+    def wait(self) -> None:
+        self._saver.wait()
+
+    def load(self, path: Path, others: Mapping[str, Stateful], *, optimizer: bool) -> int:
+        """Returns the step after which the checkpoint was written."""
+        self.wait()
+        progress = restore(path, self._trainer, self._still, self._saver.group, optimizer=optimizer)
+        if missing := [name for name in others if name not in progress["others"]]:
+            known = ", ".join(progress["others"]) or "none"
+            raise CheckpointError(
+                f"the checkpoint holds no state of {', '.join(missing)}", where=str(path), fix=f"it has: {known}"
+            )
+        for name, other in others.items():
+            other.load_state_dict(progress["others"][name])
+        self._trainer.dropout.seed, self._trainer.dropout.step = (progress["random"][key] for key in ("seed", "step"))
+        return int(progress["step"])

@@ -1,0 +1,118 @@
+"""Plans of one model on eight ranks that have little in common, and a worker's part in saving and loading them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autoptd
+from autoptd.checkpoint import dcp
+from autoptd.checkpoint.entries import Entry, model_entries, optimizer_entries
+from autoptd.checkpoint.session import Session
+from autoptd.codegen.emit import Program, load_stage
+from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.plans import Plan
+from autoptd.runtime.axis import Axis
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.layout import Layout
+from autoptd.runtime.trainer import Trainer
+
+SIZES = Sizes(vocab=66, max_seq=8, width=24, layers=3, heads=4)  # 66 words: not for 4 or 8 ranks
+WORLD, BATCH = 8, 16
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "dp 8": {"dp": 8, "tp": 1, "pp": 1, "zero": 1, "micro": 2},
+    "dp 8, ZeRO 0": {"dp": 8, "tp": 1, "pp": 1, "zero": 0, "micro": 1},
+    "tp 4": {"dp": 2, "tp": 4, "pp": 1, "zero": 1, "micro": 8},
+    "pp 2, uneven": {"dp": 4, "tp": 1, "pp": 2, "zero": 1, "micro": 2},
+    "pp 4": {"dp": 2, "tp": 1, "pp": 4, "zero": 1, "micro": 2},
+    "all three": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4},
+    "all three, ZeRO 0": {"dp": 2, "tp": 2, "pp": 2, "zero": 0, "micro": 4, "sequence_parallel": False},
+    "interleaved": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4, "schedule": "interleaved", "virtual": 2},
+}
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a worker needs of a plan; picklable."""
+
+    plan: Plan
+    layout: Layout
+    program: Program
+    values: Mapping[str, Tensor]
+
+
+@cache
+def made(name: str) -> Made:
+    torch.manual_seed(0)
+    source = autoptd.trace(NanoGPT(SIZES), seq=8, precision="fp32")
+    parallel = autoptd.parallelize(source, world=WORLD, batch=BATCH, cluster="dgx-h100", fix=dict(PLANS[name]))
+    layout = replace(parallel.layout, bucket_elements=1000)  # so that a rank has parts of many parameters
+    return Made(parallel.plan, layout, parallel.program, parallel.initial_values())
+
+
+def trainer_of(c: Communicators, job: Made) -> Trainer:
+    with torch.device("meta"):
+        stages = [load_stage(job.program, k)(Axis(c.tp)) for k in c.mesh.stages_of(c.stage)]
+    trainer = Trainer(stages, job.layout, c, "adamw", **OPTIONS)
+    trainer.load_parameters(job.values)
+    return trainer
+
+
+def session_of(trainer: Trainer, plan: Plan) -> Session:
+    tensors = {name: list(spec.shape) for name, spec in trainer.layout.parameters.items()}
+    return Session(trainer, plan, frozenset(), {"tensors": tensors, "aliases": {}})
+
+
+def batch(step: int, c: Communicators) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(SIZES.vocab, (BATCH, 9), generator=generator).tensor_split(c.mesh.dp)[c.dp.rank]
+    return {"idx": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def write(c: Communicators, job: Made, root: str, steps: int) -> None:
+    """Train a little, then save."""
+    trainer = trainer_of(c, job)
+    for step in range(steps):
+        trainer.train_step(batch(step, c))
+    session = session_of(trainer, job.plan)
+    session.save(Path(root), steps, {}, None)
+    session.wait()
+
+
+def load_and_compare(c: Communicators, job: Made, roots: Mapping[str, str]) -> list[str]:
+    """Load each checkpoint and compare this rank's elements with the whole tensors in it; what differs."""
+    trainer = trainer_of(c, job)
+    session, wrong = session_of(trainer, job.plan), []
+    for name, root in roots.items():
+        session.load(Path(root), {}, optimizer=True)
+        whole = whole_of(root)
+        entries = [*model_entries(trainer, ()), *optimizer_entries(trainer)]
+        wrong += [f"{name}: {key}" for key in differing(entries, whole)]
+        used = {f"model.{n}": x for n, x in trainer.state_dict().items()}
+        wrong += [f"{name}: {key} as the model has it" for key, x in used.items() if not torch.equal(x, whole[key])]
+    return wrong
+
+
+@cache
+def whole_of(root: str) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint of step 2; read once per process."""
+    folder = Path(root) / "step-00000002"
+    return dcp.read_whole(folder, dcp.shapes(folder))
+
+
+def differing(entries: list[Entry], whole: Mapping[str, Tensor]) -> Iterator[str]:
+    for entry in entries:
+        for region in entry.regions:
+            place = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+            if not torch.equal(whole[entry.key][place], region.of(entry.flat)):
+                yield entry.key
+        if sum(math.prod(r.sizes) for r in entry.regions) != entry.flat.numel():
+            yield f"{entry.key}: not all of it"

@@ -1,0 +1,43 @@
+"""Saved under any plan, loaded under any other: the same bits of parameters and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from saved import PLANS, WORLD, load_and_compare, made, whole_of, write
+
+from autoptd.runtime.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(WORLD) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def roots(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A checkpoint of two steps under each plan."""
+    found = {}
+    for name in PLANS:
+        root = str(tmp_path_factory.mktemp("checkpoints"))
+        pool.run(made(name).layout.mesh, write, made(name), root, 2)
+        found[name] = root
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_any_plan_wrote_is_read_to_the_bit(name: str, pool: Pool, roots: dict[str, str]) -> None:
+    wrong = pool.run(made(name).layout.mesh, load_and_compare, made(name), roots)
+    assert not any(wrong), wrong
+
+
+def test_every_plan_wrote_the_same_tensors(roots: dict[str, str]) -> None:
+    """Nothing of a plan is in them: names, shapes and, but for rounding, values agree."""
+    first, *others = (whole_of(root) for root in roots.values())
+    assert {name.split(".")[0] for name in first} == {"model", "optimizer", "counts"}
+    for other in others:
+        assert sorted(other) == sorted(first)
+        for name, x in first.items():
+            assert (other[name] - x).norm() <= 1e-3 * x.norm(), name
