@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autoptd.passes.collector import without_collector
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
 from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
+from autoptd.runtime.stored import Stored
 from autoptd.search.wishes import read_wishes, require_count
 
 OPTIMIZERS = ("adamw", "sgd")
@@ -98,7 +100,7 @@ def plan(
 
 @without_collector()
 def parallelize(
-    model: nn.Module | TracedModel,
+    model: nn.Module | TracedModel | str | os.PathLike[str],
     *,
     world: int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -114,6 +116,7 @@ def parallelize(
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
     seed: int = 0,
+    weights: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
@@ -122,11 +125,15 @@ def parallelize(
     optimizer_options: keywords of the optimizer, such as lr. parameter_groups: parameters with others, by patterns of
     their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
     seed: of the parameters of a meta model, and of dropout.
+    model: may be a name or a folder as the command line takes them; it is then made on meta. weights: a folder of
+    safetensors by the model's names, of which each rank reads its own slices; left out, a folder given as model, if it
+    has any.
 
     Raises what `plan` raises, and PlanFileError for a plan of another model, PlanError for one of another world.
     """
     progress = progress or Silent()
     running = _running_world()
+    model, weights = _opened(model, weights)
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
     if world is None:
@@ -164,11 +171,13 @@ def parallelize(
         length = seq if seq is not None else plan.sizes.get("s")
         plan.check_runnable()
         source = _traced(model, inputs, loss, length, plan.precision, progress)
+    stored = None if weights is None else _stored(weights, source.model)
     groups = read_groups(parameter_groups, [n for n, p in source.model.named_parameters() if p.requires_grad])
     _optimizer_name(optimizer, optimizer_options, groups)
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
-    parallel = Parallel(plan, source, program, optimizer, dict(optimizer_options or {}), clip_norm, seed, groups)
+    options = dict(optimizer_options or {})
+    parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, stored)
     if running is not None:
         from autoptd.runtime.processes import connect_processes
 
@@ -207,6 +216,29 @@ def _traced(
             fix="leave these out, or give them to autoptd.trace",
         )
     return model
+
+
+def _opened(
+    model: nn.Module | TracedModel | str | os.PathLike[str], weights: str | os.PathLike[str] | None
+) -> tuple[nn.Module | TracedModel, str | os.PathLike[str] | None]:
+    """The model of a name or a folder, on meta, and where its weights lie."""
+    if not isinstance(model, (str, os.PathLike)):
+        return model, weights
+    from autoptd.checkpoint.huggingface import has_weights
+    from autoptd.models.load import load_model
+
+    name = os.fspath(model)
+    if weights is None and has_weights(Path(name)):
+        weights = name
+    return load_model(name)[0], weights
+
+
+def _stored(weights: str | os.PathLike[str], model: nn.Module) -> Mapping[str, Stored]:
+    from autoptd.checkpoint.huggingface import Weights
+
+    found = Weights(Path(weights), model)
+    found.check(name for name, _ in model.named_parameters())
+    return found
 
 
 def _running_world() -> int | None:

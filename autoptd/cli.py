@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from autoptd.commands import checkpoint
 from autoptd.commands.arguments import (
     FIXABLE,
     INCLUDABLE,
@@ -252,6 +253,9 @@ def _parser() -> _Parser:
     emit.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the files go")
     export = command("export", _export, "write a plan for Megatron-LM, for torch.distributed alone, or as a table")
     add_arguments(export, _MODEL_HELP)
+    checkpoint.add_arguments(
+        command("checkpoint", checkpoint.run_checkpoint, "look at saved training state, or export it")
+    )
     profile = command("profile", _profile, "measure this machine and write its cluster file")
     profile.add_argument("-o", "--out", default="cluster.toml", metavar="FILE", help="default %(default)s")
     profile.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to spend, about (default 120)")

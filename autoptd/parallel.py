@@ -25,6 +25,7 @@ from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.report import Meter, StepReport
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.stage import Stage
+from autoptd.runtime.stored import Stored
 from autoptd.runtime.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ class Parallel:
         clip_norm: float | None,
         seed: int,
         groups: Sequence[ParameterGroup] = (),
+        weights: Mapping[str, Stored] | None = None,
     ) -> None:
         self.plan = plan
+        self._weights = weights
         self.program = program
         self._source = source
         self._optimizer = optimizer
@@ -82,13 +85,18 @@ class Parallel:
         """Mesh, microbatches, and where each tensor lies: what the runtime reads of the plan."""
         return make_layout(self._source, self.plan)
 
-    def initial_values(self, stages: Collection[int] | None = None) -> dict[str, Tensor]:
-        """Whole parameters and buffers, of some stages or of all: the model's own, or made from the seed on meta."""
+    def initial_values(self, stages: Collection[int] | None = None) -> dict[str, Tensor | Stored]:
+        """Whole parameters and buffers, of some stages or of all: the model's own, or made from the seed on meta.
+
+        Of weights in a folder only where they lie: each rank reads its part.
+        """
         tensors = {**self.layout.parameters, **self.layout.buffers}
         wanted = [n for n, spec in tensors.items() if stages is None or not set(stages).isdisjoint(spec.stages)]
-        return values_for(self._source.model, wanted, self._seed, named_values(self._source))
+        stored = {n: self._weights[n] for n in wanted if self._weights is not None and n in self._weights}
+        others = [n for n in wanted if n not in stored]
+        return {**values_for(self._source.model, others, self._seed, named_values(self._source)), **stored}
 
-    def start(self, communicators: Communicators, values: Mapping[str, Tensor] | None = None) -> None:
+    def start(self, communicators: Communicators, values: Mapping[str, Tensor | Stored] | None = None) -> None:
         """Become the running part of the rank that these communicators belong to. A collective.
 
         values: of this rank's tensors at least; left out, the initial ones.

@@ -10,8 +10,8 @@
         plan.json            the plan that wrote it; any other can read it
 
 A checkpoint is written under a name that begins with a dot and ends in `.part`, made durable (files and folders are
-flushed to disk), then renamed; only then is `latest` replaced, and only then are older ones removed. A writer that dies
-in between leaves a `.part` folder, which the next one removes.
+flushed to disk), then renamed; only then is `latest` replaced, and only then are older ones removed, and others of the
+same step. A writer that dies in between leaves a `.part` folder, which the next one removes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from autoptd.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, PROGRESS, PLAN, LATEST = "checkpoint.json", "progress.pt", "plan.json", "latest"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 
 
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
+def name_of(step: int, turn: int = 0) -> str:
+    """`turn`: where a run that went back to an older checkpoint comes by a step again, until the first is removed."""
+    return f"step-{step:08d}" + (f".{turn}" if turn else "")
 
 
 def part_of(root: Path, step: int) -> Path:
@@ -41,10 +42,11 @@ def part_of(root: Path, step: int) -> Path:
     return root / f".{name_of(step)}.part"
 
 
-def steps(root: Path) -> list[int]:
-    """Of the whole checkpoints in a folder, ascending."""
-    found = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
-    return sorted(int(match[1]) for match in found if match and (root / match[0] / MANIFEST).is_file())
+def whole(root: Path) -> list[Path]:
+    """The checkpoints in a folder, in the order in which they were written."""
+    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
+    found = [path for path in found if (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
 
 
 def find(path: Path) -> Path:
@@ -53,14 +55,14 @@ def find(path: Path) -> Path:
         return path
     latest = path / LATEST
     if not latest.is_file():
-        others = f"; it holds {', '.join(map(name_of, steps(path)))}" if steps(path) else ""
+        others = f"; it holds {', '.join(found.name for found in whole(path))}" if whole(path) else ""
         raise CheckpointError(
             f"no checkpoint here{others}",
             where=str(path),
             fix="give a folder that `save` wrote to, or one of its step-… folders",
         )
     named = path / latest.read_text(encoding="utf-8", errors="replace").strip()
-    if named.parent != path or not (named / MANIFEST).is_file():
+    if not _NAME.fullmatch(named.name) or named.parent != path or not (named / MANIFEST).is_file():
         raise CheckpointError(f"names {named.name!r}, which is no checkpoint", where=str(latest))
     return named
 
@@ -108,26 +110,23 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
 
     `digests`: of every file. Raises OSError; then `latest` is what it was.
     """
-    part, final = part_of(root, step), root / name_of(step)
+    part = part_of(root, step)
+    final = next(path for turn in range(len(whole(root)) + 1) if not (path := root / name_of(step, turn)).exists())
     files = {name: {"bytes": (part / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
     text = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1)
     write_durably(part / MANIFEST, text.encode())
     _flush(part)
-    if final.exists():  # of an earlier run, which went on from an older checkpoint
-        old = root / f".{final.name}.old.part"
-        final.rename(old)
-        part.rename(final)
-        shutil.rmtree(old)
-    else:
-        part.rename(final)
+    part.rename(final)
     _flush(root)
     pointer = root / f".{LATEST}.part"
     write_durably(pointer, final.name.encode())
     pointer.replace(root / LATEST)
     _flush(root)
-    if keep is not None:
-        for old_step in [s for s in steps(root) if s != step][: -(keep - 1) or None]:
-            shutil.rmtree(root / name_of(old_step))
+    others = [path for path in whole(root) if path != final]
+    again = [path for path in others if path.name.partition(".")[0] == name_of(step)]
+    old = [path for path in others if path not in again]
+    for path in again + (old[: len(old) - keep + 1] if keep is not None and len(old) >= keep else []):
+        shutil.rmtree(path)
     return final
 
 

@@ -20,11 +20,18 @@ Known = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def restore(
-    path: Path, trainer: Trainer, still: Collection[str], group: dist.ProcessGroup | None, *, optimizer: bool
+    path: Path,
+    trainer: Trainer,
+    still: Collection[str],
+    group: dist.ProcessGroup | None,
+    *,
+    optimizer: bool,
+    others: Collection[str] = (),
 ) -> dict[str, Any]:
     """Fill parameters and, if asked for, the optimizer's state; returns what `progress.pt` holds. A collective.
 
-    Everything is checked first, and nothing is written where something is wrong. Raises CheckpointError on every rank.
+    others: names of states that it must hold as well. Everything is checked first, and nothing is written where
+    something is wrong. Raises CheckpointError on every rank.
     """
     where = folder.find(path)
     manifest = folder.read_manifest(where)
@@ -33,6 +40,11 @@ def restore(
     entries = list(model_entries(trainer, still))
     _check_shapes(where, entries, known)
     progress = read_progress(where)
+    if missing := [name for name in others if name not in progress["others"]]:
+        known_others = ", ".join(progress["others"]) or "none"
+        raise CheckpointError(
+            f"the checkpoint holds no state of {', '.join(missing)}", where=str(where), fix=f"it has: {known_others}"
+        )
     if optimizer:
         _check_optimizer(where, progress, trainer)
         states = _states(trainer, known)

@@ -14,7 +14,6 @@ from autoptd.checkpoint import folder
 from autoptd.checkpoint.entries import model_entries, optimizer_entries
 from autoptd.checkpoint.restore import restore
 from autoptd.checkpoint.saver import Saver
-from autoptd.errors import CheckpointError
 from autoptd.plans import Plan
 from autoptd.runtime.trainer import Trainer
 
@@ -66,12 +65,9 @@ class Session:
     def load(self, path: Path, others: Mapping[str, Stateful], *, optimizer: bool) -> int:
         """Returns the step after which the checkpoint was written."""
         self.wait()
-        progress = restore(path, self._trainer, self._still, self._saver.group, optimizer=optimizer)
-        if missing := [name for name in others if name not in progress["others"]]:
-            known = ", ".join(progress["others"]) or "none"
-            raise CheckpointError(
-                f"the checkpoint holds no state of {', '.join(missing)}", where=str(path), fix=f"it has: {known}"
-            )
+        progress = restore(
+            path, self._trainer, self._still, self._saver.group, optimizer=optimizer, others=others.keys()
+        )
         for name, other in others.items():
             other.load_state_dict(progress["others"][name])
         self._trainer.dropout.seed, self._trainer.dropout.step = (progress["random"][key] for key in ("seed", "step"))

@@ -27,6 +27,7 @@ from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage
+from autoptd.runtime.stored import Stored
 from autoptd.schedule import forward_only, training_step, with_communication
 
 
@@ -177,7 +178,7 @@ class Trainer:
         return self._dropout
 
     @torch.no_grad()
-    def load_parameters(self, full: Mapping[str, Tensor]) -> None:
+    def load_parameters(self, full: Mapping[str, Tensor | Stored]) -> None:
         """Take this rank's part of full tensors by their original names; tensors of other stages are ignored.
 
         Raises PlanError naming every missing tensor and wrong shape, before anything is written.
@@ -192,7 +193,7 @@ class Trainer:
         wrong += [
             f"{name}: on the meta device, without values"
             for name in self._tensors
-            if name in full and full[name].is_meta
+            if name in full and isinstance(x := full[name], Tensor) and x.is_meta
         ]
         if wrong:
             raise PlanError(
@@ -204,13 +205,15 @@ class Trainer:
         self._buffers.read_parameters()
         self._loaded = True
 
-    def _part(self, full: Tensor, spec: TensorSpec) -> Tensor:
+    def _part(self, full: Tensor | Stored, spec: TensorSpec) -> Tensor:
         tp = self.communicators.tp
-        match spec.placement:
-            case Split(dim, groups) if tp.size > 1:
+        match spec.placement, full:
+            case Split(dim, groups), Stored() if tp.size > 1:
+                return full.own_slice(dim, groups, tp.size, tp.rank)
+            case Split(dim, groups), Tensor() if tp.size > 1:
                 return own_slice(full, dim, groups, tp.size, tp.rank)
             case _:
-                return full
+                return full.whole() if isinstance(full, Stored) else full
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters of the model, full, under their original names, on every rank. A collective."""

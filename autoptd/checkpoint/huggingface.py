@@ -1,0 +1,192 @@
+"""Hugging Face folders: weights read slice by slice, and checkpoints turned into what `from_pretrained` loads.
+
+config.json  model.safetensors                                    or, of large models,
+config.json  model-00001-of-00003.safetensors …  model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from autoptd.checkpoint import dcp, folder
+from autoptd.errors import CheckpointError, ModelError
+from autoptd.runtime.stored import Stored
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9  # transformers' own default (max_shard_size, quoted from memory)
+
+
+# ---- reading ----
+
+
+def has_weights(path: Path) -> bool:
+    return (path / ONE).is_file() or (path / INDEX).is_file()
+
+
+class Weights(Mapping[str, Stored]):
+    """The tensors of a folder by the names of a model's `named_parameters` and buffers.
+
+    Files of a bare model lack its prefix (`wte.weight` for `transformer.wte.weight`), those of a whole one may have one
+    that the model has not; tied tensors may stand under any of their names. Raises ModelError.
+    """
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        self._path = path
+        self._file_of = _files(path)
+        self._open: dict[str, Any] = {}
+        prefix = getattr(model, "base_model_prefix", "")
+        same: dict[int, list[str]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            same.setdefault(id(p), []).append(name)
+        names = [*(n for n, _ in model.named_buffers(remove_duplicate=False)), *(n for of in same.values() for n in of)]
+        others = {name: of for of in same.values() for name in of}
+        self._found: dict[str, str] = {}
+        for name in names:
+            for candidate in (name, *others.get(name, ())):
+                for spelled in _spellings(candidate, prefix):
+                    if spelled in self._file_of:
+                        self._found.setdefault(name, spelled)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, name: str) -> Stored:
+        key = self._found[name]
+        file = self._file_of[key]
+        if file not in self._open:
+            self._open[file] = _opened(self._path / file)
+        lies = self._open[file].get_slice(key)
+        return Stored(
+            tuple(lies.get_shape()), lambda places: lies[places] if places else self._open[file].get_tensor(key)
+        )
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ModelError for parameters that are not there."""
+        if missing := [name for name in names if name not in self]:
+            more = [f"and {len(missing) - 8} more"] if len(missing) > 8 else []
+            held = ", ".join(sorted(self._file_of)[:3])
+            raise ModelError(
+                f"{len(missing)} parameters of the model are not among the weights",
+                where="\n".join([str(self._path), *missing[:8], *more]),
+                fix=f"take the weights of this very model; the folder holds {held}, …",
+            )
+
+
+def _spellings(name: str, prefix: str) -> tuple[str, ...]:
+    bare = name.removeprefix(f"{prefix}.")
+    return (name, bare, f"{prefix}.{name}") if prefix else (name,)
+
+
+def _files(path: Path) -> dict[str, str]:
+    """Tensor -> file."""
+    if (path / INDEX).is_file():
+        try:
+            index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+            return {str(name): str(file) for name, file in index["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"no index of weights: {error}", where=str(path / INDEX)) from error
+    if not (path / ONE).is_file():
+        raise ModelError("holds no safetensors", where=str(path), fix=f"give a folder with {ONE} or {INDEX}")
+    return dict.fromkeys(_opened(path / ONE).keys(), ONE)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot be read: {error}", where=str(path), fix="download the file again") from error
+
+
+# ---- writing ----
+
+
+def export(source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
+    """Write a checkpoint as a folder that `from_pretrained` loads; never more than a file's tensors in memory.
+
+    dtype: of floating-point tensors; left out, the type that the model was trained in. Returns what was written.
+    Raises CheckpointError.
+    """
+    where = folder.find(source)
+    manifest = folder.read_manifest(where)
+    if not isinstance(manifest.get("config"), dict):
+        raise CheckpointError(
+            "the model is not one of transformers: it has no configuration to export",
+            where=str(where),
+            fix="read the tensors with `autoptd.Parallel.load`, or with torch.distributed.checkpoint",
+        )
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError("the folder is not empty", where=str(target), fix="give another one")
+    known = {key.removeprefix("model."): found for key, found in dcp.shapes(where).items() if key.startswith("model.")}
+    dtype = dtype or _trained_in(where)
+    groups = _grouped(known, dtype, shard_bytes)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        files = _write_files(where, part, groups, dtype)
+        config = {**manifest["config"], "dtype": str(dtype).removeprefix("torch.")}
+        (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if target.exists():
+            target.rmdir()
+        part.replace(target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise CheckpointError(f"cannot be written: {error}", where=str(target)) from error
+    return {"step": manifest["step"], "tensors": len(known), "files": sorted(set(files.values())), "dtype": str(dtype)}
+
+
+def _trained_in(where: Path) -> torch.dtype:
+    from autoptd.plans import Plan
+    from autoptd.runtime.layout import PRECISIONS
+
+    return PRECISIONS[Plan.load(where / folder.PLAN).precision]
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _grouped(
+    known: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype, limit: int
+) -> list[list[str]]:
+    """Names by file, each file's tensors within `limit` bytes unless it is one alone."""
+    groups: list[list[str]] = []
+    room = 0
+    for name in sorted(known):
+        shape, own = known[name]
+        size = torch.Size(shape).numel() * (dtype if own.is_floating_point else own).itemsize
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def _write_files(where: Path, part: Path, groups: list[list[str]], dtype: torch.dtype) -> dict[str, str]:
+    """Returns tensor -> file."""
+    files: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(groups, 1):
+        file = ONE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        found = dcp.read_whole(where, [f"model.{name}" for name in names])
+        tensors = {key.removeprefix("model."): _cast(x, dtype) for key, x in found.items()}
+        total += sum(x.numel() * x.itemsize for x in tensors.values())
+        save_file(tensors, part / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return files

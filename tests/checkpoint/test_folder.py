@@ -1,0 +1,133 @@
+"""`latest` names whole checkpoints alone, wherever a writer dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoptd.checkpoint import folder
+from autoptd.errors import CheckpointError
+
+
+def write(root: Path, step: int, keep: int | None = None, text: str = "tensors") -> Path:
+    part = folder.prepare(root, step)
+    (part / "data").write_text(f"{text} of {step}")
+    manifest: dict[str, Any] = {"tensors": {}, "aliases": {}, "optimizer": "AdamW"}
+    return folder.commit(root, step, manifest, {"data": folder.digest(part / "data")}, keep)
+
+
+def is_whole(path: Path) -> bool:
+    files = folder.read_manifest(path)["files"]
+    return not any(folder.damage(path, name, expected) for name, expected in files.items())
+
+
+def test_the_latest_is_found_and_older_ones_go(tmp_path: Path) -> None:
+    for step in (1, 2, 30):
+        write(tmp_path, step, keep=2)
+    assert [path.name for path in folder.whole(tmp_path)] == ["step-00000002", "step-00000030"]
+    assert folder.find(tmp_path).name == "step-00000030"
+    assert folder.find(tmp_path / "step-00000002").name == "step-00000002"
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_as_many_are_kept_as_asked(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 5):
+        write(tmp_path, step, keep=keep)
+        assert len(folder.whole(tmp_path)) == min(step, keep)
+
+
+def test_a_run_that_went_back_writes_its_own(tmp_path: Path) -> None:
+    write(tmp_path, 5, text="old")
+    write(tmp_path, 9)
+    write(tmp_path, 5, text="new")
+    assert (folder.find(tmp_path) / "data").read_text() == "new of 5"
+    write(tmp_path, 6, keep=2)
+    assert [path.name for path in folder.whole(tmp_path)] == ["step-00000005.1", "step-00000006"]
+
+
+class Died(BaseException):
+    """The process was killed here."""
+
+
+def dying(at: int) -> tuple[Callable[[str, Callable[..., Any]], Callable[..., Any]], list[str]]:
+    """A wrapper of file operations that lets `at` of them happen."""
+    seen: list[str] = []
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if len(seen) == at:
+                raise Died
+            seen.append(name)
+            return real(*args, **kwargs)
+
+        return operation
+
+    return wrap, seen
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_killed_before_any_file_operation_the_latest_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """With and without an older checkpoint of the same step in the way."""
+    operations = [(Path, "rename"), (Path, "replace"), (Path, "mkdir"), (os, "fsync"), (shutil, "rmtree")]
+    at, done = 0, False
+    while not done:
+        root = tmp_path / str(at)
+        write(root, 1)
+        write(root, 2)
+        wrap, seen = dying(at)
+        with monkeypatch.context() as patch:
+            for owner, name in operations:
+                patch.setattr(owner, name, wrap(name, getattr(owner, name)))
+            try:
+                write(root, 2 if again else 3, keep=1, text="new")
+                done = True
+            except Died:
+                pass
+        found = folder.find(root)
+        assert is_whole(found), (at, seen)
+        at += 1
+        assert is_whole(write(root, 4))  # and the next writer is not in the way of what is left
+    assert at > 6
+
+
+@pytest.mark.parametrize("harm", ["missing", "shorter", "flipped"])
+def test_damage_names_the_file(tmp_path: Path, harm: str) -> None:
+    path = write(tmp_path, 1)
+    expected = folder.read_manifest(path)["files"]["data"]
+    data = (path / "data").read_bytes()
+    if harm == "missing":
+        (path / "data").unlink()
+    else:
+        (path / "data").write_bytes(data[:-1] if harm == "shorter" else bytes([data[0] ^ 1]) + data[1:])
+    assert folder.damage(path, "data", expected).startswith("data ")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99}', '{"format": 1, "step": "x"}'])
+def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, 1)
+    (path / folder.MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match="checkpoint"):
+        folder.read_manifest(path)
+
+
+@pytest.mark.parametrize("text", ["step-00000007", "../other", "", "\x00"])
+def test_latest_that_names_nothing(tmp_path: Path, text: str) -> None:
+    write(tmp_path, 1)
+    (tmp_path / folder.LATEST).write_text(text)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        folder.find(tmp_path)
+
+
+def test_nothing_here(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        folder.find(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        folder.prepare(tmp_path / "file" / "inside", 1)

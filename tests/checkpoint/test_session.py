@@ -1,0 +1,147 @@
+"""Training goes on from a checkpoint as if it had never stopped; what does not fit is refused and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import MultiStepLR
+
+import autoptd
+from autoptd.api import Parallel
+from autoptd.checkpoint import dcp
+from autoptd.checkpoint.folder import PROGRESS, find
+from autoptd.errors import CheckpointError
+from autoptd.models.nanogpt import NanoGPT, Sizes
+
+SIZES = Sizes(vocab=32, max_seq=8, width=16, layers=1, heads=2, dropout=0.1)
+
+
+def made(sizes: Sizes = SIZES, **options: Any) -> Parallel:
+    torch.manual_seed(0)
+    given = {"world": 1, "batch": 4, "seq": 8, "precision": "fp32", "cluster": "local", "clip_norm": 1.0}
+    return autoptd.parallelize(NanoGPT(sizes), **{**given, **options})
+
+
+def step(parallel: Parallel) -> Tensor:
+    generator = torch.Generator().manual_seed(parallel.step)
+    tokens = torch.randint(SIZES.vocab, (4, 9), generator=generator)
+    return parallel.train_step({"idx": tokens[:, :-1], "targets": tokens[:, 1:]})
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[n]) for n, x in a.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_goes_on_to_the_bit(tmp_path: Path, precision: str) -> None:
+    """With dropout, a schedule of learning rates, and the checkpoint written while training went on."""
+    first, second = made(precision=precision), made(precision=precision)
+    rates = [MultiStepLR(p.optimizer, [1, 3]) for p in (first, second)]
+    losses = []
+    for _ in range(5):
+        losses.append(step(first))
+        rates[0].step()
+        if first.step == 2:
+            first.save(tmp_path, others={"rate": rates[0]}, wait=False)
+    first.finish_saving()
+    assert second.load(tmp_path, others={"rate": rates[1]}) == second.step == 2
+    for expected in losses[2:]:
+        assert torch.equal(step(second), expected)
+        rates[1].step()
+    assert rates[1].get_last_lr() == rates[0].get_last_lr()
+    assert same(first.state_dict(), second.state_dict())
+
+
+def test_the_next_save_waits_and_the_last_counts(tmp_path: Path) -> None:
+    parallel = made()
+    for _ in range(3):
+        step(parallel)
+        parallel.save(tmp_path, keep=2, wait=False)
+    parallel.finish_saving()
+    assert find(tmp_path).name == "step-00000003" and not list(tmp_path.glob(".*"))
+
+
+def test_parameters_alone(tmp_path: Path) -> None:
+    first, second = made(), made(optimizer="sgd", optimizer_options={"lr": 0.1})
+    step(first)
+    first.save(tmp_path)
+    with pytest.raises(CheckpointError, match="trained by AdamW, not SGD"):
+        second.load(tmp_path)
+    second.load(tmp_path, optimizer=False)
+    assert same(first.state_dict(), second.state_dict())
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 4
+    (path / "__0_0.distcp").write_bytes(bytes(data))
+
+
+def nothing(path: Path) -> None:
+    pass
+
+
+WIDER = Sizes(vocab=32, max_seq=8, width=24, layers=1, heads=2)
+DEEPER = Sizes(vocab=32, max_seq=8, width=16, layers=2, heads=2)
+GROUPS = {"parameter_groups": [{"names": "*norm*", "weight_decay": 0.0}]}
+Refusal = tuple[Callable[[Path], None], dict[str, Any], dict[str, Any], str]
+REFUSALS: dict[str, Refusal] = {  # harm to the checkpoint, the other run, keywords of load, what is said
+    "a flipped bit": (flip, {}, {}, "__0_0.distcp is damaged"),
+    "a missing file": (lambda path: (path / PROGRESS).unlink(), {}, {}, "progress.pt is missing"),
+    "another width": (
+        nothing,
+        {"sizes": WIDER},
+        {},
+        r"of another model(.|\n)*norm.weight: .16. in it, .24. in the model",
+    ),
+    "more layers": (nothing, {"sizes": DEEPER}, {}, "blocks.1.norm_1.weight: not in it"),
+    "other groups": (nothing, GROUPS, {}, "has 1 parameter groups, not 2"),
+    "no such state": (nothing, {}, {"others": {"rate": None}}, "no state of rate"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
+    harm, options, keywords, message = REFUSALS[name]
+    first, other = made(), made(**options)
+    step(first)
+    first.save(tmp_path)
+    harm(find(tmp_path))
+    before = {n: x.clone() for n, x in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        other.load(tmp_path, **keywords)
+    assert same(other.state_dict(), before) and other.step == 0
+
+
+def test_what_went_wrong_beside_training_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    parallel = made()
+    step(parallel)
+    (tmp_path / "file").write_text("in the way")
+    parallel.save(tmp_path / "file", wait=False)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        parallel.finish_saving()
+    parallel.save(tmp_path / "folder")  # and only once
+    assert find(tmp_path / "folder").name == "step-00000001"
+
+
+def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = made()
+    step(parallel)
+    parallel.save(tmp_path)
+    step(parallel)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp._Writer, "resolve_data", full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            parallel.save(tmp_path)
+    assert find(tmp_path).name == "step-00000001" and not list(tmp_path.glob(".*"))
+    parallel.save(tmp_path)
+    assert find(tmp_path).name == "step-00000002"
