@@ -17,6 +17,7 @@ from autoptd.parallel import Parallel as Parallel
 from autoptd.passes.collector import without_collector
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
+from autoptd.runtime.finite import Finite
 from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
 from autoptd.search.wishes import read_wishes, require_count
 
@@ -72,7 +73,8 @@ def plan(
     nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
     be. time_limit_s: of the search once it has a plan; the plan then depends on the machine's speed.
 
-    precision: "bf16", "fp32" or "fp64"; left out, bf16. A model from `trace` brings inputs, loss, seq and precision.
+    precision: "bf16", "fp16" (with dynamic loss scaling), "fp32" or "fp64"; left out, bf16. A model from
+    `trace` brings inputs, loss, seq and precision.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, and DoesNotFit saying what is missing.
     """
@@ -114,6 +116,7 @@ def parallelize(
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
     seed: int = 0,
+    non_finite: str = "raise",
     progress: Progress | None = None,
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
@@ -121,7 +124,9 @@ def parallelize(
     Keywords are those of `plan`; with a plan, its sizes, precision and optimizer hold and nothing is searched.
     optimizer_options: keywords of the optimizer, such as lr. parameter_groups: parameters with others, by patterns of
     their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
-    seed: of the parameters of a meta model, and of dropout.
+    seed: of the parameters of a meta model, and of dropout. non_finite: what all ranks do with a step whose loss or
+    gradient norm is not finite, "raise" RuntimeFault (nothing has changed then) or "skip" it; with fp16, overflows are
+    skipped anyway and halve the loss scale.
 
     Raises what `plan` raises, and PlanFileError for a plan of another model, PlanError for one of another world.
     """
@@ -143,6 +148,7 @@ def parallelize(
             fix=f"torchrun --nproc-per-node … with {world} processes in all, or world={running}",
         )
     _check_clip(clip_norm)
+    Finite(non_finite, None)  # or it is refused
     if plan is not None and not callable(optimizer):
         optimizer = _planned_optimizer(plan)
     chosen = _optimizer_name(optimizer, optimizer_options)
@@ -168,7 +174,8 @@ def parallelize(
     _optimizer_name(optimizer, optimizer_options, groups)
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
-    parallel = Parallel(plan, source, program, optimizer, dict(optimizer_options or {}), clip_norm, seed, groups)
+    options = dict(optimizer_options or {})
+    parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite)
     if running is not None:
         from autoptd.runtime.processes import connect_processes
 

@@ -18,6 +18,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
+from autoptd.runtime.finite import LossScale
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.layout import Layout
 from autoptd.runtime.optimizer import ParameterGroup
@@ -46,6 +47,7 @@ class Parallel:
         clip_norm: float | None,
         seed: int,
         groups: Sequence[ParameterGroup] = (),
+        non_finite: str = "raise",
     ) -> None:
         self.plan = plan
         self.program = program
@@ -55,6 +57,7 @@ class Parallel:
         self._groups = groups
         self._clip_norm = clip_norm
         self._seed = seed
+        self._non_finite = non_finite
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # of the last step
         self._meter = _meter(plan)
@@ -107,6 +110,7 @@ class Parallel:
             self._optimizer,
             clip_norm=self._clip_norm,
             groups=self._groups,
+            non_finite=self._non_finite,
             **self._optimizer_options,
         )
         self._trainer.load_parameters(self.initial_values(held) if values is None else values)
@@ -141,7 +145,8 @@ class Parallel:
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One optimizer step. `batch`: this dp rank's share, keyword tensors, the same on its tp and pp ranks.
 
-        Returns the mean loss over the whole global batch. Raises InputsError before anything is sent.
+        Returns the mean loss over the whole global batch. Raises InputsError before anything is sent, and RuntimeFault
+        on all ranks where loss or gradient norm is not finite (non_finite="raise"): no parameter has changed then.
         """
         trainer = self._running
         if self._meter.step == 0:
@@ -184,6 +189,16 @@ class Parallel:
     def grad_norm(self) -> Tensor | None:
         """The global gradient norm of the last step, before clipping."""
         return self._running.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was left out, on all ranks, because it was not finite."""
+        return self._running.finite.skipped
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The dynamic loss scale of fp16, with `state_dict` and `load_state_dict`; None in other precisions."""
+        return self._running.finite.scaling
 
     @property
     def dp_rank(self) -> int:

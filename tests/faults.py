@@ -24,6 +24,10 @@ FAULTS: dict[str, dict[str, str]] = {
         "one rank's count": "the loss is divided by the valid tokens of one data-parallel rank",
         "divided twice": "data parallel averages gradients whose loss was divided by the whole batch's count already",
         "a factor too many": "a constant factor in the loss, or none where one belongs",
+        "overflow of one rank": "with a loss scale, a rank that sees no overflow steps while another skips",
+        "norm of scaled gradients": "norm, clipping or update take gradients with the loss scale still in them",
+        "NaN of one rank": "a rank with a NaN or an infinity steps, and the others too, or wait for it",
+        "narrow sums": "gradients are summed over microbatches or ranks in 16 bits",
     },
     "clipping": {
         "tied copies in the norm": "a parameter held by two stages counts twice",
