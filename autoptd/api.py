@@ -17,6 +17,7 @@ from autoptd.parallel import Parallel as Parallel
 from autoptd.passes.collector import without_collector
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
+from autoptd.runtime.compiled import DEFAULT
 from autoptd.runtime.finite import Finite
 from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
 from autoptd.search.wishes import read_wishes, require_count
@@ -117,6 +118,7 @@ def parallelize(
     fix: Mapping[str, Any] | None = None,
     seed: int = 0,
     non_finite: str = "raise",
+    compile: bool | str = False,
     progress: Progress | None = None,
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
@@ -126,7 +128,8 @@ def parallelize(
     their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
     seed: of the parameters of a meta model, and of dropout. non_finite: what all ranks do with a step whose loss or
     gradient norm is not finite, "raise" RuntimeFault (nothing has changed then) or "skip" it; with fp16, overflows are
-    skipped anyway and halve the loss scale.
+    skipped anyway and halve the loss scale. compile: run each class of block through torch.compile, by inductor (True)
+    or the backend that is named; a plan with compiled kernels is run so anyway.
 
     Raises what `plan` raises, and PlanFileError for a plan of another model, PlanError for one of another world.
     """
@@ -153,7 +156,7 @@ def parallelize(
         optimizer = _planned_optimizer(plan)
     chosen = _optimizer_name(optimizer, optimizer_options)
     if plan is None:
-        wishes, where = read_wishes(fix), _cluster(cluster)
+        wishes, where = read_wishes({"kernels": "compiled", **(fix or {})} if compile else fix), _cluster(cluster)
         source = _traced(model, inputs, loss, seq, precision, progress)
         plan = make_plan(
             source,
@@ -175,7 +178,8 @@ def parallelize(
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
     options = dict(optimizer_options or {})
-    parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite)
+    backend = compile if isinstance(compile, str) else DEFAULT * (compile or plan.method.kernels == "compiled")
+    parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend)
     if running is not None:
         from autoptd.runtime.processes import connect_processes
 

@@ -18,6 +18,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
+from autoptd.runtime.compiled import check_backend, compile_blocks
 from autoptd.runtime.finite import LossScale
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.layout import Layout
@@ -27,6 +28,7 @@ from autoptd.runtime.report import Meter, StepReport
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.trainer import Trainer
+from autoptd.schedule import training_step
 
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful
@@ -48,7 +50,9 @@ class Parallel:
         seed: int,
         groups: Sequence[ParameterGroup] = (),
         non_finite: str = "raise",
+        backend: str = "",
     ) -> None:
+        """`backend`: of torch.compile, for the blocks; empty: they run as they are. Raises PlanError."""
         self.plan = plan
         self.program = program
         self._source = source
@@ -58,6 +62,9 @@ class Parallel:
         self._clip_norm = clip_norm
         self._seed = seed
         self._non_finite = non_finite
+        self._backend = backend
+        if backend:
+            _check_compilable(plan, backend)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # of the last step
         self._meter = _meter(plan)
@@ -102,6 +109,8 @@ class Parallel:
         key = DropoutKey(self._seed, communicators.dp.rank)
         with torch.device("meta"):
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key) for index in held]
+        for stage in stages if self._backend else ():
+            compile_blocks(stage, self._backend)
         self._communicators = communicators
         self._trainer = Trainer(
             stages,
@@ -294,6 +303,17 @@ class _Rank:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+
+
+def _check_compilable(plan: Plan, backend: str) -> None:
+    check_backend(backend)
+    how = plan.schedule
+    if any(action.kind == "W" for action in training_step(how.kind, plan.mesh.pp, how.microbatches, how.virtual)[0]):
+        raise PlanError(
+            f"the {how.kind} schedule runs backward passes in two halves, and a compiled block's is one piece",
+            where="compile",
+            fix="plan with another schedule, or leave out compile=",
+        )
 
 
 def _meter(plan: Plan) -> Meter:

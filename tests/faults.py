@@ -73,7 +73,12 @@ FAULTS: dict[str, dict[str, str]] = {
         "gradient of a gather": "the gradients of other ranks' shares are dropped",
         "labels across the cut": "ignored labels count in a loss over a split vocabulary",
     },
-    "compile": {},
+    "compile": {
+        "compiled every step": "a graph knows what moves on with every step, and is compiled again for each",
+        "compiled for every layer": "layers of one class are compiled one by one, or until a limit and then not at all",
+        "a backend that computes another thing": "compiled blocks do not compute what plain ones do",
+        "hooks lost in compiled blocks": "a compiled block reads parameters that are still being collected",
+    },
 }
 
 
