@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -31,6 +31,10 @@ types: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks
+
+# the page of silent faults and the tests that plant them
+faults: $(INSTALLED)
+	$(RUN) -m tests.faults --write
 
 clean:
 	rm -rf $(VENV)

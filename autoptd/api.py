@@ -18,6 +18,8 @@ from autoptd.parallel import Parallel as Parallel
 from autoptd.passes.collector import without_collector
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
+from autoptd.runtime.compiled import DEFAULT
+from autoptd.runtime.finite import Finite
 from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
 from autoptd.runtime.stored import Stored
 from autoptd.search.wishes import read_wishes, require_count
@@ -74,7 +76,8 @@ def plan(
     nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
     be. time_limit_s: of the search once it has a plan; the plan then depends on the machine's speed.
 
-    precision: "bf16", "fp32" or "fp64"; left out, bf16. A model from `trace` brings inputs, loss, seq and precision.
+    precision: "bf16", "fp16" (with dynamic loss scaling), "fp32" or "fp64"; left out, bf16. A model from
+    `trace` brings inputs, loss, seq and precision.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, and DoesNotFit saying what is missing.
     """
@@ -117,6 +120,8 @@ def parallelize(
     fix: Mapping[str, Any] | None = None,
     seed: int = 0,
     weights: str | os.PathLike[str] | None = None,
+    non_finite: str = "raise",
+    compile: bool | str = False,
     progress: Progress | None = None,
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
@@ -124,7 +129,10 @@ def parallelize(
     Keywords are those of `plan`; with a plan, its sizes, precision and optimizer hold and nothing is searched.
     optimizer_options: keywords of the optimizer, such as lr. parameter_groups: parameters with others, by patterns of
     their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
-    seed: of the parameters of a meta model, and of dropout.
+    seed: of the parameters of a meta model, and of dropout. non_finite: what all ranks do with a step whose loss or
+    gradient norm is not finite, "raise" RuntimeFault (nothing has changed then) or "skip" it; with fp16, overflows are
+    skipped anyway and halve the loss scale. compile: run each class of block through torch.compile, by inductor (True)
+    or the backend that is named; a plan with compiled kernels is run so anyway.
     model: may be a name or a folder as the command line takes them; it is then made on meta. weights: a folder of
     safetensors by the model's names, of which each rank reads its own slices; left out, a folder given as model, if it
     has any.
@@ -150,11 +158,12 @@ def parallelize(
             fix=f"torchrun --nproc-per-node … with {world} processes in all, or world={running}",
         )
     _check_clip(clip_norm)
+    Finite(non_finite, None)  # or it is refused
     if plan is not None and not callable(optimizer):
         optimizer = _planned_optimizer(plan)
     chosen = _optimizer_name(optimizer, optimizer_options)
     if plan is None:
-        wishes, where = read_wishes(fix), _cluster(cluster)
+        wishes, where = read_wishes({"kernels": "compiled", **(fix or {})} if compile else fix), _cluster(cluster)
         source = _traced(model, inputs, loss, seq, precision, progress)
         plan = make_plan(
             source,
@@ -177,7 +186,8 @@ def parallelize(
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
     options = dict(optimizer_options or {})
-    parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, stored)
+    backend = compile if isinstance(compile, str) else DEFAULT * (compile or plan.method.kernels == "compiled")
+    parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend, stored)
     if running is not None:
         from autoptd.runtime.processes import connect_processes
 

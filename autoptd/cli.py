@@ -226,7 +226,9 @@ def _parser() -> _Parser:
     plan.add_argument("--cluster", metavar="NAME", help="a shipped name (autoptd clusters) or a .toml file")
     plan.add_argument("--batch", type=count, metavar="N", help="samples per step over all devices (default 8 × world)")
     plan.add_argument("--seq", type=count, metavar="N", help="tokens per sample (default the model's own, up to 4096)")
-    plan.add_argument("--precision", choices=["bf16", "fp32", "fp64"], default="bf16", help="default %(default)s")
+    plan.add_argument(
+        "--precision", choices=["bf16", "fp16", "fp32", "fp64"], default="bf16", help="default %(default)s"
+    )
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default %(default)s")
     plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXABLE)}")
     _add_constraints(plan)

@@ -45,7 +45,7 @@ from autoptd.search.staged import Staged, rank_times
 from autoptd.search.wishes import Wishes
 
 _TRACE_BATCH = 2  # samples in the example inputs that are made here
-_PRECISIONS = ("bf16", "fp32", "fp64")
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 
 
 @dataclass(frozen=True)

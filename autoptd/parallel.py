@@ -18,6 +18,8 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
+from autoptd.runtime.compiled import check_backend, compile_blocks
+from autoptd.runtime.finite import LossScale
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.layout import Layout
 from autoptd.runtime.optimizer import ParameterGroup
@@ -27,6 +29,7 @@ from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.stored import Stored
 from autoptd.runtime.trainer import Trainer
+from autoptd.schedule import training_step
 
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful
@@ -47,8 +50,11 @@ class Parallel:
         clip_norm: float | None,
         seed: int,
         groups: Sequence[ParameterGroup] = (),
+        non_finite: str = "raise",
+        backend: str = "",
         weights: Mapping[str, Stored] | None = None,
     ) -> None:
+        """`backend`: of torch.compile, for the blocks; empty: they run as they are. Raises PlanError."""
         self.plan = plan
         self._weights = weights
         self.program = program
@@ -58,6 +64,10 @@ class Parallel:
         self._groups = groups
         self._clip_norm = clip_norm
         self._seed = seed
+        self._non_finite = non_finite
+        self._backend = backend
+        if backend:
+            _check_compilable(plan, backend)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # of the last step
         self._meter = _meter(plan)
@@ -107,6 +117,8 @@ class Parallel:
         key = DropoutKey(self._seed, communicators.dp.rank)
         with torch.device("meta"):
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key) for index in held]
+        for stage in stages if self._backend else ():
+            compile_blocks(stage, self._backend)
         self._communicators = communicators
         self._trainer = Trainer(
             stages,
@@ -115,6 +127,7 @@ class Parallel:
             self._optimizer,
             clip_norm=self._clip_norm,
             groups=self._groups,
+            non_finite=self._non_finite,
             **self._optimizer_options,
         )
         self._trainer.load_parameters(self.initial_values(held) if values is None else values)
@@ -149,7 +162,8 @@ class Parallel:
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One optimizer step. `batch`: this dp rank's share, keyword tensors, the same on its tp and pp ranks.
 
-        Returns the mean loss over the whole global batch. Raises InputsError before anything is sent.
+        Returns the mean loss over the whole global batch. Raises InputsError before anything is sent, and RuntimeFault
+        on all ranks where loss or gradient norm is not finite (non_finite="raise"): no parameter has changed then.
         """
         trainer = self._running
         if self._meter.step == 0:
@@ -192,6 +206,16 @@ class Parallel:
     def grad_norm(self) -> Tensor | None:
         """The global gradient norm of the last step, before clipping."""
         return self._running.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was left out, on all ranks, because it was not finite."""
+        return self._running.finite.skipped
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The dynamic loss scale of fp16, with `state_dict` and `load_state_dict`; None in other precisions."""
+        return self._running.finite.scaling
 
     @property
     def dp_rank(self) -> int:
@@ -287,6 +311,17 @@ class _Rank:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+
+
+def _check_compilable(plan: Plan, backend: str) -> None:
+    check_backend(backend)
+    how = plan.schedule
+    if any(action.kind == "W" for action in training_step(how.kind, plan.mesh.pp, how.microbatches, how.virtual)[0]):
+        raise PlanError(
+            f"the {how.kind} schedule runs backward passes in two halves, and a compiled block's is one piece",
+            where="compile",
+            fix="plan with another schedule, or leave out compile=",
+        )
 
 
 def _meter(plan: Plan) -> Meter:

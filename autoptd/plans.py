@@ -151,7 +151,7 @@ class Plan(_Part):
     cluster: Annotated[Cluster, Field(strict=False)]
     batch: Count
     sizes: dict[str, Count]
-    precision: Literal["bf16", "fp32", "fp64"]
+    precision: Literal["bf16", "fp16", "fp32", "fp64"]
     optimizer: Literal["adamw", "sgd", "custom"]
     mesh: Mesh
     schedule: Schedule
@@ -235,19 +235,19 @@ class Plan(_Part):
     @property
     def not_runnable(self) -> tuple[str, ...]:
         """What of this plan the runtime cannot carry out: it is a prediction only. Empty for plans that run."""
-        default, asked = Method(), self.method
+        default, asked, narrow = Method(), self.method, self.precision in ("bf16", "fp16")
         reasons = {
             f"cp {self.mesh.cp}": self.mesh.cp > 1,
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
             f"ZeRO {self.zero}": self.zero > 1,
             f"{' and '.join(self.partial)} recomputation": bool(self.partial),
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
-            f"{asked.kernels} kernels": asked.kernels != default.kernels,
+            f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             "a loss in place": asked.loss != default.loss,
             f"{asked.attention} attention": asked.attention != default.attention,
             "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,
             f"buckets of {asked.bucket_bytes} bytes": asked.bucket_bytes != default.bucket_bytes,
-            "gradients in the compute type": asked.gradients != default.gradients and self.precision == "bf16",
+            "gradients in the compute type": asked.gradients != default.gradients and narrow,
             f"shards of {asked.shards} ranks": asked.shards not in (0, self.mesh.dp),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)

@@ -321,7 +321,7 @@ def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
     ("wishes", "what", "way_out"),
     [
         ({"precision": "bfloat16"}, "unknown precision 'bfloat16'", "did you mean 'bf16'"),
-        ({"precision": torch.bfloat16}, "unknown precision torch.bfloat16", "known: bf16, fp32, fp64"),
+        ({"precision": torch.bfloat16}, "unknown precision torch.bfloat16", "known: bf16, fp16, fp32, fp64"),
         ({"optimizer": "adam"}, "unknown optimizer 'adam'", "did you mean 'adamw'"),
         ({"optimizer": None}, "unknown optimizer None", "'adamw', 'sgd'"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "is a SGD of parameters already", "a callable"),

@@ -160,7 +160,7 @@ def test_files_that_are_no_plans(text: str, said: str):
             "splits.activations[\"embed.hidden\"]: 'Q' is not a placement",
         ),
         (["boundaries", "block"], ["S1", "b"], "boundaries[\"block\"]: 'b' is not a placement"),
-        (["precision"], "bf61", "precision: input should be 'bf16', 'fp32' or 'fp64'"),
+        (["precision"], "bf61", "precision: input should be 'bf16', 'fp16', 'fp32' or 'fp64'"),
         (["schedule", "kind"], "gpip", "schedule.kind: input should be '1f1b', 'gpipe', 'interleaved' or"),
         (["zero"], 4, "zero: input should be less than or equal to 3, got 4"),
         (["graph_hash"], "sha256:12", "graph_hash: string should match pattern"),

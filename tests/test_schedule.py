@@ -164,6 +164,7 @@ def test_forward_only_is_proved() -> None:
     prove(with_communication(forward_only(3, 5)))
 
 
+@pytest.mark.fault("both directions on one communicator")
 def test_one_communicator_for_both_directions_is_stuck() -> None:
     """Rendezvous sends in order on a shared communicator: the classic deadlock of the steady state."""
     schedule = with_communication(one_f_one_b(2, 4))
@@ -184,6 +185,7 @@ def test_a_send_waits_for_the_oldest_one_under_way() -> None:
         prove(crossed, under_way=1)
 
 
+@pytest.mark.fault("crossed waits")
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -47,6 +47,7 @@ class Session:
             "random": {"seed": trainer.dropout.seed, "step": trainer.dropout.step},
             "optimizer": {"class": type(trainer.optimizer).__name__, "groups": groups},
             "others": {name: other.state_dict() for name, other in others.items()},
+            "loss_scale": trainer.finite.scaling.state_dict() if trainer.finite.scaling is not None else None,
         }
         manifest = {
             **self._described,
@@ -71,4 +72,6 @@ class Session:
         for name, other in others.items():
             other.load_state_dict(progress["others"][name])
         self._trainer.dropout.seed, self._trainer.dropout.step = (progress["random"][key] for key in ("seed", "step"))
+        if self._trainer.finite.scaling is not None and progress.get("loss_scale") is not None:
+            self._trainer.finite.scaling.load_state_dict(progress["loss_scale"])
         return int(progress["step"])

@@ -174,8 +174,8 @@ def _batch(plan: Plan) -> Said:
 
 def _data_parallel(plan: Plan) -> Said:
     method, dp = plan.method, plan.mesh.dp
-    if plan.precision == "bf16":
-        yield "--bf16", ""
+    if plan.precision in ("bf16", "fp16"):
+        yield f"--{plan.precision}", ""
     if plan.optimizer == "custom":
         yield "the optimizer is your own: --optimizer is left to you"
     else:
@@ -198,6 +198,8 @@ def _data_parallel(plan: Plan) -> Said:
         yield f"buckets of {method.bucket_bytes} bytes: without overlap Megatron-LM reduces all gradients at once"
     if plan.precision == "bf16" and method.gradients == "compute":
         yield "--grad-reduce-in-bf16", ""
+    if plan.precision == "fp16" and method.gradients == "compute":
+        yield "gradients in fp16: Megatron-LM accumulates and reduces them in float32"
     if plan.precision == "bf16" and method.gradients == "both":
         yield "gradients have a bf16 buffer beside the float32 one: Megatron-LM keeps the float32 one alone"
 

@@ -56,6 +56,12 @@ def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
             where="mesh.cp",
             fix="export to megatron, or plan with cp=1",
         )
+    if plan.precision == "fp16":
+        raise PlanError(
+            "an exported torch program does not scale its loss, which fp16 needs",
+            where="precision",
+            fix="plan in bf16, or run the program that autoptd emits",
+        )
     layers = read_layers(plan)
     styles = styles_of(plan, model, layers)
     stages = stage_modules(plan, model, layers)

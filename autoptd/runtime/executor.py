@@ -120,12 +120,15 @@ class Executor:
         loss: Tensor,
         end: Mapping[str, Callable[[], None]],
         before_backward: Callable[[int, bool], None],
+        scale: float = 1.0,
     ) -> None:
         """Every action in order. The last stage adds its share of the loss to `loss`, 0-dim float64.
 
+        `scale`: the loss's gradient, by which all gradients are larger.
+
         `before_backward(chunk, last)` is called before each action that makes gradients of parameters.
         """
-        run = _Run(self, actions, microbatches, counts, loss)
+        run = _Run(self, actions, microbatches, counts, loss, scale)
         lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
         if not self._shaken and lasts:
             run.shake_hands()
@@ -157,7 +160,13 @@ class _Run:
     """The state of one step, by microbatch and chunk."""
 
     def __init__(
-        self, executor: Executor, actions: Actions, microbatches: Sequence[Microbatch], counts: Tensors, loss: Tensor
+        self,
+        executor: Executor,
+        actions: Actions,
+        microbatches: Sequence[Microbatch],
+        counts: Tensors,
+        loss: Tensor,
+        scale: float,
     ) -> None:
         self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
         self.actions, self.microbatches, self.counts = actions, microbatches, counts
@@ -170,7 +179,7 @@ class _Run:
         self.outputs: dict[At, Tensors] = {}
         self.gradients: dict[At, Tensors] = {}
         self.sending: dict[Edge, deque[list[Handle]]] = {}  # by message
-        self.loss = loss
+        self.loss, self.scale = loss, scale
         self.slices = executor._slices
         messages: dict[Edge, deque[tuple[At, list[_Part]]]] = {}
         for action in actions:
@@ -287,7 +296,8 @@ class _Run:
         self.dropout.microbatch = i
         outputs = self.outputs.pop((i, chunk))
         if stage.is_last:
-            roots: list[Root] = [(outputs[0], None)]
+            (share,) = outputs
+            roots: list[Root] = [(share, None if self.scale == 1 else torch.full_like(share, self.scale))]
         else:
             if self.comm.mesh.pp == 1:
                 self.gradients[i, chunk] = self._returned(i, chunk + 1)

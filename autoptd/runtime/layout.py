@@ -12,7 +12,7 @@ from autoptd.passes.placements import Placement, Split
 from autoptd.runtime.mesh import Mesh
 from autoptd.schedule import RUNNABLE, SCHEDULES
 
-PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from autoptd.runtime.batch import Microbatch, cut_batch
 from autoptd.runtime.buffers import Buffers, Piece, squared_norm
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.executor import Executor
+from autoptd.runtime.finite import Finite, LossScale
 from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
 from autoptd.runtime.randomness import DropoutKey
@@ -36,7 +37,8 @@ class Trainer:
 
     Stages may be on meta: call `load_parameters` before the first step. Those with values keep them.
     `optimizer` is "adamw" or "sgd" (keywords go to torch's class), or a factory over parameters; elementwise ones only.
-    `clip_norm` bounds the global gradient norm. Raises PlanError if stage and layout do not fit each other.
+    `clip_norm` bounds the global gradient norm. `non_finite`: what to do where loss or norm is not finite, "raise" or
+    "skip"; on all ranks, see `finite`. Raises PlanError if stage and layout do not fit each other.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Trainer:
         *,
         clip_norm: float | None = None,
         groups: Sequence[ParameterGroup] = (),
+        non_finite: str = "raise",
         **optimizer_kwargs: Any,
     ) -> None:
+        self.finite = Finite(non_finite, LossScale() if layout.dtype == torch.float16 else None)
         self.stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
         self.layout, self.communicators = layout, communicators
         self.clip_norm = clip_norm
@@ -108,8 +112,12 @@ class Trainer:
             "GATHER": self._buffers.gather_parameters,
         }
         counts = self._global_counts(microbatches)
-        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers.expect_gradients)
+        before = self._buffers.expect_gradients
+        self._executor.run(self._actions, microbatches, counts, share, end, before, self.finite.scale)
         self._dropout.step += 1
+        if self.finite.skipped:
+            here = [piece.name for piece in self._pieces if not piece.grad.isfinite().all()]
+            self.finite.check(self._dropout.step - 1, list(dict.fromkeys(here)))
         return outcome[0]
 
     @torch.no_grad()
@@ -143,15 +151,20 @@ class Trainer:
 
     @torch.no_grad()
     def _finish(self, share: Tensor) -> Tensor:
-        """Agree on loss, norm and used parameters; clip; step. Returns the loss."""
+        """Agree on loss, norm and used parameters; clip; step, unless something is not finite. Returns the loss."""
+        if self.finite.scale != 1:
+            self._buffers.scale_gradients(torch.tensor(1 / self.finite.scale))
         device = self.communicators.device
         own_used = self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = torch.tensor([name in own_used for name in self._trainable], dtype=torch.float64, device=device)
         norm = squared_norm(self._pieces).to(device)
         agreed = self.communicators.world.all_reduce(torch.cat((loss.view(1), norm.view(1), flags)))
-        self._used = {name for name, n in zip(self._trainable, agreed[2:].tolist(), strict=True) if n}
+        whole, _, *users = agreed.tolist()
+        self._used = {name for name, n in zip(self._trainable, users, strict=True) if n}
         self.grad_norm = agreed[1].sqrt()
+        if not self.finite.steps(whole, float(self.grad_norm)):
+            return agreed[0].to(self.layout.main_dtype)
         if self.clip_norm is not None:
             self._buffers.scale_gradients((self.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
         for piece in self._pieces:

@@ -63,6 +63,7 @@ def test_another_order_on_one_rank_is_a_disagreement() -> None:
         run_lockstep(Mesh(4), body)
 
 
+@pytest.mark.fault("crossed waits")
 def test_a_deadlock_is_found_at_once() -> None:
     def body(c: Communicators) -> None:
         one = torch.ones(1)
@@ -98,6 +99,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         run_lockstep(Mesh(2), body, timeout_s=0.2)
 
 
+@pytest.mark.fault("written while sent")
 def test_a_message_written_while_under_way_is_caught() -> None:
     def body(c: Communicators) -> None:
         x = torch.ones(2)

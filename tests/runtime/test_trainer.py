@@ -324,6 +324,7 @@ def test_optimizers() -> None:
     run_lockstep(mesh, body)
 
 
+@pytest.mark.fault("another type of equal size")
 def test_neighbours_that_disagree_are_told_before_anything_is_sent() -> None:
     """An equal number of bytes of another dtype."""
     mesh = Mesh(pp=2)

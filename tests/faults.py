@@ -1,0 +1,157 @@
+"""What distributed training gets wrong in silence, fault by fault, and the tests that plant each.
+
+    python -m tests.faults            print the table
+    python -m tests.faults --write    write it to docs/faults.md
+
+A test says which fault it plants with `@pytest.mark.fault("stale gradients")`, or for one of its parameters with
+`pytest.param(…, marks=pytest.mark.fault("stale gradients"))`. The table is read off the sources; nothing is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "faults.md"
+
+# area -> fault -> what goes wrong
+FAULTS: dict[str, dict[str, str]] = {
+    "loss": {
+        "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
+        "one rank's count": "the loss is divided by the valid tokens of one data-parallel rank",
+        "divided twice": "data parallel averages gradients whose loss was divided by the whole batch's count already",
+        "a factor too many": "a constant factor in the loss, or none where one belongs",
+        "overflow of one rank": "with a loss scale, a rank that sees no overflow steps while another skips",
+        "norm of scaled gradients": "norm, clipping or update take gradients with the loss scale still in them",
+        "NaN of one rank": "a rank with a NaN or an infinity steps, and the others too, or wait for it",
+        "narrow sums": "gradients are summed over microbatches or ranks in 16 bits",
+    },
+    "clipping": {
+        "tied copies in the norm": "a parameter held by two stages counts twice",
+        "replicas in the norm": "a parameter that every tensor-parallel rank holds whole counts once for each",
+        "shards out of the norm": "of a split parameter only the first tensor-parallel rank's part counts",
+        "dp replicas in the norm": "without sharding each data-parallel rank adds the same squares",
+        "a rank's own norm": "gradients are clipped by what one rank sees, not by the global norm",
+        "padding in the norm": "what pads a flat buffer counts",
+    },
+    "tied": {
+        "tied gradients apart": "the stages that share a parameter do not add up their gradients",
+    },
+    "buffers": {
+        "stale gradients": "the flat gradient of the step before is added to",
+        "a lost view": "the optimizer reads a gradient that is no longer the buffer that was reduced",
+        "last microbatch alone": "every microbatch overwrites the gradient of the one before",
+        "reduced too early": "a bucket is reduced when its first microbatch is done",
+        "no gather": "updated shards are not collected",
+        "gather into gradients": "collected parameters land in the gradient buffer",
+        "shards of another group": "shards are cut for more ranks than there are: some elements nobody updates",
+        "read before gathered": "a module reads a parameter that is still on its way",
+        "the unused stepped": "weight decay and moments move a parameter that nobody used in this step",
+        "groups ignored": "parameter groups are lost when parameters become flat",
+        "a parameter nobody updates": "a trainable parameter is left out of every buffer",
+    },
+    "pipeline": {
+        "both directions on one communicator": "sends of both directions wait for each other in the steady state",
+        "crossed waits": "two ranks wait for each other's message",
+        "swapped receives": "two messages of one edge are taken in the wrong order",
+        "swapped wires": "two tensors of one message change places",
+        "swapped stages": "two pipeline ranks run each other's layers",
+        "chunks elsewhere": "a rank takes its neighbour's chunks of an interleaved schedule",
+        "another type of equal size": "the receiver reads the bytes as another dtype",
+        "written while sent": "a tensor is written before its send is done",
+        "weights put off for ever": "a backward pass in two halves forgets the second",
+    },
+    "randomness": {},
+    "tensor parallel": {
+        "a bias on every rank": "the bias of a row-split product is added once per rank",
+        "a norm's gradient not summed": "norms and biases over a split sequence keep their own rank's addend",
+        "summed twice": "a gradient that is whole already is summed over the ranks",
+        "addends not summed": "of partial sums each rank takes its own as the whole",
+        "gradient of a gather": "the gradients of other ranks' shares are dropped",
+        "labels across the cut": "ignored labels count in a loss over a split vocabulary",
+    },
+    "compile": {
+        "compiled every step": "a graph knows what moves on with every step, and is compiled again for each",
+        "compiled for every layer": "layers of one class are compiled one by one, or until a limit and then not at all",
+        "a backend that computes another thing": "compiled blocks do not compute what plain ones do",
+        "hooks lost in compiled blocks": "a compiled block reads parameters that are still being collected",
+    },
+}
+
+
+def planted() -> dict[str, list[str]]:
+    """Fault -> the tests that plant it, `folder/test_file.py::test_name[parameter]`."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text = path.read_text("utf-8")
+        if "mark.fault(" in text:
+            for fault, test in _marks(ast.parse(text)):
+                found.setdefault(fault, []).append(f"{path.relative_to(TESTS).as_posix()}::{test}")
+    return found
+
+
+def _marks(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for function in tree.body:
+        if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
+            continue
+        for decorator in function.decorator_list:
+            for fault in _faults(decorator):
+                yield fault, function.name
+            for call in ast.walk(decorator):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.param":
+                    marks = [keyword.value for keyword in call.keywords if keyword.arg == "marks"]
+                    for fault in [fault for mark in marks for node in ast.walk(mark) for fault in _faults(node)]:
+                        yield fault, f"{function.name}[{_shown(call.args)}]"
+
+
+def _faults(node: ast.AST) -> list[str]:
+    """Of `pytest.mark.fault("…", …)`."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.mark.fault":
+        return []
+    return [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+
+
+def _shown(args: list[ast.expr]) -> str:
+    return ", ".join(str(arg.value) if isinstance(arg, ast.Constant) else ast.unparse(arg) for arg in args[:2])
+
+
+def page() -> str:
+    """The table as Markdown."""
+    tests = planted()
+    lines = [
+        "# Silent faults",
+        "",
+        "Distributed training goes wrong without an error: losses fall all the same. Each fault below is planted on",
+        "purpose by a test, which fails unless parity with one process breaks, or the program refuses to run.",
+        "`make faults` writes this page; a test fails when it is stale, or when a fault has no test.",
+    ]
+    for area, faults in FAULTS.items():
+        if faults:
+            lines += ["", f"## {area[0].upper()}{area[1:]}", "", "| fault | planted by |", "|---|---|"]
+            lines += [f"| {text} | {_cell(tests.get(fault, []))} |" for fault, text in faults.items()]
+    return "\n".join([*lines, ""])
+
+
+def _cell(tests: list[str]) -> str:
+    return "<br>".join(f"`{test}`".replace("|", r"\|") for test in tests) or "**nothing**"
+
+
+def mistakes() -> list[str]:
+    """Faults without a test, marks without a fault, and a page that is not the table."""
+    tests, known = planted(), [fault for faults in FAULTS.values() for fault in faults]
+    wrong = [f"nothing plants {fault!r}" for fault in known if fault not in tests]
+    wrong += [f"{where[0]} plants {fault!r}, which is no row" for fault, where in tests.items() if fault not in known]
+    wrong += [f"{fault!r} stands twice" for fault in set(known) if known.count(fault) > 1]
+    if not PAGE.exists() or PAGE.read_text("utf-8") != page():
+        wrong.append("docs/faults.md is stale: run `make faults`")
+    return wrong
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page(), "utf-8")
+    print(page())
+    sys.exit("\n".join(mistakes()) or None)

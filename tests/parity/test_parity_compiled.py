@@ -1,0 +1,71 @@
+"""Blocks through torch.compile: the same training, each class compiled once, nothing again after the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from parity_check import Variant, alone, batches, complaints, parallel, planned
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from autoptd.lockstep import train_in_lockstep
+from autoptd.parallel import Parallel
+from autoptd.runtime import compiled
+from autoptd.runtime.mesh import Mesh
+
+BULK = Variant(bulk=True)
+LATER = replace(BULK, recompute="full", overlap=("dp", "p2p"), clip_norm=0.7)
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    compiled._compiled.cache_clear()
+    yield
+    torch.compiler.reset()
+
+
+def of(name: str, mesh: Mesh, variant: Variant = BULK, backend: str = "aot_eager") -> Parallel:
+    made = parallel(name, planned(name, mesh, variant), "sgd", variant.clip_norm)
+    made._backend = backend
+    return made
+
+
+def share(name: str, samples: int, step: int = 0) -> dict[str, Tensor]:
+    return {n: x.roll(step, 0)[:samples] for n, x in batches(name, 1)[0].items()}
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_compiled_blocks_train_like_one_process() -> None:
+    """Collectives, recomputation, parameters gathered late; then again with other stages of the same classes."""
+    name = "nanogpt"
+    made = of(name, Mesh(1, 2, 2), LATER)
+    found = train_in_lockstep(made, batches(name))
+    assert graphs() and not complaints(name, found, alone(name, "sgd", LATER.clip_norm))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert train_in_lockstep(made, batches(name)).losses == found.losses
+
+
+def test_a_class_is_compiled_once_and_a_ragged_microbatch_once_more() -> None:
+    """Dropout as well: its key moves with step and microbatch, and no graph must know."""
+    name, counted = "nanogpt_dropout", []
+    made = of(name, Mesh(), replace(BULK, micro=4))
+    plain = of(name, Mesh(), replace(BULK, micro=4), "")
+    layers = len(compiled.blocks_of(made.stage_module(0)))
+    for step in range(3):
+        assert made.train_step(share(name, 15, step)) == plain.train_step(share(name, 15, step))
+        counted.append(graphs())
+    assert layers == 4 and counted[0] == counted[2]
+    blocks = made.program.files["blocks.py"]
+    parts = 1 + blocks.count("ops.dropout(") + blocks.count("ops.attention(")
+    assert counted[0] == 2 * parts, "for four samples, and for any number"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert made.train_step(share(name, 14)) == plain.train_step(share(name, 14))
+    assert made.eval_step(share(name, 16)) == plain.eval_step(share(name, 16))
