@@ -205,6 +205,8 @@ def in_flight(stage: int, stages: int, microbatches: int, schedule: str = "1f1b"
     zero-bubble  p on every stage, since activations stay until the weights' gradient: ZB-H1 (Qi et al. 2023)
     interleaved  the warm-up of 2 (p - i - 1) + (v - 1) p chunks and the one in work, v chunks a rank (Narayanan et al.
                  2021, section 2.2)
+    zero-bubble-v  2 p on every stage, 2 p - i - 1 of its chunk 0 and i + 1 of its chunk 1, as its lists show: as many
+                 bytes as p of 1F1B (Qi et al. 2023, section 6, ZB-V)
     """
     if not 0 <= stage < stages:
         raise ValueError(f"stage {stage} is not one of {stages}")
@@ -217,7 +219,9 @@ def in_flight(stage: int, stages: int, microbatches: int, schedule: str = "1f1b"
             return min(microbatches, stages - stage)
         case "zero-bubble":
             return min(microbatches, stages)
-    raise ValueError(f"unknown schedule {schedule!r}; known: 1f1b, gpipe, interleaved, zero-bubble")
+        case "zero-bubble-v":
+            return min(microbatches, 2 * stages - stage - 1) + min(microbatches, stage + 1)
+    raise ValueError(f"unknown schedule {schedule!r}; known: 1f1b, gpipe, interleaved, zero-bubble, zero-bubble-v")
 
 
 # ---- beyond tensors ----

@@ -22,7 +22,7 @@ import numpy as np
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import Overlap, StageTimes
 from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
-from autoptd.schedule import Schedule
+from autoptd.schedule import Route, Schedule
 
 _EQUAL = 1e-12  # of the makespan: what two cycles may differ by
 _ROUNDS = 3  # times the ranks: microbatches that are played at first
@@ -34,24 +34,25 @@ def makespan_s(
     times: Sequence[StageTimes],
     overlap: Overlap | None = None,
     period: int = 1,
+    route: Route | None = None,
 ) -> float:
-    """Seconds of a step, as `simulate(lists(microbatches), times, overlap)` has it.
+    """Seconds of a step, as `simulate(lists(microbatches), times, overlap, route)` has it.
 
     `lists` gives the schedule of so many microbatches; after each `period` of them its rounds are alike. Raises what
     `simulate` raises.
     """
     rounds = -(-_ROUNDS * len(times) // period)
     while 2 * (played := rounds * period + microbatches % period) < microbatches:
-        timeline = simulate(lists(played), times, overlap)
+        timeline = simulate(lists(played), times, overlap, route)
         settled = _settled(timeline, period)
         if settled is not None:
             cycle, cycle_s = settled
             if more := (microbatches - played) % cycle:
                 played += more
-                timeline = simulate(lists(played), times, overlap)
+                timeline = simulate(lists(played), times, overlap, route)
             return timeline.makespan_s + (microbatches - played) // cycle * cycle_s
         rounds *= 2
-    return simulate(lists(microbatches), times, overlap).makespan_s
+    return simulate(lists(microbatches), times, overlap, route).makespan_s
 
 
 def _settled(timeline: Timeline, period: int) -> tuple[int, float] | None:

@@ -24,7 +24,7 @@ from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.sharding import parameter_splits
 from autoptd.passes.trace import SEQUENCE
 from autoptd.progress import Progress
-from autoptd.schedule import period_of, prove
+from autoptd.schedule import period_of, prove, route_of, row_of
 from autoptd.search.bounds import cut_bound_s
 from autoptd.search.known import Known, Question
 from autoptd.search.meshes import Candidate, Limits, candidates, divisors
@@ -188,7 +188,7 @@ class Planner:
     def _hope_s(self, w: _Waiting) -> float:
         """Where it stands in the queue: by its bound, and with the ramp of even chunks where no bound has one."""
         c = w.candidate
-        if c.virtual == 1 or self.task.effort is None:
+        if not row_of(c.schedule).groups or self.task.effort is None:
             return w.bound_s
         return w.bound_s * (1 + (c.pp - 1) / (c.virtual * c.microbatches))
 
@@ -424,7 +424,7 @@ def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
     """
     period = period_of(kind, stages)
     enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period
-    prove(action_lists(kind, stages, min(microbatches, enough), virtual))
+    prove(action_lists(kind, stages, min(microbatches, enough), virtual), route_of(kind, stages, virtual))
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

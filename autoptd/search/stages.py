@@ -13,6 +13,7 @@ import numpy as np
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory, in_flight
 from autoptd.errors import DoesNotFit, PlanError
+from autoptd.schedule import row_of
 from autoptd.search.bounds import warm_up
 from autoptd.search.chunks import Chunks
 from autoptd.search.cuts import Cuts, leanest, refuse, solve_cuts
@@ -60,7 +61,7 @@ class Stages:
 
     def site(self, stage: int) -> Site:
         """Where a stage runs."""
-        return self.sites[self._pools[stage % self.candidate.pp]]
+        return self.sites[self._pools[self.candidate.route.holder(stage)]]
 
     @cached_property
     def _pools(self) -> tuple[int, ...]:
@@ -113,14 +114,14 @@ class Stages:
     def alive(self, stage: int) -> int:
         """Chunks whose activations the pipeline rank of a stage holds at its fullest."""
         c = self.candidate
-        return in_flight(stage % c.pp, c.pp, c.microbatches, self.method.schedule, self.method.virtual)
+        return in_flight(c.route.holder(stage), c.pp, c.microbatches, c.schedule, c.virtual)
 
     def finish(self, cuts: Cuts) -> Staged:
         """These stages with the quickest recomputation that fits; of the step, the bound. Raises DoesNotFit."""
-        pp, policies = self.candidate.pp, list[Mapping[int, str]]([{}] * len(cuts))
+        route, policies = self.candidate.route, list[Mapping[int, str]]([{}] * len(cuts))
         memory: list[Memory] = []
-        for rank in range(pp):
-            mine, site = range(rank, len(cuts), pp), self.site(rank)
+        for rank in range(route.ranks):
+            mine, site = route.stages_of(rank), self.site(rank)
             runs = [cuts[stage] for stage in mine]
             stretches = [site.stretch(*run) for run in runs]
             state, upcast = self.chunks.state(runs, site.largest_block, cuts), self.chunks.upcast_bytes(runs)
@@ -153,7 +154,7 @@ class Stages:
             base_s=tuple(site.base_s for site in self.sites),
             send_s=np.array([*sends, 0.0]),
             alive=tuple(self.alive(k) for k in range(self.count)),
-            pools=tuple(self._pools[k % self.candidate.pp] for k in range(self.count)),
+            pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
             state=first.state * v,
             kept=kept,
             lean=lean,
@@ -199,7 +200,7 @@ class Stages:
         if found is None:
             return math.inf
         slowest, m = found.value, c.microbatches
-        if method.virtual > 1 or method.schedule == "zero-bubble":
+        if method.virtual > 1 or row_of(method.schedule).halves:
             return m * slowest
         waits = warm_up(method.schedule, 0, c.pp, m) - 1
         return max(m * slowest, total + (m - 1 - waits / 2) * slowest)

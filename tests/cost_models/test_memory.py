@@ -107,7 +107,8 @@ def test_in_flight():
 
 
 @pytest.mark.parametrize(
-    ("kind", "virtual"), [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3)]
+    ("kind", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)],
 )
 def test_in_flight_is_what_the_action_lists_hold(kind: str, virtual: int):
     for stages in (1, 2, 3, 4, 6):

@@ -24,6 +24,11 @@ WAYS = {
     "slices": Variant(sends="slices", micro=1, sequence_parallel=False, schedule="interleaved", virtual=2),
     "gathered later": Variant(overlap=("dp", "p2p"), micro=1, bulk=True),
     "zero-bubble, recomputed": Variant(schedule="zero-bubble", micro=1, recompute="full", zero=0),
+    "vee": Variant(schedule="zero-bubble-v", virtual=2, micro=1, bulk=True, clip_norm=0.7),
+    "vee, recomputed": Variant(schedule="zero-bubble-v", virtual=2, micro=1, recompute="full", zero=0),
+    "vee, slices, gathered later": Variant(
+        sends="slices", overlap=("dp", "p2p"), micro=1, sequence_parallel=False, schedule="zero-bubble-v", virtual=2
+    ),
 }
 PIPELINES = (Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(4, 1, 2))
 
@@ -42,13 +47,13 @@ def test_a_schedule_trains_like_one_process(name: str, way: str) -> None:
     assert not wrong, (mesh, optimizer, wrong)
 
 
-@pytest.mark.parametrize("way", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("way", ["interleaved", "zero-bubble", "vee"])
 @pytest.mark.parametrize("name", FEW_MESHES)
 def test_mixtures_and_encoder_decoders(name: str, way: str) -> None:
     assert not check(name, Mesh(2, 2, 2), WAYS[way], "adamw")
 
 
-@pytest.mark.parametrize("way", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("way", ["interleaved", "zero-bubble", "vee"])
 def test_one_rank_and_no_other(way: str) -> None:
     """Chunks that hand over to each other on one rank; nobody to send gradients to."""
     assert not check("nanogpt", Mesh(8, 1, 1), WAYS[way], "sgd")

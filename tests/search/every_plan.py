@@ -50,7 +50,7 @@ def _all_seconds(
     for cuts in filter(keep, all_cuts(len(stages.folded.segments), stages.count)):
         ranks: list[list[RankChoice]] = []
         for rank in range(candidate.pp):
-            mine = cuts[rank :: candidate.pp]
+            mine = candidate.route.of(cuts, rank)
             key = rank, mine, repr(stages.chunks._sharers(cuts))
             if key not in ranks_known:
                 site = stages.site(rank)
@@ -68,7 +68,7 @@ def _all_seconds(
         for chosen in itertools.product(*ranks):
             policies: list[dict[int, str]] = [{} for _ in cuts]
             for rank, (ways, _) in enumerate(chosen):
-                for stage, own in zip(range(rank, len(cuts), candidate.pp), ways, strict=True):
+                for stage, own in zip(candidate.route.stages_of(rank), ways, strict=True):
                     policies[stage] = own
             staged = timed(stages.chunks, StageSolution(cuts, tuple(policies)), tuple(m for _, m in chosen))
             yield simulated(staged).seconds
@@ -120,7 +120,7 @@ def _rank_choices(
     """All that fit, quickest first; of those with the same seconds one, and unless `thorough` none that another one
     betters."""
     site, alive = stages.site(rank), stages.alive(rank)
-    mine = list(cuts[rank :: stages.candidate.pp])
+    mine = list(stages.candidate.route.of(cuts, rank))
     state, upcast = stages.chunks.state(mine, site.largest_block, cuts), stages.chunks.upcast_bytes(mine)
     index = np.indices([len(c.again_s) for c in chunks]).reshape(len(chunks), -1)
     kept = np.rint(alive * sum(c.kept[i] for c, i in zip(chunks, index, strict=True)) / len(chunks))
