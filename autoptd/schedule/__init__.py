@@ -33,6 +33,7 @@ from autoptd.schedule.actions import (
     SENDS,
     Action,
     Actions,
+    Alive,
     Schedule,
     chunks_of,
     in_flight,
@@ -41,7 +42,7 @@ from autoptd.schedule.actions import (
     text,
 )
 from autoptd.schedule.lists import step_lists, training_step, with_communication, with_step_end
-from autoptd.schedule.proof import SENDS_UNDER_WAY, StuckSchedule, grid, prove
+from autoptd.schedule.proof import SENDS_UNDER_WAY, StuckSchedule, UncountedActivations, grid, prove, prove_memory
 from autoptd.schedule.route import Channel, Route, channel_of, peer_of
 from autoptd.schedule.rows import (
     RUNNABLE,
@@ -65,11 +66,13 @@ __all__ = [
     "SENDS_UNDER_WAY",
     "Action",
     "Actions",
+    "Alive",
     "Channel",
     "Route",
     "Row",
     "Schedule",
     "StuckSchedule",
+    "UncountedActivations",
     "channel_of",
     "chunks_of",
     "forward_only",
@@ -83,6 +86,7 @@ __all__ = [
     "peer_of",
     "period_of",
     "prove",
+    "prove_memory",
     "route_of",
     "row_of",
     "step_lists",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 SENDS = ("SF", "SB")
@@ -55,21 +55,58 @@ def chunks_of(schedule: Schedule) -> int:
     return 1 + max((action.chunk for actions in schedule for action in actions), default=0)
 
 
+class Alive(NamedTuple):
+    """Of how many microbatches a rank holds activations at the moments of which one is the fullest.
+
+    A row for each such moment, with a number for each chunk; they weigh 1 / `parts` (where chunks are taken to be of
+    average size, each row holds their sum everywhere).
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    parts: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """In flight at the most, of whatever size."""
+        return max(map(sum, self.rows)) // self.parts
+
+    @property
+    def least(self) -> int:
+        """So many chunks of any size, at the least, are what the rank holds."""
+        return max(min(row) * len(row) for row in self.rows) // self.parts
+
+    def kept(self, chunk_bytes: Sequence[int]) -> int:
+        """Bytes at the fullest moment, of one microbatch's on each chunk."""
+        most = max(sum(n * each for n, each in zip(row, chunk_bytes, strict=True)) for row in self.rows)
+        return round(most / self.parts)
+
+    def covers(self, alive: Sequence[int]) -> bool:
+        """Whether that many are counted."""
+        if self.parts > 1:
+            return sum(alive) <= self.chunks
+        return any(all(n <= most for n, most in zip(alive, row, strict=True)) for row in self.rows)
+
+
 def in_flight(actions: Sequence[Action], chunk_bytes: Sequence[float] = ()) -> tuple[int, ...]:
     """By chunk, of how many microbatches a rank holds activations when it holds most.
 
     Activations live from F to B, or to W where the rank has W (an upper bound: W needs but part of them). `chunk_bytes`
     weighs the chunks, by one microbatch's activations on each; all alike without.
     """
+    fullest, most = (0,) * chunks_of((tuple(actions),)), 0.0
+    for alive in moments(actions):
+        if (now := sum(n * weight for n, weight in zip(alive, chunk_bytes or [1] * len(alive), strict=True))) > most:
+            fullest, most = alive, now
+    return fullest
+
+
+def moments(actions: Sequence[Action]) -> Iterator[tuple[int, ...]]:
+    """By chunk, of how many microbatches a rank holds activations after each forward pass."""
     freeing = "W" if any(action.kind == "W" for action in actions) else "B"
     alive = [0] * chunks_of((tuple(actions),))
-    weights = chunk_bytes or [1] * len(alive)
-    fullest, most = tuple(alive), 0.0
     for action in actions:
         if action.kind == "F":
             alive[action.chunk] += 1
-            if (now := sum(n * weight for n, weight in zip(alive, weights, strict=True))) > most:
-                fullest, most = tuple(alive), now
+            yield tuple(alive)
         elif action.kind == freeing:
             alive[action.chunk] -= 1
-    return fullest

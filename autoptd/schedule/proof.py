@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from autoptd.schedule.actions import RECEIVES, SENDS, Action, Actions, Schedule, chunks_of
+from autoptd.schedule.actions import RECEIVES, SENDS, Action, Actions, Alive, Schedule, chunks_of, moments
 from autoptd.schedule.route import Route, channel_of, peer_of
 
 SENDS_UNDER_WAY = (
@@ -40,6 +40,21 @@ def prove(
     run.to_the_end()
     for rank, actions in enumerate(schedule):
         _prove_data_flow(rank, route, actions)
+
+
+class UncountedActivations(ValueError):
+    """A schedule that holds more than memory was predicted for."""
+
+
+def prove_memory(schedule: Schedule, counted: Sequence[Alive]) -> None:
+    """Show that no rank ever holds activations of more microbatches than were counted. Raises UncountedActivations."""
+    for rank, (actions, most) in enumerate(zip(schedule, counted, strict=True)):
+        for alive in moments(actions):
+            if not most.covers(alive):
+                raise UncountedActivations(
+                    f"rank {rank} holds activations of {'+'.join(map(str, alive))} microbatches (by chunk), but memory "
+                    f"is predicted for {' or '.join('+'.join(map(str, row)) for row in most.rows)}"
+                )
 
 
 class _Run:
