@@ -279,8 +279,8 @@ def _common_policy(staged: Staged) -> str:
 
 def _device_of(staged: Staged, cluster: Cluster, stage: int) -> str:
     """The type of device of a stage, where the cluster has several."""
-    c = staged.candidate
-    return cluster.pools[c.pools[stage % c.pp]].device.name if c.pools else ""
+    pools = staged.candidate.pools
+    return cluster.pools[pools[staged.route.holder(stage)]].device.name if pools else ""
 
 
 def _stage(folded: Folded, run: tuple[int, int], policies: Mapping[int, str], common: str, device: str) -> Stage:
@@ -304,7 +304,7 @@ def _modules(folded: Folded, first: int, last: int) -> str:
 
 def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) -> Predicted:
     candidate, m = staged.candidate, staged.candidate.microbatches
-    ranks = [staged.stages[rank :: candidate.pp] for rank in range(candidate.pp)]
+    ranks = [staged.route.of(staged.stages, rank) for rank in range(candidate.pp)]
     slowest = max(range(candidate.pp), key=lambda rank: sum(s.forward_s + s.backward_s for s in ranks[rank]))
     chunks, end = ranks[slowest], staged.ends[slowest]
     again = sum(s.recompute_s for s in chunks)
@@ -332,7 +332,7 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
         time_s=parts,
         memory=tuple({k: int(v) for k, v in m.to_data().items()} for m in staged.memory),
         model_flops_per_step=flop,
-        times=times_to_data(rank_times(staged)),
+        times=times_to_data(rank_times(staged), staged.route.shape),
     )
 
 
@@ -397,7 +397,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         for name in order
     }
     return Layout(
-        mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual),
+        mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual, plan.route.shape),
         micro=plan.micro,
         microbatches=plan.schedule.microbatches,
         inputs=tuple(traced.inputs.values()),

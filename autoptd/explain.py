@@ -115,7 +115,8 @@ def method(plan: Plan) -> str:
     if asked.bucket_bytes:
         parts.append(f"buckets of {asked.bucket_bytes / 1e6:.0f} MB")
     if plan.schedule.virtual > 1:
-        parts.append(f"{plan.schedule.virtual} chunks per rank")
+        turned = " as a V" if plan.route.shape == "vee" else ""
+        parts.append(f"{plan.schedule.virtual} chunks per rank{turned}")
     if asked.shards:
         parts.append(f"shards of {asked.shards} ranks")
     if asked.sends == "slices":

@@ -25,7 +25,7 @@ from autoptd.cost_models.cluster import Cluster, Device
 from autoptd.cost_models.complaints import describe_mistakes
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.passes.placements import parse_placement
-from autoptd.schedule import RUNNABLE
+from autoptd.schedule import RUNNABLE, Route, route_of
 
 FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
 VERSION: Literal[1] = 1
@@ -72,7 +72,7 @@ class Mesh(_Part):
 class Schedule(_Part):
     """Which schedule the stages follow, and how many microbatches make one step."""
 
-    kind: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
+    kind: Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v"]
     microbatches: Count
     virtual: Count = 1  # chunks of the model per pipeline rank
 
@@ -95,7 +95,7 @@ class Method(_Part):
 class Stage(_Part):
     """Segments `first` to `last` (both included), named by `modules`; those in `recompute` keep no activations.
 
-    With several chunks per rank, stage k is chunk k // pp of rank k % pp.
+    Which pipeline rank a stage is on, where each has several, is a matter of the schedule: `Plan.route`.
     """
 
     first: Index
@@ -231,6 +231,11 @@ class Plan(_Part):
                 where="world",
                 fix=f"start {self.world} processes, or plan again with world={world}",
             )
+
+    @property
+    def route(self) -> Route:
+        """Which pipeline rank holds which stages."""
+        return route_of(self.schedule.kind, self.mesh.pp, self.schedule.virtual)
 
     @property
     def not_runnable(self) -> tuple[str, ...]:

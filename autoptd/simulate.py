@@ -10,7 +10,7 @@ from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, time
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
 from autoptd.plans import Plan
-from autoptd.schedule import Schedule, in_flight, step_lists
+from autoptd.schedule import Schedule, chunks_of, in_flight, route_of, row_of, step_lists
 
 LEAST_COLUMNS = 3  # of the shortest forward, for a picture that can be read
 
@@ -31,9 +31,9 @@ def chunk_times(
         )
     schedule = plan.schedule
     kind = kind or schedule.kind
-    virtual = virtual or (schedule.virtual if kind == "interleaved" else 1)
-    times = times_from_data(plan.predicted.times, plan.mesh.pp)
-    if virtual != len(times[0].chunks):
+    virtual = virtual or row_of(kind).chunks or schedule.virtual
+    times = times_from_data(plan.predicted.times, plan.mesh.pp, plan.route.shape)
+    if (virtual, row_of(kind).shape) != (len(times[0].chunks), plan.route.shape):
         sends = [(c.send_forward_s, c.send_backward_s) for rank in times for c in rank.chunks]
         forward_s, backward_s = map(max, zip(*sends, strict=True))
         times = tuple(_cut_again(rank, virtual, forward_s, backward_s) for rank in times)
@@ -63,7 +63,8 @@ def _cut_again(times: StageTimes, virtual: int, send_forward_s: float, send_back
 def simulate_plan(plan: Plan, kind: str | None = None, virtual: int | None = None) -> tuple[Schedule, Timeline]:
     """Play one step of a plan. Raises what `chunk_times` raises."""
     schedule, times, overlap = chunk_times(plan, kind, virtual)
-    return schedule, simulate(schedule, times, overlap)
+    kind = kind or plan.schedule.kind
+    return schedule, simulate(schedule, times, overlap, route_of(kind, len(schedule), chunks_of(schedule)))
 
 
 def summary(plan: Plan, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -87,13 +88,13 @@ def summary(plan: Plan, schedule: Schedule, timeline: Timeline) -> dict[str, Any
 
 def rank_names(plan: Plan) -> list[str]:
     """What each pipeline rank holds."""
-    pp = plan.mesh.pp
-    return ["; ".join(stage.modules for stage in plan.stages[rank::pp]) for rank in range(pp)]
+    held = [plan.route.of(plan.stages, rank) for rank in range(plan.mesh.pp)]
+    return ["; ".join(stage.modules for stage in stages) for stages in held]
 
 
 def report(plan: Plan, schedule: Schedule, timeline: Timeline, kind: str, width: int) -> str:
     """What the command prints, for people: a headline, a row per pipeline rank, a picture if there is room for one."""
-    virtual = 1 + max(action.chunk for actions in schedule for action in actions)
+    virtual = chunks_of(schedule)
     chunks = f" of {virtual} chunks each" if virtual > 1 else ""
     exposed = ", ".join(f"{stream} {_time(seconds)}" for stream, seconds in timeline.exposed_s.items())
     lines = [

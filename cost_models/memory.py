@@ -25,6 +25,8 @@ from functools import cache
 
 import sympy
 
+from autoptd.schedule import Alive
+
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 MAIN_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 MOMENTS = {"adamw": 2, "sgd": 0}
@@ -198,26 +200,36 @@ def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str) ->
 
 
 def in_flight(stage: int, stages: int, microbatches: int, schedule: str = "1f1b", virtual: int = 1) -> int:
-    """Chunks (stages, where each rank has one) whose activations a rank holds at its fullest. Raises ValueError.
+    """Chunks (stages, where each rank has one) whose activations a rank holds at its fullest. Raises ValueError."""
+    return alive(stage, stages, microbatches, schedule, virtual).chunks
 
-    gpipe        all microbatches (Huang et al. 2019)
-    1f1b         the warm-up and the one in work: p - i (Narayanan et al. 2021)
-    zero-bubble  p on every stage, since activations stay until the weights' gradient: ZB-H1 (Qi et al. 2023)
-    interleaved  the warm-up of 2 (p - i - 1) + (v - 1) p chunks and the one in work, v chunks a rank (Narayanan et al.
-                 2021, section 2.2)
+
+def alive(stage: int, stages: int, microbatches: int, schedule: str = "1f1b", virtual: int = 1) -> Alive:
+    """What a rank holds of its chunks at its fullest. Raises ValueError.
+
+    gpipe          all microbatches (Huang et al. 2019)
+    1f1b           the warm-up and the one in work: p - i (Narayanan et al. 2021)
+    zero-bubble    p on every stage, since activations stay until the weights' gradient: ZB-H1 (Qi et al. 2023)
+    interleaved    the warm-up of 2 (p - i - 1) + (v - 1) p chunks and the one in work, v chunks a rank (Narayanan et
+                   al. 2021, section 2.2), all of average size
+    zero-bubble-v  2 p - i - 1 of its chunk 0 and i + 1 of its chunk 1 at first, 2 p - i and i while there are forwards,
+                   as its lists show: together as many bytes as p of 1F1B, were chunks alike (Qi et al. 2023, section 6)
     """
     if not 0 <= stage < stages:
         raise ValueError(f"stage {stage} is not one of {stages}")
+    m, p, i = microbatches, stages, stage
     match schedule:
         case "gpipe":
-            return microbatches * virtual
+            return Alive(((m,) * virtual,))
         case "interleaved" if virtual > 1:
-            return min(microbatches * virtual, 2 * (stages - stage - 1) + (virtual - 1) * stages + 1)
+            return Alive(((min(m * virtual, 2 * (p - i - 1) + (virtual - 1) * p + 1),) * virtual,), virtual)
         case "1f1b" | "interleaved":
-            return min(microbatches, stages - stage)
+            return Alive(((min(m, p - i),),))
         case "zero-bubble":
-            return min(microbatches, stages)
-    raise ValueError(f"unknown schedule {schedule!r}; known: 1f1b, gpipe, interleaved, zero-bubble")
+            return Alive(((min(m, p),),))
+        case "zero-bubble-v":
+            return Alive(((min(m, 2 * p - i - 1), min(m, i + 1)), (min(m, 2 * p - i), min(m, i))))
+    raise ValueError(f"unknown schedule {schedule!r}; known: 1f1b, gpipe, interleaved, zero-bubble, zero-bubble-v")
 
 
 # ---- beyond tensors ----

@@ -1,6 +1,7 @@
 """Simulation of one training step from the lists of actions that its pipeline ranks execute.
 
-Each rank has streams that run beside each other: compute, tp, p2p (one per edge and direction), dp.
+Each rank has streams that run beside each other: compute, tp, p2p (one per edge and direction), dp. Which ranks an edge
+joins is said by the schedule's route (`autoptd.schedule.route`).
 
     F, B, W   forward, backward, weight gradients of a microbatch on a chunk, on the compute stream. Collectives on the
               tp axis come on top: F lasts forward_s + forward_tp_s. With `Overlap.tp` it lasts the longer of the two.
@@ -37,14 +38,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NoReturn, TypeAlias
 
 from autoptd.cost_models.step_times import ChunkTimes as ChunkTimes
 from autoptd.cost_models.step_times import Overlap, StageTimes
 from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
 from autoptd.errors import PlanError
-from autoptd.schedule import Action
+from autoptd.schedule import Action, Channel, Route, channel_of, peer_of
 
 KINDS = ("F", "B", "W", "SF", "SB", "RF", "RB", "REDUCE", "STEP", "GATHER")
+
+
+_Message: TypeAlias = tuple[int | None, int, float, float]  # microbatch, chunk, sent, there
 
 
 class _Rank:
@@ -55,8 +61,6 @@ class _Rank:
         self.record = RankRecord(actions, overlap.tp)
         self.now_s = 0.0
         self.dp_free_s = 0.0
-        self.forward_in: deque[tuple[int | None, int, float, float]] = deque()  # microbatch, chunk, sent, there
-        self.backward_in: deque[tuple[int | None, int, float, float]] = deque()
         splits = any(action.kind == "W" for action in actions)
         put_off = [c.weight_s if splits else 0.0 for c in times.chunks]
         compute_s = {
@@ -126,15 +130,27 @@ class _Rank:
                 return self.now_s + (0.0 if self.firsts else self.times.gather_s)
 
 
+class _Line:
+    """One direction of an edge: the messages that are under way, and when the last of them is there."""
+
+    def __init__(self) -> None:
+        self.messages: deque[_Message] = deque()
+        self.free_s = 0.0
+
+
+_End: TypeAlias = tuple[_Line, int, int]  # of a send or receive of a chunk; the rank and chunk at the other end
+
+
 class _Simulation:
-    def __init__(self, schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes], overlap: Overlap) -> None:
-        self.schedule, self.overlap = schedule, overlap
-        self.virtual = 1 + max((action.chunk for actions in schedule for action in actions), default=0)
+    def __init__(
+        self, schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes], overlap: Overlap, route: Route
+    ) -> None:
+        self.schedule, self.overlap, self.route = schedule, overlap, route
         for stage, own in enumerate(times):
-            if len(own.chunks) < self.virtual:
-                raise ValueError(f"stage {stage}: {self.virtual} chunks, but times for {len(own.chunks)}")
+            if len(own.chunks) < route.virtual:
+                raise ValueError(f"stage {stage}: {route.virtual} chunks, but times for {len(own.chunks)}")
         self.ranks = [_Rank(actions, own, overlap) for actions, own in zip(schedule, times, strict=True)]
-        self.free_s = {"SF": [0.0] * len(schedule), "SB": [0.0] * len(schedule)}  # of the edge, by sender
+        self.ends = self._ends()
         self.to_step = {s for s, actions in enumerate(schedule) if any(a.kind == "STEP" for a in reversed(actions))}
         self.at_step_s: dict[int, float] = {}
 
@@ -163,17 +179,16 @@ class _Simulation:
         starts_s, ends_s = record.starts_s, record.ends_s
         forward_s, backward_s, weight_s = (rank.seconds[kind] for kind in "FBW")
         marked = {**rank.firsts, **rank.lasts}
-        forward_in, backward_in = rank.forward_in, rank.backward_in
+        ends = self.ends[stage]
         busy_s = record.busy_s
         for at in range(len(ends_s), len(actions)):
             action, start_s = actions[at], now_s
             kind = action.kind
             if kind == "RF" or kind == "RB":
-                inbox = forward_in if kind == "RF" else backward_in
-                if not inbox:
-                    self._neighbour(stage, at, -1 if kind == "RF" else +1)
+                messages = (ends.get((kind, action.chunk)) or self._nowhere(stage, at))[0].messages
+                if not messages:
                     break
-                microbatch, chunk, sent_s, there_s = inbox.popleft()
+                microbatch, chunk, sent_s, there_s = messages.popleft()
                 if microbatch != action.microbatch or chunk != action.chunk:
                     raise self._wrong(stage, at, f"the message that arrives is that of {_at(microbatch, chunk)}")
                 if there_s > now_s:
@@ -215,25 +230,29 @@ class _Simulation:
     def _send(self, stage: int, at: int, now_s: float) -> tuple[int, float]:
         """Put the message on its edge; returns the rank it goes to, and when it is there."""
         action = self.schedule[stage][at]
-        forward = action.kind == "SF"
-        target, chunk = self._neighbour(stage, at, 1 if forward else -1)
-        own, free_s = self.ranks[stage].times.chunks[action.chunk], self.free_s[action.kind]
-        leaves_s = max(now_s, free_s[stage])
-        there_s = leaves_s + (own.send_forward_s if forward else own.send_backward_s)
-        free_s[stage] = there_s
-        inbox = self.ranks[target].forward_in if forward else self.ranks[target].backward_in
-        inbox.append((action.microbatch, chunk, now_s, there_s))
+        line, target, chunk = self.ends[stage].get((action.kind, action.chunk)) or self._nowhere(stage, at)
+        own = self.ranks[stage].times.chunks[action.chunk]
+        leaves_s = max(now_s, line.free_s)
+        there_s = leaves_s + (own.send_forward_s if action.kind == "SF" else own.send_backward_s)
+        line.free_s = there_s
+        line.messages.append((action.microbatch, chunk, now_s, there_s))
         self.ranks[stage].record.sent.append((at, leaves_s, there_s))
         return target, there_s
 
-    def _neighbour(self, stage: int, at: int, step: int) -> tuple[int, int]:
-        """The rank and chunk of the next or previous stage of the model."""
-        target, chunk = stage + step, self.schedule[stage][at].chunk
-        if not 0 <= target < len(self.ranks):
-            target, chunk = target % len(self.ranks), chunk + step
-            if not 0 <= chunk < self.virtual or len(self.ranks) == 1:
-                raise self._wrong(stage, at, "there is no stage on that side")
-        return target, chunk
+    def _ends(self) -> list[dict[tuple[str, int], _End]]:
+        """Of each rank, by kind of message and chunk."""
+        lines: dict[Channel, _Line] = {}
+        found: list[dict[tuple[str, int], _End]] = [{} for _ in self.ranks]
+        for rank, mine in enumerate(found):
+            for kind, chunk in product(("SF", "SB", "RF", "RB"), range(self.route.virtual)):
+                action = Action(kind, 0, chunk)
+                if (peer := peer_of(rank, action, self.route)) is not None:
+                    line = lines.setdefault(channel_of(rank, action, self.route), _Line())
+                    mine[kind, chunk] = line, peer[0], peer[1].chunk
+        return found
+
+    def _nowhere(self, stage: int, at: int) -> NoReturn:
+        raise self._wrong(stage, at, "there is no stage on that side")
 
     def _next(self, stage: int) -> ActionLike:
         return self.schedule[stage][len(self.ranks[stage].record.ends_s)]
@@ -260,21 +279,28 @@ def _text(action: ActionLike) -> str:
 
 
 def simulate(
-    schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes], overlap: Overlap | None = None
+    schedule: Sequence[Sequence[ActionLike]],
+    times: Sequence[StageTimes],
+    overlap: Overlap | None = None,
+    route: Route | None = None,
 ) -> Timeline:
-    """Play one step: `schedule[r]` is what pipeline rank r does in order, `times[r]` how long its actions take.
+    """Play one step: `schedule[r]` is what pipeline rank r does in order, `times[r]` how long its actions take,
+    `route` how the model lies on the ranks: that of the schedule's kind, left out a loop.
 
     Raises PlanError for lists that cannot finish (with the actions at which ranks are blocked), that receive a
     message meant for another microbatch or chunk, or that hold an unknown kind; ValueError for times that are missing.
     """
     if len(schedule) != len(times):
         raise ValueError(f"{len(schedule)} stages, but times for {len(times)}")
-    simulation = _Simulation(schedule, times, overlap or Overlap())
+    chunks = 1 + max((action.chunk for actions in schedule for action in actions), default=0)
+    route = route or Route(len(schedule), chunks)
+    simulation = _Simulation(schedule, times, overlap or Overlap(), route)
     simulation.run()
     return Timeline(
         makespan_s=max((rank.now_s for rank in simulation.ranks), default=0.0),
         busy_s=tuple(rank.record.busy_s for rank in simulation.ranks),
         records=tuple(rank.record for rank in simulation.ranks),
+        route=route,
     )
 
 

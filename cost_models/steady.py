@@ -22,9 +22,10 @@ import numpy as np
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import Overlap, StageTimes
 from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
-from autoptd.schedule import Schedule
+from autoptd.schedule import Route, Schedule
 
 _EQUAL = 1e-12  # of the makespan: what two cycles may differ by
+_DRAIN = 2  # times the ranks: rounds at the end of a step that may be unlike the others
 _ROUNDS = 3  # times the ranks: microbatches that are played at first
 
 
@@ -34,24 +35,25 @@ def makespan_s(
     times: Sequence[StageTimes],
     overlap: Overlap | None = None,
     period: int = 1,
+    route: Route | None = None,
 ) -> float:
-    """Seconds of a step, as `simulate(lists(microbatches), times, overlap)` has it.
+    """Seconds of a step, as `simulate(lists(microbatches), times, overlap, route)` has it.
 
     `lists` gives the schedule of so many microbatches; after each `period` of them its rounds are alike. Raises what
     `simulate` raises.
     """
     rounds = -(-_ROUNDS * len(times) // period)
     while 2 * (played := rounds * period + microbatches % period) < microbatches:
-        timeline = simulate(lists(played), times, overlap)
+        timeline = simulate(lists(played), times, overlap, route)
         settled = _settled(timeline, period)
         if settled is not None:
             cycle, cycle_s = settled
             if more := (microbatches - played) % cycle:
                 played += more
-                timeline = simulate(lists(played), times, overlap)
+                timeline = simulate(lists(played), times, overlap, route)
             return timeline.makespan_s + (microbatches - played) // cycle * cycle_s
         rounds *= 2
-    return simulate(lists(microbatches), times, overlap).makespan_s
+    return simulate(lists(microbatches), times, overlap, route).makespan_s
 
 
 def _settled(timeline: Timeline, period: int) -> tuple[int, float] | None:
@@ -60,7 +62,7 @@ def _settled(timeline: Timeline, period: int) -> tuple[int, float] | None:
     What a round depends on lies at most as many rounds back as there are ranks: that many are compared, and one more.
     """
     ranks = len(timeline.records)
-    periods = [_periods(record, period) for record in timeline.records]
+    periods = [_periods(record, period, ranks) for record in timeline.records]
     count = min(len(rows) for rows in periods)
     if not count:
         return None
@@ -74,21 +76,25 @@ def _settled(timeline: Timeline, period: int) -> tuple[int, float] | None:
     return None
 
 
-def _periods(record: RankRecord, period: int) -> np.ndarray:
+def _periods(record: RankRecord, period: int, ranks: int) -> np.ndarray:
     """[period, action]: when the actions of a rank's last whole periods ended, or their messages were there.
 
-    A round is a forward and all that follows it, up to the next one; the last round, with all that the end of the step
-    holds, is left out. Periods count from the last on back while each is like the next and does of everything as much
-    as of the forward (none of GPipe's do). Parameters that are gathered beside the first forward of a chunk delay that
-    one, and are there when it ends; gradients are reduced beside the last round.
+    A round is as many forwards as the rank has chunks and all that follows them, up to the next one; the last round,
+    with all that the end of the step holds, is left out, and so are those before it that a V drains with, which are
+    unlike the ones before them. Periods count from the last on back while each is like the next and does of everything
+    as much as of the forward (none of GPipe's do). Parameters that are gathered beside the first forward of a chunk
+    delay that one, and are there when it ends; gradients are reduced beside the last round.
     """
     actions = record.actions
-    forwards = [at for at in range(len(actions)) if actions[at].kind == "F"]
-    starts = forwards[:: -period * (1 + max(action.chunk for action in actions))]
-    end = starts[0]
-    length = end - starts[1] if len(starts) > 1 else 0
-    shape = [(action.kind, action.chunk) for action in actions[end - length : end]]
-    if not _is_whole(shape, actions):
+    forwards = [at for at, action in enumerate(actions) if action.kind == "F"]
+    chunks = 1 + max(action.chunk for action in actions)
+    step = period * chunks
+    for last in range(len(forwards) - 1, max(step - 1, len(forwards) - 1 - _DRAIN * chunks * ranks), -1):
+        end, length = forwards[last], forwards[last] - forwards[last - step]
+        shape = [(action.kind, action.chunk) for action in actions[end - length : end]]
+        if _is_whole(shape, actions):
+            break
+    else:
         return np.empty((0, 0))
     first = end
     while first >= length and [(a.kind, a.chunk) for a in actions[first - length : first]] == shape:
@@ -101,6 +107,7 @@ def _periods(record: RankRecord, period: int) -> np.ndarray:
 
 
 def _is_whole(shape: Sequence[tuple[str, int]], actions: Sequence[ActionLike]) -> bool:
-    """Whether a period does of everything that is done per microbatch as much as of the forward."""
-    once = Counter(kind for kind, _ in shape)
-    return once["F"] > 0 and all(once[kind] == once["F"] for kind in {a.kind for a in actions} & {"B", "W"})
+    """Whether a period does of everything that is done per microbatch as much as of the forward, on each chunk."""
+    once = Counter(shape)
+    kinds = {(a.kind, a.chunk) for a in actions if a.kind in ("F", "B", "W")}
+    return len({once[kind] for kind in kinds}) == 1 and once["F", 0] > 0

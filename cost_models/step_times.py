@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from autoptd.errors import PlanError
+from autoptd.schedule.route import Route, Shape
 
 _END = ("reduce_s", "step_s", "gather_s")  # of a rank, besides its chunks
 
@@ -92,22 +93,22 @@ class Overlap:
         return self.dp if self.gather is None else self.gather
 
 
-def times_to_data(times: Sequence[StageTimes]) -> tuple[dict[str, float], ...]:
-    """As a plan keeps them: one table per stage of the model in order (chunk c of rank r is entry c p + r).
+def times_to_data(times: Sequence[StageTimes], shape: Shape = "loop") -> tuple[dict[str, float], ...]:
+    """As a plan keeps them: one table per stage of the model in order; `shape` says which is on which rank.
 
     Each holds the fields of `ChunkTimes`; those of chunk 0 hold the rank's reduce_s, step_s and gather_s as well.
     """
     chunks = len(times[0].chunks) if times else 0
     if any(len(rank.chunks) != chunks for rank in times):
         raise ValueError(f"ranks with different numbers of chunks: {[len(rank.chunks) for rank in times]}")
+    places = map(Route(max(1, len(times)), chunks, shape).place, range(len(times) * chunks))
     return tuple(
-        asdict(rank.chunks[chunk]) | ({name: getattr(rank, name) for name in _END} if chunk == 0 else {})
-        for chunk in range(chunks)
-        for rank in times
+        asdict(times[rank].chunks[chunk]) | ({name: getattr(times[rank], name) for name in _END} if chunk == 0 else {})
+        for rank, chunk in places
     )
 
 
-def times_from_data(data: Sequence[Mapping[str, float]], ranks: int) -> tuple[StageTimes, ...]:
+def times_from_data(data: Sequence[Mapping[str, float]], ranks: int, shape: Shape = "loop") -> tuple[StageTimes, ...]:
     """Read back what `times_to_data` wrote. Raises PlanError naming the entry and the field."""
     if not data or len(data) % ranks:
         raise PlanError(f"times of {len(data)} stages do not make whole chunks on {ranks} ranks", where="times")
@@ -120,9 +121,10 @@ def times_from_data(data: Sequence[Mapping[str, float]], ranks: int) -> tuple[St
             raise PlanError(f"the times of stage {i} cannot be read", where=f"times[{i}]: {said}")
         if entry.get("weight_s", 0.0) > entry["backward_s"]:
             raise PlanError("weight_s is part of backward_s and cannot be longer", where=f"times[{i}].weight_s")
+    route = Route(ranks, len(data) // ranks, shape)
     return tuple(
         StageTimes(
-            tuple(ChunkTimes(**{k: v for k, v in entry.items() if k in known}) for entry in data[rank::ranks]),
+            tuple(ChunkTimes(**{k: v for k, v in entry.items() if k in known}) for entry in route.of(data, rank)),
             reduce_s=data[rank].get("reduce_s", 0.0),
             step_s=data[rank].get("step_s", 0.0),
             gather_s=data[rank].get("gather_s", 0.0),

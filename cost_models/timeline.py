@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+from autoptd.schedule import Action, Route, peer_of
+
 
 class ActionLike(Protocol):
     """What a rank does: its kind, the microbatch it does it for (None at the end of a step), and on which chunk."""
@@ -72,6 +74,7 @@ class Timeline:
     makespan_s: float
     busy_s: tuple[float, ...]
     records: tuple[RankRecord, ...] = field(repr=False, compare=False)
+    route: Route = field(repr=False, compare=False)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -147,17 +150,12 @@ class Timeline:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """Every message, by sender: the n-th that leaves in a direction is the n-th that its neighbour receives."""
+        """Every message, by sender: forwards, then backwards."""
         found = []
         for source, record in enumerate(self.records):
-            for kind, step in (("F", 1), ("B", -1)):
-                target = (source + step) % len(self.records)
-                receives = (action for action in self.records[target].actions if action.kind == f"R{kind}")
-                sends = [
-                    (record.actions[at], s, e) for at, s, e in record.sent if record.actions[at].kind == f"S{kind}"
-                ]
-                found += [
-                    Message(source, sent, target, received, start_s, end_s)
-                    for (sent, start_s, end_s), received in zip(sends, receives, strict=False)
-                ]
+            for at, start_s, end_s in sorted(record.sent, key=lambda s: record.actions[s[0]].kind == "SB"):
+                sent = record.actions[at]
+                peer = peer_of(source, Action(sent.kind, sent.microbatch, sent.chunk), self.route)
+                assert peer is not None, "it was sent"
+                found.append(Message(source, sent, *peer, start_s, end_s))
         return tuple(found)

@@ -222,11 +222,17 @@ def test_schedules_and_chunks_are_searched_as_far_as_they_are_free():
     assert tried({}) == (["1f1b"], [1])
     assert tried({}, "virtual") == (["1f1b", "interleaved"], [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
     assert tried({"virtual": 1}, "all") == (["1f1b", "zero-bubble"], [1])
+    assert tried({}, "zero-bubble-v") == (["1f1b", "zero-bubble-v"], [1])
+    assert tried({"schedule": "zero-bubble-v"}) == (["zero-bubble-v"], [2])
     assert tried({"schedule": "1f1b"}, "all") == (["1f1b"], [1])
     assert tried({"virtual": 2}, "all") == (["interleaved"], [2])
     assert tried({"schedule": "interleaved"}, "virtual") == (["interleaved"], [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
     found = planner({"schedule": "interleaved"}, ("virtual",)).candidates()
     assert found and all(c.virtual > 1 and c.pp > 1 for c in found)
+    found = planner({}, ("zero-bubble-v",)).candidates()
+    assert {(c.schedule, c.virtual) for c in found if c.pp > 1} == {("1f1b", 1), ("zero-bubble-v", 2)}
+    with pytest.raises(PlanError, match="schedule 'zero-bubble-v' with virtual 3"):
+        read_wishes({"schedule": "zero-bubble-v", "virtual": 3})
 
 
 # --- names --------------------------------------------------------------------------------------------------------

@@ -161,7 +161,11 @@ def test_files_that_are_no_plans(text: str, said: str):
         ),
         (["boundaries", "block"], ["S1", "b"], "boundaries[\"block\"]: 'b' is not a placement"),
         (["precision"], "bf61", "precision: input should be 'bf16', 'fp16', 'fp32' or 'fp64'"),
-        (["schedule", "kind"], "gpip", "schedule.kind: input should be '1f1b', 'gpipe', 'interleaved' or"),
+        (
+            ["schedule", "kind"],
+            "gpip",
+            "schedule.kind: input should be '1f1b', 'gpipe', 'interleaved', 'zero-bubble' or",
+        ),
         (["zero"], 4, "zero: input should be less than or equal to 3, got 4"),
         (["graph_hash"], "sha256:12", "graph_hash: string should match pattern"),
         (["predicted", "memory"], [{}], "predicted.memory: has 1 entries; one per stage is 2"),

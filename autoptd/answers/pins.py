@@ -28,7 +28,12 @@ _ALWAYS = {
     "stages",
 }
 _ALWAYS |= {"tp", "whole", "zero"}
-_INCLUDED = {"cp": {"cp"}, "schedule": {"virtual", "zero-bubble"}, "shards": {"shards"}, "virtual": {"virtual"}}
+_INCLUDED = {
+    "cp": {"cp"},
+    "schedule": {"virtual", "zero-bubble", "zero-bubble-v"},
+    "shards": {"shards"},
+    "virtual": {"virtual"},
+}
 _SAME = 5e-4  # of a step: what is less is told as nothing
 
 

@@ -50,6 +50,8 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
         microbatches=plan.schedule.microbatches,
         zero=plan.zero,
         recompute="auto",
+        schedule=plan.schedule.kind,
+        virtual=plan.schedule.virtual,
     )
     sharded = tensors.priced(read_sharding(traced, plan))
     chunks = Chunks(tensors, sharded, candidate, _method(plan), plan.precision, plan.optimizer)

@@ -66,8 +66,8 @@ def step_terms(plan: Plan, passes: bool = True) -> dict[str, float]:
         terms |= ends | {"dp_per_microbatch": _rest(plan, together - sum(ends.values()))}
         waited = terms.pop("pipeline_bubble", 0.0)
         if plan.mesh.pp > 1 and waited > 0:
-            free = simulate(lists, tuple(map(_without_sends, times)), overlap)
-            sends = min(waited, max(0.0, simulate(lists, times, overlap).makespan_s - free.makespan_s))
+            free = simulate(lists, tuple(map(_without_sends, times)), overlap, plan.route)
+            sends = min(waited, max(0.0, simulate(lists, times, overlap, plan.route).makespan_s - free.makespan_s))
             terms |= {"pipeline_sends": sends, "pipeline_bubble": waited - sends}
     hidden = _rest(plan, plan.predicted.step_time_s - sum(terms.values()))
     terms["hidden_behind_compute" if hidden < 0 else "other"] = hidden
@@ -85,7 +85,7 @@ def _tells_passes(plan: Plan) -> bool:
     said = plan.predicted
     if not said.times:
         return False
-    slowest = max(times_from_data(said.times, plan.mesh.pp), key=_work_s)
+    slowest = max(times_from_data(said.times, plan.mesh.pp, plan.route.shape), key=_work_s)
     within = said.time_s.get("dp_communication", 0.0) - slowest.reduce_s - slowest.gather_s
     return _rest(plan, within) <= 0
 

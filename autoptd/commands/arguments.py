@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from autoptd.errors import AutoptdError, nearest
 
-SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
 
 # What `--fix` takes, and how each value is read.
 FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
@@ -39,7 +39,15 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "max_tp": int,
     "headroom": float,
 }
-INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble")  # what `--include` takes, or all
+INCLUDABLE = (
+    "cp",
+    "recompute",
+    "shards",
+    "virtual",
+    "zero",
+    "zero-bubble",
+    "zero-bubble-v",
+)  # what `--include` takes, or all
 COUNTED = ("world", "batch", "seq")  # what `--sweep` takes besides: numbers from 1,
 NAMED = ("cluster",)  # and names
 SWEPT = (*COUNTED, *NAMED, *FIXABLE)

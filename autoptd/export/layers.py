@@ -55,6 +55,12 @@ class Layers:
 
 def read_layers(plan: Plan) -> Layers:
     """Raises PlanError if no numbered layers are found, several stacks of them, or a stage that would be left empty."""
+    if plan.route.shape != "loop":
+        raise PlanError(
+            f"the schedule {plan.schedule.kind} lays stages over the ranks as a V: what is exported has them in a loop",
+            where="schedule.kind",
+            fix="plan with the schedule 'interleaved' or 'zero-bubble', or run the program that autoptd emits",
+        )
     found = [_LAYER.match(name) for name in plan.segments]
     stacks = Counter(m["stack"] for m in found if m)
     if not stacks:

@@ -36,7 +36,7 @@ def mapping(plan: Plan) -> dict[str, Any]:
         "method": plan.method.model_dump(mode="json"),
         "stages": [
             {
-                "rank": k % plan.mesh.pp,
+                "rank": plan.route.holder(k),
                 "segments": list(plan.segments[stage.first : stage.last + 1]),
                 "recomputed": {plan.segments[i]: policy for i, policy in plan.policies(stage).items()},
             }

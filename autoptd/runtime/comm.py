@@ -147,8 +147,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Communicators:
-    """All that one rank talks through. `edges`: as `autoptd.schedule.channel_of` names them; with several chunks per
-    rank the last pipeline rank talks to the first as well."""
+    """All that one rank talks through. `edges`: as `autoptd.schedule.channel_of` names them, those of its route."""
 
     mesh: Mesh
     rank: int
@@ -164,24 +163,6 @@ class Communicators:
     def stage(self) -> int:
         """The pipeline rank."""
         return self.mesh.coordinates(self.rank)[0]
-
-    @property
-    def forward_in(self) -> Channel | None:
-        """Activations from the previous pipeline rank."""
-        return self.edges.get(((self.stage - 1) % self.mesh.pp, "forward"))
-
-    @property
-    def forward_out(self) -> Channel | None:
-        return self.edges.get((self.stage, "forward"))
-
-    @property
-    def backward_in(self) -> Channel | None:
-        """Gradients from the next one."""
-        return self.edges.get((self.stage, "backward"))
-
-    @property
-    def backward_out(self) -> Channel | None:
-        return self.edges.get(((self.stage - 1) % self.mesh.pp, "backward"))
 
     def over_stages(self, stages: tuple[int, ...]) -> Group | None:
         """A new group of this rank's counterparts on some pipeline ranks, None if its own is not among them.
@@ -207,12 +188,12 @@ def connect(mesh: Mesh, backend: Backend) -> Communicators:
     world = backend.group(tuple(range(mesh.world)))
     assert world is not None
     edges: dict[tuple[int, str], Channel] = {}
-    for lower, dp, tp in product(range(_edges(mesh)), range(mesh.dp), range(mesh.tp)):
-        below, above = mesh.rank(lower, dp, tp), mesh.rank((lower + 1) % mesh.pp, dp, tp)
+    for (edge, ends), dp, tp in product(mesh.route.edges().items(), range(mesh.dp), range(mesh.tp)):
+        below, above = (mesh.rank(end, dp, tp) for end in ends)
         for direction, source, target in (("forward", below, above), ("backward", above, below)):
             channel = backend.channel(source, target)
             if channel is not None:
-                edges[lower, direction] = channel
+                edges[edge, direction] = channel
     communicators = Communicators(
         mesh=mesh,
         rank=rank,
@@ -228,18 +209,13 @@ def connect(mesh: Mesh, backend: Backend) -> Communicators:
     return communicators
 
 
-def _edges(mesh: Mesh) -> int:
-    """Between pipeline ranks; from the last to the first, where the model goes round."""
-    return mesh.pp if mesh.virtual > 1 and mesh.pp > 1 else mesh.pp - 1
-
-
 def _warm_up(c: Communicators) -> None:
     """One small message through everything, so that lazily built connections come up in the same order everywhere."""
     one = torch.ones(1, device=c.device)
     for group in (c.tp, c.dp, c.pp, c.world):
         group.all_reduce(one.clone())
-    for lower in range(_edges(c.mesh)):
-        for direction, source in (("forward", lower), ("backward", (lower + 1) % c.mesh.pp)):
-            channel = c.edges.get((lower, direction))
-            if channel is not None and c.stage in (lower, (lower + 1) % c.mesh.pp):
+    for edge, (below, above) in c.mesh.route.edges().items():
+        for direction, source in (("forward", below), ("backward", above)):
+            channel = c.edges.get((edge, direction))
+            if channel is not None and c.stage in (below, above):
                 (channel.send(one) if c.stage == source else channel.receive(one.clone())).wait()

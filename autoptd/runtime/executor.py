@@ -170,6 +170,7 @@ class _Run:
     ) -> None:
         self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
         self.actions, self.microbatches, self.counts = actions, microbatches, counts
+        self.route = self.comm.mesh.route
         self.training = any(action.kind == "B" for action in actions)
         self.halves = any(action.kind == "W" for action in actions)
         self.at_once = executor._at_once
@@ -191,7 +192,7 @@ class _Run:
     # ---- messages ----
 
     def _edge(self, action: Action) -> Edge:
-        return channel_of(self.comm.stage, action, self.comm.mesh.pp)
+        return channel_of(self.comm.stage, action, self.route)
 
     def _wires(self, action: Action) -> tuple[Wire, ...]:
         """What a send or receive carries: activations, or gradients of those of them that have any."""
@@ -211,9 +212,10 @@ class _Run:
     def shake_hands(self) -> None:
         """Compare every message of this step with the neighbours'."""
         lines: dict[bool, dict[Edge, list[str]]] = {True: {}, False: {}}
-        for lower, direction in self.comm.edges:
-            sends = (lower == self.comm.stage) == (direction == "forward")
-            lines[sends][lower, direction] = []
+        ends = self.route.edges()
+        for number, direction in self.comm.edges:
+            sends = ends[number][direction == "backward"] == self.comm.stage
+            lines[sends][number, direction] = []
         for action in self.actions:
             if action.kind in ("SF", "SB", "RF", "RB"):
                 edge = self._edge(action)
@@ -257,8 +259,8 @@ class _Run:
     def forward(self, action: Action) -> None:
         (i, chunk), stage = _at(action), self.stages[action.chunk]
         self.dropout.microbatch = i
-        if self.comm.mesh.pp == 1 and chunk > 0:  # from this very rank
-            self._take((i, chunk), tuple(x.detach() for x in self.outputs[i, chunk - 1]))
+        if (own := self._own(chunk, -1)) is not None:
+            self._take((i, chunk), tuple(x.detach() for x in self.outputs[i, own]))
         given = {name: self.microbatches[i][name] for name in stage.inputs}
         received = self.received.get((i, chunk), ())
         if stage.is_last:
@@ -270,7 +272,13 @@ class _Run:
             self._check_outputs(i, chunk)
         if not self.training:
             self.received.pop((i, chunk), None)
-            self.outputs.pop((i, chunk - 1), None)
+            if own is not None:
+                del self.outputs[i, own]
+
+    def _own(self, chunk: int, step: int) -> int | None:
+        """The chunk of the next (or last) stage of the model, where this very rank holds it."""
+        there = self.route.hop(self.comm.stage, chunk, step)
+        return there[1] if there is not None and there[0] == self.comm.stage else None
 
     def _check_outputs(self, i: int, chunk: int) -> None:
         for wire, x in zip(self.stages[chunk].sends, self.outputs[i, chunk], strict=True):
@@ -299,8 +307,8 @@ class _Run:
             (share,) = outputs
             roots: list[Root] = [(share, None if self.scale == 1 else torch.full_like(share, self.scale))]
         else:
-            if self.comm.mesh.pp == 1:
-                self.gradients[i, chunk] = self._returned(i, chunk + 1)
+            if (own := self._own(chunk, 1)) is not None:
+                self.gradients[i, chunk] = self._returned(i, own)
             awaited = [x for wire, x in zip(stage.sends, outputs, strict=True) if wire.requires_grad]
             roots = list(zip(awaited, self.gradients.pop((i, chunk)), strict=True))
         # behind frozen parameters nothing needs a gradient

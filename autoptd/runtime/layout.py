@@ -10,7 +10,7 @@ import torch
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.placements import Placement, Split
 from autoptd.runtime.mesh import Mesh
-from autoptd.schedule import RUNNABLE, SCHEDULES
+from autoptd.schedule import RUNNABLE, row_of
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,8 +58,9 @@ class Layout:
     def __post_init__(self) -> None:
         if self.zero not in (0, 1):
             raise PlanError(f"zero={self.zero} is not supported by the runtime", fix="use zero 0 or 1")
-        if self.schedule not in SCHEDULES:
-            raise PlanError(f"unknown schedule {self.schedule!r}", fix=nearest(self.schedule, SCHEDULES))
+        shape = row_of(self.schedule, self.mesh.virtual).shape
+        if shape != self.mesh.way:
+            raise PlanError(f"the schedule {self.schedule} is one of a {shape}, the mesh of a {self.mesh.way}")
         if self.schedule not in RUNNABLE:
             raise PlanError(
                 f"the runtime cannot run the schedule {self.schedule!r}", fix=f"use {' or '.join(RUNNABLE)}"

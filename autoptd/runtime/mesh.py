@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
+
+from autoptd.schedule.route import Route, Shape
 
 AxisName: TypeAlias = Literal["pp", "dp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "tp")  # slowest first: the order of a DeviceMesh's dims
@@ -17,15 +20,15 @@ AXES: tuple[AxisName, ...] = ("pp", "dp", "tp")  # slowest first: the order of a
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the three axes, and how many chunks of the model each pipeline rank holds.
-
-    Stage k of the model is chunk k // pp of pipeline rank k % pp (Narayanan et al. 2021, section 2.2).
+    """Sizes of the three axes, how many chunks of the model each pipeline rank holds, and how the model lies on them:
+    `way`, of `autoptd.schedule.route`.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     virtual: int = 1
+    way: Shape = "loop"
 
     def __post_init__(self) -> None:
         assert min(self.dp, self.tp, self.pp, self.virtual) >= 1, self
@@ -44,13 +47,18 @@ class Mesh:
         """Of the model: chunks of all pipeline ranks."""
         return self.pp * self.virtual
 
+    @cached_property
+    def route(self) -> Route:
+        """The way over the pipeline ranks."""
+        return Route(self.pp, self.virtual, self.way)
+
     def stages_of(self, pp: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, by chunk."""
-        return tuple(range(pp, self.stages, self.pp))
+        return self.route.stages_of(pp)
 
     def holder(self, stage: int) -> int:
         """The pipeline rank of a stage."""
-        return stage % self.pp
+        return self.route.holder(stage)
 
     def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Pipeline ranks that hold any of these stages, ascending."""
@@ -79,5 +87,6 @@ class Mesh:
         return sorted({self.group_of(rank, axis) for rank in range(self.world)})
 
     def __str__(self) -> str:
-        chunks = f" × {self.virtual} chunks" if self.virtual > 1 else ""
+        turned = " as a V" if self.way == "vee" else ""
+        chunks = f" × {self.virtual} chunks{turned}" if self.virtual > 1 else ""
         return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{chunks}"

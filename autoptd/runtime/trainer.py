@@ -127,7 +127,7 @@ class Trainer:
         microbatches = cut_batch(batch, self.layout.inputs, self.layout.micro, None, self.communicators.device)
         self._dropout.active = False
         mesh = self.layout.mesh
-        lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual))
+        lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
         actions = lists[self.communicators.stage]
         loss = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
         self._executor.run(actions, microbatches, self._global_counts(microbatches), loss, {}, lambda *_: None)

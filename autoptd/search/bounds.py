@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from autoptd.schedule import route_of, row_of
+
 
 def warm_up(schedule: str, stage: int, stages: int, microbatches: int) -> int:
     """Forward passes on a stage before its first backward pass; schedules of one chunk per rank."""
@@ -33,7 +35,7 @@ def warm_up(schedule: str, stage: int, stages: int, microbatches: int) -> int:
 def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, virtual: int, share: float) -> float:
     """Of all cuts of work that takes so long per microbatch. `share`: the least part that a pass has of any segment."""
     m, p = microbatches, stages
-    if virtual > 1 or schedule == "zero-bubble":  # gradients of parameters are on no path to another stage
+    if virtual > 1 or row_of(schedule).halves:  # gradients of parameters are on no path to another stage
         return seconds * m / p
     ramp = seconds / (1 - (1 - 1 / m) ** p)
     left = [m - 1 - share * (warm_up(schedule, k, p, m) - 1) for k in range(p)]
@@ -50,10 +52,11 @@ def cut_bound_s(
     microbatches: int,
     sends_s: Sequence[float] = (),
 ) -> float:
-    """Of these stages; stage k is a chunk of rank k % ranks. `sends_s`: of a message behind each, as far as known."""
+    """Of these stages, one for each chunk of so many ranks. `sends_s`: of a message behind each, as far as known."""
     m, total = microbatches, [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-    busy = [m * sum(total[rank::ranks]) for rank in range(ranks)]
-    if schedule == "zero-bubble":
+    route = route_of(schedule, ranks, len(total) // ranks)
+    busy = [m * sum(route.of(total, rank)) for rank in range(ranks)]
+    if row_of(schedule).halves:
         return max(busy[k] + sum(forward_s[:k]) for k in range(ranks))
     found = max(busy[k] + sum(total[:k]) for k in range(ranks))
     if len(total) > ranks:

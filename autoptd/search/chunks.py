@@ -361,7 +361,8 @@ class Chunks:
         """Parameters that several pipeline ranks hold -> those ranks."""
         if self.candidate.pp == 1 or not cut:
             return {}
-        rank = {i: at % self.candidate.pp for at, (first, last) in enumerate(cut) for i in range(first, last + 1)}
+        holder = self.candidate.route.holder
+        rank = {i: holder(at) for at, (first, last) in enumerate(cut) for i in range(first, last + 1)}
         found = {name: frozenset(rank[i] for i in readers) for name, readers in self._tied.items()}
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 

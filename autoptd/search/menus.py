@@ -4,9 +4,9 @@
     selective, ops   some of it is worked out again in the backward pass    (passes/activations.py)
     full             the block's input stays, all else is worked out again
 
-With `alive` chunks in flight, of the c chunks that a rank has (one, but for interleaved schedules), it holds
+With `alive` microbatches of each of its chunks in flight, a rank holds
 
-    kept  = alive × Σ kept / c                                 of all its blocks, by the ways chosen
+    kept  = Σ over chunks of alive × Σ kept                    of all its blocks, by the ways chosen
     extra = max over chunks of (fullest moment - Σ kept)       beyond that; `passes.liveness.stage_peak`
 """
 
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoptd.passes.liveness import Peak, stage_peak
+from autoptd.schedule import Alive
 
 EXACT = 100_000  # choices for one rank that are looked at; beyond, those that grow by the most bytes per second
 
@@ -62,14 +63,11 @@ def _fullest(way: Way) -> int:
     return max(way.peak.forward, way.peak.backward)
 
 
-def bytes_of(ways: Sequence[Sequence[Way]], alive: int) -> tuple[int, int]:
-    """(kept, extra) of a rank whose chunks hold blocks in these ways.
-
-    Of several chunks, the ones in flight are taken to be of average size, the one in work to be the fullest.
-    """
+def bytes_of(ways: Sequence[Sequence[Way]], alive: Alive) -> tuple[int, int]:
+    """(kept, extra) of a rank whose chunks hold blocks in these ways; the chunk in work is taken to be the fullest."""
     kept = [sum(way.peak.kept for way in chunk) for chunk in ways]
     extra = max(stage_peak([way.peak for way in chunk], 1) - whole for chunk, whole in zip(ways, kept, strict=True))
-    return round(alive * sum(kept) / len(kept)), extra
+    return alive.kept(kept), extra
 
 
 def leanest(chunks: Sequence[Sequence[Menu]]) -> tuple[tuple[Way, ...], ...]:
@@ -77,7 +75,7 @@ def leanest(chunks: Sequence[Sequence[Menu]]) -> tuple[tuple[Way, ...], ...]:
     return tuple(tuple(min(menu, key=lambda w: (w.peak.kept, w.again_s)) for menu in chunk) for chunk in chunks)
 
 
-def choose(chunks: Sequence[Sequence[Menu]], alive: int, fits: Callable[[int, int], bool]) -> Choice | None:
+def choose(chunks: Sequence[Sequence[Menu]], alive: Alive, fits: Callable[[int, int], bool]) -> Choice | None:
     """The least seconds for which `fits(kept, extra)`; None where nothing does. `fits` may only get worse with bytes.
 
     Blocks with one menu on one chunk are alike, so that only their numbers per way are chosen; those that keep less
@@ -89,7 +87,7 @@ def choose(chunks: Sequence[Sequence[Menu]], alive: int, fits: Callable[[int, in
     groups = _groups(chunks)
     sizes = [math.comb(len(where) + len(menu) - 1, len(where)) for menu, where in groups]
     exact = math.prod(sizes) <= EXACT
-    for counts in _in_order(groups, alive / len(chunks), fits) if exact else _by_price(groups):
+    for counts in _in_order(groups, alive, fits) if exact else _by_price(groups, alive):
         found = _choice(chunks, _spread(chunks, groups, counts), alive, exact=exact)
         if fits(found.kept, found.extra):
             return found
@@ -108,16 +106,18 @@ def _groups(chunks: Sequence[Sequence[Menu]]) -> list[Group]:
     return [(menu, where) for (_, menu), where in found.items()]
 
 
-def _in_order(groups: Sequence[Group], alive: float, fits: Callable[[int, int], bool]) -> Iterator[Counts]:
+def _in_order(groups: Sequence[Group], alive: Alive, fits: Callable[[int, int], bool]) -> Iterator[Counts]:
     """All numbers per way whose kept bytes alone fit, the quickest first."""
     tables = [_compositions(len(where), len(menu)) for menu, where in groups]
-    seconds, kept = np.zeros(1), np.zeros(1)
-    for (menu, _), table in zip(groups, tables, strict=True):
+    seconds, each = np.zeros(1), [np.zeros(1) for _ in alive.rows]
+    for (menu, where), table in zip(groups, tables, strict=True):
         seconds = np.add.outer(seconds, table @ np.array([w.again_s for w in menu])).ravel()
-        kept = np.add.outer(kept, table @ np.array([w.peak.kept for w in menu], dtype=float)).ravel()
-    shape = [len(table) for table in tables]
+        mine = table @ np.array([w.peak.kept for w in menu], dtype=float)
+        pairs = zip(each, alive.rows, strict=True)
+        each = [np.add.outer(before, row[where[0][0]] / alive.parts * mine).ravel() for before, row in pairs]
+    kept, shape = np.maximum.reduce(each), [len(table) for table in tables]
     for index in np.lexsort((kept, seconds)):
-        if fits(int(alive * kept[index]), 0):
+        if fits(int(kept[index]), 0):
             at = np.unravel_index(index, shape)
             yield tuple(tuple(map(int, table[i])) for table, i in zip(tables, at, strict=True))
 
@@ -130,14 +130,15 @@ def _compositions(total: int, parts: int) -> NDArray[np.int64]:
     return np.array(rows, dtype=np.int64).reshape(-1, parts)
 
 
-def _by_price(groups: Sequence[Group]) -> Iterator[Counts]:
+def _by_price(groups: Sequence[Group], alive: Alive) -> Iterator[Counts]:
     """Numbers per way that change one block at a time, by the most bytes per second."""
+    held = [max(row[where[0][0]] for row in alive.rows) for _, where in groups]
     counts = [[len(where), *[0] * (len(menu) - 1)] for menu, where in groups]
     while True:
         best: tuple[float, int, int, int] | None = None
         for g, (menu, _) in enumerate(groups):
             for old, new in itertools.combinations(range(len(menu)), 2):
-                saved = menu[old].peak.kept - menu[new].peak.kept
+                saved = (menu[old].peak.kept - menu[new].peak.kept) * held[g]
                 if counts[g][old] and saved > 0:
                     price = (menu[new].again_s - menu[old].again_s) / saved
                     best = min(best or (math.inf, 0, 0, 0), (price, g, old, new))
@@ -160,6 +161,6 @@ def _spread(chunks: Sequence[Sequence[Menu]], groups: Sequence[Group], counts: C
     return [tuple(chunk) for chunk in found]
 
 
-def _choice(chunks: Sequence[Sequence[Menu]], ways: Sequence[tuple[Way, ...]], alive: int, *, exact: bool) -> Choice:
+def _choice(chunks: Sequence[Sequence[Menu]], ways: Sequence[tuple[Way, ...]], alive: Alive, *, exact: bool) -> Choice:
     kept, extra = bytes_of(ways, alive)
     return Choice(tuple(ways), math.fsum(w.again_s for chunk in ways for w in chunk), kept, extra, exact)

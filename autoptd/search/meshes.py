@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from autoptd.errors import PlanError, nearest
+from autoptd.schedule import Route, route_of, row_of
 
 FIXABLE = ("dp", "micro", "pp", "recompute", "tp", "zero")
 
@@ -34,6 +35,11 @@ class Candidate:
     shards: int = 0  # data-parallel ranks that sharded state is spread over; 0 is all of them
     lean: bool = False  # tensors split as if a kept byte cost what recomputation takes to save one
     pools: tuple[int, ...] = ()  # of each pipeline rank, which type of the cluster's devices; empty: the first
+
+    @property
+    def route(self) -> Route:
+        """Which pipeline rank holds which stages."""
+        return route_of(self.schedule, self.pp, self.virtual)
 
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
@@ -96,11 +102,11 @@ def _ways(limits: Limits, c: Candidate, strict: bool) -> Iterator[Candidate]:
     groups = [n for n in limits.shards if n == 0 or (c.zero and n < c.dp * c.cp and c.dp * c.cp % n == 0)]
     alone = c.pp == 1 and len(limits.schedules) > 1
     for schedule in limits.schedules[:1] if alone else limits.schedules:
-        for virtual in limits.virtuals:
-            chunked = virtual > 1
-            if chunked != (schedule == "interleaved") or (chunked and c.pp * virtual > limits.segments):
+        row = row_of(schedule)
+        for virtual in (row.chunks,) if row.chunks else [v for v in limits.virtuals if v > 1]:
+            if virtual > 1 and c.pp * virtual > limits.segments:
                 continue
-            if chunked and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
+            if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue
             for shards in groups or limits.shards[:1]:
                 for pools in _placed(limits, c):

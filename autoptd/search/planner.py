@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autoptd.cost_models.memory import alive
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.sharding import parameter_splits
 from autoptd.passes.trace import SEQUENCE
 from autoptd.progress import Progress
-from autoptd.schedule import period_of, prove
+from autoptd.schedule import period_of, prove, prove_memory, route_of, row_of
 from autoptd.search.bounds import cut_bound_s
 from autoptd.search.known import Known, Question
 from autoptd.search.meshes import Candidate, Limits, candidates, divisors
@@ -188,7 +189,7 @@ class Planner:
     def _hope_s(self, w: _Waiting) -> float:
         """Where it stands in the queue: by its bound, and with the ramp of even chunks where no bound has one."""
         c = w.candidate
-        if c.virtual == 1 or self.task.effort is None:
+        if not row_of(c.schedule).groups or self.task.effort is None:
             return w.bound_s
         return w.bound_s * (1 + (c.pp - 1) / (c.virtual * c.microbatches))
 
@@ -417,14 +418,18 @@ def _plain(c: Candidate) -> Candidate:
 
 @lru_cache(maxsize=256)
 def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
-    """That the schedule cannot block, by one of no more microbatches than take it through all that it does.
+    """That the schedule cannot block, and holds no more than memory is predicted for: by one of no more microbatches
+    than take it through all that it does.
 
     With four times as many as there are ranks, each is at least twice in every place of a round; further ones repeat
-    that. `parallelize` proves the lists that run. Raises StuckSchedule.
+    that. `parallelize` proves the lists that run. Raises StuckSchedule, UncountedActivations.
     """
     period = period_of(kind, stages)
     enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period
-    prove(action_lists(kind, stages, min(microbatches, enough), virtual))
+    count = min(microbatches, enough)
+    lists = action_lists(kind, stages, count, virtual)
+    prove(lists, route_of(kind, stages, virtual))
+    prove_memory(lists, [alive(rank, stages, count, kind, virtual) for rank in range(stages)])
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoptd.errors import DoesNotFit
+from autoptd.schedule import row_of
 from autoptd.search.bounds import cut_bound_s, warm_up
 from autoptd.search.cuts import Cuts
 from autoptd.search.staged import Staged, simulated
@@ -92,8 +93,8 @@ class _Walk:
             return cut_bound_s(forward, backward, method.schedule, c.pp, c.microbatches)
         m, total = c.microbatches, [f + b for f, b in zip(forward, backward, strict=True)]
         whole = sum(total) + rest_s
-        busy = [m * sum(total[rank :: c.pp]) for rank in range(min(c.pp, len(total)))]
-        if method.schedule == "zero-bubble":
+        busy = [m * sum(c.route.of(total, rank)) for rank in range(min(c.pp, len(total)))]
+        if row_of(method.schedule).halves:
             return max(m * whole / c.pp, *(x + sum(forward[:k]) for k, x in enumerate(busy)))
         found = max(m * whole / c.pp, *(x + sum(total[:k]) for k, x in enumerate(busy)))
         if method.virtual > 1:

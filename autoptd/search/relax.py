@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoptd.schedule import row_of
 from autoptd.search.bounds import warm_up
 from autoptd.search.solver import Program, minimise
 
@@ -118,7 +119,7 @@ def _paths(
     m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
     if pipeline.virtual > 1:  # what comes before a rank's first chunk is any small part of the others
         return [{times[at]: m * share}]
-    if pipeline.schedule == "zero-bubble":
+    if row_of(pipeline.schedule).halves:
         return [{times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}]
     ramp = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
     through = dict.fromkeys(times, 1.0)

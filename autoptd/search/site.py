@@ -14,6 +14,7 @@ import numpy as np
 
 from autoptd.cost_models.cluster import Device
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, allocator_bytes, communicator_bytes
+from autoptd.schedule import Alive
 from autoptd.search.chunks import ChunkCost, Chunks
 from autoptd.search.footprints import block_peak
 from autoptd.search.menus import Choice, Menu, Way, bytes_of, choose, leanest, menu_of
@@ -61,7 +62,7 @@ class Site:
         key = self._key(first, last), alive
         if key not in self._choices:
             stretch, chunks = self.stretch(first, last), self.method.virtual
-            self._choices[key] = self.choose([stretch], stretch.state, stretch.upcast, alive, chunks)
+            self._choices[key] = self.choose([stretch], stretch.state, stretch.upcast, Alive(((alive,),)), chunks)
         choice = self._choices[key]
         if choice is None:
             return None
@@ -78,7 +79,7 @@ class Site:
         return self._costs[key]
 
     def choose(
-        self, stretches: Sequence[Stretch], state: Memory, upcast: int, alive: int, chunks: int = 1
+        self, stretches: Sequence[Stretch], state: Memory, upcast: int, alive: Alive, chunks: int = 1
     ) -> Choice | None:
         """The quickest recomputation of a rank with these stretches that fits; each stands for so many chunks."""
         found = choose(
@@ -100,7 +101,7 @@ class Site:
     def over_bytes(self, first: int, last: int, alive: int) -> float:
         """By how much a stage of these segments is over its memory at the least."""
         stretch = self.stretch(first, last)
-        kept, extra = bytes_of(leanest([stretch.menus]), alive)
+        kept, extra = bytes_of(leanest([stretch.menus]), Alive(((alive,),)))
         return self._needed(stretch.state, stretch.upcast, kept, extra, self.method.virtual) - self.limit
 
     @property

@@ -10,7 +10,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory
 from autoptd.cost_models.steady import makespan_s
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
-from autoptd.schedule import Schedule, period_of, step_lists
+from autoptd.schedule import Route, Schedule, period_of, step_lists
 from autoptd.search.chunks import ChunkCost, Chunks
 from autoptd.search.cuts import Cuts
 from autoptd.search.meshes import Candidate
@@ -37,7 +37,7 @@ class StageSolution:
 
 @dataclass(frozen=True)
 class Staged:
-    """A candidate with its stages: everything that a plan says, in numbers. Stage k is chunk k // pp of rank k % pp."""
+    """A candidate with its stages: everything that a plan says, in numbers."""
 
     candidate: Candidate
     method: Method
@@ -50,16 +50,21 @@ class Staged:
     seconds: float  # of a step: by the bound at first, by simulation for the best few
 
     @property
+    def route(self) -> Route:
+        """Which pipeline rank holds which stages."""
+        return self.candidate.route
+
+    @property
     def sharded(self) -> Sharded:
         return self.chunks.sharded
 
 
 def timed(chunks: Chunks, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:
     """The stages of a cut with their times; of the step, the bound."""
-    c, method = chunks.candidate, chunks.method
+    c, method, route = chunks.candidate, chunks.method, chunks.candidate.route
     cuts = enumerate(zip(solution.boundaries, solution.policies, strict=True))
-    stages = tuple(chunks.on(k % c.pp).chunk(*run, again) for k, (run, again) in cuts)
-    ends = tuple(_end(chunks.on(rank), list(solution.boundaries[rank :: c.pp])) for rank in range(c.pp))
+    stages = tuple(chunks.on(route.holder(k)).chunk(*run, again) for k, (run, again) in cuts)
+    ends = tuple(_end(chunks.on(rank), list(route.of(solution.boundaries, rank))) for rank in range(c.pp))
     sends = tuple(chunks.send_s(last + 1) for _, last in solution.boundaries[:-1])
     seconds = _bound_s(stages, c, method) + max(e.reduce_s + e.step_s + e.gather_s for e in ends)
     return Staged(c, method, chunks, solution, stages, sends, memory, ends, seconds)
@@ -72,7 +77,7 @@ def _end(chunks: Chunks, runs: list[tuple[int, int]]) -> RankEnd:
 def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:
     """The slowest rank in its steady state, and a chunk on every other before or behind (Narayanan et al. 2021)."""
     chunks = [s.forward_s + s.backward_s for s in stages]
-    ranks = [sum(chunks[rank :: c.pp]) for rank in range(c.pp)]
+    ranks = [sum(c.route.of(chunks, rank)) for rank in range(c.pp)]
     ramp = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
     return (c.microbatches - 1) * max(ranks) + ramp
 
@@ -102,9 +107,8 @@ def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
         )
         for i, cost in enumerate(staged.stages)
     ]
-    pp = staged.candidate.pp
     return tuple(
-        StageTimes(tuple(chunks[rank::pp]), end.reduce_s, end.step_s, end.gather_s)
+        StageTimes(staged.route.of(chunks, rank), end.reduce_s, end.step_s, end.gather_s)
         for rank, end in enumerate(staged.ends)
     )
 
@@ -124,5 +128,6 @@ def simulated(staged: Staged) -> Staged:
         rank_times(staged),
         Overlap.of(set(method.overlap) - {"tp"}),
         period_of(method.schedule, c.pp),
+        staged.route,
     )
     return replace(staged, seconds=seconds)

@@ -11,8 +11,9 @@ from itertools import pairwise
 import numpy as np
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory, in_flight
+from autoptd.cost_models.memory import Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
+from autoptd.schedule import Alive, row_of
 from autoptd.search.bounds import warm_up
 from autoptd.search.chunks import Chunks
 from autoptd.search.cuts import Cuts, leanest, refuse, solve_cuts
@@ -60,7 +61,7 @@ class Stages:
 
     def site(self, stage: int) -> Site:
         """Where a stage runs."""
-        return self.sites[self._pools[stage % self.candidate.pp]]
+        return self.sites[self._pools[self.candidate.route.holder(stage)]]
 
     @cached_property
     def _pools(self) -> tuple[int, ...]:
@@ -112,19 +113,23 @@ class Stages:
 
     def alive(self, stage: int) -> int:
         """Chunks whose activations the pipeline rank of a stage holds at its fullest."""
+        return self.held(self.candidate.route.holder(stage)).chunks
+
+    def held(self, rank: int) -> Alive:
+        """What a pipeline rank holds of its chunks at its fullest."""
         c = self.candidate
-        return in_flight(stage % c.pp, c.pp, c.microbatches, self.method.schedule, self.method.virtual)
+        return alive(rank, c.pp, c.microbatches, c.schedule, c.virtual)
 
     def finish(self, cuts: Cuts) -> Staged:
         """These stages with the quickest recomputation that fits; of the step, the bound. Raises DoesNotFit."""
-        pp, policies = self.candidate.pp, list[Mapping[int, str]]([{}] * len(cuts))
+        route, policies = self.candidate.route, list[Mapping[int, str]]([{}] * len(cuts))
         memory: list[Memory] = []
-        for rank in range(pp):
-            mine, site = range(rank, len(cuts), pp), self.site(rank)
+        for rank in range(route.ranks):
+            mine, site = route.stages_of(rank), self.site(rank)
             runs = [cuts[stage] for stage in mine]
             stretches = [site.stretch(*run) for run in runs]
             state, upcast = self.chunks.state(runs, site.largest_block, cuts), self.chunks.upcast_bytes(runs)
-            choice = site.choose(stretches, state, upcast, self.alive(rank))
+            choice = site.choose(stretches, state, upcast, self.held(rank))
             if choice is None:
                 raise NoRoom("these stages do not fit")
             for stage, stretch, ways in zip(mine, stretches, choice.ways, strict=True):
@@ -153,7 +158,7 @@ class Stages:
             base_s=tuple(site.base_s for site in self.sites),
             send_s=np.array([*sends, 0.0]),
             alive=tuple(self.alive(k) for k in range(self.count)),
-            pools=tuple(self._pools[k % self.candidate.pp] for k in range(self.count)),
+            pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
             state=first.state * v,
             kept=kept,
             lean=lean,
@@ -187,6 +192,8 @@ class Stages:
         """
         c, method = self.candidate, self.method
         line = replace(self.line, send_s=np.zeros(len(self.line.send_s)))  # messages may overlap with passes
+        if method.virtual > 1:  # other chunks of the rank may keep less
+            line = replace(line, room=(math.inf,) * len(line.room))
         base: Floats = line.least_s
         total = float(base.sum())
         width = 2.0 * max(total / line.stages, float(base.max()))
@@ -199,7 +206,7 @@ class Stages:
         if found is None:
             return math.inf
         slowest, m = found.value, c.microbatches
-        if method.virtual > 1 or method.schedule == "zero-bubble":
+        if method.virtual > 1 or row_of(method.schedule).halves:
             return m * slowest
         waits = warm_up(method.schedule, 0, c.pp, m) - 1
         return max(m * slowest, total + (m - 1 - waits / 2) * slowest)
@@ -207,9 +214,9 @@ class Stages:
     def relaxed_bound_s(self) -> float:
         """Of all cuts; infinite where none fits. See `search/relax.py`."""
         c, method = self.candidate, self.method
-        alive = tuple(self.alive(rank) for rank in range(c.pp))
+        held = tuple(self.held(rank).least for rank in range(c.pp))
         rooms = tuple(self.site(rank).room for rank in range(c.pp))
-        pipeline = Pipeline(method.schedule, c.microbatches, method.virtual, alive, self._pools, rooms)
+        pipeline = Pipeline(method.schedule, c.microbatches, method.virtual, held, self._pools, rooms)
         return relaxed_bound_s([site.relaxed() for site in self.sites], pipeline)
 
     # ---- refusal ----

@@ -10,9 +10,9 @@ from typing import Any
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.fusion import KERNELS
 from autoptd.passes.placements import parse_placement
-from autoptd.schedule import SCHEDULES
+from autoptd.schedule import SCHEDULES, row_of
 
-INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble")  # searched when asked for
+INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched when asked for
 _COUNTS = ("bucket_bytes", "cp", "dp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
@@ -39,7 +39,7 @@ class Method:
     """How a plan is carried out, as far as it is not searched: what the runtime does, or what was asked for.
 
     cp             ranks that share the tokens of a sample: ring attention
-    virtual        chunks of the model per pipeline rank (interleaved schedule)
+    virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
     overlap        communication that runs beside compute: of "dp", "p2p", "tp"
     kernels        "eager", "fused" (by hand, as Megatron-LM's), "compiled"; see passes/fusion.py
     loss           the gradient of the logits beside the probabilities that are "kept", or "in_place" of them
@@ -140,6 +140,9 @@ def schedules_and_chunks(wishes: Wishes) -> tuple[list[str], list[int]]:
         schedules = [method.schedule]
     else:
         more = {"interleaved": "virtual" in free, "zero-bubble": "zero-bubble" in free}
+        more["zero-bubble-v"] = (
+            "zero-bubble-v" in free and "virtual" not in wishes.fixed
+        )  # which has its own number of chunks
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
     searched = "interleaved" in schedules and "virtual" not in wishes.fixed
     return schedules, list(_CHUNKS) if searched else [method.virtual]
@@ -174,13 +177,17 @@ def _read_method(fix: Mapping[str, Any], include: frozenset[str]) -> Method:
         given["overlap"] = tuple(sorted(set(streams)))
     if given.get("virtual", 1) > 1:
         given.setdefault("schedule", "interleaved")
+    chunks = row_of(given.get("schedule", Method.schedule)).chunks
+    if chunks is not None:
+        given.setdefault("virtual", chunks)
     method = Method(**given)
-    searched = method.schedule == "interleaved" and "virtual" in include and "virtual" not in fix
-    if (method.virtual > 1) != (method.schedule == "interleaved") and not searched:
+    searched = chunks is None and "virtual" in include and "virtual" not in fix
+    if (method.virtual == 1 if chunks is None else method.virtual != chunks) and not searched:
         raise PlanError(
             f"schedule {method.schedule!r} with virtual {method.virtual}",
             where="fix['schedule']",
-            fix="several chunks per rank (virtual > 1) are what the schedule 'interleaved' is for, and no other",
+            fix="give several chunks per rank (virtual > 1) to the schedule 'interleaved'; 'zero-bubble-v' has 2, "
+            "all others have 1",
         )
     return method
 

@@ -15,6 +15,7 @@ from autoptd.cost_models.memory import (
     Memory,
     N,
     U,
+    alive,
     allocator_bytes,
     communicator_bytes,
     formulas,
@@ -23,8 +24,8 @@ from autoptd.cost_models.memory import (
     optimizer_step_bytes,
     padded,
 )
+from autoptd.schedule import Alive, UncountedActivations, prove_memory, step_lists
 from autoptd.schedule import in_flight as counted
-from autoptd.schedule import step_lists
 
 
 def test_total_and_sum():
@@ -107,7 +108,8 @@ def test_in_flight():
 
 
 @pytest.mark.parametrize(
-    ("kind", "virtual"), [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3)]
+    ("kind", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)],
 )
 def test_in_flight_is_what_the_action_lists_hold(kind: str, virtual: int):
     for stages in (1, 2, 3, 4, 6):
@@ -117,6 +119,31 @@ def test_in_flight_is_what_the_action_lists_hold(kind: str, virtual: int):
             lists = step_lists(kind, stages, microbatches, virtual)
             held = [sum(counted(actions)) for actions in lists]
             assert [in_flight(i, stages, microbatches, kind, virtual) for i in range(stages)] == held
+
+
+def test_a_vee_is_counted_by_chunk_whatever_the_chunks_weigh():
+    for stages in range(1, 7):
+        for microbatches in range(1, 14):
+            for i, actions in enumerate(step_lists("zero-bubble-v", stages, microbatches, 2)):
+                rows = alive(i, stages, microbatches, "zero-bubble-v", 2)
+                for weights in ((1, 0), (0, 1), (3, 2), (2, 3), (1, 1)):
+                    held = sum(n * w for n, w in zip(counted(actions, weights), weights, strict=True))
+                    assert rows.kept(weights) == held
+    assert alive(0, 4, 8, "zero-bubble-v", 2) == (((7, 1), (8, 0)), 1)
+    assert alive(0, 4, 8, "zero-bubble-v", 2).kept((10, 1)) == 80
+    assert alive(1, 4, 8, "interleaved", 2).kept((10, 1)) == 50  # 9 chunks of 5.5 on average, to an even number
+
+
+def test_more_in_flight_than_counted_is_refused():
+    lists = step_lists("zero-bubble-v", 4, 8, 2)
+    honest = [alive(i, 4, 8, "zero-bubble-v", 2) for i in range(4)]
+    prove_memory(lists, honest)
+    with pytest.raises(UncountedActivations, match=r"rank 1 holds activations of 6\+2 .* predicted for 6\+1 or 7\+1"):
+        prove_memory(lists, [honest[0], Alive(((6, 1), (7, 1))), *honest[2:]])
+    lists = step_lists("interleaved", 4, 8, 2)
+    prove_memory(lists, [alive(i, 4, 8, "interleaved", 2) for i in range(4)])
+    with pytest.raises(UncountedActivations, match="rank 0"):
+        prove_memory(lists, [Alive(((10, 10),), 2)] * 4)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from autoptd.cost_models import steady
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.steady import makespan_s
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
-from autoptd.schedule import period_of, step_lists
+from autoptd.schedule import period_of, route_of, row_of, step_lists
 
-KINDS = ("1f1b", "interleaved", "zero-bubble", "gpipe")
+KINDS = ("1f1b", "interleaved", "zero-bubble", "gpipe", "zero-bubble-v")
 EQUAL = 1e-10
 
 
@@ -21,13 +21,13 @@ def step_of(seed: int) -> tuple[str, int, int, int, list[StageTimes], Overlap]:
     messages, parameters that are gathered for longer than many rounds take."""
     rng = random.Random(seed)
     kind, ranks = rng.choice(KINDS), rng.choice([2, 3, 4, 6])
-    virtual = rng.choice([2, 3]) if kind == "interleaved" else 1
+    virtual = row_of(kind).chunks or rng.choice([2, 3])
     microbatches = ranks * rng.randint(10, 40) if kind == "interleaved" else rng.randint(1, 200)
     spread, message_s = rng.choice([0, 0.001, 1]), rng.choice([0, 0.1, 3.5])
 
     def chunk() -> ChunkTimes:
         forward_s, backward_s = 1 + spread * rng.random(), 2 + spread * rng.random()
-        weight_s = backward_s / 2 if kind == "zero-bubble" else 0.0
+        weight_s = backward_s / 2 if row_of(kind).halves else 0.0
         return ChunkTimes(forward_s, backward_s, weight_s, 0.1, 0.2, message_s, rng.choice([0, message_s]))
 
     def rank() -> StageTimes:
@@ -41,9 +41,10 @@ def step_of(seed: int) -> tuple[str, int, int, int, list[StageTimes], Overlap]:
 def compared(seed: int) -> tuple[float, float]:
     """Seconds as reckoned, and as played in full."""
     kind, ranks, virtual, microbatches, times, overlap = step_of(seed)
-    played = simulate(step_lists(kind, ranks, microbatches, virtual), times, overlap).makespan_s
-    period = period_of(kind, ranks)
-    return makespan_s(lambda n: step_lists(kind, ranks, n, virtual), microbatches, times, overlap, period), played
+    route, period = route_of(kind, ranks, virtual), period_of(kind, ranks)
+    played = simulate(step_lists(kind, ranks, microbatches, virtual), times, overlap, route).makespan_s
+    lists = lambda n: step_lists(kind, ranks, n, virtual)  # noqa: E731
+    return makespan_s(lists, microbatches, times, overlap, period, route), played
 
 
 @pytest.mark.parametrize("start", range(0, 120, 30))
@@ -53,19 +54,19 @@ def test_it_is_what_playing_all_of_it_gives(start: int) -> None:
         assert reckoned == pytest.approx(played, rel=EQUAL), seed
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("kind", ["1f1b", "zero-bubble", "interleaved", "zero-bubble-v"])
 def test_few_microbatches_are_played(kind: str) -> None:
     asked: list[int] = []
-    virtual = 2 if kind == "interleaved" else 1
+    virtual = row_of(kind).chunks or 2
 
     def lists(n: int):  # type: ignore[no-untyped-def]
         asked.append(n)
         return step_lists(kind, 8, n, virtual)
 
-    chunk = ChunkTimes(1.0, 2.0, 1.0 if kind == "zero-bubble" else 0.0)
-    slowest = ChunkTimes(1.1, 2.2, 1.1 if kind == "zero-bubble" else 0.0)
+    halves = row_of(kind).halves
+    chunk, slowest = ChunkTimes(1.0, 2.0, 1.0 * halves), ChunkTimes(1.1, 2.2, 1.1 * halves)
     times = [StageTimes((chunk,) * virtual)] * 7 + [StageTimes((slowest,) * virtual)]
-    makespan_s(lists, 80000, times, Overlap(), period_of(kind, 8))
+    makespan_s(lists, 80000, times, Overlap(), period_of(kind, 8), route_of(kind, 8, virtual))
     assert sum(asked) < 500
 
 

@@ -202,6 +202,12 @@ def test_what_megatron_cannot_say_is_said(plan: Plan, said: str):
     assert [line for line in megatron(plan).differs if said in line], megatron(plan).differs
 
 
+def test_a_vee_is_refused():
+    schedule = Schedule(kind="zero-bubble-v", microbatches=4, virtual=2)
+    with pytest.raises(PlanError, match="zero-bubble-v lays stages"):
+        megatron(llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), schedule=schedule))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "theirs"),
     [("mlp.up_proj.weight", "S1", "S0"), ("attention.o_proj.weight", "S0", "S1"), ("mlp.down_proj.weight", "B", "S1")],

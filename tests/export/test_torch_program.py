@@ -208,6 +208,9 @@ def test_stages_of_a_model_are_cut_out_of_it():
     assert sorted(kept) == sorted(whole)
 
 
+VEE = Schedule(kind="zero-bubble-v", microbatches=4, virtual=2)
+
+
 @pytest.mark.parametrize(
     ("plan", "model", "what"),
     [
@@ -220,6 +223,7 @@ def test_stages_of_a_model_are_cut_out_of_it():
         ),
         (llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), microbatches=5), Llama(), "do not divide into 2 rounds"),
         (llama_plan(mesh=TP2), Llama(3), "which the model lacks"),
+        (llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), schedule=VEE), Llama(), "zero-bubble-v lays stages"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(plan: Plan, model: nn.Module, what: str):

@@ -36,6 +36,7 @@ PAIRS = [
     ("one_layer", Mesh(2, 1, 4), Variant(), "sgd"),
     ("llama", Mesh(2, 2, 2), Variant(bulk=True, schedule="interleaved", virtual=2, micro=1), "adamw"),
     ("gpt2", Mesh(1, 2, 4), Variant(bulk=True, schedule="zero-bubble", micro=1), "adamw"),
+    ("gpt2", Mesh(2, 2, 2), Variant(bulk=True, schedule="zero-bubble-v", virtual=2, micro=1), "adamw"),
 ]
 assert len(PAIRS) >= 8
 

@@ -4,6 +4,7 @@ halves as well."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from parity_check import Variant, alone, batches, check, complaints, parallel, planned
@@ -11,10 +12,11 @@ from parity_models import FEW_MESHES, MODELS
 from torch import Tensor
 
 from autoptd.lockstep import train_in_lockstep
-from autoptd.runtime import executor, halves, layout
+from autoptd.runtime import executor, halves, layout, trainer
 from autoptd.runtime.halves import Later
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.stage import Wire
+from autoptd.schedule import SENDS, Action, Actions, Channel, Route, Schedule
 
 WAYS = {
     "gpipe": Variant(schedule="gpipe", micro=1, bulk=True),
@@ -24,6 +26,11 @@ WAYS = {
     "slices": Variant(sends="slices", micro=1, sequence_parallel=False, schedule="interleaved", virtual=2),
     "gathered later": Variant(overlap=("dp", "p2p"), micro=1, bulk=True),
     "zero-bubble, recomputed": Variant(schedule="zero-bubble", micro=1, recompute="full", zero=0),
+    "vee": Variant(schedule="zero-bubble-v", virtual=2, micro=1, bulk=True, clip_norm=0.7),
+    "vee, recomputed": Variant(schedule="zero-bubble-v", virtual=2, micro=1, recompute="full", zero=0),
+    "vee, slices, gathered later": Variant(
+        sends="slices", overlap=("dp", "p2p"), micro=1, sequence_parallel=False, schedule="zero-bubble-v", virtual=2
+    ),
 }
 PIPELINES = (Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(4, 1, 2))
 
@@ -42,13 +49,13 @@ def test_a_schedule_trains_like_one_process(name: str, way: str) -> None:
     assert not wrong, (mesh, optimizer, wrong)
 
 
-@pytest.mark.parametrize("way", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("way", ["interleaved", "zero-bubble", "vee"])
 @pytest.mark.parametrize("name", FEW_MESHES)
 def test_mixtures_and_encoder_decoders(name: str, way: str) -> None:
     assert not check(name, Mesh(2, 2, 2), WAYS[way], "adamw")
 
 
-@pytest.mark.parametrize("way", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("way", ["interleaved", "zero-bubble", "vee"])
 def test_one_rank_and_no_other(way: str) -> None:
     """Chunks that hand over to each other on one rank; nobody to send gradients to."""
     assert not check("nanogpt", Mesh(8, 1, 1), WAYS[way], "sgd")
@@ -126,8 +133,52 @@ def test_gradients_that_are_addends_are_not_sent_in_slices(monkeypatch: pytest.M
 
 
 @pytest.mark.fault("chunks elsewhere")
-def test_chunks_on_the_wrong_ranks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["interleaved", "vee"])
+def test_chunks_on_the_wrong_ranks_are_caught(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         layout.Mesh, "stages_of", lambda self, pp: tuple(range(pp * self.virtual, (pp + 1) * self.virtual))
     )
-    assert found_wrong("nanogpt", "interleaved")
+    assert found_wrong("nanogpt", way)
+
+
+def test_a_loop_where_a_vee_is_planned_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout.Mesh, "stages_of", lambda self, pp: Route(self.pp, self.virtual).stages_of(pp))
+    assert found_wrong("nanogpt", "vee")
+
+
+def test_swapped_channels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations and gradients that go the same way between two ranks, each on the channel of the others."""
+    honest = executor.channel_of
+
+    def swapped(rank: int, action: Action, route: Route) -> Channel:
+        edge, way = honest(rank, action, route)
+        if action.kind not in SENDS:
+            return edge, way
+        return 2 * route.ranks - 2 - edge, {"forward": "backward", "backward": "forward"}[way]
+
+    monkeypatch.setattr(executor, "channel_of", swapped)
+    assert found_wrong("nanogpt", "vee")
+
+
+def test_weights_before_their_backward_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the rank's list alone: the proof would not let it pass."""
+    honest = trainer.training_step
+
+    def early(*args: Any) -> Schedule:
+        def turned(actions: Actions) -> Actions:
+            first = next(a for a in actions if a.kind == "W")
+            others = [a for a in actions if a != first]
+            return (*others[:1], first, *others[1:])
+
+        return tuple(turned(actions) for actions in honest(*args))
+
+    monkeypatch.setattr(trainer, "training_step", early)
+    assert found_wrong("nanogpt", "vee")
+
+
+def test_first_and_last_stage_of_a_vee_share_their_table() -> None:
+    """Embedding and head are chunks 0 and 1 of the first rank: one tensor, no exchange with another rank."""
+    plan = planned("gpt2", Mesh(2, 2, 2), WAYS["vee"])
+    made = parallel("gpt2", plan, "adamw")
+    table = made.layout.parameters["transformer.wte.weight"]
+    assert table.stages == (0, 3) and made.layout.mesh.holders(table.stages) == (0,)

@@ -24,7 +24,7 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage, Wire, buffer, parameter
 from autoptd.runtime.trainer import Trainer
-from autoptd.schedule import RUNNABLE
+from autoptd.schedule import RUNNABLE, row_of
 
 F64 = torch.float64
 
@@ -188,7 +188,8 @@ def test_recompute_changes_no_bit() -> None:
 @pytest.mark.parametrize("kind", RUNNABLE)
 def test_activations_die_with_their_backward(kind: str) -> None:
     """Never more alive than the schedule's bound, which memory is predicted by, and nothing after the step."""
-    mesh = Mesh(pp=2, virtual=2) if kind == "interleaved" else Mesh(pp=4)
+    virtual = row_of(kind).chunks or 2
+    mesh = Mesh(pp=4 // virtual, virtual=virtual, way=row_of(kind).shape)
     most, made = [0] * mesh.pp, [list[weakref.ref[Tensor]]() for _ in range(mesh.pp)]
 
     def body(c: Communicators) -> None:

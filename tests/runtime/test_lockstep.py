@@ -68,11 +68,9 @@ def test_a_deadlock_is_found_at_once() -> None:
     def body(c: Communicators) -> None:
         one = torch.ones(1)
         if c.stage == 0:
-            assert c.backward_in is not None
-            c.backward_in.receive(one).wait()
+            c.edges[0, "backward"].receive(one).wait()
         else:
-            assert c.forward_in is not None
-            c.forward_in.receive(one).wait()
+            c.edges[0, "forward"].receive(one).wait()
 
     start = time.monotonic()
     with pytest.raises(RuntimeFault, match=r"(?s)a deadlock.*rank 0 in receive.*rank 1 in receive"):
@@ -103,15 +101,14 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_a_message_written_while_under_way_is_caught() -> None:
     def body(c: Communicators) -> None:
         x = torch.ones(2)
-        if c.forward_out is not None:
-            handle = c.forward_out.send(x)
+        if c.stage == 0:
+            handle = c.edges[0, "forward"].send(x)
             x.add_(1)
             c.world.all_reduce(torch.ones(1))
             handle.wait()
         else:
-            assert c.forward_in is not None
             c.world.all_reduce(torch.ones(1))
-            c.forward_in.receive(x).wait()
+            c.edges[0, "forward"].receive(x).wait()
 
     with pytest.raises(RuntimeFault, match="rank 0 wrote to a tensor that it was still sending"):
         run_lockstep(Mesh(pp=2), body)

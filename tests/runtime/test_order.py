@@ -15,7 +15,7 @@ from autoptd.cost_models.step_times import ChunkTimes, StageTimes
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
-from autoptd.schedule import RUNNABLE, Action, step_lists
+from autoptd.schedule import RUNNABLE, Action, row_of, step_lists
 
 DOES = {
     "receive_activations": "RF",
@@ -51,8 +51,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("kind", RUNNABLE)
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 5), (4, 3), (4, 8)])
 def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: str, pp: int, microbatches: int):
-    mesh = Mesh(pp=pp, virtual=1 + (kind == "interleaved"))
-    microbatches = -(-microbatches // pp) * pp if mesh.virtual > 1 else microbatches
+    row = row_of(kind)
+    mesh = Mesh(pp=pp, virtual=row.chunks or 2, way=row.shape)
+    microbatches = -(-microbatches // pp) * pp if row.groups else microbatches
 
     def body(c: Communicators) -> None:
         layout = tiny.layout(mesh, micro=1, microbatches=microbatches, schedule=kind)
@@ -69,9 +70,9 @@ def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: s
         trainer.train_step(tiny.batch(microbatches, 0))
 
     run_lockstep(mesh, body)
-    chunk = ChunkTimes(1, 2, 1 if kind == "zero-bubble" else 0, send_forward_s=0.1, send_backward_s=0.1)
+    chunk = ChunkTimes(1, 2, 1 if row.halves else 0, send_forward_s=0.1, send_backward_s=0.1)
     times = StageTimes((chunk,) * mesh.virtual, 1, 1, 1)
-    timeline = simulate(step_lists(kind, pp, microbatches, mesh.virtual), [times] * pp)
+    timeline = simulate(step_lists(kind, pp, microbatches, mesh.virtual), [times] * pp, route=mesh.route)
     for stage in range(pp):
         simulated = [str(e.action) for e in timeline.events if e.stage == stage]
         assert [action for rank, action in order if rank == stage] == simulated

@@ -50,7 +50,7 @@ def _all_seconds(
     for cuts in filter(keep, all_cuts(len(stages.folded.segments), stages.count)):
         ranks: list[list[RankChoice]] = []
         for rank in range(candidate.pp):
-            mine = cuts[rank :: candidate.pp]
+            mine = candidate.route.of(cuts, rank)
             key = rank, mine, repr(stages.chunks._sharers(cuts))
             if key not in ranks_known:
                 site = stages.site(rank)
@@ -68,7 +68,7 @@ def _all_seconds(
         for chosen in itertools.product(*ranks):
             policies: list[dict[int, str]] = [{} for _ in cuts]
             for rank, (ways, _) in enumerate(chosen):
-                for stage, own in zip(range(rank, len(cuts), candidate.pp), ways, strict=True):
+                for stage, own in zip(candidate.route.stages_of(rank), ways, strict=True):
                     policies[stage] = own
             staged = timed(stages.chunks, StageSolution(cuts, tuple(policies)), tuple(m for _, m in chosen))
             yield simulated(staged).seconds
@@ -119,11 +119,13 @@ def _rank_choices(
 ) -> Iterator[RankChoice]:
     """All that fit, quickest first; of those with the same seconds one, and unless `thorough` none that another one
     betters."""
-    site, alive = stages.site(rank), stages.alive(rank)
-    mine = list(cuts[rank :: stages.candidate.pp])
+    site, alive = stages.site(rank), stages.held(rank)
+    mine = list(stages.candidate.route.of(cuts, rank))
     state, upcast = stages.chunks.state(mine, site.largest_block, cuts), stages.chunks.upcast_bytes(mine)
     index = np.indices([len(c.again_s) for c in chunks]).reshape(len(chunks), -1)
-    kept = np.rint(alive * sum(c.kept[i] for c, i in zip(chunks, index, strict=True)) / len(chunks))
+    each = [c.kept[i] for c, i in zip(chunks, index, strict=True)]
+    rows = [sum(n * k for n, k in zip(row, each, strict=True)) for row in alive.rows]
+    kept = np.rint(np.maximum.reduce(rows) / alive.parts)
     above = np.stack([(c.peak - c.kept)[i] for c, i in zip(chunks, index, strict=True)]).max(axis=0)
     pairs, which = np.unique(kept + 1j * above, return_inverse=True)
     memory = [site.memory(state, upcast, int(pair.real), int(pair.imag)) for pair in pairs]

@@ -13,6 +13,7 @@ from random_tasks import MODELS, traced
 from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.liveness import Peak
 from autoptd.passes.trace import BATCH
+from autoptd.schedule import Alive
 from autoptd.search import menus
 from autoptd.search.footprints import block_peak
 from autoptd.search.menus import Choice, Menu, Way, bytes_of, choose, leanest, menu_of
@@ -36,25 +37,31 @@ def random_menu(rng: random.Random, orderly: bool = True) -> Menu:
     return menu_of(ways)
 
 
-def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, int, Callable[[int, int], bool]]:
-    """One to three chunks of blocks, some alike, microbatches in flight, and what fits."""
+def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callable[[int, int], bool]]:
+    """One to three chunks of blocks, some alike, microbatches of each (or of all) in flight, and what fits."""
     rng = random.Random(seed)
     known = [random_menu(rng, orderly) for _ in range(rng.randint(1, 3))]
     chunks = [[rng.choice(known) for _ in range(rng.randint(1, 4))] for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     if sum(map(len, chunks)) > 7:
         chunks = chunks[:1]
-    alive = rng.randint(1, 4) * len(chunks)
+    alive = random_alive(random.Random(seed), len(chunks))
     most, least = (bytes_of(ways, alive) for ways in (_first(chunks), leanest(chunks)))
     room = round(sum(least) + rng.uniform(-0.2, 1.1) * (sum(most) - sum(least)))
     upcast = rng.choice([0, 0, 40])  # as where gradients of the compute type are widened for the step
     return chunks, alive, lambda kept, extra: kept + max(extra, upcast - kept) <= room
 
 
+def random_alive(rng: random.Random, chunks: int) -> Alive:
+    if rng.random() < 0.5:
+        return Alive(((rng.randint(1, 4) * chunks,) * chunks,), chunks)
+    return Alive(tuple(tuple(rng.randint(0, 5) for _ in range(chunks)) for _ in range(rng.randint(1, 3))))
+
+
 def _first(chunks: Chunks) -> list[tuple[Way, ...]]:
     return [tuple(menu[0] for menu in chunk) for chunk in chunks]
 
 
-def brute_force(chunks: Chunks, alive: int, fits: Callable[[int, int], bool]) -> float:
+def brute_force(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) -> float:
     """The least seconds of all ways of all blocks, each by itself."""
     best = math.inf
     for ways in itertools.product(*(menu for chunk in chunks for menu in chunk)):
@@ -67,7 +74,7 @@ def brute_force(chunks: Chunks, alive: int, fits: Callable[[int, int], bool]) ->
     return best
 
 
-def checked(chunks: Chunks, alive: int, fits: Callable[[int, int], bool]) -> Choice | None:
+def checked(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) -> Choice | None:
     """What is chosen, if it is what it says."""
     found = choose(chunks, alive, fits)
     if found is not None:
@@ -128,16 +135,19 @@ def test_menus_leave_out_what_another_betters() -> None:
 def test_bytes_by_hand() -> None:
     none, full = Way("none", 0.0, Peak(20, 22, 30)), Way("full", 5.0, Peak(4, 8, 34))
     # one chunk, 3 in flight: kept 3 · 24; while the first runs again 34, the second after it 4 + 30
-    assert bytes_of([(full, none)], 3) == (72, 10)
+    assert bytes_of([(full, none)], Alive(((3,),))) == (72, 10)
     # the other way round the second runs again beside what the first keeps: 20 + 34
-    assert bytes_of([(none, full)], 3) == (72, 30)
+    assert bytes_of([(none, full)], Alive(((3,),))) == (72, 30)
     # two chunks of 20 and 4, five in flight: 5 · 12 on average; the fullest chunk is 30 above what it keeps
-    assert bytes_of([(none,), (full,)], 5) == (60, 30)
+    assert bytes_of([(none,), (full,)], Alive(((5, 5),), 2)) == (60, 30)
+    # of a V: 3 of the one and 2 of the other, or 4 and 1
+    assert bytes_of([(none,), (full,)], Alive(((3, 2), (4, 1)))) == (84, 30)
+    assert bytes_of([(full,), (none,)], Alive(((3, 2), (4, 1)))) == (52, 30)
 
 
 def test_half_a_stage_recomputes_where_half_does() -> None:
     none, full = Way("none", 0.0, Peak(10, 10, 10)), Way("full", 1.0, Peak(0, 10, 10))
-    found = choose([[(none, full)] * 4], 1, lambda kept, extra: kept + extra <= 20)
+    found = choose([[(none, full)] * 4], Alive(((1,),)), lambda kept, extra: kept + extra <= 20)
     assert found is not None and [w.policy for w in found.ways[0]] == ["full", "full", "none", "none"]
     assert (found.kept, found.extra) == (20, 0)
 
@@ -190,9 +200,9 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(AssertionError):
             assert _wrong(range(200)) == []
     with monkeypatch.context() as patch:  # blocks of different chunks taken for one
-        patch.setattr(menus, "bytes_of", lambda ways, alive: bytes_of([sum(ways, ())], alive))
+        patch.setattr(menus, "bytes_of", lambda ways, alive: bytes_of([sum(ways, ())], Alive(((alive.chunks,),))))
         with pytest.raises(AssertionError):
             assert _wrong(range(200)) == []
     with monkeypatch.context() as patch:  # by price, and believed to be the best
-        patch.setattr(menus, "_in_order", lambda groups, *_: menus._by_price(groups))
+        patch.setattr(menus, "_in_order", lambda groups, alive, _: menus._by_price(groups, alive))
         assert _wrong(range(200))

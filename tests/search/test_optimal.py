@@ -88,7 +88,7 @@ def test_a_gap_is_never_smaller_than_the_true_one(effort: int) -> None:
 def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a search that has more choices than it looks at, and then recomputes all that it can."""
 
-    def all_of_it(groups: Sequence[menus.Group]) -> Iterator[menus.Counts]:
+    def all_of_it(groups: Sequence[menus.Group], _: object) -> Iterator[menus.Counts]:
         leanest = [min(menu, key=lambda way: way.peak.kept) for menu, _ in groups]
         pairs = zip(groups, leanest, strict=True)
         yield tuple(tuple(len(where) * (way is least) for way in menu) for (menu, where), least in pairs)

@@ -105,7 +105,7 @@ def test_what_is_not_included_is_not_searched(gpt: autoptd.TracedModel) -> None:
     assert {c.zero for c in plain} == {0, 1}
     wide = planner(gpt, cluster, include=("all",)).candidates()
     assert {c.zero for c in wide} == {0, 1, 2, 3} and {c.cp for c in wide} == {1, 2, 4, 8}
-    assert {c.schedule for c in wide} == {"1f1b", "interleaved", "zero-bubble"}
+    assert {c.schedule for c in wide} == {"1f1b", "interleaved", "zero-bubble", "zero-bubble-v"}
     assert set(plain) < set(wide)
 
 
@@ -121,7 +121,7 @@ def test_more_dimensions_never_make_it_slower() -> None:
     model = autoptd.trace(small_gpt(width=128, layers=2), seq=256)
     cluster = roomy(3.0, 2e9)
     plain = planner(model, cluster, 4, 16, effort=None).answer().staged.seconds
-    for name in ("cp", "zero", "shards", "recompute", "virtual", "zero-bubble"):
+    for name in ("cp", "zero", "shards", "recompute", "virtual", "zero-bubble", "zero-bubble-v"):
         assert planner(model, cluster, 4, 16, effort=None, include=(name,)).answer().staged.seconds <= plain, name
 
 

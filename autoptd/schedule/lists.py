@@ -1,0 +1,58 @@
+"""Whole steps: the F, B and W of a schedule with the messages between ranks and the end of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from autoptd.schedule.actions import STEP_END, Action, Schedule, chunks_of
+from autoptd.schedule.proof import prove
+from autoptd.schedule.route import Route, peer_of
+from autoptd.schedule.rows import compute_lists, route_of
+
+
+def with_communication(schedule: Schedule, route: Route | None = None) -> Schedule:
+    """Insert the receive before and the send after every F and B that has a neighbour, as near as can be.
+
+    `route`: that of the schedule's kind; left out, a loop.
+    """
+    route = route or Route(len(schedule), chunks_of(schedule))
+    one = cache(Action)  # shared by all ranks: schedules of millions of actions are made
+
+    def around(rank: int) -> Iterator[Action]:
+        has = {
+            (kind, chunk): peer_of(rank, Action(kind, 0, chunk), route) is not None
+            for kind in ("RF", "SF", "RB", "SB")
+            for chunk in range(route.virtual)
+        }
+        for kind, i, chunk in schedule[rank]:
+            if kind != "W" and has["R" + kind, chunk]:
+                yield one("R" + kind, i, chunk)
+            yield one(kind, i, chunk)
+            if kind != "W" and has["S" + kind, chunk]:
+                yield one("S" + kind, i, chunk)
+
+    return tuple(tuple(around(rank)) for rank in range(route.ranks))
+
+
+def with_step_end(schedule: Schedule) -> Schedule:
+    """Append REDUCE, STEP, GATHER to every rank."""
+    end = tuple(Action(kind) for kind in STEP_END)
+    return tuple(actions + end for actions in schedule)
+
+
+def training_step(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """`step_lists`, proved to finish. Raises what that does, and StuckSchedule for a schedule that blocks."""
+    schedule = step_lists(kind, stages, microbatches, virtual)
+    prove(schedule, route_of(kind, stages, virtual))
+    return schedule
+
+
+def step_lists(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """The whole step of a row of `SCHEDULES`: compute, communication, step end; not yet proved.
+
+    `stages` is the number of pipeline ranks, `virtual` the chunks that each holds. Raises PlanError for an unknown kind
+    and for numbers that the kind cannot take.
+    """
+    lists = compute_lists(kind, stages, microbatches, virtual)
+    return with_step_end(with_communication(lists, route_of(kind, stages, virtual)))

@@ -1,0 +1,203 @@
+"""The proof that a schedule finishes, and the picture of one that does not; see `autoptd.schedule`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from autoptd.schedule.actions import RECEIVES, SENDS, Action, Actions, Alive, Schedule, chunks_of, moments
+from autoptd.schedule.route import Route, channel_of, peer_of
+
+SENDS_UNDER_WAY = (
+    2  # microbatches per channel: a further send waits for the oldest, so that sent tensors do not pile up
+)
+
+
+class StuckSchedule(ValueError):
+    """A schedule that cannot finish; the message holds the grid of what each rank did and where it stands."""
+
+
+def prove(
+    schedule: Schedule,
+    route: Route | None = None,
+    channel: Callable[[int, Action], object] | None = None,
+    under_way: int = SENDS_UNDER_WAY,
+) -> None:
+    """Show that the schedule finishes and every F, B and W has what it needs, whatever the durations.
+
+    Model: a rank runs its list in order. A send or receive is queued on its (rank, channel), a FIFO; the heads of the
+    two queues of a channel complete together when one sends what the other receives (rendezvous). A receive holds its
+    rank until complete; a send holds it while `under_way` earlier ones of the channel are not complete. Run to a
+    fixpoint: since completing one pair never disables another, the fixpoint does not depend on the order. `route` is
+    that of the schedule's kind, left out a loop; `channel` maps (rank, action) to a communicator, by default
+    `channel_of`.
+
+    Raises StuckSchedule with a rank × step grid, `<` marking where a rank stands, and who waits for whom.
+    """
+    route = route or Route(len(schedule), chunks_of(schedule))
+    run = _Run(schedule, route, channel or partial(channel_of, route=route), under_way)
+    run.to_the_end()
+    for rank, actions in enumerate(schedule):
+        _prove_data_flow(rank, route, actions)
+
+
+class UncountedActivations(ValueError):
+    """A schedule that holds more than memory was predicted for."""
+
+
+def prove_memory(schedule: Schedule, counted: Sequence[Alive]) -> None:
+    """Show that no rank ever holds activations of more microbatches than were counted. Raises UncountedActivations."""
+    for rank, (actions, most) in enumerate(zip(schedule, counted, strict=True)):
+        for alive in moments(actions):
+            if not most.covers(alive):
+                raise UncountedActivations(
+                    f"rank {rank} holds activations of {'+'.join(map(str, alive))} microbatches (by chunk), but memory "
+                    f"is predicted for {' or '.join('+'.join(map(str, row)) for row in most.rows)}"
+                )
+
+
+class _Run:
+    """All ranks on their way through their lists."""
+
+    def __init__(
+        self, schedule: Schedule, route: Route, channel: Callable[[int, Action], object], under_way: int
+    ) -> None:
+        self.schedule, self.route, self.channel, self.under_way = schedule, route, channel, under_way
+        self.position = [0] * len(schedule)
+        self.queues: dict[tuple[int, object], deque[Action]] = {}
+        self.received: list[set[Action]] = [set() for _ in schedule]
+
+    def to_the_end(self) -> None:
+        """Raises StuckSchedule where that is not reached."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(len(self.schedule)):
+                while self._advance(rank):
+                    moved = True
+            for owner, key in list(self.queues):
+                while self.queues[owner, key] and self._match(owner, key):
+                    moved = True
+        unsent = [f"stage {rank}: {queue[0]} is never received" for (rank, _), queue in self.queues.items() if queue]
+        if unsent or any(map(self._stands, range(len(self.schedule)))):
+            picture = grid(self.schedule, self.position)
+            raise StuckSchedule("\n".join(["the schedule cannot finish", picture, *self._waits(), *unsent]))
+
+    def _match(self, rank: int, key: object) -> bool:
+        """Complete the head of one FIFO together with the head of its peer's."""
+        mine = self.queues[rank, key][0]
+        other, awaited = self._peer(rank, mine)
+        theirs = self.queues.get((other, key))
+        if not theirs or theirs[0] != awaited:
+            return False
+        for owner in (rank, other):
+            done = self.queues[owner, key].popleft()
+            if done.kind in RECEIVES:
+                self.received[owner].add(done)
+        return True
+
+    def _advance(self, rank: int) -> bool:
+        if not self._stands(rank):
+            return False
+        action = self.schedule[rank][self.position[rank]]
+        if action.kind in SENDS + RECEIVES:
+            self._peer(rank, action)
+            queue = self.queues.setdefault((rank, self.channel(rank, action)), deque())
+            if action.kind in SENDS:
+                if sum(waiting.kind in SENDS for waiting in queue) >= self.under_way:
+                    return False
+                queue.append(action)
+            elif action not in self.received[rank]:
+                if action in queue:
+                    return False
+                queue.append(action)
+                return True
+        self.position[rank] += 1
+        return True
+
+    def _peer(self, rank: int, action: Action) -> tuple[int, Action]:
+        if (found := peer_of(rank, action, self.route)) is None:
+            raise StuckSchedule(f"stage {rank}: {action} has no neighbour to talk to")
+        return found
+
+    # ---- what a stuck one says ----
+
+    def _stands(self, rank: int) -> bool:
+        """Whether it is not done."""
+        return self.position[rank] < len(self.schedule[rank])
+
+    def _waits(self) -> Iterator[str]:
+        """Every circle of ranks that wait for each other: `rank 0 SF3 -> rank 1 RF2 -> rank 0`; and who waits in vain.
+
+        A rank waits for one other: the one that its channel's oldest message is with.
+        """
+        told: set[int] = set()
+        for start in range(len(self.schedule)):
+            path: list[int] = []
+            at = start
+            while self._stands(at) and at not in path and at not in told:
+                path.append(at)
+                at = self._awaited(at)
+            told.update(path)
+            if at in path:
+                circle = path[path.index(at) :]
+                first = circle.index(min(circle))
+                circle = [*circle[first:], *circle[:first]]
+                yield " -> ".join([*map(self._where, circle), f"rank {circle[0]}"])
+            elif path and not self._stands(at):
+                yield f"{self._where(path[-1])} -> rank {at}, which is done"
+
+    def _where(self, rank: int) -> str:
+        return f"rank {rank} {self.schedule[rank][self.position[rank]]}"
+
+    def _awaited(self, rank: int) -> int:
+        """Whom the action waits for at which a rank stands."""
+        action = self.schedule[rank][self.position[rank]]
+        return self._peer(rank, self.queues[rank, self.channel(rank, action)][0])[0]
+
+
+def _prove_data_flow(rank: int, route: Route, actions: Actions) -> None:
+    """What an action needs must stand before it, each action once, and what is begun must be finished."""
+    seen: set[Action] = set()
+    for action in actions:
+        for need in _needs(rank, action, route):
+            if need not in seen:
+                raise StuckSchedule(f"stage {rank}: {action} comes before {need}")
+        if action in seen:
+            raise StuckSchedule(f"stage {rank}: {action} is repeated")
+        seen.add(action)
+    done = {kind: {(a.microbatch, a.chunk) for a in actions if a.kind == kind} for kind in "FBW"}
+    for kind in "BW":
+        if missing := done[kind] and sorted(done["F"] - done[kind]):
+            raise StuckSchedule(f"stage {rank}: {Action('F', *missing[0])} has no {Action(kind, *missing[0])}")
+
+
+def _needs(rank: int, action: Action, route: Route) -> Iterator[Action]:
+    """What comes from a chunk of the same rank is not received, but made there."""
+    kind, i, chunk = action
+    match kind:
+        case "F" | "B":
+            if kind == "B":
+                yield Action("F", i, chunk)
+            there = route.hop(rank, chunk, -1 if kind == "F" else 1)
+            if there is not None:
+                yield Action(kind, i, there[1]) if there[0] == rank else Action(f"R{kind}", i, chunk)
+        case "W" | "SB":
+            yield Action("B", i, chunk)
+        case "SF":
+            yield Action("F", i, chunk)
+
+
+def grid(schedule: Schedule, position: Sequence[int] | None = None) -> str:
+    """Ranks as rows, steps as columns; with `position`, `<` follows the action at which each rank stands."""
+    at = position if position is not None else [-1] * len(schedule)
+    rows = [
+        [f"{a}{'<' * (k == here)}" for k, a in enumerate(actions)] for actions, here in zip(schedule, at, strict=True)
+    ]
+    columns = max(map(len, rows), default=0)
+    widths = [max((len(row[k]) for row in rows if k < len(row)), default=0) for k in range(columns)]
+    return "\n".join(
+        f"stage {stage}  " + " ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip()
+        for stage, row in enumerate(rows)
+    )

@@ -1,0 +1,73 @@
+"""Plans of a V: what is asked for is planned, by the lists that run, and found where it is the quickest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import alive
+from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.plans import Plan
+from autoptd.schedule import Alive, UncountedActivations
+from autoptd.search import planner
+from autoptd.simulate import simulate_plan
+
+NODE = Cluster.of("H100-SXM5-80GB", 4, 450e9, 50e9)
+ASKED = {"world": 4, "cluster": NODE, "batch": 16}
+PIPELINE = {"pp": 4, "micro": 1}
+
+
+@pytest.fixture(scope="module")
+def traced() -> autoptd.TracedModel:
+    with torch.device("meta"):
+        model = NanoGPT(Sizes(vocab=1024, max_seq=256, layers=8, heads=8, width=512))
+    return autoptd.trace(model, seq=256)
+
+
+def test_what_is_asked_for_is_planned(traced: autoptd.TracedModel, tmp_path: Path) -> None:
+    plan = autoptd.plan(traced, **ASKED, fix={"schedule": "zero-bubble-v", **PIPELINE})
+    assert plan.schedule.virtual == 2 and len(plan.stages) == 8 and plan.not_runnable == ()
+    assert "2 chunks per rank as a V" in " ".join(plan.explain().split())
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    # its first rank has the embedding and the head
+    first, *_ = (plan.route.of(plan.stages, rank) for rank in range(4))
+    assert (first[0].first, first[1].last) == (0, plan.stages[-1].last)
+    # what is told is what its own lists take
+    schedule, timeline = simulate_plan(plan)
+    assert timeline.makespan_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    assert len(schedule) == 4
+    other = autoptd.plan(traced, **ASKED, fix={"schedule": "zero-bubble", **PIPELINE})
+    assert plan.predicted.step_time_s < other.predicted.step_time_s
+
+
+def test_the_first_rank_holds_most_of_its_first_chunk(traced: autoptd.TracedModel) -> None:
+    """7 + 1 or 8 + 0 microbatches of its two chunks, of which the second keeps the logits."""
+    plan = autoptd.plan(traced, **ASKED, fix={"schedule": "zero-bubble-v", "recompute": "none", **PIPELINE})
+    one = autoptd.plan(traced, **ASKED, fix={"schedule": "1f1b", "recompute": "none", **PIPELINE})
+    activations = [row["activations"] for row in plan.predicted.memory]
+    assert alive(0, 4, 16, "zero-bubble-v", 2) == Alive(((7, 1), (8, 0)))
+    # logits of one microbatch, not of four: less than a rank of 1F1B that kept them so often
+    assert max(activations) < 1.2 * max(row["activations"] for row in one.predicted.memory)
+
+
+def test_a_search_that_includes_it_finds_it(traced: autoptd.TracedModel) -> None:
+    plan = autoptd.plan(traced, **ASKED, fix=PIPELINE, include="zero-bubble-v")
+    assert plan.schedule.kind == "zero-bubble-v"
+    assert autoptd.plan(traced, **ASKED, fix=PIPELINE).schedule.kind == "1f1b"
+
+
+# ---- planted bugs ----
+
+
+def test_memory_predicted_for_too_few_is_refused(traced: autoptd.TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the head's rank had to hold its chunk of one microbatch only, and nothing of the other one besides."""
+    planner._prove.cache_clear()
+    monkeypatch.setattr(planner, "alive", lambda rank, p, m, *_: Alive(((2 * p - rank - 1, rank),)))
+    with pytest.raises(UncountedActivations, match="rank 0 holds activations of 7"):
+        autoptd.plan(traced, **ASKED, fix={"schedule": "zero-bubble-v", **PIPELINE})
+    planner._prove.cache_clear()
