@@ -35,6 +35,12 @@ class Candidate:
     lean: bool = False  # tensors split as if a kept byte cost what recomputation takes to save one
     pools: tuple[int, ...] = ()  # of each pipeline rank, which type of the cluster's devices; empty: the first
 
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one copy of what is sharded."""
+        ranks = self.dp * self.cp
+        return min(self.shards or ranks, ranks) if self.zero else 1
+
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
         extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}

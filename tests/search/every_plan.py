@@ -121,7 +121,7 @@ def _rank_choices(
     betters."""
     site, alive = stages.site(rank), stages.alive(rank)
     mine = list(cuts[rank :: stages.candidate.pp])
-    state, upcast = stages.chunks.state(mine, site.largest_block, cuts), stages.chunks.upcast_bytes(mine)
+    state, upcast = stages.chunks.state(mine, cuts), stages.chunks.upcast_bytes(mine)
     index = np.indices([len(c.again_s) for c in chunks]).reshape(len(chunks), -1)
     kept = np.rint(alive * sum(c.kept[i] for c, i in zip(chunks, index, strict=True)) / len(chunks))
     above = np.stack([(c.peak - c.kept)[i] for c, i in zip(chunks, index, strict=True)]).max(axis=0)
