@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from autoptd import kept_plans
 from autoptd.codegen.emit import Program, StageSpec, emit_program
+from autoptd.codegen.pieces import lay_out
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
 from autoptd.errors import InputsError, PlanError, nearest
@@ -386,6 +387,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
     recomputed = {traced.parameters[p.name] for i in again for p in folded.segments[i].parameters}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
+    owned, unused = lay_out(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
     parameters = {
         name: TensorSpec(
             parse_placement(plan.splits.parameters[name]),
@@ -393,6 +395,8 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             tuple(held[name]),
             name not in traced.frozen,
             recomputed=name in recomputed,
+            block=name.removesuffix(owned.get(name, name)).rstrip("."),
+            idle=name in unused,
         )
         for name in order
     }
@@ -404,6 +408,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         parameters=parameters,
         buffers=buffers,
         zero=plan.zero,
+        shards=plan.method.shards if plan.zero else 0,
         precision=plan.precision,
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,

@@ -230,11 +230,8 @@ class Parallel:
         return self.plan.mesh.dp
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter and buffer that its stages hold, by original name."""
-        self._running.settle()
-        stages = self._running.stages
-        parameters = {name: held for stage in stages for name, held in stage.named_parameters()}
-        return parameters | {name: held for stage in stages for name, held in stage.named_buffers()}
+        """This rank's part of each parameter and buffer that its stages hold, by original name. A collective."""
+        return self._running.local_tensors()
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients, full, by original name, on every rank. A collective."""

@@ -244,7 +244,6 @@ class Plan(_Part):
         reasons = {
             f"cp {self.mesh.cp}": self.mesh.cp > 1,
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
-            f"ZeRO {self.zero}": self.zero > 1,
             f"{' and '.join(self.partial)} recomputation": bool(self.partial),
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
@@ -253,7 +252,6 @@ class Plan(_Part):
             "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,
             f"buckets of {asked.bucket_bytes} bytes": asked.bucket_bytes != default.bucket_bytes,
             "gradients in the compute type": asked.gradients != default.gradients and narrow,
-            f"shards of {asked.shards} ranks": asked.shards not in (0, self.mesh.dp),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -15,7 +15,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.nccl import COLLECTIVES, Way, common_protocols
 from autoptd.cost_models.paths import crossings, message_lane
 
-__all__ = ["COLLECTIVES", "algorithm", "collective_s", "p2p_s", "ways"]
+__all__ = ["COLLECTIVES", "algorithm", "collective_s", "p2p_s", "sum_in_shards_s", "ways"]
 
 
 def collective_s(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> float:
@@ -29,6 +29,18 @@ def collective_s(name: str, nbytes: float, cluster: Cluster, ranks: int, stride:
         raise ValueError(f"{name} of {nbytes} bytes: cannot be negative")
     found = ways(name, cluster, ranks, stride)
     return min([way.seconds(nbytes) for way in found]) if found else 0.0
+
+
+def sum_in_shards_s(nbytes: float, cluster: Cluster, ranks: int, shards: int, stride: int = 1) -> float:
+    """Seconds to sum `nbytes` over `ranks`, so that each of `shards` neighbours has its part of the sum.
+
+    A reduce-scatter among the neighbours, then an all-reduce of a shard with the counterparts (HSDP: Zhao et al. 2023,
+    section 3.2.2); with one shard an all-reduce, with as many as ranks a reduce-scatter.
+    """
+    found = collective_s("reduce_scatter", nbytes, cluster, shards, stride) if shards > 1 else 0.0
+    if ranks > shards:
+        found += collective_s("all_reduce", nbytes / shards, cluster, ranks // shards, stride * shards)
+    return found
 
 
 def algorithm(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> str:

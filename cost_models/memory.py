@@ -1,14 +1,15 @@
 """Memory of one rank in bytes, by category, and the state that training keeps between steps.
 
 With n local elements (padding included), c and m bytes of the compute and the main dtype, g of a gradient (m, or c),
-k moments (2 for adamw, 0 for sgd), d ranks that share what is sharded, u the elements of the largest block:
+k moments (2 for adamw, 0 for sgd), d ranks that share what is sharded, u elements of gradients that are whole at a time
+before they are scattered, r of parameters that are gathered at a time:
 
     ZeRO       parameters          gradients        optimizer
     0          c n                 g n              m n (k + 1)        + 1 is the main copy: none where c is m
     1          c n                 g n              m n (k + 1) / d
-    2          c n                 g n / d + g u    m n (k + 1) / d    a bucket or block is sharded once complete
-    3          m n / d + 2 c u     m n / d + c u    m n k / d          main copy, two blocks gathered (used and next),
-                                                                       one block's gradient before it is scattered
+    2          c n                 g n / d + g u    m n (k + 1) / d    a bucket is scattered once complete
+    3          m n / d + c r       m n / d + g u    m n k / d          the main copy is the parameters, and what is
+                                                                       summed is added up beside it
 
 (Rajbhandari et al. 2020, ZeRO; stage 3 as in Zhao et al. 2023, PyTorch FSDP.) `shards` below dp replicates the shards
 (HSDP). Every number comes from `STATE`, which is this table, and so does what `explain` prints.
@@ -108,7 +109,8 @@ def padded(numel: int, multiple: int) -> int:
 
 # ---- the state, as expressions ----
 
-N, D, U = sympy.symbols("n d u", integer=True, nonnegative=True)  # local elements, shards, elements of a block
+N, D = sympy.symbols("n d", integer=True, nonnegative=True)  # local elements, shards
+U, R = sympy.symbols("u r", integer=True, nonnegative=True)  # elements of whole gradients, of gathered parameters
 _C, _M, _G, _K = sympy.symbols("c m g k", integer=True, nonnegative=True)
 _MAIN = sympy.Symbol("main", integer=True, nonnegative=True)  # 1 where a main copy is kept beside the compute dtype
 _E = sympy.Symbol("e", integer=True, nonnegative=True)  # elements with moments: n / d less padding, which has none
@@ -117,12 +119,12 @@ STATE: Mapping[int, Mapping[str, sympy.Expr]] = {
     0: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (_K * _E + _MAIN * N)},
     1: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (_K * _E + _MAIN * N / D)},
     2: {"parameters": _C * N, "gradients": _G * N / D + _G * U, "optimizer": _M * (_K * _E + _MAIN * N / D)},
-    3: {"parameters": _M * N / D + 2 * _C * U, "gradients": _M * N / D + _C * U, "optimizer": _M * _K * _E},
+    3: {"parameters": _M * N / D + _C * R, "gradients": _M * N / D + _G * U, "optimizer": _M * _K * _E},
 }
 
 
 def formulas(*, precision: str, optimizer: str, zero: int = 0, gradients: str = "main") -> dict[str, sympy.Expr]:
-    """Bytes of parameters, gradients and optimizer state in n, d and u. Raises ValueError."""
+    """Bytes of parameters, gradients and optimizer state in n, d, u and r. Raises ValueError."""
     stepped = {_E: N / D if zero else N}
     found = _expressions(precision, optimizer, zero, gradients)
     return {name: sympy.expand(text.subs(stepped)) for name, text in found.items()}
@@ -148,7 +150,7 @@ def _expressions(precision: str, optimizer: str, zero: int, gradients: str) -> d
 @cache
 def _evaluators(precision: str, optimizer: str, zero: int, gradients: str) -> dict[str, Callable[..., float]]:
     found = _expressions(precision, optimizer, zero, gradients)
-    return {name: sympy.lambdify((N, D, U, _E), text, "math") for name, text in found.items()}
+    return {name: sympy.lambdify((N, D, U, R, _E), text, "math") for name, text in found.items()}
 
 
 def model_state(
@@ -161,7 +163,8 @@ def model_state(
     pad_to: int | None = None,
     shards: int | None = None,
     gradients: str = "main",
-    block_numel: int = 0,
+    whole_numel: int = 0,
+    gathered_numel: int = 0,
     stepped: int | None = None,
 ) -> Memory:
     """Parameters, gradients and optimizer state of one rank, to the byte.
@@ -169,8 +172,9 @@ def model_state(
     `bucket_numels`: local elements of each bucket (one sum when buckets are not known yet). `pad_to`: elements that
     each bucket is padded to a multiple of; left out, the shards under ZeRO and otherwise 1. `shards`: ranks that share
     one copy of what is sharded, dp if left out. `gradients`: kept in the "main" or the "compute" dtype, or in "both".
-    `block_numel`: local elements that ZeRO 2 and 3 hold whole at a time, the largest bucket or block. `stepped`:
-    elements that this rank's optimizer updates; left out, its share with padding. Raises ValueError.
+    `whole_numel`: local elements whose gradients ZeRO 2 and 3 hold whole at a time; `gathered_numel`: whose parameters
+    ZeRO 3 does. `stepped`: elements that this rank's optimizer updates; left out, its share with padding. Raises
+    ValueError.
     """
     evaluators = _evaluators(precision, optimizer, zero, gradients)
     width = (shards or dp) if zero else 1
@@ -181,7 +185,9 @@ def model_state(
         raise ValueError(f"buckets padded to {multiple} elements do not divide among {width} ranks")
     numel = sum(padded(n, multiple) for n in bucket_numels)
     own = numel // width if stepped is None else stepped
-    return Memory(**{name: round(value(numel, width, block_numel, own)) for name, value in evaluators.items()})
+    return Memory(
+        **{name: round(value(numel, width, whole_numel, gathered_numel, own)) for name, value in evaluators.items()}
+    )
 
 
 def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str) -> int:

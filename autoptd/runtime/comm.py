@@ -180,6 +180,29 @@ class Communicators:
             mine.all_reduce(torch.ones(1, device=self.device))
         return mine
 
+    def within_dp(self, ranks: int) -> tuple[Group, Group]:
+        """This rank's group of so many neighbours on the dp axis, and that of its counterparts in the other groups.
+
+        All ranks of the world call it for the same in the same order. `ranks` divides dp.
+        """
+        if ranks == self.mesh.dp:
+            return self.dp, Alone()
+        if ranks == 1:
+            return Alone(), self.dp
+        groups = range(self.mesh.dp // ranks)
+        inside = [[g * ranks + i for i in range(ranks)] for g in groups]
+        across = [[g * ranks + i for g in groups] for i in range(ranks)]
+        return self._part_of_dp(inside), self._part_of_dp(across)
+
+    def _part_of_dp(self, parts: list[list[int]]) -> Group:
+        """This rank's one of groups that partition the dp axis."""
+        mine: Group = Alone()
+        for pp, tp, part in product(range(self.mesh.pp), range(self.mesh.tp), parts):
+            group = self.make_group(tuple(self.mesh.rank(pp, dp, tp) for dp in part))
+            mine = group if group is not None else mine
+        mine.all_reduce(torch.ones(1, device=self.device))
+        return mine
+
 
 def connect(mesh: Mesh, backend: Backend) -> Communicators:
     """Create and warm up all communicators of a rank, in one fixed order: axes, world, then the edges upwards."""

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +90,22 @@ class _Inbox:
         return tuple(part.whole(out, self.tp) for part, out, _ in parts)
 
 
+class Gradients(Protocol):
+    """Who takes the gradients of parameters, and has the parameters there for backward passes."""
+
+    def before_backward(self, chunk: int, half: str, last: bool) -> None:
+        """Of a chunk a backward pass begins (B), or its second half (W); `last` of its half in this step."""
+        ...
+
+    def before_weights(self, parameters: Sequence[Tensor]) -> None:
+        """Within a second half, gradients of these are next."""
+        ...
+
+    def after_backward(self, chunk: int, whole: bool) -> None:
+        """`whole`: all gradients of the microbatch have come, not only those of the first half."""
+        ...
+
+
 class Executor:
     """One rank's step; `stages` are its chunks. `end` maps REDUCE, STEP and GATHER to what they do."""
 
@@ -119,16 +136,17 @@ class Executor:
         counts: Tensors,
         loss: Tensor,
         end: Mapping[str, Callable[[], None]],
-        before_backward: Callable[[int, bool], None],
+        gradients: Gradients | None = None,
+        counted: int | None = None,
         scale: float = 1.0,
     ) -> None:
         """Every action in order. The last stage adds its share of the loss to `loss`, 0-dim float64.
 
-        `scale`: the loss's gradient, by which all gradients are larger.
-
-        `before_backward(chunk, last)` is called before each action that makes gradients of parameters.
+        `gradients` is told of each action that makes gradients of parameters. Of the losses, those of the first
+        `counted` microbatches are added; left out, of all. `scale`: the loss's gradient, by which all gradients are
+        larger.
         """
-        run = _Run(self, actions, microbatches, counts, loss, scale)
+        run = _Run(self, actions, microbatches, counts, loss, gradients, counted, scale)
         lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
         if not self._shaken and lasts:
             run.shake_hands()
@@ -146,10 +164,13 @@ class Executor:
             if action.microbatch is None:
                 end[action.kind]()
                 continue
-            if action.kind in ("B", "W"):
-                before_backward(action.chunk, action == lasts[action.kind, action.chunk])
+            makes = gradients if action.kind in ("B", "W") else None
             try:
+                if makes is not None:
+                    makes.before_backward(action.chunk, action.kind, action == lasts[action.kind, action.chunk])
                 do[action.kind](action)
+                if makes is not None:
+                    makes.after_backward(action.chunk, action.kind == "W" or not run.halves)
             except RuntimeError as error:
                 where = f"{action} of stage {self._comm.stage}, rank {self._comm.rank} ({self._comm.mesh})"
                 raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
@@ -166,8 +187,12 @@ class _Run:
         microbatches: Sequence[Microbatch],
         counts: Tensors,
         loss: Tensor,
+        gradients: Gradients | None,
+        counted: int | None,
         scale: float,
     ) -> None:
+        self.of_parameters = gradients
+        self.counted = len(microbatches) if counted is None else counted
         self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
         self.actions, self.microbatches, self.counts = actions, microbatches, counts
         self.route = self.comm.mesh.route
@@ -265,7 +290,8 @@ class _Run:
         received = self.received.get((i, chunk), ())
         if stage.is_last:
             share = stage(*received, **given, counts=self.counts)
-            self.loss += share.detach()
+            if i < self.counted:
+                self.loss += share.detach()
             self.outputs[i, chunk] = (share,)
         else:
             self.outputs[i, chunk] = stage(*received, **given)
@@ -322,7 +348,7 @@ class _Run:
     def weights(self, action: Action) -> None:
         later = self.left.pop(_at(action), None)
         if later is not None:
-            later()
+            later(self.of_parameters.before_weights if self.of_parameters else None)
 
     def _returned(self, i: int, chunk: int) -> Tensors:
         """Gradients of what a chunk received; it is done with them."""

@@ -10,7 +10,7 @@ rank's shard is equal and aligned; a shard boundary may cut a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 ALIGN = 32  # elements; 128 bytes of float32
@@ -39,8 +39,13 @@ class Bucket:
         return slice(self.start + rank * width, self.start + (rank + 1) * width)
 
 
-def pack(sizes: Iterable[tuple[str, int]], ranks: int, bucket_elements: int) -> list[Bucket]:
-    """Lay (name, elements) out in order. A bucket closes once it holds `bucket_elements` or the parameters end."""
+def pack(
+    sizes: Iterable[tuple[str, int]], ranks: int, bucket_elements: int, blocks: Mapping[str, Hashable] | None = None
+) -> list[Bucket]:
+    """Lay (name, elements) out in order. A bucket closes once it holds `bucket_elements` or the parameters end.
+
+    `blocks`: by name, what is gathered together; a bucket then closes where another block begins.
+    """
     buckets: list[Bucket] = []
     start = end = 0
     slots: list[Slot] = []
@@ -55,6 +60,8 @@ def pack(sizes: Iterable[tuple[str, int]], ranks: int, bucket_elements: int) -> 
             slots = []
 
     for name, elements in sizes:
+        if blocks is not None and slots and blocks[name] != blocks[slots[-1].name]:
+            close()
         slots.append(Slot(name, end, end + elements))
         end += elements
         if end - start >= bucket_elements:

@@ -8,14 +8,16 @@ as they are. Here the same `pack` runs over sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from autoptd.cost_models.memory import Memory, model_state
 from autoptd.passes.placements import Placement, Split
-from autoptd.runtime.flat import Bucket, Slot, overlap, pack
+from autoptd.runtime.flat import Bucket, overlap, pack
 from autoptd.runtime.layout import Layout
 
+Unit: TypeAlias = tuple[str, tuple[int, ...]]  # as `TensorSpec.unit`: a block's path, or "" and the stages that read it
 BUCKET_ELEMENTS = Layout.bucket_elements
 
 
@@ -29,13 +31,39 @@ class Packed:
     """Elements of every bucket with its padding, and those that the optimizer of each dp rank updates, without."""
 
     dp: int
-    zero: int
-    laid_out: tuple[Bucket, ...]
+    shards: int  # ranks that share one copy; 1 without ZeRO
+    buffers: tuple[tuple[Bucket, ...], ...]
     idle: frozenset[str] = frozenset()  # names of slots that no gradient reaches: they have no moments
+    units: tuple[Unit, ...] = ()  # by slot, where parameters are sharded
+
+    @property
+    def laid_out(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for buckets in self.buffers for bucket in buckets)
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        return tuple(b.stop - b.start for b in self.laid_out)
+        return tuple(map(_elements, self.laid_out))
+
+    @property
+    def whole(self) -> int:
+        """Elements of gradients that ZeRO 2 and 3 hold whole at the most: a bucket of each buffer, one under way.
+
+        Buffers take gradients in the same order, so of each one bucket is filled at a time (`reduction.UNDER_WAY`).
+        """
+        each = [sorted(map(_elements, buckets)) for buckets in self.buffers]
+        return sum(sizes[-1] for sizes in each) + max((sizes[-2] for sizes in each if len(sizes) > 1), default=0)
+
+    @property
+    def gathered(self) -> int:
+        """Elements of parameters that ZeRO 3 holds whole at the most: what a stage reads itself, and two blocks."""
+        blocks, stages = dict[str, int](), dict[int, int]()
+        for bucket in self.laid_out if self.units else ():
+            block, readers = self.units[int(bucket.slots[0].name)]
+            if block:
+                blocks[block] = blocks.get(block, 0) + _elements(bucket)
+            for stage in readers if not block else ():
+                stages[stage] = stages.get(stage, 0) + _elements(bucket)
+        return sum(sorted(blocks.values())[-2:]) + max(stages.values(), default=0)
 
     @property
     def stepped(self) -> tuple[int, ...]:
@@ -48,21 +76,23 @@ class Packed:
     def stepped_by(self, rank: int) -> int:
         """Of one dp rank; the first has most, since buckets are filled from their start, where none is idle."""
         slots = ((bucket, slot) for bucket in self.laid_out for slot in bucket.slots if slot.name not in self.idle)
-        parts = (_own(bucket, slot, rank, self.dp, self.zero) for bucket, slot in slots)
+        own = rank % self.shards
+        parts = (overlap(slot, bucket.shard(own, self.shards)) for bucket, slot in slots)
         return sum(part.stop - part.start for part in parts if part is not None)
 
 
 def packed(
     parameters: Iterable[tuple[Hashable, int]],
     dp: int,
-    zero: int,
+    shards: int,
     bucket_elements: int = BUCKET_ELEMENTS,
     idle: Container[int] = (),
+    units: Sequence[Unit] = (),
 ) -> Packed:
     """What (buffer, local elements) of trainable parameters, in forward order, become.
 
-    Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `idle`: positions of those
-    that no gradient reaches.
+    Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `shards`: dp ranks that share
+    one copy. `idle`: positions of those that no gradient reaches. `units`: what each is gathered with (ZeRO 3).
     """
     buffers: dict[Hashable, list[tuple[str, int]]] = {}
     resting = set()
@@ -70,32 +100,43 @@ def packed(
         buffers.setdefault(buffer, []).insert(0, (str(i), elements))
         if i in idle:
             resting.add(str(i))
-    laid_out = tuple(b for sizes in buffers.values() for b in pack(sizes, dp, bucket_elements))
-    return Packed(dp, zero, laid_out, frozenset(resting))
+    named = {str(i): unit for i, unit in enumerate(units)} if units else None
+    laid_out = tuple(tuple(pack(sizes, dp, bucket_elements, named)) for sizes in buffers.values())
+    return Packed(dp, shards, laid_out, frozenset(resting), tuple(units))
 
 
-def _own(bucket: Bucket, slot: Slot, rank: int, dp: int, zero: int) -> slice | None:
-    return overlap(slot, bucket.shard(rank, dp) if zero else slice(bucket.start, bucket.stop))
+def _elements(bucket: Bucket) -> int:
+    return bucket.stop - bucket.start
 
 
-def state_bytes(layout: Layout, stage: int, optimizer: str, dp_rank: int = 0) -> Memory:
-    """Parameters, gradients and optimizer state on a rank of a stage. Optimizers' step counts are left out."""
+def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int = 0, fullest: bool = False) -> Memory:
+    """Parameters, gradients and optimizer state of a rank. Optimizers' step counts are left out.
+
+    `fullest`: with what ZeRO 2 and 3 hold whole while they hold most.
+    """
     tp, dp = layout.mesh.tp, layout.mesh.dp
-    frozen, trained = 0, []
+    frozen, trained, units, idle = 0, list[tuple[Hashable, int]](), list[Unit](), set[int]()
     for spec in layout.parameters.values():
-        if stage in spec.stages:
+        if pipeline_rank in (holders := layout.mesh.holders(spec.stages)):
             elements = math.prod(spec.local_shape(tp))
             if spec.trainable:
-                trained.append(((spec.dtype, buffer_class(spec.placement), spec.stages), elements))
+                if spec.idle:
+                    idle.add(len(trained))
+                trained.append(((spec.dtype, buffer_class(spec.placement), holders), elements))
+                units.append(spec.unit)
             else:
                 frozen += elements * (spec.dtype or layout.dtype).itemsize
-    found = packed(trained, dp, layout.zero, layout.bucket_elements)
+    given = units if layout.zero == 3 else ()
+    found = packed(trained, dp, layout.sharing, layout.bucket_elements, idle, given)
     state = model_state(
         found.buckets,
         precision=layout.precision,
         optimizer=optimizer,
         zero=layout.zero,
         dp=dp,
+        shards=layout.sharing,
+        whole_numel=found.whole if fullest else 0,
+        gathered_numel=found.gathered if fullest else 0,
         stepped=found.stepped_by(dp_rank),
     )
     return state + Memory(parameters=frozen)

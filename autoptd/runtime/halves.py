@@ -39,9 +39,11 @@ class Later:
     def __init__(self, joins: Sequence[_Join], roots: Sequence[Root]) -> None:
         self._joins, self._roots = joins, roots  # outputs are kept, and the graph with them
 
-    def __call__(self) -> None:
-        """Accumulate the gradients of the parameters."""
+    def __call__(self, before: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        """Accumulate the gradients of the parameters; `before` is told of which ones next."""
         for join in self._joins:
+            if before is not None:
+                before(join.branch)
             came = [(GradientEdge(join.node, k), g) for k, g in enumerate(join.arrived) if g is not None]
             if came:
                 edges, gradients = [edge for edge, _ in came], [g for _, g in came]

@@ -25,6 +25,13 @@ class TensorSpec:
     trainable: bool = True
     dtype: torch.dtype | None = None  # None: the layout's
     recomputed: bool = False  # by a block that runs again in the backward pass
+    block: str = ""  # the emitted block that alone reads it, by its path; "": the stage itself does
+    idle: bool = False  # no gradient reaches it
+
+    @property
+    def unit(self) -> tuple[str, tuple[int, ...]]:
+        """What it is gathered with, where parameters are sharded."""
+        return self.block, self.stages
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """The shape on each of `tp` ranks."""
@@ -47,7 +54,8 @@ class Layout:
     inputs: tuple[str, ...]  # all model inputs that any stage reads; dim 0 counts samples
     parameters: Mapping[str, TensorSpec]
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
-    zero: int = 1  # 0: every dp rank steps everything; 1: each steps its shard
+    zero: int = 1  # what dp ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing
+    shards: int = 0  # dp ranks that share one copy, neighbours on the axis; 0: all of them
     precision: str = "fp32"
     schedule: str = "1f1b"
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
@@ -56,8 +64,13 @@ class Layout:
     bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
 
     def __post_init__(self) -> None:
-        if self.zero not in (0, 1):
-            raise PlanError(f"zero={self.zero} is not supported by the runtime", fix="use zero 0 or 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError(f"zero={self.zero} is not supported by the runtime", fix="use zero 0, 1, 2 or 3")
+        if self.shards and self.mesh.dp % self.shards:
+            raise PlanError(
+                f"shards of {self.shards} ranks do not divide dp {self.mesh.dp}",
+                fix="use a divisor of dp, or 0 for all",
+            )
         shape = row_of(self.schedule, self.mesh.virtual).shape
         if shape != self.mesh.way:
             raise PlanError(f"the schedule {self.schedule} is one of a {shape}, the mesh of a {self.mesh.way}")
@@ -67,6 +80,11 @@ class Layout:
             )
         if self.precision not in PRECISIONS:
             raise PlanError(f"unknown precision {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
+
+    @property
+    def sharing(self) -> int:
+        """Dp ranks that share one copy of what is sharded."""
+        return (self.shards or self.mesh.dp) if self.zero else 1
 
     @property
     def dtype(self) -> torch.dtype:

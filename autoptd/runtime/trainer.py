@@ -28,6 +28,7 @@ from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage
+from autoptd.runtime.storage import Sharing
 from autoptd.runtime.stored import Stored
 from autoptd.schedule import forward_only, training_step, with_communication
 
@@ -64,7 +65,7 @@ class Trainer:
         tied = _tied_groups(layout, communicators)
         self._loaded = not any(p.is_meta for stage in self.stages for p in stage.parameters())
         self._buffers, self._tensors = _materialise(self.stages, layout, communicators, tied)
-        self._pieces = self._buffers.pieces(communicators.stage, communicators.dp.rank)
+        self._pieces = self._buffers.pieces(communicators.stage)
         given = grouped([(piece.name, piece.param) for piece in self._pieces], groups)
         self.optimizer = make_optimizer(optimizer, given, **optimizer_kwargs)
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
@@ -112,8 +113,7 @@ class Trainer:
             "GATHER": self._buffers.gather_parameters,
         }
         counts = self._global_counts(microbatches)
-        before = self._buffers.expect_gradients
-        self._executor.run(self._actions, microbatches, counts, share, end, before, self.finite.scale)
+        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, scale=self.finite.scale)
         self._dropout.step += 1
         if self.finite.skipped:
             here = [piece.name for piece in self._pieces if not piece.grad.isfinite().all()]
@@ -126,14 +126,22 @@ class Trainer:
         self._check_loaded()
         microbatches = cut_batch(batch, self.layout.inputs, self.layout.micro, None, self.communicators.device)
         self._dropout.active = False
-        mesh = self.layout.mesh
+        mesh, own = self.layout.mesh, len(microbatches)
+        counts = self._global_counts(microbatches)
+        microbatches += microbatches[-1:] * (self._most_microbatches(own) - own)
         lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
         actions = lists[self.communicators.stage]
         loss = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
-        self._executor.run(actions, microbatches, self._global_counts(microbatches), loss, {}, lambda *_: None)
+        self._executor.run(actions, microbatches, counts, loss, {}, counted=own)
         if self.communicators.tp.rank != 0:
             loss.zero_()
         return self.communicators.world.all_reduce(loss.view(1))[0].to(self.layout.main_dtype)
+
+    def _most_microbatches(self, own: int) -> int:
+        """Of any dp rank, where all gather parameters together for each; whose share is smaller repeats its last."""
+        if self.layout.zero < 3:
+            return own
+        return int(self.communicators.dp.all_reduce(torch.tensor([own], device=self.communicators.device), "max"))
 
     def _global_counts(self, microbatches: list[Microbatch]) -> tuple[Tensor, ...]:
         """The loss's counts over all microbatches and dp ranks, float64; () where no loss is computed."""
@@ -214,8 +222,11 @@ class Trainer:
             )
         self.settle()
         for name, local in self._tensors.items():
-            local.copy_(self._part(full[name], specs[name]))
-        self._buffers.read_parameters()
+            part = self._part(full[name], specs[name])
+            if name in self._buffers.parameters:
+                self._buffers.write(name, part)
+            else:
+                local.copy_(part)
         self._loaded = True
 
     def _part(self, full: Tensor | Stored, spec: TensorSpec) -> Tensor:
@@ -230,11 +241,19 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters of the model, full, under their original names, on every rank. A collective."""
+        result = {}
+        for name, spec in self.layout.parameters.items():
+            with self._buffers.whole([name]):
+                result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
+        return result
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter and buffer that its stages hold, by name. A collective over dp."""
         self.settle()
-        return {
-            name: self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
-            for name, spec in self.layout.parameters.items()
-        }
+        if self.layout.zero < 3:
+            return dict(self._tensors)
+        with self._buffers.whole(self._buffers.parameters):
+            return {name: x.detach().clone() for name, x in self._tensors.items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients (clipped, if so asked), full, of the parameters that had one. A collective."""
@@ -298,18 +317,6 @@ def _tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int
     return {ranks: group for ranks, group in groups.items() if group is not None}
 
 
-def _let_wait(stage: Stage, buffers: Buffers) -> None:
-    """Blocks wait for their own parameters, the stage for those that no block holds."""
-    inside: set[str] = set()
-    for path, module in stage.named_modules():
-        if module is not stage and type(module) is not nn.Module and not any(path.startswith(f"{b}.") for b in inside):
-            inside.add(path)
-            buffers.gather_before(module, [f"{path}.{name}" for name, _ in module.named_parameters()])
-    names = [name for name, _ in stage.named_parameters()]
-    own = [name for name in names if not any(name.startswith(f"{path}.") for path in inside)]
-    buffers.gather_before(stage, own)
-
-
 @torch.no_grad()
 def _materialise(
     stages: Sequence[Stage], layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
@@ -322,16 +329,16 @@ def _materialise(
     old = {name: held for stage in stages for name, held in stage.named_parameters()}
     holders = [{name for name, _ in stage.named_parameters()} for stage in stages]
     with torch.enable_grad():
-        buffers = Buffers(old, layout, device, communicators.tp, communicators.dp, tied, holders)
+        sharing = Sharing(*communicators.within_dp(layout.sharing))
+        buffers = Buffers(old, layout, device, communicators.tp, sharing, tied, holders)
     new: dict[str, nn.Parameter] = dict(buffers.parameters)
     for name, parameter in old.items():
         if name not in new:
             new[name] = nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=False)
         if not parameter.is_meta:
-            new[name].copy_(parameter)
-    buffers.read_parameters()
-    for stage in stages:
-        _let_wait(stage, buffers)
+            buffers.write(name, parameter) if name in buffers.parameters else new[name].copy_(parameter)
+    for chunk, stage in enumerate(stages):
+        buffers.attach(stage, chunk)
     tensors: dict[str, Tensor] = dict(new)
     for stage in stages:
         replacement = {id(parameter): new[name] for name, parameter in stage.named_parameters()}

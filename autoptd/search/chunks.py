@@ -18,14 +18,16 @@ from typing import TypeVar
 
 from torch import fx
 
+from autoptd.codegen.pieces import lay_out
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.collectives import collective_s, p2p_s
+from autoptd.cost_models.collectives import collective_s, p2p_s, sum_in_shards_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, Memory, model_state, optimizer_step_bytes
 from autoptd.cost_models.op_time import memory_s
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.passes.placements import BP, B, Placement, Split
-from autoptd.runtime.footprint import BUCKET_ELEMENTS, buffer_class, packed
+from autoptd.runtime.flat import ALIGN
+from autoptd.runtime.footprint import BUCKET_ELEMENTS, Unit, buffer_class, packed
 from autoptd.search.kinds import KindCost, price
 from autoptd.search.meshes import Candidate
 from autoptd.search.tensors import Sharded, Tensors
@@ -72,7 +74,7 @@ class Chunks:
         self.folded: Folded = tensors.folded
         self.cluster: Cluster = tensors.cluster
         self.dp = candidate.dp * method.cp  # ranks that hold the same parameters
-        self.shards = min(method.shards or self.dp, self.dp)
+        self.shards = replace(candidate, shards=method.shards).sharing
         self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
         self.gradient = self.compute if method.gradients == "compute" else self.main
         self._passes: dict[str, ChunkCost] = {}
@@ -177,14 +179,8 @@ class Chunks:
             return 0.0, 0.0
         trained = self.numel(first, last)[1]
         stride, blocks = c.tp, max(1, last - first)
-        inside = self.shards
-        gather = collective_s("all_gather", trained * self.compute / blocks, self.cluster, inside, stride) * blocks
-        scatter = (
-            collective_s("reduce_scatter", trained * self.gradient / blocks, self.cluster, inside, stride) * blocks
-        )
-        if self.dp > inside:
-            share = trained * self.gradient / inside / blocks
-            scatter += blocks * collective_s("all_reduce", share, self.cluster, self.dp // inside, stride * inside)
+        gather = collective_s("all_gather", trained * self.compute / blocks, self.cluster, self.shards, stride) * blocks
+        scatter = blocks * sum_in_shards_s(trained * self.gradient / blocks, self.cluster, self.dp, self.shards, stride)
         back = scatter + (gather if c.zero == 3 else 0.0)
         if "dp" not in self.method.overlap:
             return gather, back
@@ -286,12 +282,12 @@ class Chunks:
         behind = self._crossing_bytes[segment + 1] if segment + 1 < len(self._crossing_bytes) else (0, 0)
         return tuple(parameter[1:] for parameter in self._parameters[segment]), behind
 
-    def state(self, runs: list[tuple[int, int]], block_numel: int = 0, cut: Sequence[tuple[int, int]] = ()) -> Memory:
+    def state(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> Memory:
         """Parameters, gradients and optimizer state of these runs of segments, each parameter once.
 
-        As the runtime lays them out, with padding (`runtime/footprint.py`). `block_numel`: of the largest block, which
-        ZeRO 2 and 3 hold whole. `cut`: the segments of all stages, where known: a parameter that several hold lies in a
-        buffer of its own.
+        As the runtime lays them out, with padding (`runtime/footprint.py`), and with what ZeRO 2 and 3 hold whole when
+        they hold most. `cut`: the segments of all stages, where known: a parameter that several hold lies in a buffer
+        of its own.
         """
         held: dict[str, _Held] = {}
         for first, last in runs:
@@ -305,22 +301,38 @@ class Chunks:
             own += self._unused.items()
         shared = self._sharers(cut)
         trained = [(name, h) for name, h in own if not h.frozen]
-        zero = self.candidate.zero
         idle = {i for i, (name, _) in enumerate(trained) if name in self._unused}
         sizes = [((buffer_class(h.placement), shared.get(name)), h.numel) for name, h in trained]
-        layout = packed(sizes, self.dp, zero, idle=idle) if zero < 2 else None
+        units = [self._unit(name, runs, cut) for name, _ in trained] if self.candidate.zero == 3 else ()
+        layout = packed(sizes, self.dp, self.shards, idle=idle, units=units)
         state = model_state(
-            layout.buckets if layout else [sum(h.numel for _, h in trained)],
+            layout.buckets,
             precision=self.precision,
             optimizer=self.optimizer,
-            zero=zero,
+            zero=self.candidate.zero,
             dp=self.dp,
             shards=self.shards,
             gradients=self.method.gradients,
-            block_numel=block_numel,
-            stepped=layout.most_stepped if layout else None,
+            whole_numel=layout.whole,
+            gathered_numel=layout.gathered,
+            stepped=layout.most_stepped,
         )
         return state + Memory(parameters=sum(h.numel for _, h in own if h.frozen) * self.compute)
+
+    def _unit(self, name: str, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> Unit:
+        """What a parameter is gathered with: the block that owns it, or the stages that read it themselves."""
+        if name in self._blocks:
+            return self._blocks[name], (0,)
+        readers = self._readers.get(name, set[int]())
+        return "", tuple(k for k, (first, last) in enumerate(cut or runs) if any(first <= i <= last for i in readers))
+
+    @property
+    def _blocks(self) -> dict[str, str]:
+        return self._noted("blocks", self._name_blocks)
+
+    def _name_blocks(self) -> dict[str, str]:
+        """Of the parameters that blocks own -> the block's path."""
+        return {name: name.removesuffix(own).rstrip(".") for name, own in lay_out(self.folded).owned.items()}
 
     def state_at_least(self, segment: int) -> Memory:
         """Of a segment, without padding, and without parameters that another one reads first."""
@@ -332,18 +344,21 @@ class Chunks:
             optimizer=self.optimizer,
             zero=self.candidate.zero,
             dp=self.dp,
-            pad_to=self.shards if self.candidate.zero else 1,
+            pad_to=self.shards,
             shards=self.shards,
             gradients=self.method.gradients,
         )
         return state + Memory(parameters=sum(p[1] for p in mine if p[3]) * self.compute)
 
-    def state_at_most(self, first: int, last: int, block_numel: int = 0) -> Memory:
-        """The same of one run, not laid out: with all the padding that there may be, which is little."""
+    def state_at_most(self, first: int, last: int) -> Memory:
+        """The same of one run, without ZeRO 2 and 3 not laid out: with all the padding that there may be."""
         frozen, trained = self.numel(first, last)
         if first == 0:
             frozen += sum(h.numel for h in self._unused.values() if h.frozen)
             trained += sum(h.numel for h in self._unused.values() if not h.frozen)
+        if self.candidate.zero >= 2:  # buckets of blocks are many, and some are whole at a time
+            spare = _CLASSES * self.dp * ALIGN
+            return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
         padding = (trained // BUCKET_ELEMENTS + _CLASSES) * self.dp
         state = model_state(
             [trained + padding],
@@ -353,7 +368,6 @@ class Chunks:
             dp=self.dp,
             shards=self.shards,
             gradients=self.method.gradients,
-            block_numel=block_numel,
         )
         return state + Memory(parameters=frozen * self.compute)
 
@@ -392,8 +406,7 @@ class Chunks:
         """Gradients that the optimizer needs in the main type, where they were kept in the compute type."""
         if self.gradient == self.main:
             return 0
-        shards = {0: 1, 1: self.dp}.get(self.candidate.zero, self.shards)
-        return self.main * -(-sum(self.numel(*run)[1] for run in runs) // shards)
+        return self.main * -(-sum(self.numel(*run)[1] for run in runs) // self.shards)
 
     # ---- the end of a step ----
 
@@ -404,9 +417,9 @@ class Chunks:
         partial = sum(self.numel(*run, BP)[1] for run in runs)
         found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1) if partial else 0.0
         if c.zero < 2 and self.dp > 1:
-            kind = "reduce_scatter" if c.zero else "all_reduce"
             buckets = self.buckets(trained)
-            found += buckets * collective_s(kind, trained * self.gradient / buckets, self.cluster, self.dp, c.tp)
+            each = trained * self.gradient / buckets
+            found += buckets * sum_in_shards_s(each, self.cluster, self.dp, self.shards, c.tp)
         return found + self._tied_s(runs)
 
     def buckets(self, trained: int) -> int:
@@ -419,12 +432,11 @@ class Chunks:
         trained = sum(self.numel(*run)[1] for run in runs)
         if self.candidate.zero != 1 or self.dp == 1:
             return 0.0
-        return collective_s("all_gather", trained * self.compute, self.cluster, self.dp, self.candidate.tp)
+        return collective_s("all_gather", trained * self.compute, self.cluster, self.shards, self.candidate.tp)
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
         """Seconds of the optimizer on this rank's share."""
-        shards = {0: 1, 1: self.dp}.get(self.candidate.zero, self.shards)
-        shard = -(-sum(self.numel(*run)[1] for run in runs) // shards)
+        shard = -(-sum(self.numel(*run)[1] for run in runs) // self.shards)
         nbytes = optimizer_step_bytes(shard, precision=self.precision, optimizer=self.optimizer)
         return memory_s(self.cluster.device, nbytes)
 
@@ -436,20 +448,24 @@ class Chunks:
         mine = {p[0]: p[1] for i in inside for p in self._parameters[i] if not p[3]}
         numel = sum(mine.get(name, 0) for name, readers in self._tied.items() if readers & inside and readers - inside)
         stride = self.candidate.tp * self.dp * (self.candidate.pp - 1)
-        shard = numel * self.gradient / (self.dp if self.candidate.zero else 1)
+        shard = numel * self.gradient / self.shards
         return collective_s("all_reduce", shard, self.cluster, 2, stride) if numel else 0.0
 
     @property
     def _tied(self) -> dict[str, set[int]]:
-        return self._noted("tied", self._find_tied)
+        return self._noted("tied", lambda: {n: where for n, where in self._readers.items() if len(where) > 1})
 
-    def _find_tied(self) -> dict[str, set[int]]:
-        """Parameters that several segments read -> those segments."""
+    @property
+    def _readers(self) -> dict[str, set[int]]:
+        return self._noted("readers", self._find_readers)
+
+    def _find_readers(self) -> dict[str, set[int]]:
+        """Parameters -> the segments that read them."""
         readers: dict[str, set[int]] = {}
         for i, parameters in enumerate(self._parameters):
             for name, *_ in parameters:
                 readers.setdefault(name, set()).add(i)
-        return {name: where for name, where in readers.items() if len(where) > 1}
+        return readers
 
 
 def exposed_s(comm_s: float, compute_s: float, pieces: int) -> float:

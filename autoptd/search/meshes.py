@@ -41,6 +41,12 @@ class Candidate:
         """Which pipeline rank holds which stages."""
         return route_of(self.schedule, self.pp, self.virtual)
 
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one copy of what is sharded."""
+        ranks = self.dp * self.cp
+        return min(self.shards or ranks, ranks) if self.zero else 1
+
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
         extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}

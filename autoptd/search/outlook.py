@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoptd.cost_models.collectives import collective_s
+from autoptd.cost_models.collectives import collective_s, sum_in_shards_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
 from autoptd.cost_models.op_time import memory_s
 from autoptd.search.bounds import even_bound_s
@@ -55,11 +55,11 @@ class Outlook:
         dp = c.dp * c.cp
         if c.zero < 2 or dp == 1 or "dp" in self.method.overlap or c.pools:
             return 0.0
-        numel, inside = self.room.numel[0] / c.tp, min(c.shards or dp, dp)
+        numel, inside = self.room.numel[0] / c.tp, c.sharing
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         compute, gradient = (numel * table[self.task.precision] for table in (COMPUTE_BYTES, width))
         gather = collective_s("all_gather", compute, self.task.cluster, inside, c.tp)
-        return (c.zero - 1) * gather + collective_s("reduce_scatter", gradient, self.task.cluster, inside, c.tp)
+        return (c.zero - 1) * gather + sum_in_shards_s(gradient, self.task.cluster, dp, inside, c.tp)
 
     def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
         """The same with the end of the step, which a rank may begin while the first ones do their last microbatch.
@@ -74,18 +74,14 @@ class Outlook:
         """Reduction, optimizer step and gathering of one pipeline rank's even share of the parameters."""
         task, cluster, dp = self.task, self.task.cluster, c.dp * c.cp
         numel = self.room.numel[0] / (c.tp * c.pp)
-        shards = {0: 1, 1: dp}.get(c.zero, c.shards or dp)
         optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
-        touched = optimizer_step_bytes(int(numel / shards), precision=task.precision, optimizer=optimizer)
+        touched = optimizer_step_bytes(int(numel / c.sharing), precision=task.precision, optimizer=optimizer)
         seconds = memory_s(cluster.device, touched)
         if c.zero > 1 or dp == 1 or "dp" in self.method.overlap:
             return seconds
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
-        kind = "reduce_scatter" if c.zero else "all_reduce"
-        seconds += collective_s(kind, numel * width[task.precision], cluster, dp, c.tp)
-        return seconds + (
-            collective_s("all_gather", numel * COMPUTE_BYTES[task.precision], cluster, dp, c.tp) if c.zero else 0.0
-        )
+        seconds += sum_in_shards_s(numel * width[task.precision], cluster, dp, c.sharing, c.tp)
+        return seconds + collective_s("all_gather", numel * COMPUTE_BYTES[task.precision], cluster, c.sharing, c.tp)
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
         """By the model's work on one rank, `whole`, however tensors are split."""

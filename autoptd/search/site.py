@@ -136,12 +136,6 @@ class Site:
         groups = (c.tp * dp * c.pp, c.tp, dp, c.pp, min(c.pp, 2))
         return communicator_bytes(groups) + 3 * self.method.bucket_bytes  # two to reduce by turns, one to gather
 
-    @cached_property
-    def largest_block(self) -> int:
-        """Local elements of the block that has most, of those that repeat."""
-        found = (self.chunks.numel(u.first, u.first + u.length - 1)[1] for u in self.folded.units if u.count > 1)
-        return max(found, default=0)
-
     # ---- stretches and their blocks ----
 
     def _key(self, first: int, last: int) -> _Key:
@@ -152,7 +146,7 @@ class Site:
         if key not in self._stretches:
             blocks = tuple(self.blocks(first, last))
             self._stretches[key] = Stretch(
-                self.chunks.state_at_most(first, last, self.largest_block),
+                self.chunks.state_at_most(first, last),
                 self.chunks.upcast_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
                 tuple(self.menu(block) for block in blocks),

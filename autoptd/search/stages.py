@@ -128,7 +128,7 @@ class Stages:
             mine, site = route.stages_of(rank), self.site(rank)
             runs = [cuts[stage] for stage in mine]
             stretches = [site.stretch(*run) for run in runs]
-            state, upcast = self.chunks.state(runs, site.largest_block, cuts), self.chunks.upcast_bytes(runs)
+            state, upcast = self.chunks.state(runs, cuts), self.chunks.upcast_bytes(runs)
             choice = site.choose(stretches, state, upcast, self.held(rank))
             if choice is None:
                 raise NoRoom("these stages do not fit")

@@ -14,6 +14,7 @@ from autoptd.cost_models.memory import (
     D,
     Memory,
     N,
+    R,
     U,
     alive,
     allocator_bytes,
@@ -150,9 +151,10 @@ def test_more_in_flight_than_counted_is_refused():
     ("zero", "options", "expected"),
     [
         # 1000 bf16 elements with adamw over 4 shards, by the table of the module
-        (2, {"block_numel": 100}, Memory(2000, 1000 + 400, 3000)),
-        (2, {"block_numel": 100, "gradients": "compute"}, Memory(2000, 500 + 200, 3000)),
-        (3, {"block_numel": 100}, Memory(1000 + 400, 1000 + 200, 2000)),
+        (2, {"whole_numel": 100}, Memory(2000, 1000 + 400, 3000)),
+        (2, {"whole_numel": 100, "gradients": "compute"}, Memory(2000, 500 + 200, 3000)),
+        (3, {"whole_numel": 100, "gathered_numel": 250}, Memory(1000 + 500, 1000 + 400, 2000)),
+        (3, {"whole_numel": 100, "gradients": "compute"}, Memory(1000, 1000 + 200, 2000)),
         (1, {"gradients": "compute"}, Memory(2000, 2000, 3000)),
         (1, {"shards": 2}, Memory(2000, 4000, 6000)),
         (3, {"shards": 2}, Memory(2000, 2000, 4000)),
@@ -171,16 +173,16 @@ def test_shards_divide_the_data_parallel_ranks():
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_numbers_are_the_formulas(zero: int, precision: str):
     found = formulas(precision=precision, optimizer="adamw", zero=zero)
-    state = model_state([96], precision=precision, optimizer="adamw", zero=zero, dp=8, block_numel=10)
+    state = model_state([96], precision=precision, optimizer="adamw", zero=zero, dp=8, whole_numel=10, gathered_numel=7)
     assert state == Memory(
-        **{name: int(text.subs({N: 96, D: 8 if zero else 1, U: 10})) for name, text in found.items()}
+        **{name: int(text.subs({N: 96, D: 8 if zero else 1, U: 10, R: 7})) for name, text in found.items()}
     )
 
 
 def test_the_known_bytes_per_parameter_of_each_stage():
     # Rajbhandari et al. 2020, figure 1: 2 + (2 + 12) / d and so on, with half-precision gradients
     terms = [formulas(precision="fp16", optimizer="adamw", zero=z, gradients="compute") for z in (0, 1, 2, 3)]
-    totals = [sympy.expand(sum(t.values()).subs(U, 0) / N) for t in terms]
+    totals = [sympy.expand(sum(t.values()).subs({U: 0, R: 0}) / N) for t in terms]
     assert totals[:3] == [16, 4 + 12 / D, 2 + 14 / D]
     assert totals[3] == 16 / D  # FSDP: a float32 parameter and gradient instead of two halves and a main copy
 
@@ -202,13 +204,13 @@ def test_what_a_device_must_have_counts_the_least_that_was_held_free():
     assert (tensors + Memory(overhead=SEGMENT_BYTES)).needed == tensors.needed == 18 + 42 * SEGMENT_BYTES
 
 
-@pytest.mark.parametrize(("zero", "gradients"), [(0, 6000), (1, 6000), (2, 1500 + 600), (3, 1000 + 200)])
+@pytest.mark.parametrize(("zero", "gradients"), [(0, 6000), (1, 6000), (2, 1500 + 600), (3, 1000 + 600)])
 def test_gradients_of_both_types(zero: int, gradients: int):
-    # 1000 bf16 elements over 4 ranks, 100 of a block: 2 bytes each and 4 of the sum; ZeRO 3 has its own
-    options = {"precision": "bf16", "optimizer": "adamw", "zero": zero, "dp": 4, "block_numel": 100}
+    # 1000 bf16 elements over 4 ranks, 100 whole at a time: 2 bytes each and 4 of the sum
+    options = {"precision": "bf16", "optimizer": "adamw", "zero": zero, "dp": 4, "whole_numel": 100}
     both, main, compute = (model_state([1000], gradients=kind, **options) for kind in ("both", "main", "compute"))
     assert both.gradients == gradients
-    if zero < 3:
+    if zero < 3:  # which adds up in the main type alone
         assert both.gradients == main.gradients + compute.gradients
     assert both.parameters == main.parameters and both.optimizer == main.optimizer
 

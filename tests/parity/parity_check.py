@@ -44,6 +44,7 @@ class Variant:
     virtual: int = 1  # chunks per rank
     overlap: tuple[str, ...] = ("p2p",)
     sends: str = "whole"
+    shards: int = 0  # dp ranks that share one copy; 0: all
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 
 
@@ -82,7 +83,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "virtual": variant.virtual,
         "overlap": list(variant.overlap),
         "sends": variant.sends,
-    }
+    } | ({"shards": variant.shards} if variant.shards else {})
     cluster = Cluster.load("dgx-h100")
     return make_plan(
         source(name),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime import buffers, comm, executor, flat, lockstep, trainer
+from autoptd.runtime import buffers, comm, executor, flat, lockstep, reduction, trainer
 from autoptd.runtime.comm import Alone
 from autoptd.runtime.mesh import Mesh
 
@@ -71,8 +71,9 @@ def average_over_dp(patch: Patch) -> None:
 
 def norm_of(rule: Callable[[Any, int, int, int], bool]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
-        def pieces(self: Any, stage: int, dp_rank: int) -> list[buffers.Piece]:
-            return [p for b in self._buffers for p in b.pieces(rule(b, stage, dp_rank, self._tp.rank))]
+        def pieces(self: Any, stage: int) -> list[buffers.Piece]:
+            counts = [rule(b, stage, b.sharing.across.rank, self._tp.rank) for b in self._buffers]
+            return [p for b, mine in zip(self._buffers, counts, strict=True) for p in b.pieces(mine)]
 
         patch.setattr(buffers.Buffers, "pieces", pieces)
 
@@ -101,13 +102,14 @@ def no_sum_over_tied_stages(patch: Patch) -> None:
 
 def stale_gradients(patch: Patch) -> None:
     """The flat gradient is never overwritten: steps accumulate."""
-    whole = buffers.Buffers.start_step
+    whole = reduction.Reduction.start_step
 
     def start_step(self: Any) -> None:
         whole(self)
-        self._fresh = set()
+        for live in self._lives:
+            live.fresh, live.begun = set(), True
 
-    patch.setattr(buffers.Buffers, "start_step", start_step)
+    patch.setattr(reduction.Reduction, "start_step", start_step)
 
 
 def lost_flat_view(patch: Patch) -> None:
@@ -122,16 +124,14 @@ def lost_flat_view(patch: Patch) -> None:
 
 def last_microbatch_only(patch: Patch) -> None:
     """Every microbatch overwrites the gradient of the one before."""
-    whole = executor._Run.backward
+    whole = reduction.Reduction.expect
 
-    def backward(self: Any, action: Any) -> None:
-        for parameter in self.stages[action.chunk].parameters():
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
-                cells["self"].cell_contents._fresh.add(cells["name"].cell_contents)
-        whole(self, action)
+    def expect(self: Any, chunk: int, last: bool) -> None:
+        for live in self._lives:
+            live.fresh, live.begun = set(live.names), False
+        whole(self, chunk, last)
 
-    patch.setattr(executor._Run, "backward", backward)
+    patch.setattr(reduction.Reduction, "expect", expect)
 
 
 def reduced_too_early(patch: Patch) -> None:

@@ -106,9 +106,9 @@ def test_stages_with_tied_parameters(mesh: Mesh, zero: int, bucket: int) -> None
 def test_buckets_are_padded_per_buffer() -> None:
     # 10 and 20 in one buffer, 40 in another: padded to 2 ranks × 32; a bucket of 15 closes after the 20
     parameters = [("x", 10), ("y", 40), ("x", 20)]
-    assert _elements(packed(parameters, 2, 1)) == ((64, 64), (30 + 32, 8))
-    assert _elements(packed(parameters, 2, 1, 15)) == ((64, 64, 64), (20 + 10 + 32, 8))
-    assert _elements(packed(parameters, 2, 0)) == ((64, 64), (70, 70))
+    assert _elements(packed(parameters, 2, 2)) == ((64, 64), (30 + 32, 8))
+    assert _elements(packed(parameters, 2, 2, 15)) == ((64, 64, 64), (20 + 10 + 32, 8))
+    assert _elements(packed(parameters, 2, 1)) == ((64, 64), (70, 70))
 
 
 def _elements(found: Packed) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -118,7 +118,7 @@ def _elements(found: Packed) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])
 def test_the_first_rank_steps_most(dp: int) -> None:
     sizes = [("a", 5000), ("b", 70), ("a", 129), ("b", 3), ("a", 64)]
-    found = packed(sizes, dp, 1, 100)
+    found = packed(sizes, dp, dp, 100)
     assert max(found.stepped) == found.stepped_by(0)
     assert sum(found.stepped) == sum(n for _, n in sizes)
 

@@ -39,7 +39,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def start_gather(self: Any, bucket: Any) -> Handle:
         if self.main is not None:
-            self.data[self.own(bucket)].copy_(self._main_of[bucket.start])
+            self.data[self.own(bucket)].copy_(self.shard(bucket))
         out = self.data[bucket.start : bucket.stop]
         own, whole = self.data[self.own(bucket)].clone(), torch.empty_like(out)
         handle = self.group.all_gather_later(whole, own)

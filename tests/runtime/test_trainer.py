@@ -49,7 +49,7 @@ def train(c: Communicators, layout: tiny.Layout, per_rank: int = 6, **kwargs: An
         assert trainer.grad_norm is not None
         norms.append(float(trainer.grad_norm))
         gradients = gradients or {name: x.clone() for name, x in trainer.gradients().items()}
-    local = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+    local = {name: x.clone() for name, x in trainer.local_tensors().items()}
     return {
         "losses": losses,
         "norms": norms,
@@ -76,7 +76,7 @@ def check(results: list[dict[str, Any]], reference: tiny.Reference, tolerance: f
                 assert difference(value, expected[name]) <= tolerance, (kind, name)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
     ("name", "plain", "options"),

@@ -121,7 +121,7 @@ def _rank_choices(
     betters."""
     site, alive = stages.site(rank), stages.held(rank)
     mine = list(stages.candidate.route.of(cuts, rank))
-    state, upcast = stages.chunks.state(mine, site.largest_block, cuts), stages.chunks.upcast_bytes(mine)
+    state, upcast = stages.chunks.state(mine, cuts), stages.chunks.upcast_bytes(mine)
     index = np.indices([len(c.again_s) for c in chunks]).reshape(len(chunks), -1)
     each = [c.kept[i] for c, i in zip(chunks, index, strict=True)]
     rows = [sum(n * k for n, k in zip(row, each, strict=True)) for row in alive.rows]

@@ -1,0 +1,201 @@
+"""Shards of gradients (ZeRO 2) and of parameters (ZeRO 3) compute what one plain process does.
+
+What is freed is NaN until it is gathered again, and so is new room for gradients, padding included: nobody may read
+either. `tests/runtime` has the storage given back for real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parity_check import Variant, alone, batches, case, check, complaints, parallel, planned, source
+from parity_models import MODELS
+from torch import Tensor
+
+import autoptd
+from autoptd.lockstep import Trained, differences, train_in_lockstep
+from autoptd.runtime import gathering, reduction, storage
+from autoptd.runtime.mesh import Mesh
+
+WAYS: tuple[tuple[Mesh, Variant], ...] = (
+    (Mesh(8, 1, 1), Variant(micro=1, clip_norm=0.7)),
+    (Mesh(2, 2, 2), Variant(micro=1, bulk=True, schedule="zero-bubble")),
+    (Mesh(4, 1, 2), Variant(micro=1, recompute="full", shards=2)),
+    (Mesh(2, 2, 2), Variant(micro=1, bulk=True, schedule="interleaved", virtual=2, recompute="full")),
+    (Mesh(4, 2, 1), Variant(micro=1, bulk=True, recompute="full", schedule="gpipe", clip_norm=0.7)),
+    (Mesh(2, 1, 4), Variant(micro=1)),
+    (Mesh(4, 1, 2), Variant(micro=1, recompute="full", schedule="zero-bubble", shards=2)),
+)
+
+
+def poison(self: storage.Buffer, bucket: Any) -> None:
+    whole = self.whole(bucket)
+    whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+    whole.fill_(torch.nan)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = storage.Buffer.empty_gradient
+    monkeypatch.setattr(storage.Buffer, "free", poison)
+    monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
+
+
+def way(name: str, zero: int) -> tuple[Mesh, Variant, str]:
+    """In turn; the last microbatch of one model is a sample short, which takes two."""
+    turn = 3 * list(MODELS).index(name) + zero
+    mesh, variant = WAYS[turn % len(WAYS)]
+    micro = 2 if name == "skip_mlp" else variant.micro
+    return mesh, replace(variant, zero=zero, micro=micro), ("sgd", "adamw")[turn // 2 % 2]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_training_is_training(name: str, zero: int) -> None:
+    mesh, variant, optimizer = way(name, zero)
+    wrong = check(name, mesh, variant, optimizer)
+    assert not wrong, (mesh, variant, optimizer, wrong)
+
+
+def test_every_way_is_taken_by_both() -> None:
+    for zero in (2, 3):
+        assert len({way(name, zero)[1].schedule for name in MODELS}) == 4
+        assert {way(name, zero)[1].shards for name in MODELS} == {0, 2}
+
+
+def test_the_blocks_of_a_model_are_gathered_one_by_one() -> None:
+    """Buckets are of one block, or of what the stage itself reads."""
+    mesh, variant = Mesh(2, 2, 2), Variant(zero=3, micro=1, bulk=True, recompute="full")
+    made = parallel("llama", planned("llama", mesh, variant), "sgd")
+    blocks = {spec.block for spec in made.layout.parameters.values()}
+    assert blocks == {"", *(f"model.layers.{i}" for i in range(4))}
+    most: list[int] = []
+    hold = gathering.Gathering.hold
+
+    def noted(self: Any, unit: Any) -> None:
+        hold(self, unit)
+        mine = {
+            spec for live in {*self._holders, *self._coming} for spec in map(made.layout.parameters.get, live.names)
+        }
+        most.append(len({spec.block for spec in mine if spec} - {""}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering.Gathering, "hold", noted)
+        assert not complaints("llama", train_in_lockstep(made, batches("llama")), alone("llama", "sgd"))
+    assert max(most) == 2, "the one in use, and the next"
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_overlap_changes_no_bit_and_runs_repeat(zero: int) -> None:
+    mesh, variant = Mesh(2, 2, 2), Variant(zero=zero, micro=1, bulk=True)
+    runs = []
+    for overlap in (True, True, False):
+        made = parallel("nanogpt", planned("nanogpt", mesh, variant), "adamw")
+        made.__dict__["layout"] = replace(made.layout, overlap=overlap)
+        runs.append(train_in_lockstep(made, batches("nanogpt")))
+    for other in runs[1:]:
+        assert other.losses == runs[0].losses and other.norms == runs[0].norms
+        assert max(differences(other.state, runs[0].state).values()) == 0
+
+
+def test_the_user_s_way_to_it() -> None:
+    found = case("nanogpt")
+    made = autoptd.parallelize(
+        source("nanogpt"), world=4, batch=16, precision="fp64", optimizer="sgd", fix={"zero": 3, "dp": 4, "micro": 2}
+    )
+    assert made.plan.zero == 3 and not made.plan.not_runnable
+    before = {name: x.clone() for name, x in found.model.state_dict().items()}
+    trained = train_in_lockstep(made, batches("nanogpt"))
+    assert all(not torch.equal(trained.state[name], before[name]) for name in trained.gradients)
+
+
+# ---- planted bugs ----
+
+
+def found_wrong(zero: int, name: str = "nanogpt", mesh: Mesh = Mesh(4, 1, 2)) -> bool:  # noqa: B008
+    variant = Variant(zero=zero, micro=1, bulk=True)
+    try:
+        return bool(check(name, mesh, variant, "sgd"))
+    except Exception:  # noqa: BLE001  found out another way
+        return True
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_without_a_bug_nothing_is_wrong(zero: int) -> None:
+    assert not found_wrong(zero)
+
+
+def test_a_shard_that_keeps_the_last_microbatch_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = reduction.Reduction._settle
+
+    def forgetful(self: Any, left: int) -> None:
+        for live in self._lives:
+            live.begun = False
+        settle(self, left)
+
+    monkeypatch.setattr(reduction.Reduction, "_settle", forgetful)
+    assert found_wrong(2)
+
+
+def test_parameters_that_backward_passes_do_not_gather_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = gathering.Gathering.hold
+    monkeypatch.setattr(gathering.Gathering, "hold", lambda self, unit: None if self._backward else hold(self, unit))
+    assert found_wrong(3)
+
+
+def test_parameters_that_are_freed_too_early_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the gradient of a block's output is there."""
+    hold = gathering.Gathering.hold
+
+    def brief(self: Any, unit: Any) -> None:
+        hold(self, unit)
+        if self._backward and unit is not self._root:
+            self.release(unit)
+
+    monkeypatch.setattr(gathering.Gathering, "hold", brief)
+    assert found_wrong(3)
+
+
+def test_parameters_of_the_step_before_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather that finds its target filled, and leaves it."""
+    start = storage.Buffer.start_gather
+    kept: dict[int, Tensor] = {}
+
+    def stale(self: Any, bucket: Any) -> Any:
+        handle = start(self, bucket)
+        handle.wait()
+        whole = self.whole(bucket)
+        whole.copy_(kept.setdefault(id(whole), whole.clone()))
+        return handle
+
+    monkeypatch.setattr(storage.Buffer, "start_gather", stale)
+    assert found_wrong(3)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_bucket_that_is_not_summed_is_caught(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = reduction.Live.start_sum
+
+    def alone_there(self: Any) -> Any:
+        total = self.total
+        mine = None if total is None else self.buffer.own_part(total, self.bucket).clone()
+        handle, own = launch(self)
+        handle.wait()
+        if self.priority == 0 and mine is not None:
+            own.copy_(mine)
+        return handle, own
+
+    monkeypatch.setattr(reduction.Live, "start_sum", alone_there)
+    assert found_wrong(zero)
+
+
+def test_copies_of_shards_that_are_not_summed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage._SumOfShards, "wait", lambda self: self.inside.wait())
+    variant = Variant(zero=3, micro=1, shards=2)
+    found: Trained = train_in_lockstep(
+        parallel("odd_mlp", planned("odd_mlp", Mesh(4, 1, 2), variant), "sgd"), batches("odd_mlp")
+    )
+    assert complaints("odd_mlp", found, alone("odd_mlp", "sgd"))
