@@ -131,7 +131,6 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
         ({"recompute": "ops"}, "ops recomputation"),
         ({"overlap": ["p2p", "tp"]}, "overlap of p2p, tp"),
         ({"overlap": []}, "overlap of nothing"),
-        ({"kernels": "compiled"}, "compiled kernels"),
         ({"kernels": "fused"}, "fused kernels"),
         ({"attention": "cudnn"}, "cudnn attention"),
         ({"gathers": "again"}, "gathering again"),
