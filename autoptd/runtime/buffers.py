@@ -29,6 +29,7 @@ from autoptd.runtime.comm import Alone, Group, Handle
 from autoptd.runtime.flat import Slot
 from autoptd.runtime.gathering import Gathering, Unit
 from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.runtime.lone import Lone
 from autoptd.runtime.reduction import Live, Reduction
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.storage import Buffer, Piece, Sharing
@@ -63,7 +64,9 @@ class Buffers:
         self._live_of = {name: live for live in self._live for name in live.names}
         idle = {name for name, spec in layout.parameters.items() if spec.idle}
         reached = [frozenset(held) - idle for held in holders or (set(parameters),)]
-        self._reduction = Reduction(self._live, reached, layout.overlap, layout.zero)
+        summed = [live for live in self._live if not live.buffer.lone]
+        self._reduction = Reduction(summed, reached, layout.overlap, layout.zero)
+        self._lone = Lone()
         self._wholes = Gathering(ahead=layout.overlap) if layout.zero == 3 else None
         # `.data`: a count of writes of its own, or collecting one bucket would spoil what autograd kept of another
         self.parameters = {name: nn.Parameter(self._view(name).data) for name in self._buffer_of}
@@ -87,12 +90,16 @@ class Buffers:
         for buffer in self._buffers:
             counts = (buffer.split or self._tp.rank == 0) and buffer.first_rank == pipeline_rank
             result += buffer.pieces(counts and buffer.sharing.across.rank == 0)
+        self._lone.adopt(piece for piece in result if self._buffer_of[piece.name].lone)
         return result
 
     # ---- gradients ----
 
     def _listen(self, name: str, parameter: nn.Parameter) -> None:
         live = self._live_of[name]
+        if live.buffer.lone:
+            self._lone.parameters[name] = parameter
+            return
 
         def take(parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -104,6 +111,7 @@ class Buffers:
     def start_step(self) -> None:
         """Forget the last step's gradients (the first addend overwrites)."""
         self._reduction.start_step()
+        self._lone.start_step()
 
     def expect_gradients(self, chunk: int, last: bool) -> None:
         """Of a chunk; the step's last of it: reduce each bucket as it becomes complete."""
@@ -112,7 +120,8 @@ class Buffers:
     def finish_reduction(self) -> None:
         """Wait for all sums over dp, and sum over tp and tied stages what is partial there."""
         self._reduction.finish()
-        for live in self._live:
+        self._lone.finish()
+        for live in self._summed():
             own = live.buffer.grad_shard(live.bucket)
             if live.buffer.partial_over_tp:
                 self._tp.all_reduce(own)
@@ -120,15 +129,20 @@ class Buffers:
 
     def used(self) -> set[str]:
         """Parameters that got a gradient on this rank in this step."""
-        return set(self._reduction.used)
+        return self._reduction.used | self._lone.used
+
+    def _summed(self) -> list[Live]:
+        return [live for live in self._live if not live.buffer.lone]
 
     def scale_gradients(self, factor: Tensor) -> None:
-        for live in self._live:
+        for live in self._summed():
             live.buffer.grad_shard(live.bucket).mul_(factor)
+        self._lone.scale(factor)
 
     def gradients(self) -> dict[str, Tensor]:
         """The step's reduced gradients of this stage's local parameters, whole over dp. A collective over dp."""
-        return {name: x for buffer in self._buffers for name, x in buffer.gradients().items()}
+        summed = (buffer for buffer in self._buffers if not buffer.lone)
+        return {name: x for buffer in summed for name, x in buffer.gradients().items()} | self._lone.gradients()
 
     # ---- parameters ----
 

@@ -53,7 +53,7 @@ def pack(
     def close() -> None:
         nonlocal start, end, slots
         if slots:
-            unit = ranks * ALIGN
+            unit = ranks * ALIGN if ranks > 1 else 1
             stop = start + -(-(end - start) // unit) * unit
             buckets.append(Bucket(start, stop, tuple(slots)))
             start = end = stop

@@ -7,7 +7,8 @@ With n elements (padding included) on d ranks that share one copy, in the comput
     2       `data`, c n, whole       `grad`, m n / d      the same
     3       c per bucket, on demand  `grad`, m n / d      `main`, m n / d, always: the parameters themselves
 
-What is sharded holds this rank's shard of every bucket, one after the other.
+What is sharded holds this rank's shard of every bucket, one after the other. Gradients that nobody else has a part of,
+and that autograd makes in the main dtype, stay where it adds them up (`lone`): a copy would be made for nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Piece:
 
     name: str
     param: nn.Parameter
-    grad: Tensor
+    grad: Tensor  # of a `lone` buffer, from the end of the backward passes on
     counts: bool  # towards the global norm: one rank per logical element
     start: int = 0  # where it begins in the rank's local parameter, in elements
 
@@ -85,6 +86,9 @@ class Buffer:
         self.first_rank = layout.mesh.holder(first.stages[0])
         self.shapes = dict(shapes)
         self.zero = layout.zero
+        others = (sharing.inside, sharing.across, tied)
+        partial = self.partial_over_tp and layout.mesh.tp > 1
+        self._alone = layout.zero < 2 and all(group.size == 1 for group in others) and not partial
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
         blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero == 3 else None
         self.buckets = pack(sizes, layout.mesh.dp, layout.bucket_elements, blocks)
@@ -92,13 +96,15 @@ class Buffer:
 
     def allocate(self, dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device) -> None:
         """Zeros everywhere; under ZeRO 3 nothing is whole yet."""
+        self.lone = self._alone and dtype == main_dtype
         total, shard = self.buckets[-1].stop, 0
         self._in_shards: dict[int, slice] = {}
         for bucket in self.buckets:
             own = self.own(bucket)
             self._in_shards[bucket.start] = slice(shard, shard := shard + own.stop - own.start)
         self.data = torch.zeros(0 if self.zero == 3 else total, dtype=dtype, device=device)
-        self.grad = torch.zeros(shard if self.zero >= 2 else total, dtype=main_dtype, device=device)
+        held = 0 if self.lone else shard if self.zero >= 2 else total
+        self.grad = torch.zeros(held, dtype=main_dtype, device=device)
         has_main = self.zero == 3 or dtype != main_dtype
         self.main = torch.zeros(shard, dtype=main_dtype, device=device) if has_main else None
         self._whole: dict[int, Tensor] = {}
@@ -141,7 +147,8 @@ class Buffer:
         """The optimizer's views, in buffer order."""
         result = []
         for bucket in self.buckets:
-            own, shard, grad = self.own(bucket), self.shard(bucket), self.grad_shard(bucket)
+            own, shard = self.own(bucket), self.shard(bucket)
+            grad = self.grad if self.lone else self.grad_shard(bucket)
             for slot in bucket.slots:
                 part = overlap(slot, own)
                 if part is not None:

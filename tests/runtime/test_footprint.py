@@ -57,7 +57,7 @@ def allocated(trainer: Trainer) -> tuple[int, int, int]:
     state = [t for s in trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]
     return (
         storages(p for stage in trainer.stages for p in stage.parameters()),
-        storages(b.grad for b in buffers),
+        storages([*(b.grad for b in buffers), *trainer._buffers._lone.gradients().values()]),
         storages([*state, *(b.main for b in buffers)]),
     )
 
