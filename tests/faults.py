@@ -51,6 +51,8 @@ FAULTS: dict[str, dict[str, str]] = {
         "gradients counted at every node": "a parameter that several ops use counts again at each, in two halves",
         "whole tensors wanted": "an optimizer that looks at whole tensors steps pieces of them (it is refused)",
         "last microbatch alone": "every microbatch overwrites the gradient of the one before",
+        "a bucket never ready": "a bucket waits for ever for the gradient of a parameter that was not used",
+        "buckets in another order": "ranks reduce buckets as they become ready, and add up different ones",
         "reduced too early": "a bucket is reduced when its first microbatch is done",
         "no gather": "updated shards are not collected",
         "gather into gradients": "collected parameters land in the gradient buffer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoptd.errors import RuntimeFault
 from autoptd.passes.placements import BP, B
-from autoptd.runtime import comm, executor, storage, trainer
+from autoptd.runtime import comm, executor, reduction, storage, trainer
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout, TensorSpec
@@ -240,6 +240,30 @@ def tied_shards_apart(patch: Patch) -> None:
     patch.setattr(comm.Communicators, "over_stages", over_stages)
 
 
+def never_ready(patch: Patch) -> None:
+    """A bucket waits for ever for the gradient of a parameter that nobody used, and those behind it too."""
+    whole = reduction._Round.take
+    patch.setattr(reduction._Round, "take", lambda self, *, all: whole(self, all=False))
+
+
+def as_they_come(patch: Patch) -> None:
+    """Each rank sums its buckets in the order in which they are ready there."""
+
+    def take(self: Any, *, all: bool) -> Iterator[Any]:
+        ready = [i for i, awaited in enumerate(self._pending) if awaited is not None and (all or not awaited)]
+        for i in ready:
+            self._pending[i] = None
+            yield self._lives[i]
+
+    def came(self: Any, live: Any, name: str, chunk: int) -> None:
+        awaited = self._pending[self._place[live]]
+        if awaited is not None:
+            awaited.discard((name, chunk))
+
+    patch.setattr(reduction._Round, "take", take)
+    patch.setattr(reduction._Round, "came", came)
+
+
 ROUND = Mesh(dp=2, virtual=2)
 
 
@@ -269,6 +293,12 @@ def untied(patch: Patch) -> None:
         pytest.param(heard_twice, parity, marks=pytest.mark.fault("a gradient heard twice")),
         pytest.param(tied_shards_apart, parity, marks=pytest.mark.fault("tied shards apart")),
         pytest.param(untied, round_parity, marks=pytest.mark.fault("ties cut")),
+        pytest.param(never_ready, parity, marks=pytest.mark.fault("a bucket never ready")),
+        pytest.param(
+            as_they_come,
+            test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only,
+            marks=pytest.mark.fault("buckets in another order"),
+        ),
     ],
 )
 def test_faults_of_buffers(plant: Callable[[Patch], None], check: Callable[[], None], monkeypatch: Patch) -> None:
