@@ -413,6 +413,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
         slices=plan.method.sends == "slices",
+        modules=tuple(stage.modules for stage in plan.stages),
     )
 
 

@@ -30,6 +30,7 @@ from autoptd.runtime.stage import Stage
 from autoptd.runtime.stored import Stored
 from autoptd.runtime.trainer import Trainer
 from autoptd.schedule import training_step
+from autoptd.track import Tracker
 
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful
@@ -186,6 +187,10 @@ class Parallel:
             raise RuntimeFault("there is nothing to report before the first step", fix="call train_step first")
         return self._meter.report(self._loss, self.grad_norm, self.optimizer.param_groups[0]["lr"])
 
+    def track(self, directory: str | os.PathLike[str]) -> Tracker:
+        """Curves for TensorBoard in a folder, by rank 0: call its `write()` after steps. Needs the extra `track`."""
+        return Tracker(self, directory)
+
     def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
         """This rank's share of each global batch of a data set: `DataLoader(data, batch_sampler=…)`.
 
@@ -216,6 +221,13 @@ class Parallel:
     def loss_scale(self) -> LossScale | None:
         """The dynamic loss scale of fp16, with `state_dict` and `load_state_dict`; None in other precisions."""
         return self._running.finite.scaling
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all."""
+        self._running  # noqa: B018  starts a world of one
+        assert self._communicators is not None
+        return self._communicators.rank
 
     @property
     def dp_rank(self) -> int:

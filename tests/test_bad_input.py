@@ -237,6 +237,7 @@ def test_what_does_not_divide(wishes: dict[str, Any], what: str, where: str, fix
     assert fix in error.fix
 
 
+@pytest.mark.fault("heads that do not divide")
 def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
     error = refusal(PlanError, gpt(), **EIGHT, fix={"tp": 8})
     assert error.what == "12 attention heads do not divide by tp 8"

@@ -115,6 +115,7 @@ def test_an_action_reads_back() -> None:
             parse_action(wrong)
 
 
+@pytest.mark.fault("microbatches that leave a rest")
 def test_numbers_that_a_schedule_cannot_take() -> None:
     with pytest.raises(PlanError, match="6 microbatches over 4 ranks leave a group of 2"):
         step_lists("interleaved", 4, 6, 2)

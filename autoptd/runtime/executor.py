@@ -24,6 +24,7 @@ from autoptd.runtime.comm import Channel, Communicators, Group, Handle
 from autoptd.runtime.halves import Later, Root, backward_of_inputs
 from autoptd.runtime.handshake import exchange
 from autoptd.runtime.randomness import DropoutKey
+from autoptd.runtime.ranges import in_ranges
 from autoptd.runtime.stage import Stage, Wire
 from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of
 
@@ -116,12 +117,15 @@ class Executor:
         dropout: DropoutKey,
         recomputed: Collection[str] = (),
         slices: bool = False,
+        modules: Sequence[str] = (),
     ) -> None:
         """`recomputed`: parameters of blocks that are run again in the backward pass, of which nothing is put off.
 
+        `modules`: what each stage of the model holds, in words, for a profiler.
         `slices`: of a tensor that all tp ranks hold alike each sends its part (Narayanan et al. 2021, section 4.1).
         """
         self._slices = communicators.tp.size if slices else 1
+        self._modules = tuple(modules)
         self._stages = tuple(stages)
         named = ((name, p) for stage in self._stages for name, p in stage.named_parameters())
         self._at_once = frozenset(id(p) for name, p in named if name in recomputed)
@@ -160,7 +164,7 @@ class Executor:
             "RB": run.receive_gradients,
             "SB": run.send_gradients,
         }
-        for action in actions:
+        for action in in_ranges(actions, self._range):
             if action.microbatch is None:
                 end[action.kind]()
                 continue
@@ -175,6 +179,11 @@ class Executor:
                 where = f"{action} of stage {self._comm.stage}, rank {self._comm.rank} ({self._comm.mesh})"
                 raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
         run.finish_sends()
+
+    def _range(self, action: Action) -> str:
+        stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
+        modules = f" {self._modules[stage]}" if self._modules and action.microbatch is not None else ""
+        return f"{action} stage {stage}{modules}"
 
 
 class _Run:

@@ -61,6 +61,7 @@ class Layout:
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
     gather_later: bool = False  # collect updated parameters while the next step begins
     slices: bool = False  # of what all tp ranks hold alike, each sends its slice, and the receivers gather
+    modules: tuple[str, ...] = ()  # of each stage, in words: names for a profiler
     bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
 
     def __post_init__(self) -> None:

@@ -69,7 +69,7 @@ class Trainer:
         given = grouped([(piece.name, piece.param) for piece in self._pieces], groups)
         self.optimizer = make_optimizer(optimizer, given, **optimizer_kwargs)
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
-        self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices)
+        self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices, layout.modules)
         mesh = layout.mesh
         lists = training_step(layout.schedule, mesh.pp, layout.microbatches, mesh.virtual)
         self._actions = lists[communicators.stage]

@@ -117,6 +117,7 @@ def test_gradients_that_never_come_are_caught(monkeypatch: pytest.MonkeyPatch) -
     assert found_wrong("llama", "zero-bubble")
 
 
+@pytest.mark.fault("gradients counted at every node")
 def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node's own gradient passes on to the next node that the parameter hangs on, and is counted there again."""
     honest = halves._branch

@@ -108,6 +108,7 @@ def test_each_class_is_compiled_once_for_each_kind_of_size() -> None:
     assert complaints() == []
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
 @pytest.mark.fault("compiled every step")
 def test_randomness_that_is_compiled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its key moves on with every microbatch and step."""

@@ -307,6 +307,7 @@ def test_stage_and_layout_that_do_not_fit() -> None:
     run_lockstep(mesh, body)
 
 
+@pytest.mark.fault("whole tensors wanted")
 def test_optimizers() -> None:
     mesh = Mesh(dp=2)
 

@@ -1,0 +1,167 @@
+"""What surrounds a step: schedulers, curves, a profiler's ranges; and the page that shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import autoptd
+from autoptd.errors import RuntimeFault
+from autoptd.lockstep import differences
+from autoptd.runtime import ranges
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.lockstep import run_lockstep
+
+STEPS = 5
+LR = torch.optim.lr_scheduler
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))).double()
+
+
+def squares(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {"input": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step)) * (step + 1)}
+
+
+def made(world: int = 1, **fix: Any) -> autoptd.Parallel:
+    asked = {"inputs": {"input": batch(0)["input"][:2]}, "loss": squares, "batch": 8, "precision": "fp64"}
+    options = {"lr": 0.05, "momentum": 0.9}
+    groups = [{"names": "*.bias", "lr": 0.2}]
+    return autoptd.parallelize(
+        model(), world=world, fix=fix, optimizer="sgd", optimizer_options=options, parameter_groups=groups, **asked
+    )
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """One that counts and moves momentum too, and one that looks at the loss."""
+    return [
+        LR.OneCycleLR(optimizer, max_lr=[0.2, 0.4], total_steps=STEPS + 1),
+        LR.ReduceLROnPlateau(optimizer, patience=0, factor=0.3),
+    ]
+
+
+def alone() -> dict[str, Tensor]:
+    plain = model()
+    biases = [p for n, p in plain.named_parameters() if n.endswith("bias")]
+    others = [p for n, p in plain.named_parameters() if not n.endswith("bias")]
+    optimizer = torch.optim.SGD([{"params": others}, {"params": biases, "lr": 0.2}], lr=0.05, momentum=0.9)
+    counting, looking = schedulers(optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = squares(plain(**batch(step)))
+        loss.backward()
+        optimizer.step()
+        counting.step()
+        looking.step(loss.detach())
+    return {n: p.detach() for n, p in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("fix", [{"dp": 4}, {"dp": 2, "pp": 2}, {"tp": 2, "pp": 2, "schedule": "zero-bubble"}], ids=str)
+def test_schedulers_do_what_they_do_on_one_process(fix: dict[str, Any]) -> None:
+    parallel = made(4, **fix)
+    values = parallel.initial_values()
+    for stage in range(parallel.plan.mesh.pp):
+        parallel.stage_module(parallel.layout.mesh.rank(stage, 0, 0))
+
+    def body(c: Communicators) -> tuple[dict[str, Tensor], list[float]]:
+        mine = copy.copy(parallel)
+        mine.start(c, values)
+        counting, looking = schedulers(mine.optimizer)
+        for step in range(STEPS):
+            whole = batch(step)["input"]
+            loss = mine.train_step({"input": whole.chunk(mine.dp_size)[mine.dp_rank]})
+            mine.optimizer.zero_grad(set_to_none=step % 2 == 0)  # a habit that does no harm
+            counting.step()
+            looking.step(loss)
+        return mine.state_dict(), [group["lr"] for group in mine.optimizer.param_groups]
+
+    results, expected = run_lockstep(parallel.layout.mesh, body), alone()
+    for state, rates in results:
+        assert rates == results[0][1]
+        assert max(differences(state, expected).values()) < 1e-12
+
+
+def test_every_action_is_a_range_in_the_plan_s_words() -> None:
+    parallel = made()
+    share = batch(0)
+    parallel.train_step(share)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        parallel.train_step(share)
+    names = [e.name for e in profiler.events()]
+    modules = parallel.plan.stages[0].modules
+    count = parallel.plan.schedule.microbatches
+    wanted = [f"{kind}{i} stage 0 {modules}" for i in range(count) for kind in "FB"]
+    assert [n for n in names if " stage 0" in n] == [*wanted, "REDUCE stage 0", "STEP stage 0", "GATHER stage 0"]
+
+
+def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    assert hasattr(torch.autograd, "_profiler_enabled"), "seen in torch 2.13"
+    monkeypatch.setattr(ranges, "record_function", never)
+    parallel = made()
+    parallel.train_step(batch(0))
+    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(AssertionError):
+        parallel.train_step(batch(0))
+
+
+class Writer:
+    """What a folder would hold."""
+
+    written: dict[str, dict[str, float]] = {}  # noqa: RUF012
+
+    def __init__(self, directory: str) -> None:
+        self.curves = self.written.setdefault(directory, {})
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.curves[f"{name} {step}"] = value
+
+    def close(self) -> None:
+        self.curves["closed"] = 1.0
+
+
+def test_curves_are_those_of_the_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    parallel = made()
+    with parallel.track(tmp_path / "runs") as tracker:
+        losses = []
+        for step in range(2):
+            losses.append(float(parallel.train_step(batch(step))))
+            tracker.write(epoch=0.5)
+    curves = Writer.written[str(tmp_path / "runs")]
+    assert [curves["train/loss 1"], curves["train/loss 2"]] == losses
+    assert curves["train/epoch 2"] == 0.5 and curves["train/learning_rate 2"] == 0.05 and curves["closed"]
+    assert not [name for name in curves if name.startswith("train/step")]
+
+
+def test_without_tensorboard_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(RuntimeFault, match=r"pip install 'autoptd\[track\]'"):
+        made().track(tmp_path)
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(block, "docs/training.md", "exec"), {})
+    assert "step      8" in said.getvalue() and "F0 stage 0" in said.getvalue()
