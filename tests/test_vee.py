@@ -107,7 +107,7 @@ def step_s(schedule: Schedule, passes: tuple[float, float, float]) -> float:
 
 
 def test_the_bubble_is_no_larger_than_zero_bubbles() -> None:
-    for (stages, microbatches), passes in product(GRID, PASSES):
+    for stages, microbatches, passes in product(range(1, 9), (1, 2, 3, 5, 9, 16), PASSES):
         vee, other = (
             step_s(with_communication(lists, route_of(kind, stages, chunks)), passes)
             for lists, kind, chunks in (

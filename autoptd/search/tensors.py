@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
@@ -358,7 +359,7 @@ class Tensors(Prices):
             forward, backward = self.kernels(node, strategy)
             works[0].extend(forward)
             works[1].extend(backward)
-            weights += self._weight_works(node, segment, backward)
+            weights += self._weight_works(node, backward)
             comm[0].extend((name, self.number(elements) * 4) for name, elements in strategy.collectives)
             if op.work.kind == "attention":
                 ring += sum(self.nbytes(t, p) for t, p in zip(op.call.operands[1:3], strategy.needs[1:3], strict=True))
@@ -384,13 +385,14 @@ class Tensors(Prices):
             ring_bytes=ring,
         )
 
-    def _weight_works(self, node: fx.Node, segment: Segment, backward: Sequence[OpWork]) -> list[OpWork]:
+    def _weight_works(self, node: fx.Node, backward: Sequence[OpWork]) -> list[OpWork]:
         """The products of a backward pass that make the gradient of a parameter: one for each trained operand."""
         if self.workbook.ops[node].work.kind != "matmul":
             return []
         both = zip(operands(node)[:2], self.workbook.ops[node].call.operands[:2], strict=True)
         trained = [n for n, t in both if t.requires_grad]
-        return [w for n, w in zip(trained, backward, strict=False) if n in segment.parameters]
+        known = self.folded.traced.parameters
+        return [w for n, w in zip(trained, backward, strict=False) if _untransposed(n).name in known]
 
     def _again(self, segment: Segment, decided: KindSharding, policy: str) -> tuple[OpWork, ...]:
         """Forward kernels that a policy of recomputation runs again in the backward pass."""
@@ -460,3 +462,10 @@ class _Scope:
 
     def send(self, i: int) -> str:
         return f"{self.kind}/send:{i}"
+
+
+def _untransposed(node: fx.Node) -> fx.Node:
+    """What a product reads: weights stored [in, out] come to it through `t`."""
+    while node.target is torch.ops.aten.t.default:
+        (node,) = node.all_input_nodes
+    return node

@@ -161,9 +161,10 @@ def used_by(own: Candidate) -> tuple[str, ...]:
         "cp": own.cp > 1,
         "recompute": own.recompute in ("selective", "ops"),
         "shards": own.shards > 0,
-        "virtual": own.virtual > 1,
+        "virtual": own.virtual > 1 and own.schedule != "zero-bubble-v",
         "zero": own.zero > 1,
         "zero-bubble": own.schedule == "zero-bubble",
+        "zero-bubble-v": own.schedule == "zero-bubble-v",
     }
     return tuple(name for name in INCLUDABLE if uses[name])
 

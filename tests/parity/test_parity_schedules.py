@@ -26,10 +26,9 @@ WAYS = {
     "slices": Variant(sends="slices", micro=1, sequence_parallel=False, schedule="interleaved", virtual=2),
     "gathered later": Variant(overlap=("dp", "p2p"), micro=1, bulk=True),
     "zero-bubble, recomputed": Variant(schedule="zero-bubble", micro=1, recompute="full", zero=0),
-    "vee": Variant(schedule="zero-bubble-v", virtual=2, micro=1, bulk=True, clip_norm=0.7),
-    "vee, recomputed": Variant(schedule="zero-bubble-v", virtual=2, micro=1, recompute="full", zero=0),
-    "vee, slices, gathered later": Variant(
-        sends="slices", overlap=("dp", "p2p"), micro=1, sequence_parallel=False, schedule="zero-bubble-v", virtual=2
+    "vee": Variant(schedule="zero-bubble-v", virtual=2, micro=1, bulk=True, clip_norm=0.7, overlap=("dp", "p2p")),
+    "vee, recomputed, slices": Variant(
+        schedule="zero-bubble-v", virtual=2, micro=1, recompute="full", zero=0, sends="slices", sequence_parallel=False
     ),
 }
 PIPELINES = (Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(4, 1, 2))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
@@ -59,6 +60,34 @@ def test_a_search_that_includes_it_finds_it(traced: autoptd.TracedModel) -> None
     plan = autoptd.plan(traced, **ASKED, fix=PIPELINE, include="zero-bubble-v")
     assert plan.schedule.kind == "zero-bubble-v"
     assert autoptd.plan(traced, **ASKED, fix=PIPELINE).schedule.kind == "1f1b"
+
+
+class Transposed(nn.Linear):
+    """Its weight lies [in, out], as in GPT-2's Conv1D."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(x.shape)
+
+
+class Line(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(kind(64) if kind is Transposed else kind(64, 64) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_weights_may_be_put_off_however_they_are_stored() -> None:
+    def weight_s(kind: type[nn.Module]) -> float:
+        inputs = {"x": torch.ones(4, 8, 64)}
+        (times,) = autoptd.plan(Line(kind), world=1, cluster=NODE, batch=4, inputs=inputs).predicted.times
+        return times["weight_s"]
+
+    assert weight_s(Transposed) == pytest.approx(weight_s(nn.Linear)) and weight_s(Transposed) > 0
 
 
 # ---- planted bugs ----
