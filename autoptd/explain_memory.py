@@ -1,6 +1,6 @@
 """Where a plan's memory comes from, as formulas: what `autoptd explain PLAN --memory` prints.
 
-State in n, d and u (`cost_models/memory.py`); activations of every block in b, s and t and, where the model says what
+State in n, d, u and r (`cost_models/memory.py`); activations of every block in b, s and t and, where the model says what
 its widths are, in h, a, f and v (`passes/activations.py`); the fullest moment (`passes/liveness.py`).
 """
 

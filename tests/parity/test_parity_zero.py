@@ -27,11 +27,12 @@ WAYS: tuple[tuple[Mesh, Variant], ...] = (
     (Mesh(2, 2, 1), Variant(zero=3, micro=1, bulk=True, recompute="full", schedule="gpipe", clip_norm=0.7)),
     (Mesh(2, 1, 2), Variant(zero=3, micro=1, schedule="interleaved", virtual=2, recompute="full")),
     (Mesh(2, 1, 2), Variant(zero=3, micro=1, recompute="full", schedule="zero-bubble")),
+    (Mesh(2, 1, 2), Variant(zero=3, micro=1, schedule="zero-bubble-v", virtual=2)),
 )
 # what ZeRO 2 does, ZeRO 3 does too, but for whole parameters
 LESS: tuple[tuple[str, Mesh, Variant], ...] = (
     ("gpt2", Mesh(2, 1, 2), Variant(zero=2, micro=1, schedule="zero-bubble", clip_norm=0.7)),
-    ("oddities", Mesh(2, 2, 2), Variant(zero=2, micro=1, schedule="interleaved", virtual=2, bulk=True)),
+    ("oddities", Mesh(2, 2, 2), Variant(zero=2, micro=1, schedule="zero-bubble-v", virtual=2, bulk=True)),
     ("bert", Mesh(4, 1, 1), Variant(zero=2, micro=1, shards=2, recompute="full")),
     ("odd_mlp", Mesh(4, 1, 2), Variant(zero=1, micro=1, shards=2)),
 )
