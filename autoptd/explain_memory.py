@@ -1,7 +1,7 @@
 """Where a plan's memory comes from, as formulas: what `autoptd explain PLAN --memory` prints.
 
-State in n, d and u (`cost_models/memory.py`); activations of every block in b, s and t and, where the model says what
-its widths are, in h, a, f and v (`passes/activations.py`); the fullest moment (`passes/liveness.py`).
+State in n, d, u and r (`cost_models/memory.py`); activations of every block in b, s and t and, where the model says
+what its widths are, in h, a, f and v (`passes/activations.py`); the fullest moment (`passes/liveness.py`).
 """
 
 from __future__ import annotations

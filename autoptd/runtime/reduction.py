@@ -109,8 +109,11 @@ class Reduction:
             turn.restart()
 
     def expect(self, chunk: int, last: bool) -> None:
-        """Gradients of a chunk, the step's last of it: what becomes complete may be summed at once."""
-        now = self._overlap and (self._each or last)
+        """Gradients of a chunk, the step's last of it: what becomes complete may be summed at once.
+
+        Without overlap it is waited for: rooms of one backward pass would otherwise all be there at its end.
+        """
+        now = self._each or (self._overlap and last)
         self._now = (self._rounds[chunk if self._each else 0], chunk) if now else None
 
     def take(self, live: Live, name: str, gradient: Tensor) -> None:

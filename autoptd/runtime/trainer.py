@@ -88,7 +88,7 @@ class Trainer:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's part of each parameter and buffer of its stages, by name."""
+        """This rank's part of each parameter and buffer of its stages, by name; without values, where it is sharded."""
         return self._tensors
 
     # Steps

@@ -324,7 +324,8 @@ class Chunks:
         if name in self._blocks:
             return self._blocks[name], (0,)
         readers = self._readers.get(name, set[int]())
-        return "", tuple(k for k, (first, last) in enumerate(cut or runs) if any(first <= i <= last for i in readers))
+        where = (k for k, (first, last) in enumerate(cut or runs) if any(first <= i <= last for i in readers))
+        return "", tuple(where) or (0,)  # what nobody reads, the first stage holds
 
     @property
     def _blocks(self) -> dict[str, str]:

@@ -34,6 +34,8 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "pp 4": {"dp": 2, "tp": 1, "pp": 4, "zero": 1, "micro": 2},
     "all three": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4},
     "all three, ZeRO 0": {"dp": 2, "tp": 2, "pp": 2, "zero": 0, "micro": 4, "sequence_parallel": False},
+    "dp 8, ZeRO 2 in fours": {"dp": 8, "tp": 1, "pp": 1, "zero": 2, "shards": 4, "micro": 1},
+    "pp 2, ZeRO 3": {"dp": 4, "tp": 1, "pp": 2, "zero": 3, "micro": 2},
     "interleaved": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4, "schedule": "interleaved", "virtual": 2},
 }
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}

@@ -53,6 +53,13 @@ def test_compiled_blocks_train_like_one_process() -> None:
         assert train_in_lockstep(made, batches(name)).losses == found.losses
 
 
+def test_compiled_blocks_find_gathered_parameters() -> None:
+    """Graphs take parameters whose storage comes and goes (ZeRO 3)."""
+    made = of("nanogpt", Mesh(2, 1, 1), replace(BULK, zero=3))
+    found = train_in_lockstep(made, batches("nanogpt"))
+    assert graphs() and not complaints("nanogpt", found, alone("nanogpt", "sgd"))
+
+
 def test_a_class_is_compiled_once_and_a_ragged_microbatch_once_more() -> None:
     """Dropout as well: its key moves with step and microbatch, and no graph must know."""
     name, counted = "nanogpt_dropout", []

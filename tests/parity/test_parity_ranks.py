@@ -37,6 +37,8 @@ PAIRS = [
     ("llama", Mesh(2, 2, 2), Variant(bulk=True, schedule="interleaved", virtual=2, micro=1), "adamw"),
     ("gpt2", Mesh(1, 2, 4), Variant(bulk=True, schedule="zero-bubble", micro=1), "adamw"),
     ("gpt2", Mesh(2, 2, 2), Variant(bulk=True, schedule="zero-bubble-v", virtual=2, micro=1), "adamw"),
+    ("nanogpt", Mesh(4, 1, 2), Variant(zero=2, shards=2, micro=1), "adamw"),
+    ("gpt2", Mesh(2, 2, 2), Variant(zero=3, micro=1, recompute="full"), "sgd"),
 ]
 assert len(PAIRS) >= 8
 

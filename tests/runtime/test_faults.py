@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime import buffers, comm, executor, flat, lockstep, reduction, trainer
+from autoptd.runtime import buffers, comm, executor, flat, lockstep, reduction, storage, trainer
 from autoptd.runtime.comm import Alone
 from autoptd.runtime.mesh import Mesh
 
@@ -243,7 +243,32 @@ def test_stepping_unused_parameters_is_caught(monkeypatch: Patch) -> None:
     """Weight decay and moments for what nobody used."""
     monkeypatch.setattr(buffers.Buffers, "used", lambda self: set(self._buffer_of))
     with pytest.raises((AssertionError, RuntimeFault)):
-        test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only()
+        test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(1)
+
+
+def test_room_of_gradients_that_did_not_come_is_caught(monkeypatch: Patch) -> None:
+    """A parameter that this backward pass did not use has whatever is where its gradient would be."""
+    room, start = storage.Buffer.empty_gradient, reduction.Live.start_sum
+    monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
+    test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
+    monkeypatch.setattr(reduction.Live, "start_sum", lambda self: self.fresh.clear() or start(self))
+    with pytest.raises(AssertionError):
+        test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
+
+
+def test_padding_of_shards_in_the_norm_is_caught(monkeypatch: Patch) -> None:
+    """A piece that reaches into the padding, of gradients and parameters that are shards."""
+    room, whole = storage.Buffer.empty_gradient, buffers.Buffer.pieces
+    monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
+    parity(zero=3)
+
+    def pieces(self: Any, counts: bool) -> list[buffers.Piece]:
+        padding = [buffers.Piece("idle", torch.nn.Parameter(self.main[-1:]), self.grad[-1:], counts)]
+        return whole(self, counts) + padding
+
+    monkeypatch.setattr(buffers.Buffer, "pieces", pieces)
+    with pytest.raises((AssertionError, RuntimeFault)):
+        parity(zero=3)
 
 
 def test_random_delays_change_no_bit(monkeypatch: Patch) -> None:

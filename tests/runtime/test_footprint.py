@@ -23,7 +23,7 @@ from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.pool import Pool
-from autoptd.runtime.stage import Stage, parameter
+from autoptd.runtime.stage import Stage, parameter, submodule
 from autoptd.runtime.trainer import Trainer
 
 ODD = {  # odd sizes, two buckets of the split class, a frozen parameter
@@ -46,23 +46,27 @@ class Sum(Stage):
         return sum(p.float().sum() for p in self.parameters()) * x.float().sum()  # type: ignore[return-value]
 
 
+def storages(tensors: Any) -> int:
+    """Bytes of distinct ones."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
+
+
 def allocated(trainer: Trainer) -> tuple[int, int, int]:
     """Bytes of distinct storages: parameters (frozen ones too), gradients, optimizer state and main copy."""
 
-    def storages(tensors: Any) -> int:
-        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
-        return sum(found.values())
-
     buffers = trainer._buffers._buffers
     state = [t for s in trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]
+    main = [b.main for b in buffers]
+    parameters = [p for stage in trainer.stages for p in stage.parameters()]
+    sharded = trainer.layout.zero == 3  # then the main copy is the parameters
     return (
-        storages(p for stage in trainer.stages for p in stage.parameters()),
+        storages(parameters + main if sharded else parameters),
         storages([*(b.grad for b in buffers), *trainer._buffers._lone.gradients().values()]),
-        storages([*state, *(b.main for b in buffers)]),
+        storages(state if sharded else state + main),
     )
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_odd_sizes_over_dp_and_tp(zero: int, precision: str, optimizer: str) -> None:
@@ -82,11 +86,12 @@ def test_odd_sizes_over_dp_and_tp(zero: int, precision: str, optimizer: str) -> 
     for rank, found in run_lockstep(mesh, body):
         expected = state_bytes(layout, 0, optimizer, rank)
         assert found == (expected.parameters, expected.gradients, expected.optimizer)
-    assert expected.gradients > 4 * sum(math.prod(s.local_shape(2)) for s in ODD.values() if s.trainable)  # padding
+    elements = sum(math.prod(s.local_shape(2)) for s in ODD.values() if s.trainable)
+    assert expected.gradients > 4 * elements // (1 if zero < 2 else 2)  # padding
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(dp=3), Mesh(2, 2, 2), Mesh(1, 1, 4)], ids=str)
-@pytest.mark.parametrize(("zero", "bucket"), [(0, 40), (1, 40), (1, 10**6)])
+@pytest.mark.parametrize(("zero", "bucket"), [(0, 40), (1, 40), (1, 10**6), (2, 40), (3, 40)])
 def test_stages_with_tied_parameters(mesh: Mesh, zero: int, bucket: int) -> None:
     layout = tiny.layout(mesh, zero=zero, bucket_elements=bucket)
 
@@ -101,6 +106,71 @@ def test_stages_with_tied_parameters(mesh: Mesh, zero: int, bucket: int) -> None
         expected = state_bytes(layout, stage, "adamw", rank)
         moments = expected.optimizer - 2 * 8 * idle  # made at the first gradient, which this one never gets
         assert found == (expected.parameters, expected.gradients, moments)
+
+
+class Blocks(Stage):
+    """Three blocks in a row, with a parameter of the stage itself before them."""
+
+    inputs = ("x",)
+    is_last = True
+
+    def forward(self, *counts: Any, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = x.to(self.scale.dtype) * self.scale
+        for i in range(3):
+            x = self.blocks.get_submodule(str(i))(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_is_whole_at_a_time(zero: int, ahead: bool) -> None:
+    """Blocks of 400, 480 and 360 elements: 448, 512 and 384 with padding; 20 of the stage itself: 64."""
+    specs = {"scale": TensorSpec(B, (20,))}
+    specs |= {f"blocks.{i}.weight": TensorSpec(B, (n, 20), block=f"blocks.{i}") for i, n in enumerate((20, 24, 18))}
+    mesh = Mesh(dp=2)
+    layout = Layout(mesh, 1, 2, ("x",), specs, zero=zero, precision="bf16", bucket_elements=300, overlap=ahead)
+
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ self.weight.T) @ self.weight
+
+    def body(c: Communicators) -> tuple[int, int]:
+        with torch.device("meta"):
+            stage = Blocks(Axis(c.tp))
+            for name, spec in specs.items():
+                if spec.block:
+                    submodule(stage, spec.block, Block())
+                parameter(stage, name, spec.shape, layout.dtype)
+        trainer = Trainer(stage, layout, c)
+        trainer.load_parameters({n: torch.ones(s.shape) for n, s in specs.items()})
+        found, gathered = [0], [0]
+        buckets, reduction = trainer._buffers, trainer._buffers._reduction
+
+        def look(*_: Any) -> None:
+            rooms = [live.total for live in reduction._lives] + [own for _, _, own in reduction._under_way]
+            found.append(storages(rooms))
+            wholes = [live.buffer.whole(live.bucket) for live in buckets._live]
+            gathered.append(sum(x.untyped_storage().nbytes() for x in wholes))
+
+        launch, settle = reduction._launch, reduction._settle
+        reduction._launch = lambda live: look() or launch(live)  # type: ignore[method-assign]
+        reduction._settle = lambda left: look() or settle(left)  # type: ignore[method-assign]
+        for _ in range(2):
+            trainer.train_step({"x": torch.ones(2, 20)})
+        look()
+        assert found[-1] == 0 and (zero == 2 or gathered[-1] == 0), "nothing stays"
+        return max(found), max(gathered)
+
+    kept, fullest = (state_bytes(layout, 0, "adamw", fullest=whole) for whole in (False, True))
+    for found, gathered in run_lockstep(mesh, body):
+        if zero == 2:
+            assert fullest.parameters == kept.parameters
+            assert found == (fullest.gradients - kept.gradients if ahead else 4 * 512)
+        else:
+            assert fullest.parameters - kept.parameters == 2 * (64 + 448 + 512)
+            assert gathered == (2 * (64 + 448 + 512) if ahead else 2 * (64 + 512))
+            assert found == (4 * (448 + 512) if ahead else 4 * 512)
+            assert fullest.gradients - kept.gradients == 4 * (448 + 512)
 
 
 def test_buckets_are_padded_per_buffer() -> None:
@@ -204,6 +274,10 @@ def rank_bytes(
         ("odd", Mesh(4, 1, 2), 1, "fp32", "sgd"),
         ("odd", Mesh(4, 2, 1), 0, "bf16", "adamw"),
         ("odd", Mesh(8, 1, 1), 1, "bf16", "adamw"),
+        ("gpt", Mesh(4, 1, 2), 2, "bf16", "adamw"),
+        ("odd", Mesh(2, 2, 2), 2, "fp32", "sgd"),
+        ("gpt", Mesh(2, 2, 2), 3, "bf16", "adamw"),
+        ("odd", Mesh(8, 1, 1), 3, "bf16", "adamw"),
     ],
     ids=str,
 )
@@ -220,4 +294,9 @@ def test_a_plan_s_state_is_what_processes_hold(
     for stage, predicted in enumerate(plan.predicted.memory):
         found = [rank for at, rank in held if at == stage]
         fullest = tuple(max(rank[i] for rank in found) for i in range(3))
-        assert fullest == tuple(predicted[kind] for kind in ("parameters", "gradients", "optimizer")), stage
+        kept, most = (state_bytes(made.layout, stage, optimizer, fullest=whole) for whole in (False, True))
+        assert fullest[:2] == (kept.parameters, kept.gradients), stage
+        assert fullest[2] == predicted["optimizer"], stage
+        # what is whole at a time is gone after a step
+        assert (most.parameters, most.gradients) == (predicted["parameters"], predicted["gradients"]), stage
+        assert zero >= 2 or kept == most
