@@ -202,6 +202,8 @@ def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
             if node.target is torch.ops.aten.embedding.default:
                 table = node.args[0]
                 assert isinstance(table, fx.Node)
+                if table.name not in names:  # made of a table, as by a dropout of it
+                    continue
                 rows, width = infos(table)[0].shape
                 name = names[table.name]
                 notes.append(_embedding_note(f"{name} [{rows}, {width}]", placed[name], alternatives(answer, name)))

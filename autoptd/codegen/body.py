@@ -23,6 +23,7 @@ from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.passes.rules import IMPLEMENTATIONS
+from autoptd.passes.samples import SamplePlace, counts_samples, sample_place
 from autoptd.passes.sharding import Sharding, ops_of
 from autoptd.passes.unknown import rule_for
 
@@ -126,29 +127,39 @@ class Body:
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
             return _implementation_text(function, args, kwargs)
-        split = any(isinstance(p, Split) for p in strategy.gives)
-        if node.target is aten.dropout.default:
-            return self._dropout_text(args, split)
+        if node.target is aten.dropout.default and args[1] and args[2]:
+            return f"ops.dropout({args[0]}, {args[1]!r}, {self._random(node, strategy)})"
         if node.target is aten.scaled_dot_product_attention.default and len(args) > 4 and args[4]:
-            return self._attention_text(args, kwargs, split)
+            return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
 
-    def _random(self, split: bool) -> str:
-        """The same numbers under every cut: keyed by the place in the model, which no plan moves."""
+    def _random(self, node: fx.Node, strategy: Strategy) -> str:
+        """The same numbers under every plan: keyed by the place in the model, and by where each element stands.
+
+        Of attention, elements are the scores [..., queries, keys]: they lie as the result does, but for its width.
+        """
         self.dropout = True
         index, i = self.at
         key = f'"{index}.{i}"' if self.first is None else f'f"{{self._first + {index - self.first}}}.{i}"'
-        return f"key={key}, rng=self.dropout" + (", shard=tp.rank" if split else "")
+        placement, place, text = strategy.gives[0], sample_place(node), f"key={key}, rng=self.dropout"
+        width = info(node).ndim - 1 if node.target is not aten.dropout.default else None
+        if place is not None and place.dim != width:
+            self._note_sizes((place.outer, place.inner))
+            text += samples_text(place)
+        else:
+            text += ", samples=ops.MICROBATCH" if counts_samples(info(node)) else ", samples=None"
+        if isinstance(placement, Split) and placement.dim != width:
+            text += f", parts=[tp.part({', '.join(conversion_args(B, placement))})]"
+        return text
 
-    def _dropout_text(self, args: Sequence[object], split: bool) -> str:
-        return f"ops.dropout({args[0]}, {args[1]!r}, {self._random(split)})"
-
-    def _attention_text(self, args: Sequence[object], kwargs: Mapping[str, object], split: bool) -> str:
+    def _attention_text(
+        self, node: fx.Node, strategy: Strategy, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> str:
         options = [f"dropout_p={args[4]!r}"]
         options += [f"mask={args[3]}"] if args[3] is not None else []
         options += ["is_causal=True"] if len(args) > 5 and args[5] else []
         options += [f"{k}={v!r}" for k, v in kwargs.items() if v not in (None, False)]
-        return f"ops.attention({args[0]}, {args[1]}, {args[2]}, {', '.join(options)}, {self._random(split)})"
+        return f"ops.attention({args[0]}, {args[1]}, {args[2]}, {', '.join(options)}, {self._random(node, strategy)})"
 
     def prelude(self, nodes: Sequence[fx.Node]) -> None:
         """Write nodes that every rank computes in full."""
@@ -263,6 +274,13 @@ def implementation_note(strategy: Strategy) -> str:
     word = strategy.implementation.replace("vocab_", "vocabulary-")
     issued = [name.replace("_", "-") for name, _ in strategy.collectives]
     return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
+
+
+def samples_text(place: SamplePlace) -> str:
+    """The argument that says where samples lie; nothing where they are the first dim."""
+    given = [f"{k}={size_text(v)}" for k, v in (("outer", place.outer), ("inner", place.inner)) if v != 1]
+    given = [f"dim={place.dim}", *given] if place.dim else given
+    return f", samples=ops.Samples({', '.join(given)})" if given else ""
 
 
 def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> str:

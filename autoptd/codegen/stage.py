@@ -314,6 +314,9 @@ def _assemble(
             lines.append("    )")
     if is_last:
         lines.append("    is_last = True")
+    dropout = body.dropout or any("DropoutKey" in source for source in writer.blocks.values())
+    if dropout:
+        lines.append("    draws = True")
     where = ", ".join(f'"{s}": ("{name}", {dim})' for s, (name, dim) in traced.sizes.items())
     lines.append(f"    sizes = {{{where}}}")
     lines.append(f"    count_inputs = {value_text(tuple(count_inputs))}")
@@ -332,7 +335,6 @@ def _assemble(
     else:
         texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
         lines.append(f"        return ({', '.join(texts)},)")
-    dropout = body.dropout or any("DropoutKey" in source for source in writer.blocks.values())
     blocks = dict(writer.blocks)
     blocks["loss_counts"] = count_source
     return StageSource("\n".join(lines) + "\n", blocks, dropout)
