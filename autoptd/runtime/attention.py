@@ -56,7 +56,7 @@ class _Attention(torch.autograd.Function):
         elements: Elements,
     ) -> Tensor:
         ctx.how = is_causal, scale, p, elements
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        out = _empty_result(q, v.shape[-1])
         sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for rows in _stretches(q, k):
             scores = _scores(q, k, mask, is_causal, scale, rows)
@@ -87,6 +87,14 @@ class _Attention(torch.autograd.Function):
             to_q[..., rows, :] = _apart(scaled @ k, q)
             to_k += (scaled.transpose(-2, -1) @ _together(q[..., rows, :], k)).sum_to_size(k.shape)
         return to_q, to_k, to_v, to_mask, None, None, None, None
+
+
+def _empty_result(q: Tensor, width: int) -> Tensor:
+    """[..., heads, sq, width], in memory by query before by head: heads are joined without a copy."""
+    if q.ndim < 3:
+        return q.new_empty(*q.shape[:-1], width)
+    *batch, heads, queries = q.shape[:-1]
+    return q.new_empty(*batch, queries, heads, width).transpose(-3, -2)
 
 
 def _stretches(q: Tensor, k: Tensor) -> Iterator[slice]:

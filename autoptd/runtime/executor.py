@@ -350,6 +350,7 @@ class _Run:
     def weights(self, action: Action) -> None:
         later = self.left.pop(_at(action), None)
         if later is not None:
+            self.dropout.sample = self.first[_at(action)[0]]
             later(self.of_parameters.before_weights if self.of_parameters else None)
 
     def _returned(self, i: int, chunk: int) -> Tensors:

@@ -73,23 +73,8 @@ class DropoutKey:
     def elements(
         self, shape: Sequence[int], key: str, samples: Where, parts: Sequence[Part], device: torch.device
     ) -> Elements:
-        """The keys of a local tensor's elements."""
-        first = self.share + self.sample
-        dims, word = [], torch.full((), self.word(key), dtype=torch.int64, device=device)
-        for dim, length in enumerate(shape):
-            index, whole = torch.arange(length, device=device), length
-            for part in (p for p in parts if p.dim % len(shape) == dim):
-                index, whole = part.whole(index, whole), whole * part.size
-            if not isinstance(samples, Samples) or samples.dim % len(shape) != dim:
-                dims.append(Coordinates(index))
-                continue
-            count = whole // (samples.outer * samples.inner)
-            sample = (index // samples.inner) % count
-            inside = index // (samples.inner * count) * samples.inner + index % samples.inner
-            dims.append(Coordinates(inside, sample + first))
-        if samples == MICROBATCH:
-            word = _fold(word, torch.zeros_like(word) + first)
-        return Elements(word, tuple(dims))
+        """The elements of a local tensor, here and now."""
+        return Elements(self.word(key), self.share + self.sample, tuple(shape), samples, tuple(parts), device)
 
 
 @dataclass(frozen=True)
@@ -109,39 +94,55 @@ class Coordinates:
             word = _fold(word, self.sample)
         return _fold(word, self.position)
 
-    def narrow(self, start: int, stop: int) -> Coordinates:
-        return Coordinates(self.position[start:stop], None if self.sample is None else self.sample[start:stop])
-
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a local tensor, by dim."""
+    """The elements of a local tensor; no tensor itself, so that it costs nothing to keep."""
 
-    word: Tensor  # 0-dim int64, of the op
-    dims: tuple[Coordinates, ...]
+    word: int  # of the op and the step
+    first: int | Tensor  # sample of the microbatch, in the global batch
+    shape: tuple[int, ...]
+    samples: Where
+    parts: tuple[Part, ...]
+    device: torch.device
+    stretch: tuple[int, int, int] | None = None  # dim, start, stop: those alone
 
     def narrow(self, dim: int, start: int, stop: int) -> Elements:
         """Those from `start` to `stop` along a dim."""
-        at = dim % len(self.dims)
-        return replace(self, dims=tuple(d.narrow(start, stop) if i == at else d for i, d in enumerate(self.dims)))
+        return replace(self, stretch=(dim % len(self.shape), start, stop))
 
     def keep(self, p: float) -> Tensor:
         """Whether each is kept, which it is with probability 1 − p to within 2⁻³²: bool, of the local shape."""
-        shape = [len(d) for d in self.dims]
-        device = self.word.device
+        dims = [self._coordinates(dim) for dim in range(len(self.shape))]
         below = round((1 - p) * 2**32) - 2**31
         if below > 2**31 - 1:
-            return torch.ones(shape, dtype=torch.bool, device=device)
-        rows, columns = self.word, _fold(self.word, torch.full_like(self.word, -2))
-        for dim in self.dims[:-1]:
+            return torch.ones([len(d) for d in dims], dtype=torch.bool, device=self.device)
+        rows = torch.full((), self.word, dtype=torch.int64, device=self.device)
+        if self.samples == MICROBATCH:
+            rows = _fold(rows, torch.zeros_like(rows) + self.first)
+        columns = _fold(rows, torch.full_like(rows, -2))
+        for dim in dims[:-1]:
             rows = dim.words(rows)
-        columns = self.dims[-1].words(columns) if self.dims else columns.view(1)
+        columns = dims[-1].words(columns) if dims else columns.view(1)
         low, high = (half.reshape(-1, 1) for half in rows.unsqueeze(-1).view(torch.int32).unbind(-1))
         column = columns.view(torch.int32)[::2]
-        found = torch.empty(low.shape[0], len(column), dtype=torch.bool, device=device)
+        found = torch.empty(low.shape[0], len(column), dtype=torch.bool, device=self.device)
         for at in _stretches(found):
             torch.lt(_mixed(low[at], high[at], column), below, out=found[at])
-        return found.view(shape)
+        return found.view([len(d) for d in dims])
+
+    def _coordinates(self, dim: int) -> Coordinates:
+        index, whole = torch.arange(self.shape[dim], device=self.device), self.shape[dim]
+        for part in (p for p in self.parts if p.dim % len(self.shape) == dim):
+            index, whole = part.whole(index, whole), whole * part.size
+        if self.stretch is not None and self.stretch[0] == dim:
+            index = index[self.stretch[1] : self.stretch[2]]
+        if not isinstance(self.samples, Samples) or self.samples.dim % len(self.shape) != dim:
+            return Coordinates(index)
+        inner = self.samples.inner
+        count = whole // (self.samples.outer * inner)
+        sample = (index // inner) % count + self.first
+        return Coordinates(index // (inner * count) * inner + index % inner, sample)
 
 
 def _stretches(x: Tensor) -> Iterator[slice]:

@@ -14,7 +14,10 @@ from parity_models import DROPOUT
 
 from autoptd.api import Parallel
 from autoptd.lockstep import Trained, differences, train_in_lockstep
+from autoptd.runtime import executor, recompute
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.randomness import DropoutKey, Elements
+from autoptd.runtime.trainer import Trainer
 
 PLAIN = Variant(bulk=True)
 CUBE = Mesh(2, 2, 2)
@@ -146,4 +149,30 @@ EDITS: Sequence[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("name", "pattern", "by"), EDITS)
 def test_an_edited_place_is_seen(name: str, pattern: str, by: str) -> None:
     made = edited(name, lambda text: re.sub(pattern, by, text))
+    assert not is_alone(name, train_in_lockstep(made, batches(name)))
+
+
+def of_the_first_step(self: DropoutKey, key: str, right: Callable[..., int] = DropoutKey.word) -> int:
+    return right(replace(self, step=0), key)
+
+
+def none_when_run_again(self: Elements, p: float, right: Callable[..., torch.Tensor] = Elements.keep) -> torch.Tensor:
+    run = getattr(recompute._HERE, "run", None)
+    return right(self, 1 - 1e-9 if run is not None and run.again else p)
+
+
+FAULTS: dict[str, tuple[object, str, object]] = {
+    "samples counted by microbatch": (executor, "accumulate", lambda sizes: (0 for _ in sizes)),
+    "samples counted by dp rank": (Trainer, "_share_starts", lambda self, samples: 0),
+    "the same mask in two steps": (DropoutKey, "word", of_the_first_step),
+    "another mask when run again": (Elements, "keep", none_when_run_again),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, variant = "nanogpt_dropout", replace(PLAIN, recompute="full", micro=1)
+    assert is_alone(name, trained(name, CUBE, variant))
+    monkeypatch.setattr(*FAULTS[fault])
+    made = parallel(name, planned(name, CUBE, variant), "sgd")
     assert not is_alone(name, train_in_lockstep(made, batches(name)))
