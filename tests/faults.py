@@ -64,7 +64,16 @@ FAULTS: dict[str, dict[str, str]] = {
         "written while sent": "a tensor is written before its send is done",
         "weights put off for ever": "a backward pass in two halves forgets the second",
     },
-    "randomness": {},
+    "randomness": {
+        "masks of local positions": "a split tensor's mask is drawn for positions, or a dim, that only the rank knows",
+        "masks of local samples": "samples are counted within the microbatch or the data-parallel rank",
+        "one mask for many": "the same mask in every step, or for all samples",
+        "copies that differ": "ranks that hold the same tensor whole drop different elements of it",
+        "another mask when run again": "recomputation draws anew",
+    },
+    "recomputation": {
+        "kept after all": "a policy keeps what it should recompute, or computes again what it should keep",
+    },
     "tensor parallel": {
         "a bias on every rank": "the bias of a row-split product is added once per rank",
         "a norm's gradient not summed": "norms and biases over a split sequence keep their own rank's addend",

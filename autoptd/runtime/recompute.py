@@ -86,7 +86,7 @@ class _Run:
             of = [i for i, operand in enumerate(self.within.operands) if operand.untyped_storage()._cdata == storage]
             if not of:
                 return x.detach()
-            self.within.views.append((of[0], tuple(x.shape), x.stride(), x.storage_offset()))
+            self.within.views.append((of[0], tuple(x.shape), x.stride(), int(x.storage_offset())))
         self.wanted += 1
         return self.wanted - 1
 
