@@ -202,6 +202,8 @@ def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
             if node.target is torch.ops.aten.embedding.default:
                 table = node.args[0]
                 assert isinstance(table, fx.Node)
+                if table.name not in names:  # made of a table, as by a dropout of it
+                    continue
                 rows, width = infos(table)[0].shape
                 name = names[table.name]
                 notes.append(_embedding_note(f"{name} [{rows}, {width}]", placed[name], alternatives(answer, name)))
@@ -357,7 +359,7 @@ def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
 
 def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program:
     """The emitted program of a plan."""
-    specs = [StageSpec(s.first, s.last, frozenset(s.recompute)) for s in plan.stages]
+    specs = [StageSpec(s.first, s.last, plan.policies(s)) for s in plan.stages]
     program = emit_program(source.folded, sharding, specs, plan.model)
     return Program({**program.files, "plan.json": plan.to_json()}, program.stages)
 
@@ -383,7 +385,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
                 buffers[name] = TensorSpec(
                     parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
                 )
-    again = {i for stage in plan.stages for i in stage.recompute}
+    again = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
     recomputed = {traced.parameters[p.name] for i in again for p in folded.segments[i].parameters}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]

@@ -115,7 +115,7 @@ class Parallel:
         self._check_agreement(communicators)
         layout = self.layout
         held = layout.mesh.stages_of(communicators.stage)
-        key = DropoutKey(self._seed, communicators.dp.rank)
+        key = DropoutKey(self._seed)
         with torch.device("meta"):
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key) for index in held]
         for stage in stages if self._backend else ():

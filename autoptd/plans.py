@@ -244,7 +244,6 @@ class Plan(_Part):
         reasons = {
             f"cp {self.mesh.cp}": self.mesh.cp > 1,
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
-            f"{' and '.join(self.partial)} recomputation": bool(self.partial),
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             "a loss in place": asked.loss != default.loss,

@@ -20,7 +20,7 @@ def view(call: OpCall) -> str:
     count = 0
     while source.left() and target.left():
         a, b = source.rest, target.rest
-        if not same(a, b) and _quotient(a, b) is None and _quotient(b, a) is None:
+        if not same(a, b) and quotient(a, b) is None and quotient(b, a) is None:
             # No finer than the common divisor: what is left of both dims stays whole until the products agree.
             common = sympy.gcd(a, b)
             if common.is_Integer and common > 1:
@@ -29,7 +29,7 @@ def view(call: OpCall) -> str:
                 count += 1
             _merge(source, target)
             continue
-        step = a if _quotient(b, a) is not None else b
+        step = a if quotient(b, a) is not None else b
         source.take(f"d{count}", step)
         target.take(f"d{count}", step)
         count += 1
@@ -55,7 +55,7 @@ class _Shape:
 
     def take(self, name: str, size: Size) -> None:
         self.open.append(name)
-        rest = _quotient(self.rest, size)
+        rest = quotient(self.rest, size)
         assert rest is not None, f"{size} does not divide {self.rest}"
         self.rest = rest
         if rest == 1:
@@ -81,7 +81,7 @@ def _merge(source: _Shape, target: _Shape) -> None:
     """Take whole dims from whichever side is behind until both have taken the same number of elements."""
     a, b = source.whole(), target.whole()
     while not same(a, b):
-        behind_source = _quotient(b, a) is not None or (isinstance(a, int) and isinstance(b, int) and a < b)
+        behind_source = quotient(b, a) is not None or (isinstance(a, int) and isinstance(b, int) and a < b)
         if behind_source and source.left():
             a = a * source.whole()
         elif target.left():
@@ -97,7 +97,7 @@ def same(a: Size, b: Size) -> bool:
     return a == b or (not (isinstance(a, int) and isinstance(b, int)) and sympy.expand(a - b) == 0)
 
 
-def _quotient(a: Size, b: Size) -> Size | None:
+def quotient(a: Size, b: Size) -> Size | None:
     """a / b where that is a whole number (whatever the symbols stand for)."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if a % b == 0 else None

@@ -85,6 +85,11 @@ FAULTS: dict[str, dict[str, str]] = {
         "masks drawn anew": "recomputation drops other elements than the first pass",
         "masks that repeat": "every step drops the same elements",
         "values by cut": "a parameter's first value depends on what else its rank holds",
+        "masks of local positions": "a split tensor's mask is drawn for positions, or a dim, that only the rank knows",
+        "masks of local samples": "samples are counted within the microbatch or the data-parallel rank",
+    },
+    "recomputation": {
+        "kept after all": "a policy keeps what it should recompute, or computes again what it should keep",
     },
     "tensor parallel": {
         "a bias on every rank": "the bias of a row-split product is added once per rank",

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from autoptd.codegen.again import again_of
 from autoptd.codegen.body import Body, local_shape_text
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.names import Names, wish
@@ -85,7 +86,7 @@ def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
     names = folded.traced.parameters
     own = owned_by(layout, piece)
     foreign = [p for p in piece.parameters if p not in own]
-    body = Body(sharding, Names(), first=piece.first)
+    body = Body(sharding, Names(), first=piece.first, again=again_of(piece.segments, sharding, piece.policy))
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
     for node in piece.receives:
         body.bind(node, placement_of(sharding, folded, node), given[node])
@@ -156,7 +157,7 @@ def _source(
     lines += ["", f"    def forward({arguments}) -> {result}:"]
     if uses_axis(body.lines):
         lines.append("        tp = self.tp")
-    lines += [f"        {line}" for line in [*size_lines, *body.lines]]
+    lines += [f"        {line}".rstrip() for line in [*size_lines, *body.lines]]
     lines.append(f"        return {', '.join(returned)}")
     return "\n".join(lines) + "\n"
 

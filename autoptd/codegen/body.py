@@ -6,6 +6,7 @@ many need it. Each line that communicates says what it converts and which collec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -15,15 +16,17 @@ import sympy
 import torch
 from torch import fx
 
+from autoptd.codegen.again import Again, core_lines, kept_text, runs_of
 from autoptd.codegen.expressions import Text, expression, size_text
-from autoptd.codegen.names import Names, ends_line, wish
+from autoptd.codegen.names import TAKEN, Names, ends_line, wish
 from autoptd.passes.factors import Strategy, local_args, local_shape
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.passes.rules import IMPLEMENTATIONS
-from autoptd.passes.sharding import Sharding, ops_of
+from autoptd.passes.samples import SamplePlace, counts_samples, sample_place
+from autoptd.passes.sharding import Sharding, ops_of, tensor_name
 from autoptd.passes.unknown import rule_for
 
 aten = torch.ops.aten
@@ -43,6 +46,7 @@ class Body:
     first: int | None = None  # in a block: the index of its first segment; random keys count from self.first
     at: tuple[int, int] = (0, 0)  # segment and node under way
     uses_device: bool = False
+    again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
 
     @property
     def ranks(self) -> int:
@@ -68,7 +72,10 @@ class Body:
         base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else wish(node)
         name = self.names.fresh(f"{base}_{_SUFFIX[str(needed)[0]]}" if str(needed) != "Bp" else f"{base}_whole")
         note = conversion_note(given, needed, info(node).requires_grad)
-        self.lines.append(f"{name} = tp.{row.function}({', '.join([source, *args])})  # {note}")
+        call = f"tp.{row.function}({', '.join([source, *args])})"
+        if (tensor_name(node), str(needed)) in self.again.kept_conversions:
+            call = kept_text(call)
+        self.lines.append(f"{name} = {call}  # {note}")
         return name
 
     def segment(self, segment: Segment) -> None:
@@ -78,22 +85,61 @@ class Body:
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
         before = set(self.held)
-        last_use = {o: i for i, n in ops_of(segment) for o in operands(n)}
+        runs = runs_of(list(ops_of(segment)), self.again.core)
+        last_use = {o: i for _, run in runs for i, n in run for o in operands(n)}
         local = set(segment.nodes) - set(segment.sends)
-        for i, node in ops_of(segment):
+
+        def write(i: int, node: fx.Node) -> None:
             self.at = (segment.index, i)
             done = [o for o in dict.fromkeys(operands(node)) if o in local and last_use[o] == i]
             self._op(node, decided.strategies[i], given, done)
+
+        for is_core, run in runs:
+            if is_core:
+                self._core(run, decided.strategies, given, write, segment)
+            else:
+                for i, node in run:
+                    write(i, node)
         for node, placement in zip(segment.sends, decided.sends, strict=True):
             text = self.read(node, given[node], placement)
             self.held[node, _plain(node, placement)] = text
         kept = {(n, _plain(n, p)) for n, p in zip(segment.sends, decided.sends, strict=True)}
         self.held = {k: v for k, v in self.held.items() if k in before or k in kept}
 
+    def _core(
+        self,
+        run: Sequence[tuple[int, fx.Node]],
+        strategies: Mapping[int, Strategy],
+        given: dict[fx.Node, Placement],
+        write: Callable[[int, fx.Node], None],
+        segment: Segment,
+    ) -> None:
+        """Write ops that run again as a function of their own."""
+        inside = {n for _, n in run}
+        for i, node in run:  # conversions that do not run again
+            for operand, placement in zip(operands(node), strategies[i].needs, strict=True):
+                key = tensor_name(operand), str(placement)
+                if operand in given and key not in self.again.core_conversions:
+                    self.read(operand, given[operand], placement)
+        outer, self.lines = self.lines, []
+        before = dict(self.held)
+        for i, node in run:
+            write(i, node)
+        made = [o for _, n in run for o in _outputs(n) if o is not None]
+        needed = [o for o in made if o in segment.sends or any(u not in inside and not is_getitem(u) for u in o.users)]
+        results = [self.held[o, _plain(o, given[o])] for o in needed]
+        known = {name for text in before.values() for name in re.findall(r"[A-Za-z_]\w*", text)}
+        known -= TAKEN | {str(symbol) for symbol in self.sizes}
+        own = {text for key, text in self.held.items() if before.get(key) != text} - set(results)
+        self.held = {key: text for key, text in self.held.items() if text not in own}
+        lines, self.lines = self.lines, outer
+        self.lines += core_lines(self.names.fresh("core"), lines, known, results)
+
     def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement], done: Sequence[fx.Node]) -> None:
         """Write one op; `done` are the operands that nobody reads after it."""
         texts = [Text(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
         text = self.op_text(node, strategy, texts)
+        text = kept_text(text) if node in self.again.kept else text
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
         outputs = _outputs(node)
         for output, placement in zip(outputs, strategy.gives, strict=True):
@@ -126,29 +172,39 @@ class Body:
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
             return _implementation_text(function, args, kwargs)
-        split = any(isinstance(p, Split) for p in strategy.gives)
-        if node.target is aten.dropout.default:
-            return self._dropout_text(args, split)
+        if node.target is aten.dropout.default and args[1] and args[2]:
+            return f"ops.dropout({args[0]}, {args[1]!r}, {self._random(node, strategy)})"
         if node.target is aten.scaled_dot_product_attention.default and len(args) > 4 and args[4]:
-            return self._attention_text(args, kwargs, split)
+            return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
 
-    def _random(self, split: bool) -> str:
-        """The same numbers under every cut: keyed by the place in the model, which no plan moves."""
+    def _random(self, node: fx.Node, strategy: Strategy) -> str:
+        """The same numbers under every plan: keyed by the place in the model, and by where each element stands.
+
+        Of attention, elements are the scores [..., queries, keys]: they lie as the result does, but for its width.
+        """
         self.dropout = True
         index, i = self.at
         key = f'"{index}.{i}"' if self.first is None else f'f"{{self._first + {index - self.first}}}.{i}"'
-        return f"key={key}, rng=self.dropout" + (", shard=tp.rank" if split else "")
+        placement, place, text = strategy.gives[0], sample_place(node), f"key={key}, rng=self.dropout"
+        width = info(node).ndim - 1 if node.target is not aten.dropout.default else None
+        if place is not None and place.dim != width:
+            self._note_sizes((place.outer, place.inner))
+            text += samples_text(place)
+        else:
+            text += ", samples=ops.MICROBATCH" if counts_samples(info(node)) else ", samples=None"
+        if isinstance(placement, Split) and placement.dim != width:
+            text += f", parts=[tp.part({', '.join(conversion_args(B, placement))})]"
+        return text
 
-    def _dropout_text(self, args: Sequence[object], split: bool) -> str:
-        return f"ops.dropout({args[0]}, {args[1]!r}, {self._random(split)})"
-
-    def _attention_text(self, args: Sequence[object], kwargs: Mapping[str, object], split: bool) -> str:
+    def _attention_text(
+        self, node: fx.Node, strategy: Strategy, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> str:
         options = [f"dropout_p={args[4]!r}"]
         options += [f"mask={args[3]}"] if args[3] is not None else []
         options += ["is_causal=True"] if len(args) > 5 and args[5] else []
         options += [f"{k}={v!r}" for k, v in kwargs.items() if v not in (None, False)]
-        return f"ops.attention({args[0]}, {args[1]}, {args[2]}, {', '.join(options)}, {self._random(split)})"
+        return f"ops.attention({args[0]}, {args[1]}, {args[2]}, {', '.join(options)}, {self._random(node, strategy)})"
 
     def prelude(self, nodes: Sequence[fx.Node]) -> None:
         """Write nodes that every rank computes in full."""
@@ -263,6 +319,13 @@ def implementation_note(strategy: Strategy) -> str:
     word = strategy.implementation.replace("vocab_", "vocabulary-")
     issued = [name.replace("_", "-") for name, _ in strategy.collectives]
     return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
+
+
+def samples_text(place: SamplePlace) -> str:
+    """The argument that says where samples lie; nothing where they are the first dim."""
+    given = [f"{k}={size_text(v)}" for k, v in (("outer", place.outer), ("inner", place.inner)) if v != 1]
+    given = [f"dim={place.dim}", *given] if place.dim else given
+    return f", samples=ops.Samples({', '.join(given)})" if given else ""
 
 
 def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> str:

@@ -13,8 +13,8 @@ import importlib.util
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +42,6 @@ _IMPORTS = {
     r"\bnn\.": "from torch import nn",
     r"\btorch\.": "import torch",
     r"\bF\.": "import torch.nn.functional as F",
-    r"\bcheckpoint\(": "from torch.utils.checkpoint import checkpoint",
     r"\bops\.": "from autoptd.runtime import ops",
     r"\bAxis\b": "from autoptd.runtime.axis import Axis",
     r"\bDropoutKey\b": "from autoptd.runtime.randomness import DropoutKey",
@@ -53,11 +52,11 @@ _DTYPES = {"BF16": "torch.bfloat16", "FP16": "torch.float16", "FP32": "torch.flo
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Inclusive segment indices of a stage, and those that are recomputed."""
+    """Inclusive segment indices of a stage, and what of its segments runs again: segment -> policy."""
 
     first: int
     last: int
-    recompute: frozenset[int] = frozenset()
+    recompute: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,6 +157,8 @@ def _file(title: str, source: str, ranks: int, uses: dict[str, str] | None = Non
     lines = [
         text for pattern, text in _IMPORTS.items() if re.search(pattern, code) or (constants and text == "import torch")
     ]
+    again = [n for n in ("keep", "recompute") if re.search(rf"(?<!\.)\b{n}\(", code)]
+    lines += [f"from autoptd.runtime.recompute import {', '.join(again)}"] if again else []
     stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(|\({n}\):", code)]
     lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []
     torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})

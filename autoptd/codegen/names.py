@@ -13,8 +13,23 @@ from torch import fx
 from autoptd.passes.fold import owner
 from autoptd.passes.graph import info, is_getitem, module_path
 
-_TAKEN = frozenset(
-    {"torch", "F", "nn", "ops", "tp", "self", "b", "s", "counts", "device", "checkpoint", "submodule", "parameter"}
+TAKEN = frozenset(
+    {
+        "torch",
+        "F",
+        "nn",
+        "ops",
+        "tp",
+        "self",
+        "b",
+        "s",
+        "counts",
+        "device",
+        "keep",
+        "recompute",
+        "submodule",
+        "parameter",
+    }
 )
 
 
@@ -22,7 +37,7 @@ class Names:
     """Hands out variable names, each once; `c_attn`, then `c_attn_2`."""
 
     def __init__(self, reserved: frozenset[str] = frozenset()) -> None:
-        self.used = set(_TAKEN | reserved)
+        self.used = set(TAKEN | reserved)
 
     def fresh(self, wish: str) -> str:
         base = re.sub(r"\W", "_", wish).strip("_") or "x"
@@ -37,7 +52,7 @@ class Names:
     def argument(self, name: str) -> tuple[str, list[str]]:
         """The variable for an argument whose name is not ours to choose, reserved before; and what assigns it."""
         assert name in self.used, name
-        if name not in _TAKEN:
+        if name not in TAKEN:
             return name, []
         variable = self.fresh(name)
         return variable, [f"{variable} = {name}"]

@@ -11,18 +11,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autoptd.errors import TraceError
+from autoptd.errors import PlanFileError, TraceError
+from autoptd.passes.activations import recomputed_steps
+from autoptd.passes.flow import flow
 from autoptd.passes.fold import Folded, Segment, Unit
 from autoptd.passes.graph import module_stack
+from autoptd.passes.sharding import Sharding
 
 # attributes of emitted modules
 _BLOCK_NAMES = frozenset({"tp", "dropout"})
-_STAGE_NAMES = _BLOCK_NAMES | {"inputs", "receives", "sends", "is_last", "sizes", "count_inputs", "loss_counts"}
+_STAGE_NAMES = _BLOCK_NAMES | {
+    "draws",
+    "inputs",
+    "receives",
+    "sends",
+    "is_last",
+    "sizes",
+    "count_inputs",
+    "loss_counts",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class Piece:
     segments: tuple[Segment, ...]
     block: str
     prefix: str  # dotted path of the module that owns its parameters
-    recompute: bool
+    policy: str  # of recomputation: "none", or one of `passes.activations.POLICIES`
     model: tuple[Segment, ...]  # the same segments of the unit's first instance, from which the class is written
 
     @property
@@ -42,6 +54,11 @@ class Piece:
     def first_instance(self, layout: Layout) -> Piece:
         """The piece that stands for all instances of its class."""
         return replace(self, segments=self.model, prefix=layout.prefix_of(self.model[0].index))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece as a whole runs again."""
+        return self.policy in ("full", "ops")
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -153,23 +170,46 @@ def _last_word(name: str) -> str:
     return "".join(part.title() for part in re.findall(r"[a-z]+", name)[-1:])
 
 
-def pieces_of(layout: Layout, first: int, last: int, recompute: frozenset[int]) -> list[Piece]:
-    """A stage's segments as pieces, in program order."""
+def pieces_of(layout: Layout, sharding: Sharding, first: int, last: int, recompute: Mapping[int, str]) -> list[Piece]:
+    """A stage's segments as pieces, in program order. `recompute`: segment -> policy."""
     folded = layout.folded
     found: list[Piece] = []
     for unit in folded.units:
         for k in range(unit.count):
             segments = _instance(folded, unit, k)
             mine = tuple(s for s in segments if first <= s.index <= last)
-            for group in _by_recompute(mine, recompute):
-                found.append(_piece(layout, unit, segments, group, recompute))
+            groups = list(_by_policy(mine, recompute))
+            if layout.prefixes[segments[0].index]:
+                _refuse_several(groups, recompute)
+            for group in groups:
+                policy = settled(group, sharding, recompute.get(group[0].index, "none"))
+                found.append(_piece(layout, unit, segments, group, policy))
     return found
 
 
-def _by_recompute(segments: tuple[Segment, ...], recompute: frozenset[int]) -> Iterator[tuple[Segment, ...]]:
+def _refuse_several(groups: Sequence[tuple[Segment, ...]], recompute: Mapping[int, str]) -> None:
+    """One module holds the parameters of a block."""
+    if len(groups) > 1:
+        told = ", ".join(f"{recompute.get(g[0].index, 'none')} for {g[0].index}" for g in groups)
+        first, last = groups[0][0].index, groups[-1][-1].index
+        raise PlanFileError(
+            f"segments {first} to {last} are one block, which is recomputed by one policy, not {told}",
+            where="stages",
+            fix="give all segments of the block the same policy, or cut the stage between them",
+        )
+
+
+def settled(segments: tuple[Segment, ...], sharding: Sharding, policy: str) -> str:
+    """The policy, or "none" where nothing of these segments is what it runs again."""
+    if policy == "selective" and not recomputed_steps(flow(segments, sharding.kinds).steps, policy):
+        return "none"
+    return policy
+
+
+def _by_policy(segments: tuple[Segment, ...], recompute: Mapping[int, str]) -> Iterator[tuple[Segment, ...]]:
     group: list[Segment] = []
     for segment in segments:
-        if group and (segment.index in recompute) != (group[-1].index in recompute):
+        if group and recompute.get(segment.index) != recompute.get(group[-1].index):
             yield tuple(group)
             group = []
         group.append(segment)
@@ -177,14 +217,12 @@ def _by_recompute(segments: tuple[Segment, ...], recompute: frozenset[int]) -> I
         yield tuple(group)
 
 
-def _piece(
-    layout: Layout, unit: Unit, instance: tuple[Segment, ...], group: tuple[Segment, ...], recompute: frozenset[int]
-) -> Piece:
-    recomputed = group[0].index in recompute
+def _piece(layout: Layout, unit: Unit, instance: tuple[Segment, ...], group: tuple[Segment, ...], policy: str) -> Piece:
     prefix = layout.prefixes[instance[0].index]
-    name = layout.classes[unit.first] if unit.count > 1 or recomputed else ""
+    name = layout.classes[unit.first] if unit.count > 1 or policy != "none" else ""
     if name and len(group) < len(instance):
         low, high = group[0].index - instance[0].index + 1, group[-1].index - instance[0].index + 1
         name += f"Part{low}" if low == high else f"Parts{low}To{high}"
+    name += policy.title() if policy in ("selective", "ops") else ""  # "full" changes nothing within a block
     start = unit.first + group[0].index - instance[0].index
-    return Piece(group, name, prefix, recomputed, layout.folded.segments[start : start + len(group)])
+    return Piece(group, name, prefix, policy, layout.folded.segments[start : start + len(group)])

@@ -8,7 +8,7 @@ counts ───┘
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -86,10 +86,10 @@ class _Writer:
         return next(name for name in ("blocks", "calls", "_blocks") if name not in roots)
 
 
-def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recompute: frozenset[int]) -> StageSource:
-    """Source of the stage that holds segments `first` to `last`."""
+def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recompute: Mapping[int, str]) -> StageSource:
+    """Source of the stage that holds segments `first` to `last`; `recompute`: segment -> policy."""
     folded = layout.folded
-    pieces = pieces_of(layout, first, last, recompute)
+    pieces = pieces_of(layout, sharding, first, last, recompute)
     is_last = last == len(folded.segments) - 1
     received = crossing(folded, first)
     sent = [] if is_last else crossing(folded, last + 1)
@@ -233,7 +233,7 @@ def _alike(a: _Call, b: _Call) -> bool:
         a.block.name == b.block.name
         and a.arguments == b.arguments
         and a.results == b.results
-        and a.piece.recompute == b.piece.recompute
+        and a.piece.whole == b.piece.whole
     )
 
 
@@ -261,11 +261,7 @@ def _write_run(writer: _Writer, run: list[_Call]) -> None:
         made = f'submodule(self, f"{pattern}", {call.block.name}(tp{extra}))'
         over = f"for i, first in zip({numbers}, {starts})" if call.block.dropout else f"for i in {numbers}"
         writer.setup.append(f"self.{group} = [{made} {over}]")
-    run_it = (
-        f"checkpoint(block, {call.arguments}, use_reentrant=False)"
-        if call.piece.recompute
-        else f"block({call.arguments})"
-    )
+    run_it = f"recompute(block, {call.arguments})" if call.piece.whole else f"block({call.arguments})"
     writer.body.lines += [f"for block in self.{group}:", f"    {call.results} = {run_it}"]
 
 
@@ -314,6 +310,9 @@ def _assemble(
             lines.append("    )")
     if is_last:
         lines.append("    is_last = True")
+    dropout = body.dropout or any("DropoutKey" in source for source in writer.blocks.values())
+    if dropout:
+        lines.append("    draws = True")
     where = ", ".join(f'"{s}": ("{name}", {dim})' for s, (name, dim) in traced.sizes.items())
     lines.append(f"    sizes = {{{where}}}")
     lines.append(f"    count_inputs = {value_text(tuple(count_inputs))}")
@@ -332,7 +331,6 @@ def _assemble(
     else:
         texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
         lines.append(f"        return ({', '.join(texts)},)")
-    dropout = body.dropout or any("DropoutKey" in source for source in writer.blocks.values())
     blocks = dict(writer.blocks)
     blocks["loss_counts"] = count_source
     return StageSource("\n".join(lines) + "\n", blocks, dropout)

@@ -13,6 +13,7 @@ Tensors without gradient (integers, masks) take the forward map alone. With one 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -62,6 +63,21 @@ def from_slices(slices: Tensor, dim: int, groups: int) -> Tensor:
     return blocks.movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
+@dataclass(frozen=True)
+class Slice:
+    """The slice of a dim that one rank holds: its block of each of `groups` equal parts."""
+
+    dim: int
+    groups: int
+    size: int  # ranks
+    rank: int
+
+    def whole(self, index: Tensor, length: int) -> Tensor:
+        """Where elements of the slice, which is `length` long, lie in the whole dim."""
+        width = length // self.groups
+        return index // width * (width * self.size) + self.rank * width + index % width
+
+
 class Axis:
     """Conversions over one group. `dim` may be negative; the tensors are local ones."""
 
@@ -69,6 +85,10 @@ class Axis:
         self.group = group
         self.rank = group.rank
         self.size = group.size
+
+    def part(self, dim: int, groups: int = 1) -> Slice:
+        """Which slice of a split dim this rank holds."""
+        return Slice(dim, groups, self.size, self.rank)
 
     # Broadcast -> ...
 

@@ -32,6 +32,11 @@ def cut_batch(
     return [{name: x[i * micro : (i + 1) * micro] for name, x in here.items()} for i in range(count)]
 
 
+def sample_count(microbatch: Microbatch) -> int:
+    """Samples of a microbatch."""
+    return next(iter(microbatch.values())).shape[0]
+
+
 def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     """Dim 0 of every input, which must agree."""
     if not isinstance(batch, Mapping):

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.batch import Microbatch
+from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.comm import Channel, Communicators, Group, Handle
 from autoptd.runtime.halves import Later, Root, backward_of_inputs
 from autoptd.runtime.handshake import exchange
@@ -208,6 +209,7 @@ class _Run:
         self.training = any(action.kind == "B" for action in actions)
         self.halves = any(action.kind == "W" for action in actions)
         self.at_once = executor._at_once
+        self.first = [0, *accumulate(map(sample_count, microbatches))]  # samples of this dp rank's share
         self.left: dict[At, Later] = {}  # of backward passes
         self.sizes = [[_sizes(stage, mb) for mb in microbatches] for stage in self.stages]
         self.received: dict[At, Tensors] = {}
@@ -292,7 +294,7 @@ class _Run:
 
     def forward(self, action: Action) -> None:
         (i, chunk), stage = _at(action), self.stages[action.chunk]
-        self.dropout.microbatch = i
+        self.dropout.sample = self.first[i]
         if (own := self._own(chunk, -1)) is not None:
             self._take((i, chunk), tuple(x.detach() for x in self.outputs[i, own]))
         given = {name: self.microbatches[i][name] for name in stage.inputs}
@@ -336,7 +338,7 @@ class _Run:
 
     def backward(self, action: Action) -> None:
         (i, chunk), stage = _at(action), self.stages[action.chunk]
-        self.dropout.microbatch = i
+        self.dropout.sample = self.first[i]
         outputs = self.outputs.pop((i, chunk))
         if stage.is_last:
             (share,) = outputs
@@ -357,6 +359,7 @@ class _Run:
     def weights(self, action: Action) -> None:
         later = self.left.pop(_at(action), None)
         if later is not None:
+            self.dropout.sample = self.first[_at(action)[0]]
             later(self.of_parameters.before_weights if self.of_parameters else None)
 
     def _returned(self, i: int, chunk: int) -> Tensors:

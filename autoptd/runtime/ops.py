@@ -9,7 +9,7 @@ takes one all-reduce of M and one of the pair (Σ exp, x_label); the gradient so
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoptd.runtime.attention import attention_with_dropout
 from autoptd.runtime.axis import Axis
-from autoptd.runtime.randomness import DropoutKey
+from autoptd.runtime.randomness import FIRST_DIM, MICROBATCH, DropoutKey, Part, Samples, Where
+
+__all__ = ["MICROBATCH", "Samples"]  # for emitted programs, which say where samples lie
 
 
 def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int = -1) -> Tensor:
@@ -89,18 +92,24 @@ def valid_count(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return (labels != ignore_index).sum().to(torch.float64)
 
 
-def dropout(x: Tensor, p: float, key: str, rng: DropoutKey | None, shard: int = 0) -> Tensor:
+def dropout(
+    x: Tensor,
+    p: float,
+    key: str,
+    rng: DropoutKey | None,
+    samples: Where = FIRST_DIM,
+    parts: Sequence[Part] = (),
+) -> Tensor:
     """Zero elements with probability p and scale the rest by 1/(1-p); the identity without an active `rng`.
 
-    `shard` is the tp rank where x is split over tp and 0 where every rank holds all of it.
+    Which elements, depends on `key` and on where they stand in the whole tensor: `samples` tells where the microbatch's
+    samples lie in x, `parts` of which dims x holds a slice (`Axis.part`).
     """
     if p == 0 or rng is None or not rng.active:
         return x
     if p == 1:
         return x * 0
-    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    keep.bernoulli_(1 - p, generator=rng.generator(key, shard, x.device))
-    return x * keep * (1 / (1 - p))
+    return x * rng.elements(x.shape, key, samples, parts, x.device).keep(p) * (1 / (1 - p))
 
 
 def attention(
@@ -113,29 +122,20 @@ def attention(
     scale: float | None = None,
     key: str = "",
     rng: DropoutKey | None = None,
-    shard: int = 0,
+    samples: Where = FIRST_DIM,
+    parts: Sequence[Part] = (),
     enable_gqa: bool = False,
 ) -> Tensor:
     """Scaled dot product attention, q [..., heads, sq, d], k and v [..., kv heads, sk, d], with keyed dropout.
 
-    torch's kernels do all of it but dropout on a CPU, whose kernel draws from the process's one generator.
+    torch's kernels do all of it but dropout, which they number as this rank alone counts. `samples` and `parts` are
+    those of the scores [..., heads, sq, sk]; a slice of v's width is none of them.
     """
     if dropout_p == 0 or rng is None or not rng.active:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if q.device.type != "cpu":
-        with torch.random.fork_rng([q.device], device_type=q.device.type):
-            torch.get_device_module(q.device).manual_seed(rng.draw_seed(key, shard))
-            return F.scaled_dot_product_attention(
-                q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-    if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    return dropout(scores.softmax(-1), dropout_p, key, rng, shard) @ v
+    scores = (*q.shape[:-1], k.shape[-2])
+    elements = rng.elements(scores, key, samples, parts, q.device)
+    return attention_with_dropout(q, k, v, mask, is_causal, scale, dropout_p, elements)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class Stage(nn.Module):
     receives: ClassVar[tuple[Wire, ...]] = ()
     sends: ClassVar[tuple[Wire, ...]] = ()
     is_last: ClassVar[bool] = False
+    draws: ClassVar[bool] = False  # whether forward draws random numbers
     sizes: ClassVar[dict[str, tuple[str, int]]] = {}  # symbol -> (model input, dim)
     count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.passes.placements import Split
 from autoptd.runtime.axis import from_slices, own_slice
-from autoptd.runtime.batch import Microbatch, cut_batch
+from autoptd.runtime.batch import Microbatch, cut_batch, sample_count
 from autoptd.runtime.buffers import Buffers, Piece, squared_norm
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.executor import Executor
@@ -60,7 +60,6 @@ class Trainer:
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64
         self._dropout = self.stages[0].dropout or DropoutKey()
-        self._dropout.dp_rank = communicators.dp.rank
         _check_names(self.stages, layout, communicators)
         tied = _tied_groups(layout, communicators)
         self._loaded = not any(p.is_meta for stage in self.stages for p in stage.parameters())
@@ -104,6 +103,7 @@ class Trainer:
             batch, self.layout.inputs, self.layout.micro, self.layout.microbatches, self.communicators.device
         )
         self._dropout.active = True
+        self._dropout.share = self._share_starts(sum(map(sample_count, microbatches)))
         self._buffers.start_step()
         outcome: list[Tensor] = []
         share = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
@@ -142,6 +142,14 @@ class Trainer:
         if self.layout.zero < 3:
             return own
         return int(self.communicators.dp.all_reduce(torch.tensor([own], device=self.communicators.device), "max"))
+
+    def _share_starts(self, samples: int) -> int | Tensor:
+        """The first sample of this dp rank's share, of `samples`, in the global batch; 0 where nobody asks."""
+        dp = self.communicators.dp
+        if dp.size == 1 or not any(stage.draws for stage in self.stages):
+            return 0
+        shares = dp.all_gather(torch.tensor([samples], device=self.communicators.device))
+        return shares[: dp.rank].sum()
 
     def _global_counts(self, microbatches: list[Microbatch]) -> tuple[Tensor, ...]:
         """The loss's counts over all microbatches and dp ranks, float64; () where no loss is computed."""

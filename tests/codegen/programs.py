@@ -59,14 +59,21 @@ def folded_of(model: nn.Module, inputs: dict[str, Tensor] | None = None) -> Fold
 
 
 def program_of(
-    folded: Folded, title: str, *, tp: int, pp: int, recompute: Sequence[int] = (), length: int = LENGTH
+    folded: Folded,
+    title: str,
+    *,
+    tp: int,
+    pp: int,
+    recompute: Sequence[int] = (),
+    policy: str = "full",
+    length: int = LENGTH,
 ) -> Program:
-    """As many segments per stage as can be, `recompute` those of the first stage."""
+    """As many segments per stage as can be; those in `recompute` run again as `policy` says."""
     symbols = {s: n for s, n in {BATCH: 1, SEQUENCE: length}.items() if s in folded.traced.sizes}
     sharding = Tensors(folded, Cluster.load("dgx-h100"), tp, symbols, microbatches=8).solve().sharding
     count = len(folded.segments)
     cuts = [round(i * count / pp) for i in range(pp + 1)]
-    stages = [StageSpec(a, b - 1, frozenset(recompute) & frozenset(range(a, b))) for a, b in pairwise(cuts)]
+    stages = [StageSpec(a, b - 1, {i: policy for i in recompute if a <= i < b}) for a, b in pairwise(cuts)]
     return emit_program(folded, sharding, stages, title)
 
 

@@ -15,6 +15,7 @@ import torch
 from programs import folded_of, gpt2, llama, meta, program_of, text_of
 
 from autoptd.codegen.emit import Program, load_stage
+from autoptd.passes.activations import POLICIES
 from autoptd.passes.fold import Folded
 from autoptd.runtime.axis import Axis
 
@@ -25,6 +26,8 @@ CASES = {
     "gpt2_tp4_pp8": ("gpt2", 4, 8, ()),
     "gpt2_dropout_tp2_pp1": ("gpt2_dropout", 2, 1, (2, 3)),
     "llama_tp2_pp2": ("llama", 2, 2, (1, 2)),
+    "llama_selective": ("llama", 2, 1, (1, 2)),
+    "llama_ops": ("llama", 2, 1, (1, 2)),
     "llama_tp4_pp4": ("llama", 4, 4, ()),
 }
 
@@ -37,10 +40,12 @@ def folded(name: str) -> Folded:
 @cache
 def program(case: str) -> Program:
     name, tp, pp, recompute = CASES[case]
-    return program_of(folded(name), name, tp=tp, pp=pp, recompute=recompute)
+    policy = case.rpartition("_")[2]
+    policy = policy if policy in POLICIES else "full"
+    return program_of(folded(name), name, tp=tp, pp=pp, recompute=recompute, policy=policy)
 
 
-@pytest.mark.parametrize("case", ["gpt2_tp2_pp2", "llama_tp2_pp2"])
+@pytest.mark.parametrize("case", ["gpt2_tp2_pp2", "llama_tp2_pp2", "llama_selective", "llama_ops"])
 def test_golden(case: str, rewrite_golden: bool) -> None:
     """Run with --rewrite-golden after a change that is meant; read the difference."""
     path, text = GOLDEN / f"{case}.txt", text_of(program(case))
@@ -73,7 +78,7 @@ def test_every_line_that_talks_says_what_it_converts(case: str) -> None:
     for source in program(case).files.values():
         for line in source.splitlines():
             if (
-                re.search(r"\btp\.(?!rank\b)\w+\(|, tp[,)]", line)
+                re.search(r"\btp\.(?!rank\b|part\b)\w+\(|, tp[,)]", line)
                 and "__init__" not in line
                 and "self." not in line[:20]
             ):

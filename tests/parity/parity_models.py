@@ -142,7 +142,7 @@ def t5() -> Case:
     return Case(randomised(T5ForConditionalGeneration(config)), {"input_ids": ids.flip(1), "labels": labels})
 
 
-def bert() -> Case:
+def bert(*, dropout: float = 0.0) -> Case:
     """Padding masks, ragged labels, a tied decoder with a bias, a parameter that is not used (the pooler has none)."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -154,8 +154,8 @@ def bert() -> Case:
         num_hidden_layers=3,
         num_attention_heads=8,
         max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     ids, labels = tokens()
     mask = torch.ones_like(ids)
@@ -312,6 +312,49 @@ def oddities() -> Case:
     return Case(randomised(Oddities()), {"ids": ids, "labels": labels})
 
 
+class FoldedLayer(nn.Module):
+    """Drops where a dim counts samples among others, on either side of them, and where none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        rows = F.dropout(x.reshape(b * s, h), 0.2)
+        up = F.dropout(torch.tanh(self.up(rows)), 0.2)
+        heads = up.view(b, s, 8, h // 4).permute(2, 1, 0, 3)
+        heads = F.dropout(heads.reshape(8 * s, b, h // 4), 0.2).view(8, s, b, h // 4)
+        heads = F.dropout(heads.permute(1, 2, 0, 3).reshape(s * b, 8, h // 4), 0.2).reshape(s, b, 2 * h)
+        return x + self.down(heads).transpose(0, 1) * F.dropout(self.gain, 0.2)
+
+
+class Folded(nn.Module):
+    """See `FoldedLayer`; a dropout of a table, and one of a number per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(FoldedLayer() for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = F.embedding(ids, F.dropout(self.table.weight, 0.1))
+        for layer in self.layers:
+            x = layer(x)
+        x = x * F.dropout(x.mean((1, 2)), 0.5)[:, None, None]
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def folded_dropout() -> Case:
+    """See `Folded`; one sample short of a round number."""
+    torch.manual_seed(0)
+    ids, labels = tokens()
+    return Case(randomised(Folded()), {"ids": ids[1:], "labels": labels[1:]})
+
+
 class OneLayerManyTimes(nn.Module):
     """As in ALBERT: every layer is the same module."""
 
@@ -402,4 +445,6 @@ FEW_MESHES: dict[str, Callable[[], Case]] = {"mixtral": mixtral, "t5": t5}
 DROPOUT: dict[str, Callable[[], Case]] = {
     "gpt2_dropout": lambda: gpt2(dropout=0.2),
     "nanogpt_dropout": lambda: nanogpt(dropout=0.2),
+    "bert_dropout": lambda: bert(dropout=0.2),
+    "folded_dropout": folded_dropout,
 }

@@ -1,19 +1,33 @@
-"""Dropout: the same numbers on every run, under every cut and with recompute; agreed on where tensors are whole."""
+"""Dropout is a function of the element: any two plans drop the same, as one process does with the whole batch."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from parity_check import Variant, batches, parallel, planned
+from parity_check import MESHES, Variant, batches, case, parallel, planned, with_files
 from parity_models import DROPOUT
 
+from autoptd.api import Parallel
 from autoptd.lockstep import Trained, differences, train_in_lockstep
+from autoptd.runtime import executor, recompute
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.randomness import DropoutKey, Elements
+from autoptd.runtime.trainer import Trainer
 
 PLAIN = Variant(bulk=True)
+CUBE = Mesh(2, 2, 2)
+VARIANTS = (  # in turn over meshes and models
+    PLAIN,
+    Variant(zero=0, micro=1),
+    Variant(bulk=True, recompute="full", micro=1),
+    Variant(bulk=True, sequence_parallel=False),
+    Variant(bulk=True, recompute="full", zero=0),
+)
 
 
 @cache
@@ -22,60 +36,186 @@ def trained(name: str, mesh: Mesh, variant: Variant = PLAIN, seed: int = 0, agai
     return train_in_lockstep(parallel(name, planned(name, mesh, variant), "sgd", seed=seed), batches(name))
 
 
+@cache
+def alone(name: str) -> Trained:
+    """One process with the whole batch at once."""
+    return trained(name, Mesh(1, 1, 1), Variant(micro=16))
+
+
 def apart(one: Trained, other: Trained) -> float:
     losses = torch.tensor(one.losses), torch.tensor(other.losses)
     tensors = differences(one.state, other.state) | differences(one.gradients, other.gradients)
     return max(*tensors.values(), float((losses[0] - losses[1]).abs().max()))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(1, 4, 2)], ids=str)
-@pytest.mark.parametrize("name", DROPOUT)
-def test_a_run_repeats_to_the_bit_and_recompute_replays_it(name: str, mesh: Mesh) -> None:
-    one = trained(name, mesh)
-    assert not one.diverged, "ranks drew different numbers for a tensor that both hold whole"
-    assert apart(one, trained(name, mesh, again=1)) == 0
-    assert apart(one, trained(name, mesh, replace(PLAIN, recompute="full"))) < 1e-12
+def is_alone(name: str, found: Trained) -> bool:
+    """The loss of gpt2 is in float32: gradients and parameters do not notice."""
+    tensors = differences(found.gradients, alone(name).gradients) | differences(found.state, alone(name).state)
+    close = torch.tensor(found.losses).sub(torch.tensor(alone(name).losses)).abs().max() < 1e-6
+    return not found.diverged and bool(close) and max(tensors.values()) <= 1e-10
 
 
-@pytest.mark.parametrize("name", DROPOUT)
-def test_the_cut_into_stages_plays_no_part(name: str) -> None:
-    assert apart(trained(name, Mesh(1, 2, 4)), trained(name, Mesh(1, 2, 1))) < 1e-10
-    assert apart(trained(name, Mesh(2, 1, 4)), trained(name, Mesh(2, 1, 1))) < 1e-10
-    assert apart(trained(name, Mesh(2, 1, 4)), trained(name, Mesh(2, 1, 4), replace(PLAIN, zero=0))) < 1e-12
+def in_turn() -> list[tuple[str, Mesh]]:
+    """Each model on two meshes of 8."""
+    return [(name, mesh) for i, name in enumerate(DROPOUT) for mesh in MESHES[i + 1 :: 5]]
 
 
-@pytest.mark.parametrize("name", DROPOUT)
-def test_the_schedule_plays_no_part(name: str) -> None:
-    mesh = Mesh(1, 2, 2)
-    for changed in ({"schedule": "gpipe"}, {"schedule": "interleaved", "virtual": 2}, {"schedule": "zero-bubble"}):
-        assert apart(trained(name, mesh), trained(name, mesh, replace(PLAIN, **changed))) < 1e-10, changed
+@pytest.mark.parametrize(("name", "mesh"), in_turn(), ids=str)
+def test_every_mesh_drops_what_one_process_drops(name: str, mesh: Mesh) -> None:
+    variant = VARIANTS[(list(DROPOUT).index(name) + MESHES.index(mesh)) % len(VARIANTS)]
+    if name == "folded_dropout":  # its last microbatch is one sample short, which takes two
+        variant = replace(variant, micro=2)
+    assert is_alone(name, trained(name, mesh, variant))
 
 
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("changed", [{"schedule": "gpipe"}, {"schedule": "interleaved", "virtual": 2}], ids=str)
+@pytest.mark.parametrize("name", ["nanogpt_dropout"])
+def test_the_schedule_plays_no_part(name: str, changed: dict[str, object]) -> None:
+    assert is_alone(name, trained(name, CUBE, replace(PLAIN, micro=1, **changed)))
+
+
+def test_backward_in_two_halves_plays_no_part() -> None:
+    zero_bubble = replace(PLAIN, micro=1, schedule="zero-bubble", recompute="full")
+    assert is_alone("nanogpt_dropout", trained("nanogpt_dropout", CUBE, zero_bubble))
+
+
+def test_a_run_repeats_to_the_bit_and_recompute_replays_it() -> None:
+    one = trained("nanogpt_dropout", CUBE)
+    assert apart(one, trained("nanogpt_dropout", CUBE, again=1)) == 0
+    assert apart(one, trained("nanogpt_dropout", CUBE, replace(PLAIN, recompute="full"))) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["nanogpt_dropout", "gpt2_dropout"])
 def test_seed_and_dropout_matter(name: str) -> None:
-    plain = train_in_lockstep(
-        parallel(name.partition("_")[0], planned(name.partition("_")[0], Mesh(2, 2, 2), PLAIN), "sgd"),
-        batches(name.partition("_")[0]),
-    )
-    assert apart(trained(name, Mesh(2, 2, 2)), plain) > 1e-4
-    assert apart(trained(name, Mesh(2, 2, 2)), trained(name, Mesh(2, 2, 2), seed=1)) > 1e-4
+    without = edited(name, lambda text: text.replace("rng=self.dropout", "rng=None"))
+    plain = train_in_lockstep(without, batches(name))
+    assert apart(trained(name, CUBE), plain) > 1e-4
+    assert apart(trained(name, CUBE), trained(name, CUBE, seed=1)) > 1e-4
 
 
-def test_every_step_and_microbatch_and_dp_rank_draws_anew() -> None:
+def test_every_step_and_sample_draws_anew() -> None:
     """All samples alike and nothing learnt: what differs comes from dropout alone."""
     name = "nanogpt_dropout"
-    one = {n: x[15:].expand(16, *x.shape[1:]) for n, x in batches(name)[0].items()}
-    losses = {}
-    for mesh in (Mesh(1, 1, 2), Mesh(2, 1, 1)):
-        made = parallel(name, planned(name, mesh, PLAIN), "sgd")
-        made._optimizer_options = {"lr": 0.0}
-        losses[mesh] = train_in_lockstep(made, [one, one]).losses
-        assert losses[mesh][0] != losses[mesh][1]
-    halves = [{n: x[:8] for n, x in one.items()}]
-    made = parallel(name, planned(name, Mesh(1, 1, 2), PLAIN), "sgd")
-    assert made.layout.microbatches == 8
-    # were both dp ranks to draw the same numbers, the mean over both would be that over one
-    half = replace(made.layout, microbatches=4)
-    made.__dict__["layout"] = half
-    assert abs(train_in_lockstep(made, halves).losses[0] - losses[Mesh(2, 1, 1)][0]) > 1e-6
-    assert abs(train_in_lockstep(made, halves).losses[0] - losses[Mesh(1, 1, 2)][0]) > 1e-6
+    alike = {n: x[15:].expand(16, *x.shape[1:]) for n, x in case(name).batch.items()}
+    made = parallel(name, planned(name, Mesh(1, 1, 1), Variant(micro=1)), "sgd")
+    made._optimizer_options = {"lr": 0.0}
+    losses = train_in_lockstep(made, [alike, alike]).losses
+    assert losses[0] != losses[1]
+    one = {n: x[:1] for n, x in alike.items()}
+    made.__dict__["layout"] = replace(made.layout, microbatches=1)
+    assert abs(train_in_lockstep(made, [one]).losses[0] - losses[0]) > 1e-6, "the mean over samples is not one of them"
+
+
+def test_shares_need_not_be_equal() -> None:
+    """4, 4, 3 and 3 samples: each rank knows where its share begins."""
+    name = "nanogpt_dropout"
+    fewer = [{n: x[:14] for n, x in batch.items()} for batch in batches(name)]
+    runs = [(Mesh(4, 2, 1), PLAIN), (Mesh(1, 1, 1), Variant(micro=16))]
+    found = [train_in_lockstep(parallel(name, planned(name, *run), "sgd"), fewer) for run in runs]
+    assert apart(*found) < 1e-10
+
+
+def test_every_place_of_samples_is_met() -> None:
+    """The program of `folded_dropout` says where samples lie, where they are not the first dim."""
+    made = parallel("folded_dropout", planned("folded_dropout", Mesh(1, 4, 1), PLAIN), "sgd")
+    text = "".join(made.program.files.values())
+    places = set(re.findall(r"samples=(?:ops\.Samples\(([^)]*)\)|(None|ops\.MICROBATCH))", text))
+    assert places == {("inner=s", ""), ("dim=1", ""), ("outer=s", ""), ("", "None")}
+    assert "parts=[tp.part(" in text
+
+
+# ---- planted ----
+
+
+def edited(name: str, edit: Callable[[str], str]) -> Parallel:
+    """A program with every Python file edited; at least one must change."""
+    made = parallel(name, planned(name, CUBE, PLAIN), "sgd")
+    files = {n: edit(text) if n.endswith(".py") else text for n, text in made.program.files.items()}
+    assert files != made.program.files, "nothing was planted"
+    return with_files(made, files)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "by"),
+    [
+        pytest.param(
+            "nanogpt_dropout",
+            r",\s*parts=\[tp\.part\([^)]*\)\]",
+            "",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+        pytest.param(
+            "nanogpt_dropout",
+            r"parts=\[tp\.part\(dim=\d",
+            r"parts=[tp.part(dim=0",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+        pytest.param(
+            "folded_dropout",
+            r"samples=ops\.Samples\(inner=s\)",
+            "samples=None",
+            marks=pytest.mark.fault("masks that repeat"),
+        ),
+        pytest.param(
+            "folded_dropout",
+            r"ops\.Samples\(inner=s\)",
+            "ops.Samples()",
+            marks=pytest.mark.fault("masks of local samples"),
+        ),
+        pytest.param(
+            "folded_dropout",
+            r"ops\.Samples\(outer=s\)",
+            "ops.Samples(inner=s)",
+            marks=pytest.mark.fault("masks of local samples"),
+        ),
+        pytest.param(
+            "folded_dropout",
+            r"samples=None",
+            "samples=ops.MICROBATCH",
+            marks=pytest.mark.fault("masks of local samples"),
+        ),
+        pytest.param(
+            "bert_dropout",
+            r'key=f"\{self\._first \+ (\d+)\}',
+            r'key=f"{self._first + tp.rank + \1}',
+            marks=pytest.mark.fault("masks differ on replicas"),
+        ),
+    ],
+)
+def test_an_edited_place_is_seen(name: str, pattern: str, by: str) -> None:
+    made = edited(name, lambda text: re.sub(pattern, by, text))
+    assert not is_alone(name, train_in_lockstep(made, batches(name)))
+
+
+def no_samples(sizes: Iterable[int]) -> Iterator[int]:
+    """Where each microbatch begins, if all begin anew."""
+    return (0 for _ in sizes)
+
+
+def of_the_first_step(self: DropoutKey, key: str, right: Callable[..., int] = DropoutKey.word) -> int:
+    return right(replace(self, step=0), key)
+
+
+def none_when_run_again(self: Elements, p: float, right: Callable[..., torch.Tensor] = Elements.keep) -> torch.Tensor:
+    run = getattr(recompute._HERE, "run", None)
+    return right(self, 1 - 1e-9 if run is not None and run.again else p)
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "wrong"),
+    [
+        pytest.param(executor, "accumulate", no_samples, marks=pytest.mark.fault("masks of local samples")),
+        pytest.param(Trainer, "_share_starts", lambda *_: 0, marks=pytest.mark.fault("masks of local samples")),
+        pytest.param(DropoutKey, "word", of_the_first_step, marks=pytest.mark.fault("masks that repeat")),
+        pytest.param(Elements, "keep", none_when_run_again, marks=pytest.mark.fault("masks drawn anew")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_planted_fault_is_seen(
+    owner: object, attribute: str, wrong: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, variant = "nanogpt_dropout", replace(PLAIN, recompute="full", micro=1)
+    assert is_alone(name, trained(name, CUBE, variant))
+    monkeypatch.setattr(owner, attribute, wrong)
+    made = parallel(name, planned(name, CUBE, variant), "sgd")
+    assert not is_alone(name, train_in_lockstep(made, batches(name)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from autoptd.runtime.comm import Alone, Communicators
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.ops import attention, cross_entropy, dropout, valid_count, vocab_cross_entropy, vocab_embedding
-from autoptd.runtime.randomness import DropoutKey
+from autoptd.runtime.randomness import DropoutKey, Samples
 from autoptd.runtime.stage import buffer, parameter, submodule
 
 V = 12
@@ -115,10 +117,8 @@ def test_dropout_depends_on_its_key_alone() -> None:
     assert float((first == 0).float().mean()) == pytest.approx(0.25, abs=0.05)
     dropout(x, 0.25, "b", rng)
     assert torch.equal(dropout(x, 0.25, "a", rng), first)
-    others = [DropoutKey(2), DropoutKey(1, dp_rank=1), DropoutKey(1, step=1), DropoutKey(1, microbatch=1)]
-    for other in others:
+    for other in (DropoutKey(2), DropoutKey(1, step=1), DropoutKey(1, share=1000), DropoutKey(1, sample=1000)):
         assert not torch.equal(dropout(x, 0.25, "a", other), first)
-    assert not torch.equal(dropout(x, 0.25, "a", rng, shard=1), first)
     for off in (None, DropoutKey(active=False)):
         assert dropout(x, 0.25, "a", off) is x
     assert dropout(x, 0.0, "a", rng) is x and not dropout(x, 1.0, "a", rng).any()
@@ -133,9 +133,9 @@ def test_recompute_replays_dropout() -> None:
         return torch.sin(dropout(y, 0.5, "a", rng))
 
     out = checkpoint(block, x, use_reentrant=False)
-    rng.microbatch = 1
+    rng.sample = 100
     checkpoint(block, x, use_reentrant=False)
-    rng.microbatch = 0
+    rng.sample = 0
     out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad == 0, out == 0)
@@ -153,8 +153,57 @@ def test_attention(mask: str, kv_heads: int) -> None:
     torch.testing.assert_close(attention(q, k, v, given, 0.5, **options, rng=None), expected)
     # the path with dropout, at a probability that drops nothing
     torch.testing.assert_close(attention(q, k, v, given, 1e-12, **options, key="a", rng=DropoutKey()), expected)
-    dropped = [attention(q, k, v, given, 0.5, **options, key="a", rng=DropoutKey(), shard=s) for s in (0, 0, 1)]
+    keys = (DropoutKey(), DropoutKey(), DropoutKey(sample=1))
+    dropped = [attention(q, k, v, given, 0.5, **options, key="a", rng=key) for key in keys]
     assert torch.equal(dropped[0], dropped[1]) and not torch.equal(dropped[0], dropped[2])
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "additive"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_with_dropout_in_stretches(mask: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and all gradients are those of the formula written out, however few queries are taken at once."""
+    keep = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) > 0.3
+    keep[1, :, 2] = False  # a query that may look at nothing
+    keys = 5 if mask == "causal" else 7
+    leaves = [random(2, 4, 5, 6), *(random(2, kv_heads, keys, 6, seed=i) for i in (1, 2)), random(4, 5, 7, seed=3)]
+    rng, grad = DropoutKey(1, sample=3), random(2, 4, 5, 6, seed=4)
+    dropped = rng.elements((2, 4, 5, keys), "a", Samples(), (), grad.device).keep(0.4).double() / 0.6
+
+    def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(4 // kv_heads, 1) for x in (k, v))
+        scores = 0.3 * q @ k.transpose(-2, -1) + (bias if mask == "additive" else 0)
+        scores = scores.masked_fill(~keep, -torch.inf) if mask == "bool" else scores
+        scores = scores.masked_fill(~torch.ones(5, 5).bool().tril(), -torch.inf) if mask == "causal" else scores
+        return (scores.softmax(-1).nan_to_num() * dropped) @ v
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        given = {"bool": keep, "additive": bias}.get(mask)
+        return attention(q, k, v, given, 0.4, mask == "causal", 0.3, "a", rng, enable_gqa=kv_heads < 4)
+
+    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+        mine = [x.clone().requires_grad_() for x in leaves]
+        out = run(*mine)
+        out.backward(grad)
+        return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in mine)]
+
+    expected = gradients(written_out)
+    for scores in (1, 2 * 4 * keys * 2, 1 << 24):
+        monkeypatch.setattr("autoptd.runtime.attention._SCORES", scores)
+        for found, wanted in zip(gradients(ours), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_attention_with_dropout_keeps_no_scores() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(x: Tensor) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return x
+
+    q, k, v = (random(2, 4, 50, 6, seed=i).requires_grad_() for i in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attention(q, k, v, None, 0.4, True, key="a", rng=DropoutKey())
+    assert shapes == [(2, 4, 50, 6)] * 4 + [(2, 4, 50)]
 
 
 def test_names_are_the_original_ones() -> None:

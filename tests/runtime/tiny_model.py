@@ -120,6 +120,7 @@ def make_stage(
         receives = () if first else (wire,)
         sends = () if last else (wire,)
         is_last = last
+        draws = p > 0
         sizes: ClassVar = {"b": ("ids", 0)}
         count_inputs = ("labels",)
 
@@ -130,7 +131,7 @@ def make_stage(
         def layer(self, x: Tensor, i: int) -> Tensor:
             tp, layer = self.tp, self.layers.get_submodule(str(i))
             h = tp.all_gather(x * layer.scale, 1)
-            h = dropout(F.gelu(h @ layer.up.weight.T), p, f"layers.{i}", self.dropout, tp.rank)
+            h = dropout(F.gelu(h @ layer.up.weight.T), p, f"layers.{i}", self.dropout, parts=[tp.part(2)])
             return x + tp.reduce_scatter(h @ layer.down.weight.T, 1) + layer.down.bias
 
         def forward(self, *received: Tensor, **given: Tensor) -> Tensor | tuple[Tensor, ...]:

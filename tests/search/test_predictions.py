@@ -127,8 +127,6 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
     ("fix", "reason"),
     [
         ({"cp": 2, "dp": 1}, "cp 2"),
-        ({"recompute": "selective"}, "selective recomputation"),
-        ({"recompute": "ops"}, "ops recomputation"),
         ({"overlap": ["p2p", "tp"]}, "overlap of p2p, tp"),
         ({"overlap": []}, "overlap of nothing"),
         ({"kernels": "fused"}, "fused kernels"),
@@ -156,11 +154,13 @@ RUNS = [
     {"schedule": "gpipe"},
     {"overlap": ["dp", "p2p"]},
     {"sends": "slices"},
+    {"recompute": "selective"},
+    {"recompute": "ops"},
 ]
 
 
 @pytest.mark.parametrize("fix", RUNS, ids=str)
-def test_every_schedule_and_overlap_runs(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
+def test_every_schedule_overlap_and_policy_runs(traced: autoptd.TracedModel, fix: dict[str, Any]) -> None:
     assert planned(traced, 4 if "virtual" in fix else 8, **fix).not_runnable == ()
 
 

@@ -1,0 +1,115 @@
+"""What a block's source says of recomputation: which ops are a core that runs again, and whose results are kept.
+
+selective    def core(q, k, v): …              a function within forward for each run of ops that run again
+             out = recompute(core, q, k, v)
+ops          x = keep(F.linear, x, w)          the whole block runs again, but for what is kept
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import fx
+
+from autoptd.passes.activations import recomputed_steps
+from autoptd.passes.flow import Step, flow
+from autoptd.passes.fold import Segment
+from autoptd.passes.graph import operands
+from autoptd.passes.sharding import Sharding
+
+Converted = tuple[str, str]  # a tensor's name and the placement that it is brought into
+Placed = tuple[int, fx.Node]  # position in the segment, node
+
+
+@dataclass(frozen=True)
+class Again:
+    """Nodes and conversions of a piece: those of the core, those whose results are kept."""
+
+    core: frozenset[fx.Node] = frozenset()
+    core_conversions: frozenset[Converted] = frozenset()
+    kept: frozenset[fx.Node] = frozenset()
+    kept_conversions: frozenset[Converted] = frozenset()
+
+
+def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Again:
+    """What the policy says of these segments, step by step as `passes.activations` counts it."""
+    if policy not in ("selective", "ops"):
+        return Again()
+    steps = flow(segments, sharding.kinds).steps
+    again = recomputed_steps(steps, policy)
+    if policy == "selective":
+        return Again(core=_nodes(again), core_conversions=_conversions(again))
+    rest = set(map(id, again))
+    kept = [s for s in steps if id(s) not in rest and not s.view]
+    return Again(kept=_nodes(kept), kept_conversions=_conversions(kept))
+
+
+def _nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
+    return frozenset(s.node for s in steps if s.node is not None and not s.view)
+
+
+def _conversions(steps: Sequence[Step]) -> frozenset[Converted]:
+    return frozenset((s.outputs[0].name, str(s.outputs[0].placement)) for s in steps if s.node is None)
+
+
+def runs_of(nodes: Sequence[Placed], core: Collection[fx.Node]) -> list[tuple[bool, list[Placed]]]:
+    """The ops in an order that brings those of the core together: what they do not lead to goes before them."""
+    if not core:
+        return [(False, list(nodes))]
+    left, done = list(nodes), list[tuple[bool, Placed]]()
+    inside = {n for _, n in nodes}
+    made: set[fx.Node] = set()
+    turn = False
+    while left:
+        for placed in list(left):
+            node = placed[1]
+            ready = all(_owner(o) in made or _owner(o) not in inside for o in operands(node))
+            if (node in core) == turn and ready:
+                left.remove(placed)
+                made.add(node)
+                done.append((turn, placed))
+        turn = not turn
+    return [(turn, [placed for _, placed in run]) for turn, run in groupby(done, key=lambda pair: pair[0])]
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The op that makes a tensor."""
+    if node.op == "call_function" and node.target.__name__ == "getitem":  # type: ignore[union-attr]
+        owner = node.args[0]
+        assert isinstance(owner, fx.Node)
+        return owner
+    return node
+
+
+def core_lines(name: str, lines: Sequence[str], known: Collection[str], results: Sequence[str]) -> list[str]:
+    """`lines` as a function that is recomputed; `known` are the tensors that it may be given."""
+    takes = _reads(lines, known)
+    given, back = ", ".join(f"{text}: Tensor" for text in takes), ", ".join(results)
+    kind = "Tensor" if len(results) == 1 else f"tuple[{', '.join(['Tensor'] * len(results))}]"
+    head = f"def {name}({given}) -> {kind}:"
+    body = [f"    {line}" for line in [*lines, f"return {back}"]]
+    return ["", head, *body, "", f"{back} = recompute({', '.join([name, *takes])})"]
+
+
+def _reads(lines: Sequence[str], known: Collection[str]) -> list[str]:
+    """The variables that statements read before they assign them, in order."""
+    found: dict[str, None] = {}
+    assigned: set[str] = set()
+    for statement in ast.parse("\n".join(lines)).body:
+        names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+        for name in names:
+            if isinstance(name.ctx, ast.Load) and name.id in known and name.id not in assigned:
+                found[name.id] = None
+        assigned |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    return list(found)
+
+
+def kept_text(call: str) -> str:
+    """`keep(F.linear, x, w)` for `F.linear(x, w)`."""
+    match = re.fullmatch(r"([A-Za-z_][\w.]*)\((.*)\)", call)
+    assert match, f"{call} is no call"
+    return f"keep({match[1]}, {match[2]})"

@@ -1,0 +1,263 @@
+"""Blocks that run again in part: the numbers of one process, and kept for the backward pass what was predicted."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from parity_check import (
+    OPTIONS,
+    Variant,
+    alone,
+    batches,
+    bulk,
+    check,
+    complaints,
+    parallel,
+    planned,
+    with_files,
+)
+from parity_check import source as read_source
+from parity_models import SAMPLES, TOKENS, VOCAB, WIDTH, randomised
+from test_parity_dropout import is_alone, trained
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoptd.api import Parallel
+from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import PlanFileError
+from autoptd.lockstep import train_in_lockstep
+from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.passes.activations import POLICIES, kept, nbytes
+from autoptd.passes.flow import flow
+from autoptd.passes.opcall import Sizes as Numbers
+from autoptd.passes.trace import BATCH
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.lockstep import run_lockstep
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.recompute import recompute
+from autoptd.search.wishes import read_wishes
+
+CUBE = Mesh(2, 2, 2)
+SELECTIVE, OPS = Variant(bulk=True, recompute="selective"), Variant(bulk=True, recompute="ops", micro=1)
+CASES = [
+    ("gpt2", CUBE, OPS),
+    ("llama", CUBE, SELECTIVE),
+    ("bert", Mesh(1, 4, 2), replace(OPS, sequence_parallel=False)),
+    ("vit", Mesh(4, 2, 1), replace(SELECTIVE, zero=0)),
+    ("nanogpt", CUBE, replace(OPS, schedule="zero-bubble")),
+    ("nanogpt", CUBE, replace(SELECTIVE, schedule="interleaved", virtual=2, micro=1)),
+    ("gpt2", CUBE, replace(OPS, zero=3)),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "variant"), CASES, ids=[f"{n}-{v.recompute}-{m}" for n, m, v in CASES])
+def test_a_policy_changes_no_number(name: str, mesh: Mesh, variant: Variant) -> None:
+    plan = planned(name, mesh, variant)
+    assert plan.not_runnable == () and set(plan.partial) <= {variant.recompute}
+    assert not check(name, mesh, variant, "sgd")
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [("bert_dropout", OPS), ("nanogpt_dropout", replace(SELECTIVE, schedule="zero-bubble"))]
+)
+def test_what_runs_again_drops_the_same(name: str, variant: Variant) -> None:
+    assert is_alone(name, trained(name, CUBE, variant))
+
+
+def mixed(name: str, length: int) -> Plan:
+    """A plan whose layers take all policies in turn, each for `length` segments of a layer."""
+    plan = planned(name, Mesh(2, 2, 1), SELECTIVE)
+    unit = max(read_source(name).folded.units, key=lambda u: u.count)
+    assert unit.length == 2
+    again = tuple(range(unit.first, unit.first + unit.count * unit.length))
+    policies = tuple(("ops", "full", "selective")[i // length % 3] for i in range(len(again)))
+    (stage,) = plan.stages
+    return plan.model_copy(update={"stages": (stage.model_copy(update={"recompute": again, "policies": policies}),)})
+
+
+def test_a_policy_for_each_layer() -> None:
+    made = parallel("nanogpt", mixed("nanogpt", 2), "sgd")
+    text = "".join(made.program.files.values())
+    assert all(word in text for word in ("recompute(block, ", "recompute(core, ", "keep(F.linear, "))
+    assert not complaints("nanogpt", train_in_lockstep(made, batches("nanogpt")), alone("nanogpt", "sgd"))
+
+
+def test_a_layer_has_one_policy() -> None:
+    with pytest.raises(PlanFileError, match=r"segments \d+ to \d+ are one block, .* not ops for \d+, full for \d+"):
+        parallel("nanogpt", mixed("nanogpt", 1), "sgd")
+
+
+# ---- bytes ----
+
+
+class Alive(TorchDispatchMode):
+    """The storages that ops make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and _storage(x) not in given:  # no view, and nobody else's
+                storage = x.untyped_storage()
+                self.made[_storage(x)] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def nbytes(self, but: set[int]) -> int:
+        return sum(n for key, (ref, n) in self.made.items() if key not in but and not ref.expired())
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model of equal layers."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Tensor]]
+
+
+def ids(*names: str) -> dict[str, Tensor]:
+    made = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(2))
+    return {name: made.clone() for name in names}
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    return LlamaForCausalLM(config)
+
+
+def eager_bert() -> nn.Module:
+    """Scores are written out, masked and dropped: a core of many ops."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 8}
+    return BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=3, attn_implementation="eager"))
+
+
+def nanogpt() -> nn.Module:
+    return NanoGPT(Sizes(vocab=VOCAB, max_seq=16, width=WIDTH, layers=3, heads=8, dropout=0.2, bias=True))
+
+
+KINDS = {
+    "llama": Kind(llama, lambda: ids("input_ids", "labels")),
+    "eager_bert": Kind(eager_bert, lambda: ids("input_ids", "labels")),
+    "nanogpt": Kind(nanogpt, lambda: ids("idx", "targets")),
+}
+
+
+@cache
+def source(name: str) -> TracedModel:
+    torch.manual_seed(0)
+    model = randomised(KINDS[name].build()).float()
+    given = {n: x[:2] for n, x in KINDS[name].inputs().items()}
+    return read_model(model, inputs=given, loss=None, seq=None, precision="fp32", progress=Silent())
+
+
+def made_for(name: str, tp: int, policy: str) -> Parallel:
+    origin = source(name)
+    wishes = {"dp": 1, "tp": tp, "pp": 1, "micro": 2, "recompute": policy}
+    plan = make_plan(
+        origin,
+        world=tp,
+        cluster=bulk(Cluster.load("dgx-h100")),
+        batch=SAMPLES,
+        precision="fp32",
+        optimizer="sgd",
+        wishes=read_wishes(wishes),
+        progress=Silent(),
+    )
+    program = make_program(origin, plan, read_sharding(origin, plan))
+    return Parallel(plan, origin, program, "sgd", OPTIONS["sgd"], None, 0)
+
+
+def predicted(name: str, made: Parallel, policy: str) -> int:
+    """Bytes that the last layer keeps, but for what it hands on."""
+    folded, tp = source(name).folded, made.plan.mesh.tp
+    sharding = read_sharding(source(name), made.plan)
+    unit = max(folded.units, key=lambda u: (u.count, u.length))
+    last = folded.segments[unit.first + (unit.count - 1) * unit.length : unit.first + unit.count * unit.length]
+    sent = {value.storage for value in flow(last, sharding.kinds).sent}
+    items = [item for item in kept(last, sharding.kinds, policy) if item.storage not in sent]
+    return nbytes(items, Numbers({**dict.fromkeys(folded.traced.sizes, TOKENS), BATCH: 2}), tp)
+
+
+def measured(name: str, made: Parallel, whole: bool) -> int:
+    """What is alive after the last layer's forward pass, on one rank of tp."""
+    values = made.initial_values()
+    made.stage_module(0, 0)
+
+    def body(communicators: Communicators) -> int:
+        mine = copy.copy(made)
+        mine.start(communicators, values)
+        stage = mine._running.stage
+        lists = [x for x in vars(stage).values() if isinstance(x, list) and isinstance(x[0], nn.Module)]
+        block, got = max(lists, key=len)[-1], list[Any]()
+        handle = block.register_forward_pre_hook(lambda _, args: got.extend(args))
+        batch = {n: x[:2] for n, x in KINDS[name].inputs().items()}
+        stage(**{n: batch[n] for n in stage.inputs}, counts=(torch.ones(()),))
+        handle.remove()
+        before = {_storage(x) for x in (*stage.parameters(), *stage.buffers(), *got) if isinstance(x, Tensor)}
+        with Alive() as alive:
+            given = [x.detach().requires_grad_().clone() if getattr(x, "requires_grad", False) else x for x in got]
+            out = recompute(block, *given) if whole else block(*given)
+            del given
+            return alive.nbytes(before | {_storage(x) for x in tree_leaves(out)})
+
+    found = run_lockstep(made.layout.mesh, body)
+    assert len(set(found)) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tp", [2])
+@pytest.mark.parametrize("name", KINDS)
+def test_kept_bytes_are_those_predicted(name: str, tp: int, policy: str) -> None:
+    made = made_for(name, tp, policy)
+    assert measured(name, made, policy in ("full", "ops")) == predicted(name, made, policy)
+
+
+# ---- planted ----
+
+EDITS = [
+    ("llama", "selective", r"recompute\(core, ", "core("),  # the core keeps what it should run again
+    ("eager_bert", "selective", r"recompute\(core, ", "core("),
+    ("llama", "ops", r"keep\(F\.linear, ", "F.linear("),  # nothing is kept of what should be
+    ("llama", "ops", r"= F\.linear\(", "= keep(F.linear, "),  # all products are
+    ("nanogpt", "ops", r"keep\(\s*ops\.attention,", "ops.attention("),
+]
+
+
+@pytest.mark.fault("kept after all")
+@pytest.mark.parametrize(("name", "policy", "pattern", "by"), EDITS)
+def test_an_edited_policy_is_seen_in_bytes(name: str, policy: str, pattern: str, by: str) -> None:
+    made = made_for(name, 2, policy)
+    files = {n: re.sub(pattern, by, text) if n == "blocks.py" else text for n, text in made.program.files.items()}
+    assert files != made.program.files, "nothing was planted"
+    assert measured(name, with_files(made, files), policy == "ops") != predicted(name, made, policy)
