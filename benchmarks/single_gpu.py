@@ -131,15 +131,10 @@ def measure(case: Case, mode: str, cluster: str, device: str, steps: int = STEPS
     model = make_model(case)
     wishes: dict[str, Any] = {"world": 1, "cluster": cluster, "batch": case.batch, "seq": case.seq}
     wishes["precision"] = "bf16" if device == "cuda" else "fp32"
-    fix = {"micro": case.batch, "recompute": "none"}
+    fix = {"micro": case.batch, "recompute": "none", "kernels": mode}
     parallel = autoptd.parallelize(model, **wishes, fix=fix)
     predicted = parallel.plan.predicted
-    if mode == "compiled":  # a plan for such kernels predicts; what runs is the eager program, compiled here
-        predicted = autoptd.plan(model, **wishes, fix={**fix, "kernels": mode}).predicted
     batch = random_batch(model, case, device)
-    trainer = parallel._running
-    if mode == "compiled":
-        trainer.stage.compile()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, taken = [], []
