@@ -252,7 +252,7 @@ def test_room_of_gradients_that_did_not_come_is_caught(monkeypatch: Patch) -> No
     monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
     test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
     monkeypatch.setattr(reduction.Live, "start_sum", lambda self: self.fresh.clear() or start(self))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeFault), match=r"finite|Tensor-likes"):
         test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
 
 
