@@ -46,6 +46,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "pp 2, ZeRO 3": {"dp": 4, "tp": 1, "pp": 2, "zero": 3, "micro": 2},
     "interleaved": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4, "schedule": "interleaved", "virtual": 2},
 }
+OTHERS: Mapping[str, Mapping[str, Any]] = {"dp 2": {"dp": 2, "tp": 1, "pp": 1, "zero": 1, "micro": 4}}  # fewer ranks
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -63,7 +64,9 @@ class Made:
 def made(name: str) -> Made:
     torch.manual_seed(0)
     source = autoptd.trace(NanoGPT(SIZES), seq=8, precision="fp32")
-    parallel = autoptd.parallelize(source, world=WORLD, batch=BATCH, cluster="dgx-h100", fix=dict(PLANS[name]))
+    fix = dict({**PLANS, **OTHERS}[name])
+    world = fix["dp"] * fix["tp"] * fix["pp"]
+    parallel = autoptd.parallelize(source, world=world, batch=BATCH, cluster="dgx-h100", fix=fix)
     layout = replace(parallel.layout, bucket_elements=1000)  # so that a rank has parts of many parameters
     return Made(parallel.plan, layout, parallel.program, parallel.initial_values())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
@@ -145,3 +146,13 @@ def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert find(tmp_path).name == "step-00000001" and not list(tmp_path.glob(".*"))
     parallel.save(tmp_path)
     assert find(tmp_path).name == "step-00000002"
+
+
+def test_torch_reads_it_without_us(tmp_path: Path) -> None:
+    parallel = made()
+    step(parallel)
+    parallel.save(tmp_path)
+    found = {f"model.{name}": torch.zeros_like(x) for name, x in parallel.state_dict().items() if name != "head.weight"}
+    torch.distributed.checkpoint.load(found, checkpoint_id=find(tmp_path), no_dist=True)
+    for name, x in parallel.state_dict().items():
+        assert name == "head.weight" or torch.equal(found[f"model.{name}"], x)  # which is tied to the embedding

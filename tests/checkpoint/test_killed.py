@@ -1,0 +1,68 @@
+"""Real processes, killed with no warning in the middle of a save: the last checkpoint is whole, and training goes on
+from it to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved import batch, made, session_of, trainer_of
+
+from autoptd.checkpoint import dcp, folder
+from autoptd.checkpoint.saver import Saver
+from autoptd.errors import RuntimeFault
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.pool import Pool
+
+NAME = "dp 2"
+PHASES = {  # where rank 0 or 1 dies
+    "while tensors are written": (1, dcp._Writer, "resolve_data"),
+    "before the files are sealed": (0, Saver, "_seal"),
+    "before it is committed": (0, folder, "commit"),
+    "before latest is replaced": (0, Path, "replace"),
+}
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(c: Communicators, job: Any, root: str, phase: str | None) -> list[float]:
+    """Two steps, a save, two steps, and in the second save somebody dies; or all that is left of four steps."""
+    trainer = trainer_of(c, job)
+    session, first = session_of(trainer, job.plan), 0
+    if phase is None and Path(root).exists():
+        first = session.load(Path(root), {}, optimizer=True)
+    losses = []
+    for step in range(first, 4):
+        losses.append(float(trainer.train_step(batch(step, c))))
+        if phase is not None and step in (1, 3):
+            if step == 3:
+                rank, owner, name = PHASES[phase]
+                if c.rank == rank:
+                    setattr(owner, name, die)
+            session.save(Path(root), step + 1, {}, None)
+            session.wait()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[float]:
+    """Losses of a run that nobody interrupts."""
+    with Pool(2) as pool:
+        return pool.run(made(NAME).layout.mesh, train, made(NAME), "nowhere", None)[0]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_in_a_save(phase: str, tmp_path: Path, whole: list[float]) -> None:
+    job = made(NAME)
+    root = str(tmp_path / "checkpoints")
+    with Pool(2, timeout_s=60) as pool:
+        with pytest.raises(RuntimeFault, match="the process ended|failed"):
+            pool.run(job.layout.mesh, train, job, root, phase)
+        assert folder.find(Path(root)).name == "step-00000002"
+        again = pool.run(job.layout.mesh, train, job, root, None)[0]
+    assert again == whole[2:]
