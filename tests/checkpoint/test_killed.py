@@ -61,7 +61,7 @@ def test_killed_in_a_save(phase: str, tmp_path: Path, whole: list[float]) -> Non
     job = made(NAME)
     root = str(tmp_path / "checkpoints")
     with Pool(2, timeout_s=60) as pool:
-        with pytest.raises(RuntimeFault, match="the process ended|failed"):
+        with pytest.raises(RuntimeFault, match=r"the process ended|failed"):
             pool.run(job.layout.mesh, train, job, root, phase)
         assert folder.find(Path(root)).name == "step-00000002"
         again = pool.run(job.layout.mesh, train, job, root, None)[0]
