@@ -33,7 +33,9 @@ WAYS = [
     ("bert", Mesh(tp=2, pp=2, cp=2), replace(BULK, context="ulysses"), "sgd"),
     ("nanogpt", Mesh(pp=4, cp=2), Variant(schedule="zero-bubble", micro=4), "adamw"),
     ("nanogpt", Mesh(dp=4, cp=2), Variant(overlap=("dp", "p2p"), micro=4), "adamw"),
-    ("oddities", Mesh(dp=2, tp=2, cp=2), replace(BULK, recompute="full"), "adamw"),
+    ("nanogpt", Mesh(tp=2, pp=2, cp=2), replace(BULK, schedule="zero-bubble-v", virtual=2), "sgd"),
+    ("oddities", Mesh(dp=2, tp=2, cp=2), replace(BULK, recompute="full", zero=3), "adamw"),
+    ("bert", Mesh(dp=2, cp=4), Variant(zero=2, shards=2, micro=8), "adamw"),
 ]
 
 
