@@ -113,11 +113,41 @@ def test_the_unspoilt_program_passes() -> None:
 @pytest.mark.parametrize(
     ("name", "pattern", "by", "sees"),
     [
-        ("nanogpt", r"cp\.slice\(positions, dim=0\)", "positions[: s // 4]", "loss of step 0"),  # a rank's own count
-        ("llama", r"cp\.slice\((cos\w*), dim=2\)", r"\1[:, :, : s // 4]", "loss of step 0"),
-        ("nanogpt", r"return div\b", "return cp.all_reduce(div)", "loss of step 0"),  # each rank's is the whole
-        ("nanogpt", r"/ counts\[0\]", "/ (counts[0] / cp.size)", "loss of step 0"),
-        ("nanogpt", r"cp\.slice\(targets, dim=1\)", "targets[:, : s // 4]", "loss of step 0"),
+        pytest.param(
+            "nanogpt",
+            r"cp\.slice\(positions, dim=0\)",
+            "positions[: s // 4]",
+            "loss of step 0",
+            marks=pytest.mark.fault("positions of a rank"),
+        ),  # a rank's own count
+        pytest.param(
+            "llama",
+            r"cp\.slice\((cos\w*), dim=2\)",
+            r"\1[:, :, : s // 4]",
+            "loss of step 0",
+            marks=pytest.mark.fault("positions of a rank"),
+        ),
+        pytest.param(
+            "nanogpt",
+            r"return div\b",
+            "return cp.all_reduce(div)",
+            "loss of step 0",
+            marks=pytest.mark.fault("a loss for each cp rank"),
+        ),  # each rank's is the whole
+        pytest.param(
+            "nanogpt",
+            r"/ counts\[0\]",
+            "/ (counts[0] / cp.size)",
+            "loss of step 0",
+            marks=pytest.mark.fault("a factor too many"),
+        ),
+        pytest.param(
+            "nanogpt",
+            r"cp\.slice\(targets, dim=1\)",
+            "targets[:, : s // 4]",
+            "loss of step 0",
+            marks=pytest.mark.fault("labels of other tokens"),
+        ),
     ],
 )
 def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> None:
@@ -130,14 +160,36 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
 @pytest.mark.parametrize(
     ("pattern", "by", "sees"),
     [
-        (r"\(cp\.rank - step\) % cp\.size", "(cp.rank + step) % cp.size", "loss"),  # keys of another rank
-        (r"\(before - base\)\.exp_\(\)", "torch.ones_like(base)", "loss"),  # sums of other maxima
-        (r"total\[\.\.\., query, :\] \* decay", "total[..., query, :]", "loss"),
-        (r"\.tril\(\)", ".tril(1)", "loss"),
-        (r"here >= there", "here > there", "loss"),  # the diagonal's block
-        (r"here >= there", "here >= there - 1", "loss"),
-        (r"_unpacked\(arriving\.wait\(\)\)", "_unpacked(sums)", "gradient"),  # the last gradients of keys stay away
-        (r"mine \+= theirs", "pass", "gradient"),
+        pytest.param(
+            r"\(cp\.rank - step\) % cp\.size",
+            "(cp.rank + step) % cp.size",
+            "loss",
+            marks=pytest.mark.fault("keys of another rank"),
+        ),  # keys of another rank
+        pytest.param(
+            r"\(before - base\)\.exp_\(\)",
+            "torch.ones_like(base)",
+            "loss",
+            marks=pytest.mark.fault("sums of other maxima"),
+        ),  # sums of other maxima
+        pytest.param(
+            r"total\[\.\.\., query, :\] \* decay",
+            "total[..., query, :]",
+            "loss",
+            marks=pytest.mark.fault("sums of other maxima"),
+        ),
+        pytest.param(r"\.tril\(\)", ".tril(1)", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+        pytest.param(
+            r"here >= there", "here > there", "loss", marks=pytest.mark.fault("mask off the diagonal")
+        ),  # the diagonal's block
+        pytest.param(r"here >= there", "here >= there - 1", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+        pytest.param(
+            r"_unpacked\(arriving\.wait\(\)\)",
+            "_unpacked(sums)",
+            "gradient",
+            marks=pytest.mark.fault("gradients of keys stay"),
+        ),  # the last gradients of keys stay away
+        pytest.param(r"mine \+= theirs", "pass", "gradient", marks=pytest.mark.fault("gradients of keys stay")),
         (r"- inner\[\.\.\., query, :\]", "", "gradient"),
     ],
 )
@@ -155,7 +207,9 @@ def test_an_edited_ring_is_seen(monkeypatch: pytest.MonkeyPatch, pattern: str, b
 @pytest.mark.parametrize(
     ("spoil", "sees"),
     [
-        (lambda c: replace(c, data=c.dp), "gradient"),  # not summed over cp
+        pytest.param(
+            lambda c: replace(c, data=c.dp), "gradient", marks=pytest.mark.fault("gradients of one cp rank")
+        ),  # not summed over cp
         (lambda c: replace(c, dp=c.data), "rank"),  # batches cut over cp as well: not as many samples as planned
     ],
 )
@@ -166,6 +220,7 @@ def test_wrong_groups_are_seen(
     assert any(complaint.startswith(sees) for complaint in verdict("nanogpt", sound("nanogpt")))
 
 
+@pytest.mark.fault("a loss for each cp rank")
 def test_counts_that_each_cp_rank_adds_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cp rank counts all labels of its samples: summed over cp as well they are too many."""
     from autoptd.runtime.trainer import Trainer
