@@ -197,7 +197,7 @@ def _context_notes(source: TracedModel, answer: Answer) -> list[str]:
         if c.cp > 1:
             split_tokens(source.folded, c.cp, tokens, answer.staged.method.context, c.tp)
     except PlanError as error:
-        return [f"the plan is a prediction: {error}"]
+        return [f"the plan is a prediction: {error.what} ({error.where})"]
     return []
 
 
