@@ -20,6 +20,7 @@ from autoptd.cost_models.step_times import times_to_data
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import example_inputs, model_name
 from autoptd.passes.collectives import count_collectives
+from autoptd.passes.cut_tokens import cut_tokens
 from autoptd.passes.fold import Folded, fold, graph_hash, is_count, needed_prelude
 from autoptd.passes.graph import infos
 from autoptd.passes.normalise import normalise
@@ -33,6 +34,7 @@ from autoptd.passes.sharding import (
     parameter_splits,
     to_text,
 )
+from autoptd.passes.token_splits import TokenSplits, split_tokens
 from autoptd.passes.trace import BATCH, SEQUENCE, trace
 from autoptd.passes.unknown import discovery
 from autoptd.plans import Collectives, Mesh, Method, Plan, Predicted, Schedule, Splits, Stage
@@ -180,11 +182,23 @@ def _notes(source: TracedModel, answer: Answer) -> list[str]:
     if unused:
         notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
     notes += _embedding_notes(source, answer)
+    notes += _context_notes(source, answer)
     notes.append(
         f"{answer.considered} ways to run considered, {answer.visited} cut into stages; "
         f"by this cost model none is faster by more than {answer.gap:.1%}"
     )
     return notes
+
+
+def _context_notes(source: TracedModel, answer: Answer) -> list[str]:
+    """Why tokens that are to be cut over cp ranks cannot be."""
+    c, tokens = answer.staged.candidate, source.sizes.get(SEQUENCE, 1)
+    try:
+        if c.cp > 1:
+            split_tokens(source.folded, c.cp, tokens, answer.staged.method.context, c.tp)
+    except PlanError as error:
+        return [f"the plan is a prediction: {error.what} ({error.where})"]
+    return []
 
 
 def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
@@ -255,6 +269,7 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
             bucket_bytes=method.bucket_bytes,
             shards=method.shards,
             sends=method.sends,  # type: ignore[arg-type]
+            context=method.context,  # type: ignore[arg-type]
         ),
         stages=tuple(
             _stage(folded, run, policies, _common_policy(staged), _device_of(staged, task.cluster, k))
@@ -346,7 +361,10 @@ def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
     """The plan's tensor-level decisions on this graph. Raises PlanFileError."""
     plan.check_graph(source.graph_hash)
     by_name = {str(s): s for s in source.folded.traced.sizes}
-    sizes = Sizes({by_name[n]: v for n, v in plan.sizes.items() if n in by_name}, BATCH)
+    values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
+    if plan.mesh.cp > 1 and SEQUENCE in values:  # tp splits what a rank has
+        values[SEQUENCE] //= plan.mesh.cp
+    sizes = Sizes(values, BATCH)
     return from_text(
         source.folded,
         plan.mesh.tp,
@@ -358,10 +376,27 @@ def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
 
 
 def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program:
-    """The emitted program of a plan."""
+    """The emitted program of a plan. Raises PlanError where the model's tokens cannot be cut over cp ranks."""
     specs = [StageSpec(s.first, s.last, plan.policies(s)) for s in plan.stages]
-    program = emit_program(source.folded, sharding, specs, plan.model)
+    folded = source.folded
+    if plan.mesh.cp > 1:
+        folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
+    program = emit_program(folded, sharding, specs, plan.model)
     return Program({**program.files, "plan.json": plan.to_json()}, program.stages)
+
+
+def token_splits(source: TracedModel, plan: Plan) -> TokenSplits:
+    """What each op does with the tokens that a cp rank has. Raises PlanError."""
+    tokens, mesh = plan.sizes.get(str(SEQUENCE), 1), plan.mesh
+    return split_tokens(source.folded, mesh.cp, tokens, plan.method.context, mesh.tp)
+
+
+def _cut_inputs(source: TracedModel, plan: Plan) -> tuple[bool, dict[tuple[str, int], int]]:
+    """(whether in zigzag, dims of inputs that must be multiples of a number)."""
+    if plan.mesh.cp == 1:
+        return False, {}
+    splits = token_splits(source, plan)
+    return splits.zigzag, {source.folded.traced.sizes[SEQUENCE]: splits.chunks}
 
 
 def make_layout(source: TracedModel, plan: Plan) -> Layout:
@@ -402,8 +437,9 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         )
         for name in order
     }
+    zigzag, multiples = _cut_inputs(source, plan)
     return Layout(
-        mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual, plan.route.shape),
+        mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual, plan.route.shape, plan.mesh.cp),
         micro=plan.micro,
         microbatches=plan.schedule.microbatches,
         inputs=tuple(traced.inputs.values()),
@@ -414,6 +450,8 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         precision=plan.precision,
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
+        zigzag=zigzag,
+        multiples=multiples,
         slices=plan.method.sends == "slices",
         modules=tuple(stage.modules for stage in plan.stages),
     )

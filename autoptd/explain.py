@@ -110,6 +110,8 @@ def method(plan: Plan) -> str:
         parts.append("the loss in place")
     if asked.attention != "flash":
         parts.append(f"{asked.attention} attention")
+    if plan.mesh.cp > 1:
+        parts.append("keys in a ring" if asked.context == "ring" else "heads exchanged for tokens (Ulysses)")
     if asked.gathers == "again":
         parts.append("what tp gathers gathered again")
     if asked.bucket_bytes:

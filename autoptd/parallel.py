@@ -28,6 +28,7 @@ from autoptd.runtime.report import Meter, StepReport
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.stored import Stored
+from autoptd.runtime.tokens import tokens_axis
 from autoptd.runtime.trainer import Trainer
 from autoptd.schedule import training_step
 from autoptd.track import Tracker
@@ -82,12 +83,14 @@ class Parallel:
         """The stage that a rank runs, on meta, for looking at; of its several chunks, one."""
         if not 0 <= rank < self.plan.world:
             raise PlanError(f"rank {rank} is not in a world of {self.plan.world}", fix=f"0 to {self.plan.world - 1}")
-        held = self.layout.mesh.stages_of(rank // (self.plan.mesh.dp * self.plan.mesh.tp))
+        mesh = self.layout.mesh
+        held = mesh.stages_of(mesh.coordinates(rank)[0])
         if not 0 <= chunk < len(held):
             raise PlanError(f"chunk {chunk} is not on a rank of {len(held)}", fix=f"0 to {len(held) - 1}")
         with torch.device("meta"):
-            alone = Axis(_Rank(rank % self.plan.mesh.tp, self.plan.mesh.tp))  # type: ignore[arg-type]  # never talks
-            stage = load_stage(self.program, held[chunk])(alone)
+            alone = Axis(_Rank(rank % mesh.tp, mesh.tp))  # type: ignore[arg-type]  # never talks
+            cut = tokens_axis(self.layout, _Rank(mesh.cp_of(rank), mesh.cp))  # type: ignore[arg-type]
+            stage = load_stage(self.program, held[chunk])(alone, **cut)
         assert isinstance(stage, Stage)
         return stage
 
@@ -117,7 +120,8 @@ class Parallel:
         held = layout.mesh.stages_of(communicators.stage)
         key = DropoutKey(self._seed)
         with torch.device("meta"):
-            stages = [load_stage(self.program, index)(Axis(communicators.tp), key) for index in held]
+            cut = tokens_axis(layout, communicators.cp)
+            stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **cut) for index in held]
         for stage in stages if self._backend else ():
             compile_blocks(stage, self._backend)
         self._communicators = communicators

@@ -90,6 +90,7 @@ class Method(_Part):
     bucket_bytes: Index = 0
     shards: Index = 0
     sends: Literal["whole", "slices"] = "whole"
+    context: Literal["ring", "ulysses"] = "ring"  # attention over cp ranks
 
 
 class Stage(_Part):
@@ -242,10 +243,11 @@ class Plan(_Part):
         """What of this plan the runtime cannot carry out: it is a prediction only. Empty for plans that run."""
         default, asked, narrow = Method(), self.method, self.precision in ("bf16", "fp16")
         reasons = {
-            f"cp {self.mesh.cp}": self.mesh.cp > 1,
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
+            f"{' and '.join(self.partial)} recomputation over cp {self.mesh.cp}": bool(self.partial)
+            and self.mesh.cp > 1,
             "a loss in place": asked.loss != default.loss,
             f"{asked.attention} attention": asked.attention != default.attention,
             "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -75,9 +76,18 @@ class Unit:
         return self.first + self.length * self.count - 1
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a sequence is cut over `ranks`, in a graph of one of them; `tokens` is the size of its part."""
+
+    ranks: int
+    zigzag: bool
+    tokens: sympy.Symbol
+
+
 @dataclass
 class Folded:
-    """The normalised graph, cut into segments."""
+    """The normalised graph, cut into segments. `cut`: of a graph that is that of one cp rank."""
 
     traced: Traced
     prelude: tuple[fx.Node, ...]
@@ -86,6 +96,7 @@ class Folded:
     loss: fx.Node
     counts: tuple[fx.Node, ...]
     unused_parameters: tuple[fx.Node, ...]
+    cut: Cut | None = None
     representatives: dict[str, Segment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

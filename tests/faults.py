@@ -102,6 +102,16 @@ FAULTS: dict[str, dict[str, str]] = {
         "key heads of a neighbour": "with fewer key heads than ranks, a rank takes those of other queries",
         "labels across the cut": "ignored labels count in a loss over a split vocabulary",
     },
+    "context parallel": {
+        "positions of a rank": "a rank counts the positions of its own tokens from 0",
+        "labels of other tokens": "a rank's logits are held against the labels of other tokens",
+        "keys of another rank": "in a step of the ring a block of keys is taken for another rank's",
+        "sums of other maxima": "a block's exponentials are added to those under another maximum",
+        "mask off the diagonal": "the causal mask between blocks or within one is off by one",
+        "gradients of keys stay": "gradients of keys and values do not come home, or not all of them",
+        "gradients of one cp rank": "gradients are not summed over the ranks that share the tokens",
+        "a loss for each cp rank": "every rank that shares the tokens reports or counts the whole loss",
+    },
     "compile": {
         "compiled every step": "a graph knows what moves on with every step, and is compiled again for each",
         "compiled for every layer": "layers of one class are compiled one by one, or until a limit and then not at all",

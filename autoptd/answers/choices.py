@@ -51,6 +51,7 @@ def choices(plan: Plan) -> dict[str, str]:
         "beside compute": ", ".join(asked.overlap) or "nothing",
         "bucket bytes": str(asked.bucket_bytes),
         "sends": asked.sends,
+        "context": asked.context,
     }
 
 

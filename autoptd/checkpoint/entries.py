@@ -45,7 +45,7 @@ def model_entries(trainer: Trainer, still: Collection[str]) -> Iterator[Entry]:
         if name in still:
             spec = trainer.layout.parameters.get(name) or trainer.layout.buffers[name]
             split = isinstance(spec.placement, Split)
-            first = c.stage == c.mesh.holder(spec.stages[0]) and c.dp.rank == 0
+            first = c.stage == c.mesh.holder(spec.stages[0]) and c.data.rank == 0
             owned = first and (split or c.tp.rank == 0)
             flat = local.detach().view(-1)
             yield Entry(f"model.{name}", spec.shape, flat, _regions(trainer, spec, 0, flat.numel()), owned)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -18,6 +19,7 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info
 from autoptd.passes.placements import B, Placement, Split
 from autoptd.passes.sharding import Sharding
+from autoptd.passes.trace import SEQUENCE
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32", torch.float64: "FP64"}
 
@@ -30,6 +32,7 @@ class BlockClass:
     source: str
     sizes: tuple[sympy.Symbol, ...]  # passed last, by name
     dropout: bool
+    tokens: bool = False  # whether it is given the cp axis
 
 
 def block_arguments(layout: Layout, piece: Piece) -> tuple[fx.Node, ...]:
@@ -103,7 +106,7 @@ def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
     returned = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in results]
     size_lines, passed = size_reads(body, given, sharding)
     source = _source(layout, sharding, piece, body, own, given, size_lines, passed, returned)
-    return BlockClass(piece.block, source, passed, body.dropout)
+    return BlockClass(piece.block, source, passed, body.dropout, uses_axis(body.lines, "cp"))
 
 
 def size_reads(
@@ -139,10 +142,12 @@ def _source(
 ) -> str:
     names, frozen = layout.folded.traced.parameters, layout.folded.traced.frozen
     arguments = ", ".join(["self", *(f"{text}: Tensor" for text in given.values()), *(f"{s}: int" for s in passed)])
-    extra = ", dropout: DropoutKey | None, first: int" if body.dropout else ""
+    tokens = uses_axis(body.lines, "cp")
+    extra = (", cp: Tokens" if tokens else "") + (", dropout: DropoutKey | None, first: int" if body.dropout else "")
     kinds = _joined(list(dict.fromkeys(s.kind for s in piece.segments)))
     lines = [f"class {piece.block}(nn.Module):", f'    """{kinds}."""', ""]
     lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()", "        self.tp = tp"]
+    lines += ["        self.cp = cp"] if tokens else []
     if body.dropout:
         lines += [
             "        self.dropout = dropout",
@@ -155,8 +160,7 @@ def _source(
         lines.append(f"        {line}")
     result = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
     lines += ["", f"    def forward({arguments}) -> {result}:"]
-    if uses_axis(body.lines):
-        lines.append("        tp = self.tp")
+    lines += [f"        {axis} = self.{axis}" for axis in ("tp", "cp") if uses_axis(body.lines, axis)]
     lines += [f"        {line}".rstrip() for line in [*size_lines, *body.lines]]
     lines.append(f"        return {', '.join(returned)}")
     return "\n".join(lines) + "\n"
@@ -168,11 +172,9 @@ def _joined(kinds: list[str]) -> str:
     return line if len(line) < 100 else " +\n    ".join(kinds)
 
 
-def uses_axis(lines: Sequence[str]) -> bool:
-    """Whether any line talks to the axis."""
-    import re
-
-    return any(re.search(r"\btp\b", line.split("  # ")[0]) for line in lines)
+def uses_axis(lines: Sequence[str], axis: str) -> bool:
+    """Whether any line talks to an axis, "tp" or "cp"."""
+    return any(re.search(rf"\b{axis}\b", line.split("  # ")[0]) for line in lines)
 
 
 def owned_by(layout: Layout, piece: Piece) -> list[fx.Node]:
@@ -184,6 +186,9 @@ def owned_by(layout: Layout, piece: Piece) -> list[fx.Node]:
 def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, symbols: Sequence[str]) -> str:
     """`Wire("x0", BF16, lambda b, s: (b, s // 8, 4096), True, "S1")`."""
     tensor = info(node)
+    if folded.cut is not None:  # sizes are told at full length
+        whole = {folded.cut.tokens: SEQUENCE / folded.cut.ranks}
+        tensor = replace(tensor, shape=tuple(n if isinstance(n, int) else n.subs(whole) for n in tensor.shape))
     placement = placement_of(sharding, folded, node)
     shape = local_shape_text(tensor, placement, sharding.ranks)
     takes = ", ".join(symbols)

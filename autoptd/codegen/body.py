@@ -19,6 +19,7 @@ from torch import fx
 from autoptd.codegen.again import Again, core_lines, kept_text, runs_of
 from autoptd.codegen.expressions import Text, expression, size_text
 from autoptd.codegen.names import TAKEN, Names, ends_line, wish
+from autoptd.passes.cut_tokens import TOKEN_OPS
 from autoptd.passes.factors import Strategy, local_args, local_shape
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
@@ -164,7 +165,8 @@ class Body:
     def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[Text]) -> str:
         """The op's expression on local tensors."""
         call = op_call(node)
-        args, kwargs = local_args(rule_for(call), call, strategy, self.ranks)
+        rule = None if node.target in TOKEN_OPS else rule_for(call)
+        args, kwargs = local_args(rule, call, strategy, self.ranks)
         source = iter(texts)
         args = _with_texts(args, source)
         kwargs = {k: _with_texts(v, source) for k, v in kwargs.items()}

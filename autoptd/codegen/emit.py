@@ -24,14 +24,14 @@ from autoptd.codegen.lines import wrapped
 from autoptd.codegen.pieces import lay_out
 from autoptd.codegen.stage import StageSource, write_stage
 from autoptd.errors import PlanFileError
-from autoptd.passes.fold import Folded
+from autoptd.passes.fold import Cut, Folded
 from autoptd.passes.sharding import Sharding
 
 _MARK = "Written by autoptd from a plan"
 _HEADER = '''"""{title}
 
 Written by autoptd from a plan; `tp` is the tensor-parallel axis, the same code runs on each of its {ranks} ranks.
-Placements: B whole, Bp whole with a partial gradient, S<dim> split, P an addend of the value.
+{tokens}Placements: B whole, Bp whole with a partial gradient, S<dim> split, P an addend of the value.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _IMPORTS = {
     r"\bF\.": "import torch.nn.functional as F",
     r"\bops\.": "from autoptd.runtime import ops",
     r"\bAxis\b": "from autoptd.runtime.axis import Axis",
+    r"\bTokens\b": "from autoptd.runtime.tokens import Tokens",
     r"\bDropoutKey\b": "from autoptd.runtime.randomness import DropoutKey",
 }
 _STAGE_NAMES = ("Stage", "Wire", "buffer", "parameter", "submodule")
@@ -95,14 +96,15 @@ def emit_program(folded: Folded, sharding: Sharding, stages: Sequence[StageSpec]
             assert blocks.setdefault(name, source) == source, f"two blocks are called {name}"
     counts = blocks.pop("loss_counts")
     files = {"__init__.py": f'"""{title}, written by autoptd."""\n'}
-    files["blocks.py"] = _file(f"Blocks of {title}.", "\n\n".join([*blocks.values(), counts]), sharding.ranks)
+    head = partial(_header, ranks=sharding.ranks, cut=folded.cut)
+    files["blocks.py"] = _file(head(f"Blocks of {title}."), "\n\n".join([*blocks.values(), counts]))
     where: list[tuple[str, str]] = [("", "")] * len(stages)
     for members in _same_but_for_numbers(written):
         label = _label(members)
         name, cls = f"stage_{label}.py", f"Stage{label.title().replace('_', '')}"
         source = _stage_source(written, members, cls, stages)
         word = f"Stage {members[0]}" if len(members) == 1 else f"Stages {', '.join(map(str, members))}"
-        files[name] = _file(f"{word} of {title}.", source, sharding.ranks, uses=blocks)
+        files[name] = _file(head(f"{word} of {title}."), source, uses=blocks)
         for i in members:
             where[i] = (name, cls)
     return Program(files, tuple(where))
@@ -143,15 +145,20 @@ def _stage_source(written: Sequence[StageSource], members: Sequence[int], cls: s
         return head + body
     table = [f"    {i}: {_template(written[i].body)[1]!r}," for i in members]
     text = _template(body)[0].rpartition("[")[0]
-    text = text.replace(
-        "def __init__(self, tp: Axis, dropout: DropoutKey | None = None) -> None:",
-        "def __init__(self, tp: Axis, dropout: DropoutKey | None = None, *, stage: int) -> None:",
-    )
+    text = re.sub(r"(def __init__\(self, tp: Axis, dropout: [^)]*)\) -> None:", r"\1, *, stage: int) -> None:", text)
     layers = "# stage -> the layer numbers of its blocks\nLAYERS: dict[int, list[tuple[int, ...]]] = {\n"
     return layers + "\n".join(table) + "\n}\n\n\n" + head + text
 
 
-def _file(title: str, source: str, ranks: int, uses: dict[str, str] | None = None) -> str:
+def _header(title: str, ranks: int, cut: Cut | None) -> str:
+    if cut is None:
+        return _HEADER.format(title=title, ranks=ranks, tokens="")
+    held = "an early and a late part" if cut.zigzag else "one part"
+    tokens = f"`cp` is the axis of the {cut.ranks} ranks that share the tokens of a sample: each has {held} of them.\n"
+    return _HEADER.format(title=title, ranks=ranks, tokens=tokens)
+
+
+def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
     code = "\n".join(line.split("  # ")[0] for line in source.splitlines())
     constants = [f"{name} = {text}" for name, text in _DTYPES.items() if re.search(rf"\b{name}\b", code)]
     lines = [
@@ -171,7 +178,7 @@ def _file(title: str, source: str, ranks: int, uses: dict[str, str] | None = Non
         used = [n for n in [*sorted(uses), "loss_counts"] if re.search(rf"\b{n}\b", code)]
         local = [f"from .blocks import {', '.join(used)}"]
     sections = ["\n".join(part) for part in (third, ours, local) if part]
-    head = _HEADER.format(title=title, ranks=ranks) + "\n\n".join(sections) + "\n"
+    head += "\n\n".join(sections) + "\n"
     return head + ("\n" + "\n".join(constants) + "\n" if constants else "") + "\n\n" + wrapped(source)
 
 

@@ -13,6 +13,7 @@ import sympy
 import torch
 from sympy.printing.pycode import PythonCodePrinter
 
+from autoptd.passes.cut_tokens import convert, ring, ulysses
 from autoptd.runtime import ops
 
 aten = torch.ops.aten
@@ -235,6 +236,24 @@ def _attention(
     return call_text("F.scaled_dot_product_attention", (q, k, v), options)
 
 
+def _over_tokens(name: str) -> Callable[..., str]:
+    """Attention over the cp axis: the axis stands after the tensors."""
+
+    def printer(
+        q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
+    ) -> str:
+        assert not dropout_p, "dropout in attention over cut tokens"
+        given = {"mask": attn_mask, "is_causal": is_causal} | kwargs
+        options = {k: v for k, v in given.items() if v is not None and v is not False}
+        return call_text(f"ops.{name}", (q, k, v, Text("cp")), options)
+
+    return printer
+
+
+def _convert(x: Any, method: str, dim: int | None = None) -> str:
+    return f"cp.{method}({x}{'' if dim is None else f', dim={dim}'})"
+
+
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:
     low = "" if start in (None, 0) else size_text(start)
     high = "" if end is None or (isinstance(end, int) and end >= 2**62) else size_text(end)
@@ -341,6 +360,9 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.to.device: _to_device,
     aten.to.dtype: _to_dtype,
     aten.to.dtype_layout: _to_layout,
+    convert: _convert,
     ops.cross_entropy: _cross_entropy,
     ops.valid_count: _valid_count,
+    ring: _over_tokens("ring_attention"),
+    ulysses: _over_tokens("ulysses_attention"),
 }

@@ -10,26 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autoptd.passes.cut_tokens import convert
 from autoptd.passes.fold import owner
 from autoptd.passes.graph import info, is_getitem, module_path
 
 TAKEN = frozenset(
-    {
-        "torch",
-        "F",
-        "nn",
-        "ops",
-        "tp",
-        "self",
-        "b",
-        "s",
-        "counts",
-        "device",
-        "keep",
-        "recompute",
-        "submodule",
-        "parameter",
-    }
+    {"torch", "F", "nn", "ops", "tp", "cp", "self", "b", "s", "s_local", "counts", "device"}
+    | {"keep", "recompute", "submodule", "parameter"}
 )
 
 
@@ -66,6 +53,8 @@ def wish(node: fx.Node) -> str:
     """The variable that the user's own line assigns, else `q_proj` for that module's result, else the op's name."""
     if node.op == "placeholder":
         return node.name.removeprefix("inputs_")
+    if node.target is convert:
+        return f"{wish(node.all_input_nodes[0])}_own"
     assigned = assigned_names(node)
     if is_getitem(node):
         index = node.args[1]
@@ -142,6 +131,8 @@ def _is_weight(node: fx.Node) -> bool:
 
 _SHORT = {
     "scaled_dot_product_attention": "attention",
+    "ring": "attention",
+    "ulysses": "attention",
     "layer_norm": "norm",
     "reshape": "view",
     "unsqueeze": "expanded",

@@ -105,7 +105,8 @@ class Layout:
 def lay_out(folded: Folded) -> Layout:
     """Decide names once, for all stages alike."""
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
-    _refuse_taken(folded.traced.parameters.values())
+    axes = frozenset({"cp"} if folded.cut is not None else ())
+    _refuse_taken(folded.traced.parameters.values(), _STAGE_NAMES | axes)
     owned: dict[str, str] = {}
     prefixes: dict[int, str] = {}
     classes: dict[int, str] = {}
@@ -120,11 +121,11 @@ def lay_out(folded: Folded) -> Layout:
         for segments, (prefix, relative) in zip(instances, named, strict=True):
             prefixes[segments[0].index] = prefix if agree else ""
             owned |= relative if agree else {}
-    _refuse_taken(owned.values(), _BLOCK_NAMES)
+    _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
     return Layout(folded, owned, prefixes, classes)
 
 
-def _refuse_taken(parameters: Iterable[str], taken: frozenset[str] = _STAGE_NAMES) -> None:
+def _refuse_taken(parameters: Iterable[str], taken: frozenset[str]) -> None:
     wrong = [name for name in parameters if name.partition(".")[0] in taken]
     if wrong:
         raise TraceError(

@@ -28,7 +28,7 @@ from autoptd.codegen.block import (
     write_block,
 )
 from autoptd.codegen.body import Body
-from autoptd.codegen.expressions import value_text
+from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.names import Names, wish
 from autoptd.codegen.pieces import Layout, Piece, pieces_of
 from autoptd.errors import TraceError
@@ -36,7 +36,7 @@ from autoptd.passes.fold import Folded, crossing, is_count, needed_prelude
 from autoptd.passes.graph import ancestors, info
 from autoptd.passes.placements import B, Placement
 from autoptd.passes.sharding import Sharding
-from autoptd.passes.trace import Traced
+from autoptd.passes.trace import SEQUENCE, Traced
 
 _ARGUMENTS = ("self", "counts")  # what forward takes besides
 
@@ -242,10 +242,10 @@ def _write_run(writer: _Writer, run: list[_Call]) -> None:
     group = writer.group if writer.groups == 1 else f"{writer.group}_{writer.groups}"
     paths = [c.piece.prefix for c in run]
     loop = _loop_over(paths)
-    extra = ""
+    extra = ", self.cp" if call.block.tokens else ""
     if call.block.dropout:
         length = len(call.piece.segments) if len(run) == 1 else run[1].piece.first - run[0].piece.first
-        extra = ", dropout, first"
+        extra += ", dropout, first"
         starts = f"range({run[0].piece.first}, {run[-1].piece.first + 1}, {length})"
     if not owned_by(writer.layout, call.piece):
         made = f"{call.block.name}(tp{extra})"
@@ -317,14 +317,14 @@ def _assemble(
     lines.append(f"    sizes = {{{where}}}")
     lines.append(f"    count_inputs = {value_text(tuple(count_inputs))}")
     lines.append("    loss_counts = staticmethod(loss_counts)")
-    lines += ["", "    def __init__(self, tp: Axis, dropout: DropoutKey | None = None) -> None:"]
-    lines += ["        super().__init__(tp, dropout)", *(f"        {line}" for line in writer.setup)]
+    takes, hands = (", cp: Tokens | None = None", ", cp") if folded.cut is not None else ("", "")
+    lines += ["", f"    def __init__(self, tp: Axis, dropout: DropoutKey | None = None{takes}) -> None:"]
+    lines += [f"        super().__init__(tp, dropout{hands})", *(f"        {line}" for line in writer.setup)]
     arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]
     arguments += ["counts: tuple[Tensor, ...]"] if is_last else []
     result = "Tensor" if is_last else "tuple[Tensor, ...]"
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
-    if uses_axis(body.lines):
-        lines.append("        tp = self.tp")
+    lines += [f"        {axis} = self.{axis}" for axis in ("tp", "cp") if uses_axis(body.lines, axis)]
     lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]
     if is_last:
         lines.append(f"        return {body.read(folded.loss, B, B)}")
@@ -345,12 +345,17 @@ def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
     traced, body = writer.folded.traced, writer.body
     by_name = {traced.inputs[n.name]: n for n in inputs}
     lines = []
+    cut = writer.folded.cut if writer.folded.cut is not None and writer.folded.cut.tokens in body.sizes else None
+    if cut is not None:
+        body.sizes = (body.sizes - {cut.tokens}) | {SEQUENCE}
     for symbol in sorted(body.sizes, key=str):
         source, dim = _where(traced, symbol, by_name)
         if source not in by_name:
             _add_input(writer, inputs, source)
             by_name = {traced.inputs[n.name]: n for n in inputs}
         lines.append(f"{symbol} = {body.held[by_name[source], B]}.size({dim})")
+    if cut is not None:
+        lines.append(f"{cut.tokens} = {size_text(SEQUENCE / cut.ranks)}")
     return lines
 
 

@@ -28,6 +28,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "overlap": ("dp", "p2p", "tp"),  # several, or none
     "kernels": ("eager", "fused", "compiled"),
     "attention": ("flash", "triton", "cudnn"),
+    "context": ("ring", "ulysses"),
     "loss": ("kept", "in_place"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),

@@ -94,7 +94,7 @@ def _parallel(plan: Plan, layers: Layers) -> Said:
     yield "--pipeline-model-parallel-size", str(mesh.pp)
     if mesh.cp > 1:
         yield "--context-parallel-size", str(mesh.cp)
-        yield "--cp-comm-type", "p2p"
+        yield "--cp-comm-type", "a2a" if plan.method.context == "ulysses" else "p2p"
     sequence = is_sequence_parallel(plan, layers)
     if sequence:
         yield "--sequence-parallel", ""

@@ -178,18 +178,30 @@ class Axis:
     def _first(self, x: Tensor) -> Tensor:
         return x.view_as(x) if self.rank == 0 else torch.zeros_like(x)
 
+    def _own(self, x: Tensor, dim: int, groups: int) -> Tensor:
+        """This rank's slice."""
+        return own_slice(x, dim, groups, self.size, self.rank)
+
+    def _parts(self, x: Tensor, dim: int, groups: int) -> Tensor:
+        """Every rank's slice, by rank."""
+        return to_slices(x, dim, groups, self.size)
+
+    def _joined(self, slices: Tensor, dim: int, groups: int) -> Tensor:
+        """The inverse of `_parts`."""
+        return from_slices(slices, dim, groups)
+
     def _slice(self, x: Tensor, dim: int, groups: int) -> Map:
         dim %= x.ndim
         # a copy: a view would keep the whole tensor alive for as long as the slice
-        return lambda t: _copy(own_slice(t, dim, groups, self.size, self.rank))
+        return lambda t: _copy(self._own(t, dim, groups))
 
     def _gather(self, x: Tensor, dim: int, groups: int) -> Map:
         dim %= x.ndim
-        return lambda t: from_slices(self.group.all_gather(t.contiguous()), dim, groups)
+        return lambda t: self._joined(self.group.all_gather(t.contiguous()), dim, groups)
 
     def _sum_slice(self, x: Tensor, dim: int, groups: int) -> Map:
         dim %= x.ndim
-        return lambda t: self.group.reduce_scatter(to_slices(t, dim, groups, self.size))
+        return lambda t: self.group.reduce_scatter(self._parts(t, dim, groups))
 
     def _pad(self, x: Tensor, dim: int, groups: int) -> Map:
         dim %= x.ndim
@@ -197,7 +209,7 @@ class Axis:
         def pad(t: Tensor) -> Tensor:
             slices = t.new_zeros(self.size, *t.shape)
             slices[self.rank] = t
-            return from_slices(slices, dim, groups)
+            return self._joined(slices, dim, groups)
 
         return pad
 
@@ -206,9 +218,9 @@ class Axis:
 
         def exchange(t: Tensor) -> Tensor:
             if from_dim == to_dim:  # the same dim in other groups: slices of one dim do not form a grid with themselves
-                whole = from_slices(self.group.all_gather(t.contiguous()), from_dim, from_groups)
-                return _copy(own_slice(whole, to_dim, to_groups, self.size, self.rank))
-            return from_slices(self.group.all_to_all(to_slices(t, to_dim, to_groups, self.size)), from_dim, from_groups)
+                whole = self._joined(self.group.all_gather(t.contiguous()), from_dim, from_groups)
+                return _copy(self._own(whole, to_dim, to_groups))
+            return self._joined(self.group.all_to_all(self._parts(t, to_dim, to_groups)), from_dim, from_groups)
 
         return exchange
 

@@ -37,6 +37,18 @@ def sample_count(microbatch: Microbatch) -> int:
     return next(iter(microbatch.values())).shape[0]
 
 
+def check_multiples(batch: Mapping[str, Tensor], multiples: Mapping[tuple[str, int], int]) -> None:
+    """Refuse a sequence that cp ranks cannot share. Raises InputsError; what is no tensor is left to `cut_batch`."""
+    for (name, dim), divisor in multiples.items():
+        x = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(x, Tensor) and x.ndim > dim and x.shape[dim] % divisor:
+            raise InputsError(
+                f"{x.shape[dim]} tokens cannot be shared: they are cut into {divisor} equal parts",
+                where=f"dim {dim} of {name!r}",
+                fix=f"pad every sequence to a multiple of {divisor}, with labels that do not count",
+            )
+
+
 def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     """Dim 0 of every input, which must agree."""
     if not isinstance(batch, Mapping):

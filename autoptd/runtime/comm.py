@@ -9,7 +9,7 @@ of `autoptd.schedule` holds for it. Tensors of a collective are contiguous and o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, Protocol, TypeAlias
@@ -63,6 +63,10 @@ class Group(Protocol):
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[size, ...] -> [size, ...]: row j goes to rank j, row i comes from rank i."""
+        ...
+
+    def shift_later(self, out: Tensor, x: Tensor) -> Handle:
+        """Round the ring: x goes to the next rank, out comes from the one before, of the same shape and dtype."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -119,6 +123,9 @@ class Alone:
     def all_to_all(self, x: Tensor) -> Tensor:
         return x
 
+    def shift_later(self, out: Tensor, x: Tensor) -> Handle:
+        return self.all_gather_later(out, x)
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return x
 
@@ -147,7 +154,10 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Communicators:
-    """All that one rank talks through. `edges`: as `autoptd.schedule.channel_of` names them, those of its route."""
+    """All that one rank talks through. `data`: dp and cp together, over which parameters are copies.
+
+    `edges`: as `autoptd.schedule.channel_of` names them, those of its route.
+    """
 
     mesh: Mesh
     rank: int
@@ -155,6 +165,8 @@ class Communicators:
     world: Group
     tp: Group
     dp: Group
+    cp: Group
+    data: Group
     pp: Group
     edges: Mapping[tuple[int, str], Channel]
     make_group: Callable[[tuple[int, ...]], Group | None]
@@ -172,33 +184,32 @@ class Communicators:
         if len(stages) == 1:
             return Alone() if self.stage == stages[0] else None
         mine = None
-        for dp in range(self.mesh.dp):
-            for tp in range(self.mesh.tp):
-                group = self.make_group(tuple(self.mesh.rank(stage, dp, tp) for stage in stages))
-                mine = group if group is not None else mine
+        for dp, cp, tp in product(range(self.mesh.dp), range(self.mesh.cp), range(self.mesh.tp)):
+            group = self.make_group(tuple(self.mesh.rank(stage, dp, tp, cp) for stage in stages))
+            mine = group if group is not None else mine
         if mine is not None:
             mine.all_reduce(torch.ones(1, device=self.device))
         return mine
 
     def within_dp(self, ranks: int) -> tuple[Group, Group]:
-        """This rank's group of so many neighbours on the dp axis, and that of its counterparts in the other groups.
+        """This rank's group of so many neighbours on the data axis, and that of its counterparts in the other groups.
 
-        All ranks of the world call it for the same in the same order. `ranks` divides dp.
+        All ranks of the world call it for the same in the same order. `ranks` divides dp × cp.
         """
-        if ranks == self.mesh.dp:
-            return self.dp, Alone()
+        if ranks == self.mesh.copies:
+            return self.data, Alone()
         if ranks == 1:
-            return Alone(), self.dp
-        groups = range(self.mesh.dp // ranks)
+            return Alone(), self.data
+        groups = range(self.mesh.copies // ranks)
         inside = [[g * ranks + i for i in range(ranks)] for g in groups]
         across = [[g * ranks + i for g in groups] for i in range(ranks)]
         return self._part_of_dp(inside), self._part_of_dp(across)
 
     def _part_of_dp(self, parts: list[list[int]]) -> Group:
-        """This rank's one of groups that partition the dp axis."""
+        """This rank's one of groups that partition the data axis."""
         mine: Group = Alone()
         for pp, tp, part in product(range(self.mesh.pp), range(self.mesh.tp), parts):
-            group = self.make_group(tuple(self.mesh.rank(pp, dp, tp) for dp in part))
+            group = self.make_group(tuple(self.mesh.group_of(self.mesh.rank(pp, 0, tp), "data")[i] for i in part))
             mine = group if group is not None else mine
         mine.all_reduce(torch.ones(1, device=self.device))
         return mine
@@ -208,11 +219,12 @@ def connect(mesh: Mesh, backend: Backend) -> Communicators:
     """Create and warm up all communicators of a rank, in one fixed order: axes, world, then the edges upwards."""
     rank = backend.rank
     groups = {name: backend.axis(mesh, name) for name in AXES}
+    groups["data"] = groups["dp"] if mesh.cp == 1 else _one_of(backend, mesh.groups("data"))
     world = backend.group(tuple(range(mesh.world)))
     assert world is not None
     edges: dict[tuple[int, str], Channel] = {}
-    for (edge, ends), dp, tp in product(mesh.route.edges().items(), range(mesh.dp), range(mesh.tp)):
-        below, above = (mesh.rank(end, dp, tp) for end in ends)
+    for (edge, ends), dp, cp, tp in product(mesh.route.edges().items(), range(mesh.dp), range(mesh.cp), range(mesh.tp)):
+        below, above = (mesh.rank(end, dp, tp, cp) for end in ends)
         for direction, source, target in (("forward", below, above), ("backward", above, below)):
             channel = backend.channel(source, target)
             if channel is not None:
@@ -224,6 +236,8 @@ def connect(mesh: Mesh, backend: Backend) -> Communicators:
         world=world,
         tp=groups["tp"],
         dp=groups["dp"],
+        cp=groups["cp"],
+        data=groups["data"],
         pp=groups["pp"],
         edges=edges,
         make_group=backend.group,
@@ -232,10 +246,17 @@ def connect(mesh: Mesh, backend: Backend) -> Communicators:
     return communicators
 
 
+def _one_of(backend: Backend, groups: Sequence[tuple[int, ...]]) -> Group:
+    """This rank's of groups that every rank is in one of; all ranks make all."""
+    mine = [made for ranks in groups if (made := backend.group(ranks)) is not None]
+    assert len(mine) == 1
+    return mine[0]
+
+
 def _warm_up(c: Communicators) -> None:
     """One small message through everything, so that lazily built connections come up in the same order everywhere."""
     one = torch.ones(1, device=c.device)
-    for group in (c.tp, c.dp, c.pp, c.world):
+    for group in (c.tp, c.dp, c.cp, c.data, c.pp, c.world):
         group.all_reduce(one.clone())
     for edge, (below, above) in c.mesh.route.edges().items():
         for direction, source in (("forward", below), ("backward", above)):

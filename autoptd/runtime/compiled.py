@@ -13,6 +13,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable
+from copy import copy
 from functools import cache
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -45,7 +46,10 @@ def compile_blocks(stage: Stage, backend: str = DEFAULT) -> int:
     outside: dict[int, Axis] = {}
     for block in blocks.values():
         for name, axis in [(n, x) for n, x in vars(block).items() if isinstance(x, Axis)]:
-            setattr(block, name, outside.setdefault(id(axis), _outside_axis(type(axis))(axis.group)))  # type: ignore[arg-type]
+            if id(axis) not in outside:
+                outside[id(axis)] = copy(axis)
+                outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
+            setattr(block, name, outside[id(axis)])
         block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
     return len(blocks)
 
@@ -109,7 +113,8 @@ def _outside(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stays_outside(name: str, f: object) -> bool:
-    if not isinstance(f, FunctionType) or f.__module__ != ops.__name__ or name.startswith("_"):
+    ours = isinstance(f, FunctionType) and f.__module__.startswith("autoptd.runtime.")
+    if not isinstance(f, FunctionType) or not ours or name.startswith("_"):
         return False
     types = " ".join(str(p.annotation) for p in inspect.signature(f).parameters.values())
-    return name in _ON_HOST or "Axis" in types or "DropoutKey" in types
+    return name in _ON_HOST or any(word in types for word in ("Axis", "Tokens", "DropoutKey"))

@@ -110,11 +110,11 @@ def _elements(bucket: Bucket) -> int:
 
 
 def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int = 0, fullest: bool = False) -> Memory:
-    """Parameters, gradients and optimizer state of a rank. Optimizers' step counts are left out.
+    """Parameters, gradients and optimizer state of a rank; `dp_rank` counts dp and cp together.
 
-    `fullest`: with what ZeRO 2 and 3 hold whole while they hold most.
+    Optimizers' step counts are left out. `fullest`: with what ZeRO 2 and 3 hold whole while they hold most.
     """
-    tp, dp = layout.mesh.tp, layout.mesh.dp
+    tp, dp = layout.mesh.tp, layout.mesh.copies
     frozen, trained, units, idle = 0, list[tuple[Hashable, int]](), list[Unit](), set[int]()
     for spec in layout.parameters.values():
         if pipeline_rank in (holders := layout.mesh.holders(spec.stages)):

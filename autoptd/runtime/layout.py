@@ -60,6 +60,8 @@ class Layout:
     schedule: str = "1f1b"
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
     gather_later: bool = False  # collect updated parameters while the next step begins
+    zigzag: bool = False  # which tokens of a sample a cp rank has: see `tokens.py`
+    multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> what must divide its size
     slices: bool = False  # of what all tp ranks hold alike, each sends its slice, and the receivers gather
     modules: tuple[str, ...] = ()  # of each stage, in words: names for a profiler
     bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
@@ -67,10 +69,10 @@ class Layout:
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero} is not supported by the runtime", fix="use zero 0, 1, 2 or 3")
-        if self.shards and self.mesh.dp % self.shards:
+        if self.shards and self.mesh.copies % self.shards:
             raise PlanError(
-                f"shards of {self.shards} ranks do not divide dp {self.mesh.dp}",
-                fix="use a divisor of dp, or 0 for all",
+                f"shards of {self.shards} ranks do not divide dp × cp {self.mesh.copies}",
+                fix="use a divisor of it, or 0 for all",
             )
         shape = row_of(self.schedule, self.mesh.virtual).shape
         if shape != self.mesh.way:
@@ -85,7 +87,7 @@ class Layout:
     @property
     def sharing(self) -> int:
         """Dp ranks that share one copy of what is sharded."""
-        return (self.shards or self.mesh.dp) if self.zero else 1
+        return (self.shards or self.mesh.copies) if self.zero else 1
 
     @property
     def dtype(self) -> torch.dtype:

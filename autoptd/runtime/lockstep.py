@@ -176,6 +176,11 @@ def _all_to_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             out[j].copy_(x[i])
 
 
+def _shift(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for (out, _), (_, x) in zip(pairs, (pairs[-1], *pairs[:-1]), strict=True):
+        out.copy_(x)
+
+
 def _broadcast(source: int) -> Combine:
     def combine(xs: Sequence[Tensor]) -> None:
         for i, x in enumerate(xs):
@@ -233,6 +238,9 @@ class LockstepGroup:
         out = torch.empty_like(x)
         self._start("all_to_all", x, (out, x), _all_to_all).wait()
         return out
+
+    def shift_later(self, out: Tensor, x: Tensor) -> Handle:
+        return self._start("shift", x, (out, x), _shift)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         self._start(f"broadcast from {source}", x, x, _broadcast(source)).wait()

@@ -1,8 +1,11 @@
-"""The mesh of ranks: tp fastest, then dp, then pp, so that a tensor-parallel group lies inside a node.
+"""The mesh of ranks: tp fastest, then cp, dp, pp, so that a tensor-parallel group lies inside a node.
 
-    rank = (pp_i * dp + dp_i) * tp + tp_i
+    rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i
 
 16 ranks with tp 2, pp 4 (hence dp 2): tp [0, 1] …, dp [0, 2] …, pp [0, 4, 8, 12] …, as in Megatron-LM.
+
+Ranks of one cp group take the same samples and share their tokens; parameters are copies over dp and cp together, the
+axis `data` of gradients and ZeRO shards.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from typing import Literal, TypeAlias
 
 from autoptd.schedule.route import Route, Shape
 
-AxisName: TypeAlias = Literal["pp", "dp", "tp"]
-AXES: tuple[AxisName, ...] = ("pp", "dp", "tp")  # slowest first: the order of a DeviceMesh's dims
+AxisName: TypeAlias = Literal["pp", "dp", "cp", "tp", "data"]
+AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the order of a DeviceMesh's dims
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the three axes, how many chunks of the model each pipeline rank holds, and how the model lies on them:
+    """Sizes of the axes, how many chunks of the model each pipeline rank holds, and how the model lies on them:
     `way`, of `autoptd.schedule.route`.
     """
 
@@ -29,18 +32,24 @@ class Mesh:
     pp: int = 1
     virtual: int = 1
     way: Shape = "loop"
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.dp, self.tp, self.pp, self.virtual) >= 1, self
+        assert min(self.dp, self.tp, self.pp, self.virtual, self.cp) >= 1, self
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int, int]:
         """Sizes in the order of `AXES`."""
-        return self.pp, self.dp, self.tp
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same parameters: dp and cp together."""
+        return self.dp * self.cp
 
     @property
     def stages(self) -> int:
@@ -64,23 +73,32 @@ class Mesh:
         """Pipeline ranks that hold any of these stages, ascending."""
         return tuple(sorted({self.holder(stage) for stage in stages}))
 
-    def rank(self, pp: int, dp: int, tp: int) -> int:
-        return (pp * self.dp + dp) * self.tp + tp
+    def rank(self, pp: int, dp: int, tp: int, cp: int = 0) -> int:
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(pp, dp, tp) of a rank."""
-        return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
+        """(pp, dp, tp) of a rank; `cp_of` is the fourth."""
+        sample = rank // (self.cp * self.tp)
+        return sample // self.dp, sample % self.dp, rank % self.tp
+
+    def cp_of(self, rank: int) -> int:
+        """The place of a rank among those that share its samples' tokens."""
+        return rank // self.tp % self.cp
 
     def group_of(self, rank: int, axis: AxisName) -> tuple[int, ...]:
         """The ranks that differ from `rank` in `axis` only, itself included, ascending."""
-        pp, dp, tp = self.coordinates(rank)
+        (pp, dp, tp), cp = self.coordinates(rank), self.cp_of(rank)
         match axis:
             case "pp":
-                return tuple(self.rank(i, dp, tp) for i in range(self.pp))
+                return tuple(self.rank(i, dp, tp, cp) for i in range(self.pp))
             case "dp":
-                return tuple(self.rank(pp, i, tp) for i in range(self.dp))
+                return tuple(self.rank(pp, i, tp, cp) for i in range(self.dp))
+            case "cp":
+                return tuple(self.rank(pp, dp, tp, i) for i in range(self.cp))
             case "tp":
-                return tuple(self.rank(pp, dp, i) for i in range(self.tp))
+                return tuple(self.rank(pp, dp, i, cp) for i in range(self.tp))
+            case "data":
+                return tuple(self.rank(pp, i, tp, j) for i in range(self.dp) for j in range(self.cp))
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
         """All groups of an axis, by their first rank."""
@@ -89,4 +107,5 @@ class Mesh:
     def __str__(self) -> str:
         turned = " as a V" if self.way == "vee" else ""
         chunks = f" × {self.virtual} chunks{turned}" if self.virtual > 1 else ""
-        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{chunks}"
+        tokens = f" × cp{self.cp}" if self.cp > 1 else ""
+        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{chunks}"

@@ -20,8 +20,10 @@ from torch.autograd.function import once_differentiable
 from autoptd.runtime.attention import attention_with_dropout
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.randomness import FIRST_DIM, MICROBATCH, DropoutKey, Part, Samples, Where
+from autoptd.runtime.ring import ring_attention, ulysses_attention
 
-__all__ = ["MICROBATCH", "Samples"]  # for emitted programs, which say where samples lie
+# for emitted programs, which say where samples lie, and call these here
+__all__ = ["MICROBATCH", "Samples", "ring_attention", "ulysses_attention"]
 
 
 def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int = -1) -> Tensor:

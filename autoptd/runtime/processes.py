@@ -39,6 +39,19 @@ class _Work:
 
 
 @dataclass
+class _Works:
+    """Several of torch's works as one."""
+
+    works: list[dist.Work]
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works, self.tensors = [], ()
+
+
+@dataclass
 class _SumOfParts:
     """A reduce-scatter made of an all-to-all under way and the sum still to do."""
 
@@ -101,6 +114,14 @@ class ProcessGroup:
         out = torch.empty_like(x)
         dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
         return out
+
+    def shift_later(self, out: Tensor, x: Tensor) -> Handle:
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        both = [
+            dist.P2POp(dist.isend, _bytes(x), group=self.group, group_peer=after),
+            dist.P2POp(dist.irecv, _bytes(out), group=self.group, group_peer=before),
+        ]
+        return _Works(dist.batch_isend_irecv(both), (out, x))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         dist.broadcast(_bytes(x), group=self.group, group_src=source)

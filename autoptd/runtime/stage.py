@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.randomness import DropoutKey
+from autoptd.runtime.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,11 @@ class Stage(nn.Module):
     sizes: ClassVar[dict[str, tuple[str, int]]] = {}  # symbol -> (model input, dim)
     count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
 
-    def __init__(self, tp: Axis, dropout: DropoutKey | None = None) -> None:
+    def __init__(self, tp: Axis, dropout: DropoutKey | None = None, cp: Tokens | None = None) -> None:
         super().__init__()
         self.tp = tp
+        if cp is not None:
+            self.cp = cp
         self.dropout = dropout
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.passes.placements import Split
 from autoptd.runtime.axis import from_slices, own_slice
-from autoptd.runtime.batch import Microbatch, cut_batch, sample_count
+from autoptd.runtime.batch import Microbatch, check_multiples, cut_batch, sample_count
 from autoptd.runtime.buffers import Buffers, Piece, squared_norm
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.executor import Executor
@@ -99,6 +99,7 @@ class Trainer:
         before any communication.
         """
         self._check_loaded()
+        check_multiples(batch, self.layout.multiples)
         microbatches = cut_batch(
             batch, self.layout.inputs, self.layout.micro, self.layout.microbatches, self.communicators.device
         )
@@ -124,6 +125,7 @@ class Trainer:
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss over the global batch, without dropout, gradient or update; any number of samples per dp rank."""
         self._check_loaded()
+        check_multiples(batch, self.layout.multiples)
         microbatches = cut_batch(batch, self.layout.inputs, self.layout.micro, None, self.communicators.device)
         self._dropout.active = False
         mesh, own = self.layout.mesh, len(microbatches)

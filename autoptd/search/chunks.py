@@ -142,15 +142,27 @@ class Chunks:
         if kind not in self._passes:
             cost = self.sharded.costs[kind]
             compute_f, compute_b = cost.forward_s - cost.forward_comm_s, cost.backward_s - cost.backward_comm_s
-            ring = self._ring_s(cost)
-            tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + ring
-            tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + 2 * ring
+            context_f, context_b = self._context_s(cost)
+            tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
+            tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b
             self._passes[kind] = ChunkCost(compute_f + tp_f, compute_b + tp_b, 0.0, tp_f, tp_b, cost.weight_s)
         return self._passes[kind]
 
     def _exposed_tp_s(self, comm_s: float, compute_s: float) -> float:
         pieces = self.candidate.tp if "tp" in self.method.overlap else 1
         return exposed_s(comm_s, compute_s, pieces) if pieces > 1 else comm_s
+
+    def _context_s(self, cost: KindCost) -> tuple[float, float]:
+        """What the cp axis is asked for, (forward, backward), as far as attention does not hide it.
+
+        By Ulysses all four tensors of attention are exchanged, and so are their gradients; nothing hides that.
+        """
+        if self.method.context == "ring":
+            ring = self._ring_s(cost)
+            return ring, 2 * ring
+        ranks, nbytes = self.method.cp, cost.work.exchanged_bytes * self.method.cp
+        exchange = collective_s("all_to_all", nbytes, self.cluster, ranks, self.candidate.tp) if nbytes else 0.0
+        return exchange, exchange
 
     def _ring_s(self, cost: KindCost) -> float:
         """Keys and values of the other cp ranks, as far as attention does not hide them."""

@@ -32,6 +32,7 @@ class KindWork:
     temporary_bytes: int = 0  # the largest op's operands and results
     weights: Works = ()  # of `backward`: those that make gradients of parameters alone
     ring_bytes: int = 0  # of keys and values, as ring attention passes them on
+    exchanged_bytes: int = 0  # of queries, keys, values and results, as Ulysses exchanges them
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,15 @@ class Splitter:
         """Of one rank: its share of a sample's tokens."""
         sizes = dict(self.task.sizes)
         if cp > 1:
-            if sizes.get(SEQUENCE, 1) % cp:
+            if SEQUENCE not in sizes:
                 raise PlanError(
-                    f"cp {cp} does not divide the sequence of {sizes.get(SEQUENCE, 1)} tokens",
+                    f"cp {cp} cuts a sequence, but no input of the model has one",
+                    where="fix['cp']",
+                    fix="leave cp out: a sequence is a dim of an input, next to that of the samples, that may vary",
+                )
+            if sizes[SEQUENCE] % cp:
+                raise PlanError(
+                    f"cp {cp} does not divide the sequence of {sizes[SEQUENCE]} tokens",
                     where="fix['cp']",
                     fix="use a divisor of the sequence length",
                 )

@@ -347,7 +347,7 @@ class Tensors(Prices):
         return Sharded(sharding, costs, total, total - comm, solution.gap if solution else 0.0, every)
 
     def _kind_work(self, kind: str, segment: Segment, decided: KindSharding) -> KindWork:
-        ring = 0
+        ring = exchanged = 0
         given, meta = self._given(segment, decided)
         wanted: dict[tuple[fx.Node, Placement], None] = {}
         works: tuple[list[OpWork], list[OpWork]] = ([], [])
@@ -363,6 +363,8 @@ class Tensors(Prices):
             comm[0].extend((name, self.number(elements) * 4) for name, elements in strategy.collectives)
             if op.work.kind == "attention":
                 ring += sum(self.nbytes(t, p) for t, p in zip(op.call.operands[1:3], strategy.needs[1:3], strict=True))
+                exchanged += self.nbytes(op.call.operands[0], strategy.needs[0])
+                exchanged += self.nbytes(op.call.outputs[0], strategy.gives[0])
             for operand, placement in zip(operands(node), strategy.needs, strict=True):
                 wanted[operand, placement] = None
         for node, placement in zip(segment.sends, decided.sends, strict=True):
@@ -383,6 +385,7 @@ class Tensors(Prices):
             temporary_bytes=peak.temporary,
             weights=tuple(weights),
             ring_bytes=ring,
+            exchanged_bytes=ring + exchanged,
         )
 
     def _weight_works(self, node: fx.Node, backward: Sequence[OpWork]) -> list[OpWork]:

@@ -17,6 +17,7 @@ _COUNTS = ("bucket_bytes", "cp", "dp", "max_tp", "micro", "pp", "shards", "tp", 
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
     "attention": ("flash", "triton", "cudnn"),
+    "context": ("ring", "ulysses"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
     "kernels": KERNELS,
@@ -38,7 +39,8 @@ KNOWN = (*sorted({*_COUNTS, *ALLOWED}), "headroom", "overlap", "sequence_paralle
 class Method:
     """How a plan is carried out, as far as it is not searched: what the runtime does, or what was asked for.
 
-    cp             ranks that share the tokens of a sample: ring attention
+    cp             ranks that share the tokens of a sample
+    context        attention over cp ranks: keys go round in a "ring", or "ulysses" exchanges heads for tokens
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
     overlap        communication that runs beside compute: of "dp", "p2p", "tp"
     kernels        "eager", "fused" (by hand, as Megatron-LM's), "compiled"; see passes/fusion.py
@@ -59,6 +61,7 @@ class Method:
     """
 
     cp: int = 1
+    context: str = "ring"
     virtual: int = 1
     schedule: str = "1f1b"
     overlap: tuple[str, ...] = ("p2p",)

@@ -22,6 +22,7 @@ from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout
+from autoptd.runtime.tokens import tokens_axis
 from autoptd.runtime.trainer import Trainer
 
 SIZES = Sizes(vocab=66, max_seq=8, width=24, layers=3, heads=4)  # 66 words: not for 4 or 8 ranks
@@ -44,6 +45,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     },
     "dp 8, ZeRO 2 in fours": {"dp": 8, "tp": 1, "pp": 1, "zero": 2, "shards": 4, "micro": 1},
     "pp 2, ZeRO 3": {"dp": 4, "tp": 1, "pp": 2, "zero": 3, "micro": 2},
+    "cut sequences": {"dp": 2, "tp": 2, "pp": 1, "cp": 2, "zero": 1, "micro": 4},
     "interleaved": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4, "schedule": "interleaved", "virtual": 2},
 }
 OTHERS: Mapping[str, Mapping[str, Any]] = {"dp 2": {"dp": 2, "tp": 1, "pp": 1, "zero": 1, "micro": 4}}  # fewer ranks
@@ -73,7 +75,8 @@ def made(name: str) -> Made:
 
 def trainer_of(c: Communicators, job: Made) -> Trainer:
     with torch.device("meta"):
-        stages = [load_stage(job.program, k)(Axis(c.tp)) for k in c.mesh.stages_of(c.stage)]
+        cut = tokens_axis(job.layout, c.cp)
+        stages = [load_stage(job.program, k)(Axis(c.tp), **cut) for k in c.mesh.stages_of(c.stage)]
     trainer = Trainer(stages, job.layout, c, "adamw", **OPTIONS)
     trainer.load_parameters(job.values)
     return trainer

@@ -45,6 +45,7 @@ class Variant:
     overlap: tuple[str, ...] = ("p2p",)
     sends: str = "whole"
     shards: int = 0  # dp ranks that share one copy; 0: all
+    context: str = "ring"  # attention over cp ranks
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 
 
@@ -74,6 +75,8 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "dp": mesh.dp,
         "tp": mesh.tp,
         "pp": mesh.pp,
+        "cp": mesh.cp,
+        "context": variant.context,
         "zero": variant.zero,
         "recompute": variant.recompute,
         "micro": variant.micro,
@@ -148,7 +151,7 @@ def complaints(name: str, found: Trained, expected: Trained) -> list[str]:
 def check(name: str, mesh: Mesh, variant: Variant, optimizer: str) -> list[str]:
     """Train both ways and compare."""
     plan = planned(name, mesh, variant)
-    assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp) == (mesh.dp, mesh.tp, mesh.pp)
+    assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) == (mesh.dp, mesh.tp, mesh.pp, mesh.cp)
     made = parallel(name, plan, optimizer, variant.clip_norm)
     return complaints(name, train_in_lockstep(made, batches(name)), alone(name, optimizer, variant.clip_norm))
 

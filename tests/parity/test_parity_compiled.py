@@ -60,6 +60,13 @@ def test_compiled_blocks_find_gathered_parameters() -> None:
     assert graphs() and not complaints("nanogpt", found, alone("nanogpt", "sgd"))
 
 
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_compiled_blocks_over_cut_tokens(context: str) -> None:
+    """The ring, and which tokens a rank has, stay outside."""
+    found = train_in_lockstep(of("nanogpt", Mesh(cp=2), replace(BULK, context=context, micro=8)), batches("nanogpt"))
+    assert graphs() and not complaints("nanogpt", found, alone("nanogpt", "sgd"))
+
+
 def test_a_class_is_compiled_once_and_a_ragged_microbatch_once_more() -> None:
     """Dropout as well: its key moves with step and microbatch, and no graph must know."""
     name, counted = "nanogpt_dropout", []

@@ -18,6 +18,7 @@ from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.pool import Pool
+from autoptd.runtime.tokens import tokens_axis
 from autoptd.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.ranks
@@ -39,6 +40,8 @@ PAIRS = [
     ("gpt2", Mesh(2, 2, 2), Variant(bulk=True, schedule="zero-bubble-v", virtual=2, micro=1), "adamw"),
     ("nanogpt", Mesh(4, 1, 2), Variant(zero=2, shards=2, micro=1), "adamw"),
     ("gpt2", Mesh(2, 2, 2), Variant(zero=3, micro=1, recompute="full"), "sgd"),
+    ("llama", Mesh(dp=2, tp=2, cp=2), Variant(bulk=True), "adamw"),
+    ("bert", Mesh(pp=2, cp=4), Variant(recompute="full", clip_norm=0.7), "sgd"),
 ]
 assert len(PAIRS) >= 8
 
@@ -61,7 +64,8 @@ def train_rank(
     """A worker's job: what `Parallel` does, from files, layout and values alone, so that no worker traces a model."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
-        stages = [load_stage(program, index)(Axis(communicators.tp)) for index in held]
+        cut = tokens_axis(layout, communicators.cp)
+        stages = [load_stage(program, index)(Axis(communicators.tp), **cut) for index in held]
     trainer = Trainer(stages, layout, communicators, optimizer, clip_norm=clip_norm, **OPTIONS[optimizer])
     trainer.load_parameters(values)
     losses, norms, gradients = [], [], {}

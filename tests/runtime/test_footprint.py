@@ -24,6 +24,7 @@ from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.pool import Pool
 from autoptd.runtime.stage import Stage, parameter, submodule
+from autoptd.runtime.tokens import tokens_axis
 from autoptd.runtime.trainer import Trainer
 
 ODD = {  # odd sizes, two buckets of the split class, a frozen parameter
@@ -252,7 +253,8 @@ def rank_bytes(
     """(pipeline rank, bytes of storages that are there after a step) in a worker."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
-        stages = [load_stage(program, index)(Axis(communicators.tp)) for index in held]
+        cut = tokens_axis(layout, communicators.cp)
+        stages = [load_stage(program, index)(Axis(communicators.tp), **cut) for index in held]
     trainer = Trainer(stages, layout, communicators, optimizer)
     trainer.load_parameters(values)
     trainer.train_step({n: x.chunk(layout.mesh.dp)[communicators.dp.rank] for n, x in batch.items()})
@@ -269,6 +271,8 @@ def rank_bytes(
         ("gpt", Mesh(4, 2, 1), 1, "bf16", "sgd"),
         ("gpt", Mesh(8, 1, 1), 1, "bf16", "adamw"),
         ("gpt", Mesh(2, 2, 2, 2), 1, "bf16", "adamw"),
+        ("gpt", Mesh(dp=2, tp=2, cp=2), 1, "bf16", "adamw"),
+        ("gpt", Mesh(pp=2, cp=4), 0, "fp32", "adamw"),
         ("odd", Mesh(2, 2, 2), 1, "bf16", "adamw"),
         ("odd", Mesh(2, 2, 2), 0, "fp32", "adamw"),
         ("odd", Mesh(4, 1, 2), 1, "fp32", "sgd"),
@@ -284,7 +288,15 @@ def rank_bytes(
 def test_a_plan_s_state_is_what_processes_hold(
     pool: Pool, name: str, mesh: Mesh, zero: int, precision: str, optimizer: str
 ) -> None:
-    fix = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": zero, "micro": 1, "virtual": mesh.virtual}
+    fix = {
+        "dp": mesh.dp,
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "zero": zero,
+        "micro": 1,
+        "virtual": mesh.virtual,
+        "cp": mesh.cp,
+    }
     model = source(name, precision)
     options = {"world": 8, "precision": precision, "optimizer": optimizer}
     plan = autoptd.plan(model, cluster="dgx-h100", batch=16, fix=fix, **options)

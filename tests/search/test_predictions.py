@@ -126,7 +126,6 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
 @pytest.mark.parametrize(
     ("fix", "reason"),
     [
-        ({"cp": 2, "dp": 1}, "cp 2"),
         ({"overlap": ["p2p", "tp"]}, "overlap of p2p, tp"),
         ({"overlap": []}, "overlap of nothing"),
         ({"kernels": "fused"}, "fused kernels"),
@@ -274,6 +273,16 @@ def test_keys_and_values_go_round_a_ring(traced: autoptd.TracedModel) -> None:
     flops = [sum(w.flops for w in c.work.forward if w.kind == "attention") for c in (split, whole)]
     assert flops[0] == pytest.approx(flops[1] / 2)
     assert ring._ring_s(split) > 0 and alone._ring_s(whole) == 0
+
+
+def test_heads_are_exchanged_for_tokens(traced: autoptd.TracedModel) -> None:
+    ring, _ = chunks(traced, cp=2, dp=1)
+    exchanged, _ = chunks(traced, cp=2, dp=1, context="ulysses")
+    (cost,) = [c for c in exchanged.sharded.costs.values() if c.work.ring_bytes]
+    assert cost.work.exchanged_bytes == 2 * cost.work.ring_bytes  # queries and results are as large as keys and values
+    seconds = collective_s("all_to_all", 2 * cost.work.exchanged_bytes, NODE, 2, exchanged.candidate.tp)
+    assert exchanged._context_s(cost) == (seconds, seconds)
+    assert ring._context_s(cost) == (ring._ring_s(cost), 2 * ring._ring_s(cost))
 
 
 def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -> None:

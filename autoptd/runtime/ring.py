@@ -1,0 +1,224 @@
+"""Attention over a sequence that is cut over the ranks of the cp axis.
+
+Ring attention (Liu et al. 2023, Ring Attention with Blockwise Transformers): queries stay, keys and values go round.
+Each rank folds the block of keys that is passing into its result by the running maximum M and sum L of the softmax
+(Milakov and Gimelshein 2018; Dao et al. 2022, FlashAttention):
+
+    M' = max(M, max s)     L' = L e^(M-M') + Σ e^(s-M')     O' = O e^(M-M') + e^(s-M') V     result O / L
+
+M and L are kept apart for the backward pass: where a mask adds the lowest number of the type, M + log L is M again, and
+the sum would be lost. Backward, with p = e^(s-M) / L and D = Σ dO ∘ O over a row (Dao et al. 2022, appendix B.2):
+
+    dV += pᵀ dO     ds = p ∘ (dO Vᵀ - D)     dQ += ds K · scale     dK += dsᵀ Q · scale
+
+dK and dV travel with the keys that they belong to, and one step further, home. The next block is under way while a rank
+computes. All sums are in float32 at least.
+
+Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses): an all-to-all gives each rank all tokens of some heads, and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoptd.runtime.tokens import Tokens
+
+_SCORES = 1 << 24  # of one tile; more queries than that are taken in several
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: Tokens,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """This rank's rows of scaled dot product attention over the whole sequence.
+
+    q [..., heads, s/n, d], k and v [..., kv heads, s/n, d]: own tokens. mask [..., s/n or 1, s]: rows of own tokens,
+    all columns; true where a key is seen, or what is added to its scores; it takes no gradient.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if cp.size == 1:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    result: Tensor = _Ring.apply(q, k, v, cp, mask, is_causal, scale)
+    return result
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: Tokens,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `ring_attention`, with heads exchanged for tokens; n divides heads and kv heads. mask [..., s or 1, s]."""
+    q, k, v = (cp.all_to_all(x, (x.ndim - 2, 1), (x.ndim - 3, 1)) for x in (q, k, v))
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask.tensor_split(cp.size, -3)[cp.rank]
+    out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return cp.all_to_all(out, (out.ndim - 3, 1), (out.ndim - 2, 1))
+
+
+class _Ring(torch.autograd.Function):
+    """Saves its operands, its result, and two numbers per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: Tokens, mask: Tensor | None, is_causal: bool, scale: float
+    ) -> Tensor:
+        rows = _Rows(q, k, cp, mask, is_causal, scale)
+        highest = rows.like_q(1).fill_(-math.inf)
+        total, out = rows.like_q(1).zero_(), rows.like_q(v.shape[-1]).zero_()
+        for owner, (keys, values) in _round(cp, k, v):
+            for query, key, tile in rows.tiles(owner):
+                scores = rows.scores(query, key, tile, keys)
+                before = highest[..., query, :]
+                above = torch.maximum(before, scores.amax(-1, keepdim=True))
+                base = above.masked_fill(above == -math.inf, 0)  # a row that has seen no key yet
+                weights, decay = (scores - base).exp_(), (before - base).exp_()
+                total[..., query, :] = total[..., query, :] * decay + weights.sum(-1, keepdim=True)
+                out[..., query, :] = out[..., query, :] * decay + weights @ rows.shared(values, key)
+                highest[..., query, :] = above
+        unseen = total == 0
+        out = (out / total.masked_fill(unseen, 1)).to(q.dtype).flatten(-4, -3)
+        ctx.save_for_backward(q, k, v, out, highest.masked_fill(unseen, 0), total.masked_fill(unseen, 1))
+        ctx.rows, ctx.cp, rows.q = rows, cp, None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, highest, total = ctx.saved_tensors
+        rows, cp = ctx.rows, ctx.cp
+        rows.q = rows.grouped(q)
+        d_out = rows.grouped(grad)
+        inner = (d_out * rows.grouped(out)).sum(-1, keepdim=True)
+        d_q = torch.zeros_like(rows.q)
+        arriving: _Sent | None = None
+        for owner, (keys, values) in _round(cp, k, v):
+            sums = _packed(*(torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (k, v)))
+            d_k, d_v = _unpacked(sums)
+            for query, key, tile in rows.tiles(owner):
+                scores = rows.scores(query, key, tile, keys)
+                weights = (scores - highest[..., query, :]).exp_() / total[..., query, :]
+                value, d_rows = rows.shared(values, key), d_out[..., query, :]
+                d_v[..., key, :] += (weights.transpose(-2, -1) @ d_rows).sum(-3)
+                d_scores = weights * (d_rows @ value.transpose(-2, -1) - inner[..., query, :]) * rows.scale
+                d_q[..., query, :] += d_scores @ rows.shared(keys, key)
+                d_k[..., key, :] += (d_scores.transpose(-2, -1) @ rows.q[..., query, :]).sum(-3)
+            if arriving is not None:
+                for mine, theirs in zip(sums, arriving.wait(), strict=True):
+                    mine += theirs
+            arriving = _Sent(cp, sums)  # with the keys to the next rank; the last time home
+        assert arriving is not None
+        d_k, d_v = _unpacked(arriving.wait())
+        rows.q = None
+        return d_q.to(q.dtype).flatten(-4, -3), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None
+
+
+class _Rows:
+    """The queries of this rank, heads that share a key together, and the tiles in which they meet keys."""
+
+    def __init__(self, q: Tensor, k: Tensor, cp: Tokens, mask: Tensor | None, is_causal: bool, scale: float) -> None:
+        self.cp, self.is_causal, self.scale = cp, is_causal, scale
+        self.heads, self.length = k.shape[-3], k.shape[-2]
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.q: Any = self.grouped(q)
+        self.mask = mask
+        if mask is not None and mask.ndim > 2:  # heads as the queries have them
+            self.mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (self.heads, -1))
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """[..., heads, rows, d] -> [..., kv heads, heads per kv head, rows, d], at full precision."""
+        return x.to(self.dtype).unflatten(-3, (self.heads, -1))
+
+    def like_q(self, width: int) -> Tensor:
+        return torch.empty((*self.q.shape[:-1], width), dtype=self.dtype, device=self.q.device)
+
+    def shared(self, x: Tensor, rows: slice) -> Tensor:
+        """Some of the keys or values, for the heads that share them."""
+        return x[..., rows, :].to(self.dtype).unsqueeze(-3)
+
+    def tiles(self, owner: int) -> Iterator[tuple[slice, slice, tuple[int, bool]]]:
+        """(rows of queries, rows of the owner's keys, (first column of the mask, on the diagonal)) that meet."""
+        mine, theirs = self.cp.chunks(self.cp.rank), self.cp.chunks(owner)
+        width = self.length // len(theirs)
+        for j, there in enumerate(theirs):
+            key = slice(j * width, (j + 1) * width)
+            if not self.is_causal:
+                yield from ((query, key, (there * width, False)) for query in self._pieces(0, self.q.shape[-2], width))
+                continue
+            for i, here in enumerate(mine):
+                if here >= there:
+                    for query in self._pieces(i * width, (i + 1) * width, width):
+                        yield query, key, (there * width, here == there)
+
+    def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
+        """Of at most `_SCORES` scores each."""
+        most = max(1, _SCORES // max(1, columns * math.prod(self.q.shape[:-2])))
+        return (slice(at, min(at + most, last)) for at in range(first, last, most))
+
+    def scores(self, query: slice, key: slice, tile: tuple[int, bool], keys: Tensor) -> Tensor:
+        """[..., kv heads, heads per kv head, queries, keys], masked."""
+        column, diagonal = tile
+        scores: Tensor = self.q[..., query, :] @ self.shared(keys, key).transpose(-2, -1) * self.scale
+        if diagonal:
+            width = scores.shape[-1]
+            seen = torch.ones(width, width, dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen[query.start % width :][: scores.shape[-2]], -math.inf)
+        if self.mask is not None:
+            mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., query, :]
+            mask = mask if mask.shape[-1] == 1 else mask[..., column : column + scores.shape[-1]]
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+        return scores
+
+
+Parts = tuple[Tensor, ...]
+
+
+def _packed(k: Tensor, v: Tensor) -> Parts:
+    """As one message, where they are alike."""
+    alike = k.shape == v.shape and k.dtype == v.dtype
+    return (torch.stack((k, v)),) if alike else (k.contiguous(), v.contiguous())
+
+
+def _unpacked(parts: Parts) -> Parts:
+    """Keys and values, views of a message."""
+    return parts if len(parts) == 2 else parts[0].unbind()
+
+
+class _Sent:
+    """A message on its way to the next rank, and that which comes from the one before."""
+
+    def __init__(self, cp: Tokens, parts: Parts) -> None:
+        self.coming = tuple(torch.empty_like(x) for x in parts)
+        self.handles = [cp.group.shift_later(out, x) for out, x in zip(self.coming, parts, strict=True)]
+
+    def wait(self) -> Parts:
+        for handle in self.handles:
+            handle.wait()
+        return self.coming
+
+
+def _round(cp: Tokens, k: Tensor, v: Tensor) -> Iterator[tuple[int, Parts]]:
+    """(owner, its keys and values) of every rank, own first; the next are under way while these are used."""
+    here = _packed(k, v)
+    for step in range(cp.size):
+        coming = _Sent(cp, here) if step < cp.size - 1 else None
+        yield (cp.rank - step) % cp.size, _unpacked(here)
+        if coming is not None:
+            here = coming.wait()

@@ -1,0 +1,234 @@
+"""Sequences cut over cp ranks: what one plain process computes, and the mistakes that must not pass."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from parity_check import OPTIONS, STEPS, Variant, alone, batches, case, check, complaints, parallel, planned, with_files
+from torch import Tensor
+
+from autoptd.api import Parallel
+from autoptd.errors import AutoptdError, InputsError, PlanError
+from autoptd.lockstep import train_alone, train_in_lockstep
+from autoptd.runtime import comm, lockstep, ops, ring
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.mesh import Mesh
+
+BULK = Variant(bulk=True, micro=4)
+WAYS = [
+    ("gpt2", Mesh(dp=2, pp=2, cp=2), Variant(recompute="full", clip_norm=0.7, micro=4), "adamw"),
+    ("gpt2", Mesh(dp=2, cp=4), Variant(zero=0, context="ulysses", micro=8), "sgd"),
+    ("llama", Mesh(tp=2, cp=4), Variant(sequence_parallel=False, micro=8), "sgd"),
+    ("llama", Mesh(dp=2, tp=2, cp=2), replace(BULK, context="ulysses"), "adamw"),
+    ("llama", Mesh(tp=2, pp=2, cp=2), replace(BULK, schedule="interleaved", virtual=2), "adamw"),
+    ("llama_2_kv", Mesh(pp=2, cp=4), replace(BULK, micro=8), "sgd"),
+    ("bert", Mesh(dp=2, tp=2, cp=2), BULK, "adamw"),
+    ("bert", Mesh(dp=2, cp=4), Variant(zero=0, micro=8), "sgd"),
+    ("bert", Mesh(tp=2, pp=2, cp=2), replace(BULK, context="ulysses"), "sgd"),
+    ("nanogpt", Mesh(pp=4, cp=2), Variant(schedule="zero-bubble", micro=4), "adamw"),
+    ("nanogpt", Mesh(dp=4, cp=2), Variant(overlap=("dp", "p2p"), micro=4), "adamw"),
+    ("nanogpt", Mesh(tp=2, pp=2, cp=2), replace(BULK, schedule="zero-bubble-v", virtual=2), "sgd"),
+    ("oddities", Mesh(dp=2, tp=2, cp=2), replace(BULK, recompute="full", zero=3), "adamw"),
+    ("bert", Mesh(dp=2, cp=4), Variant(zero=2, shards=2, micro=8), "adamw"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "variant", "optimizer"), WAYS, ids=[f"{n}-{m}" for n, m, _, _ in WAYS])
+def test_cut_sequences_train_like_one_process(name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
+    assert not check(name, mesh, variant, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "where"),
+    [
+        ("vit", "cp 2 cuts a sequence, but no input of the model has one", "fix['cp']"),
+        ("mixtral", "cp 2: reshape mixes positions", "model.layers.0.mlp (modeling_mixtral.py"),
+        ("nanogpt_dropout", "cp 2: dropout does not run over tokens that are cut", "drop (dropout.py"),
+        ("gpt2_dropout", "cp 2: dropout does not run over tokens that are cut", "transformer.drop (dropout.py"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(name: str, says: str, where: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan = planned(name, Mesh(cp=2), BULK)
+        assert any(note.startswith(f"the plan is a prediction: {says}") for note in plan.notes)
+        parallel(name, plan, "sgd")
+    assert says in error.value.what and where in error.value.where
+
+
+def test_heads_must_divide_for_ulysses() -> None:
+    with pytest.raises(PlanError, match=r"8 heads do not divide by tp 4 × cp 4"):
+        parallel("nanogpt", planned("nanogpt", Mesh(tp=4, cp=4), Variant(context="ulysses")), "sgd")
+
+
+def longer(tokens: int) -> list[dict[str, Tensor]]:
+    """A batch for each step, of another length than the one that was traced."""
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 64, (STEPS, 16, tokens), generator=draw)
+    return [{"idx": x, "targets": x.roll(-1, 1)} for x in ids]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2, cp=2), Mesh(tp=2, cp=2)], ids=str)
+def test_other_lengths_than_the_traced_one(mesh: Mesh) -> None:
+    """Blocks, wires and rings read their sizes off what they are given."""
+    made = parallel("nanogpt", planned("nanogpt", mesh, BULK), "sgd")
+    found = train_in_lockstep(made, longer(16))
+    expected = train_alone(case("nanogpt").model, longer(16), optimizer="sgd", optimizer_options=OPTIONS["sgd"])
+    assert not complaints("nanogpt", found, expected)
+
+
+def test_lengths_that_cannot_be_shared_are_refused() -> None:
+    made = parallel("nanogpt", planned("nanogpt", Mesh(cp=2), BULK), "sgd")
+    with pytest.raises(AutoptdError, match="10 tokens cannot be shared: they are cut into 4 equal parts") as error:
+        train_in_lockstep(made, longer(10))
+    assert isinstance(error.value.__cause__, InputsError)
+
+
+# ---- planted mistakes ----
+
+RING = Mesh(cp=4)
+WHOLE = Variant(bulk=True, micro=16)  # one microbatch
+
+
+def verdict(name: str, made: Parallel) -> list[str]:
+    try:
+        return complaints(name, train_in_lockstep(made, batches(name)), alone(name, "sgd"))
+    except AutoptdError as error:
+        return [str(error)]
+
+
+def sound(name: str, mesh: Mesh = RING) -> Parallel:
+    return parallel(name, planned(name, mesh, WHOLE), "sgd")
+
+
+def test_the_unspoilt_program_passes() -> None:
+    assert not verdict("nanogpt", sound("nanogpt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "by", "sees"),
+    [
+        pytest.param(
+            "nanogpt",
+            r"cp\.slice\(positions, dim=0\)",
+            "positions[: s // 4]",
+            "loss of step 0",
+            marks=pytest.mark.fault("positions of a rank"),
+        ),  # a rank's own count
+        pytest.param(
+            "llama",
+            r"cp\.slice\((cos\w*), dim=2\)",
+            r"\1[:, :, : s // 4]",
+            "loss of step 0",
+            marks=pytest.mark.fault("positions of a rank"),
+        ),
+        pytest.param(
+            "nanogpt",
+            r"return div\b",
+            "return cp.all_reduce(div)",
+            "loss of step 0",
+            marks=pytest.mark.fault("a loss for each cp rank"),
+        ),  # each rank's is the whole
+        pytest.param(
+            "nanogpt",
+            r"/ counts\[0\]",
+            "/ (counts[0] / cp.size)",
+            "loss of step 0",
+            marks=pytest.mark.fault("a factor too many"),
+        ),
+        pytest.param(
+            "nanogpt",
+            r"cp\.slice\(targets, dim=1\)",
+            "targets[:, : s // 4]",
+            "loss of step 0",
+            marks=pytest.mark.fault("labels of other tokens"),
+        ),
+    ],
+)
+def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> None:
+    made = sound(name)
+    files = {n: re.sub(pattern, by, text) if n.endswith(".py") else text for n, text in made.program.files.items()}
+    assert files != made.program.files, "nothing was planted"
+    assert any(sees in complaint for complaint in verdict(name, with_files(made, files)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "sees"),
+    [
+        pytest.param(
+            r"\(cp\.rank - step\) % cp\.size",
+            "(cp.rank + step) % cp.size",
+            "loss",
+            marks=pytest.mark.fault("keys of another rank"),
+        ),  # keys of another rank
+        pytest.param(
+            r"\(before - base\)\.exp_\(\)",
+            "torch.ones_like(base)",
+            "loss",
+            marks=pytest.mark.fault("sums of other maxima"),
+        ),  # sums of other maxima
+        pytest.param(
+            r"total\[\.\.\., query, :\] \* decay",
+            "total[..., query, :]",
+            "loss",
+            marks=pytest.mark.fault("sums of other maxima"),
+        ),
+        pytest.param(r"\.tril\(\)", ".tril(1)", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+        pytest.param(
+            r"here >= there", "here > there", "loss", marks=pytest.mark.fault("mask off the diagonal")
+        ),  # the diagonal's block
+        pytest.param(r"here >= there", "here >= there - 1", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+        pytest.param(
+            r"_unpacked\(arriving\.wait\(\)\)",
+            "_unpacked(sums)",
+            "gradient",
+            marks=pytest.mark.fault("gradients of keys stay"),
+        ),  # the last gradients of keys stay away
+        pytest.param(r"mine \+= theirs", "pass", "gradient", marks=pytest.mark.fault("gradients of keys stay")),
+        (r"- inner\[\.\.\., query, :\]", "", "gradient"),
+    ],
+)
+def test_an_edited_ring_is_seen(monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, sees: str) -> None:
+    text = Path(ring.__file__).read_text()
+    spoilt = re.sub(pattern, by, text)
+    assert spoilt != text, "nothing was planted"
+    module = types.ModuleType("spoilt")
+    exec(compile(spoilt, "spoilt", "exec"), module.__dict__)
+    monkeypatch.setattr(ops, "ring_attention", module.ring_attention)
+    mesh = Mesh(cp=2) if "tril" in pattern else RING  # chunks of more than one token
+    assert any(complaint.startswith(sees) for complaint in verdict("nanogpt", sound("nanogpt", mesh)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sees"),
+    [
+        pytest.param(
+            lambda c: replace(c, data=c.dp), "gradient", marks=pytest.mark.fault("gradients of one cp rank")
+        ),  # not summed over cp
+        (lambda c: replace(c, dp=c.data), "rank"),  # batches cut over cp as well: not as many samples as planned
+    ],
+)
+def test_wrong_groups_are_seen(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Communicators], Communicators], sees: str
+) -> None:
+    monkeypatch.setattr(lockstep, "connect", lambda *args: spoil(comm.connect(*args)))
+    assert any(complaint.startswith(sees) for complaint in verdict("nanogpt", sound("nanogpt")))
+
+
+@pytest.mark.fault("a loss for each cp rank")
+def test_counts_that_each_cp_rank_adds_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cp rank counts all labels of its samples: summed over cp as well they are too many."""
+    from autoptd.runtime.trainer import Trainer
+
+    right = Trainer._global_counts
+
+    def wrong(self: Trainer, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, ...]:
+        return tuple(self.communicators.cp.all_reduce(n.clone()) for n in right(self, microbatches))
+
+    monkeypatch.setattr(Trainer, "_global_counts", wrong)
+    assert any(complaint.startswith("loss of step 0") for complaint in verdict("nanogpt", sound("nanogpt")))
