@@ -111,7 +111,6 @@ def _work(pipe: Connection, rank: int, world: int, port: int, timeout_s: float) 
         try:
             if mesh not in made:
                 made[mesh] = connect_processes(mesh, torch.device("cpu"), timeout_s)
-            answer: tuple[bool, Any] = (True, fn(made[mesh], *args))
+            pipe.send((True, fn(made[mesh], *args)))
         except BaseException:  # noqa: BLE001  reported to the caller, who ends this process
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
+            pipe.send((False, traceback.format_exc()))

@@ -17,6 +17,7 @@ from autoptd.checkpoint import dcp
 from autoptd.checkpoint.entries import Entry, model_entries, optimizer_entries
 from autoptd.checkpoint.session import Session
 from autoptd.codegen.emit import Program, load_stage
+from autoptd.compile import TracedModel
 from autoptd.models.nanogpt import NanoGPT, Sizes
 from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
@@ -63,12 +64,16 @@ class Made:
 
 
 @cache
-def made(name: str) -> Made:
+def source() -> TracedModel:
     torch.manual_seed(0)
-    source = autoptd.trace(NanoGPT(SIZES), seq=8, precision="fp32")
+    return autoptd.trace(NanoGPT(SIZES), seq=8, precision="fp32")
+
+
+@cache
+def made(name: str) -> Made:
     fix = dict({**PLANS, **OTHERS}[name])
     world = fix["dp"] * fix["tp"] * fix["pp"]
-    parallel = autoptd.parallelize(source, world=world, batch=BATCH, cluster="dgx-h100", fix=fix)
+    parallel = autoptd.parallelize(source(), world=world, batch=BATCH, cluster="dgx-h100", fix=fix)
     layout = replace(parallel.layout, bucket_elements=1000)  # so that a rank has parts of many parameters
     return Made(parallel.plan, layout, parallel.program, parallel.initial_values())
 

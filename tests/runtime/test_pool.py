@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -112,3 +113,12 @@ def test_a_failed_rank_is_named_and_the_pool_recovers(pool: Pool) -> None:
     with pytest.raises(RuntimeFault, match=r"(?s)rank 3 failed.*out of luck"):
         pool.run(Mesh(8), fail_on_three)
     assert len(pool.run(Mesh(8), every_collective)) == 8
+
+
+def answer_with_a_lock(c: Communicators) -> object:
+    return threading.Lock()
+
+
+def test_an_answer_that_cannot_be_sent_is_told(pool: Pool) -> None:
+    with pytest.raises(RuntimeFault, match="cannot pickle"):
+        pool.run(Mesh(8), answer_with_a_lock)

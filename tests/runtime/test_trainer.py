@@ -49,7 +49,7 @@ def train(c: Communicators, layout: tiny.Layout, per_rank: int = 6, **kwargs: An
         assert trainer.grad_norm is not None
         norms.append(float(trainer.grad_norm))
         gradients = gradients or {name: x.clone() for name, x in trainer.gradients().items()}
-    local = {name: x.clone() for name, x in trainer.local_tensors().items()}
+    local = {name: x.detach().clone() for name, x in trainer.local_tensors().items()}
     return {
         "losses": losses,
         "norms": norms,
