@@ -1,5 +1,5 @@
-"""`python -m benchmarks [RUNS.jsonl]`: the tables, one after the other: how long planning takes, how fast programs train;
-with runs, how long predicting them takes."""
+"""`python -m benchmarks [RUNS.jsonl]`: how long planning takes, how fast programs train; with runs, how long predicting
+them takes."""
 
 from __future__ import annotations
 
