@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from parity_check import MESHES, Variant, batches, case, parallel, planned, with_files
+from parity_check import MESHES, Variant, batches, case, parallel, planned, spoil_ring, with_files
 from parity_models import DROPOUT
 
 from autoptd.api import Parallel
 from autoptd.lockstep import Trained, differences, train_in_lockstep
 from autoptd.passes.cut_tokens import _SegmentWriter
-from autoptd.runtime import executor, ops, recompute, ring
+from autoptd.runtime import executor, recompute
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.randomness import DropoutKey, Elements
 from autoptd.runtime.trainer import Trainer
@@ -294,13 +291,7 @@ def test_an_edited_place_of_tokens_is_seen(name: str, pattern: str, by: str, con
     ],
 )
 def test_an_edited_ring_is_seen(pattern: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Path(ring.__file__).read_text()
-    spoilt = re.sub(pattern, by, text)
-    assert spoilt != text, "nothing was planted"
-    module = types.ModuleType("spoilt")
-    monkeypatch.setitem(sys.modules, "spoilt", module)  # where dataclasses look for theirs
-    exec(compile(spoilt, "spoilt", "exec"), module.__dict__)
-    monkeypatch.setattr(ops, "ring_attention", module.ring_attention)
+    spoil_ring(monkeypatch, pattern, by)
     name, mesh = "nanogpt_dropout", Mesh(cp=2)
     made = parallel(name, planned(name, mesh, ONE_SHARE), "sgd")
     assert not is_alone(name, train_in_lockstep(made, batches(name)))
