@@ -26,6 +26,8 @@ from autoptd.passes.fold import Cut, Folded, Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.placements import B, Broadcast, P, Placement, Split, conversion
+from autoptd.passes.samples import sample_place
+from autoptd.passes.saved import ATTENTION, DROPOUT
 from autoptd.passes.sharding import KindSharding, Sharding, ops_of
 from autoptd.passes.token_splits import TokenSplits, plain
 from autoptd.passes.trace import SEQUENCE
@@ -150,6 +152,22 @@ class _Cutter:
 
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
+_DRAWS = ATTENTION | DROPOUT
+_BEFORE = "before the cut"  # in a node's meta
+
+
+@dataclass(frozen=True)
+class Before:
+    """What an op was before tokens were cut: numbers that it draws are keyed by that."""
+
+    position: int  # in its segment
+    tokens: Placement  # of its first result, on the cp axis
+
+
+def before_cut(node: fx.Node) -> Before | None:
+    """None where tokens are not cut."""
+    found: Before | None = node.meta.get(_BEFORE)
+    return found
 
 
 class _SegmentWriter:
@@ -177,12 +195,12 @@ class _SegmentWriter:
                 made.meta["info"] = local(info(node), self.cutter.splits.given[node])
                 self.nodes.append(made)
             else:
-                self._op(node, self.decided.strategies[positions[node]])
+                self._op(node, positions[node], self.decided.strategies[positions[node]])
         if self.cutter.folded.loss in self.segment.nodes:
             self._loss()
         return self.nodes
 
-    def _op(self, node: fx.Node, tp: Strategy) -> None:
+    def _op(self, node: fx.Node, position: int, tp: Strategy) -> None:
         splits = self.cutter.splits
         strategy = splits.strategies[node]
         self.told.append(str(strategy))
@@ -199,7 +217,9 @@ class _SegmentWriter:
         target = _ATTENTION.get(strategy.implementation, node.target)
         made = self.cutter.graph.create_node("call_function", target, args, kwargs, name=node.name)  # type: ignore[arg-type]
         assert made.name == node.name, (made.name, node.name)
-        made.meta = dict(node.meta)
+        if node.target in _DRAWS:
+            sample_place(node)  # kept in its meta: what the ops that led there say, as they were
+        made.meta = {**node.meta, _BEFORE: Before(position, strategy.gives[0])}
         found = tuple(local(t, p) for t, p in zip(infos(node), strategy.gives, strict=True))
         made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]
         self.cutter.new[node] = made

@@ -35,7 +35,6 @@ from autoptd.runtime import ops
 
 aten = torch.ops.aten
 ATTENTION = (aten.scaled_dot_product_attention.default, ops.attention)
-_DROPOUT = (aten.dropout.default, ops.dropout)
 _ROWS = Strategy((Split(1), Split(1)), (P,))  # a loss over logits [b, s, v] and labels [b, s]
 _GATHERS, _TALKS, _LOCAL = 100, 5, 1  # what conversions cost, in no unit: only their order matters
 
@@ -143,9 +142,6 @@ class _Decider:
     def _choose(self, node: fx.Node) -> Strategy:
         call = op_call(node)
         given = [self.given[o] for o in operands(node)]
-        cut = any(isinstance(p, Split) for p in given)
-        if cut:
-            _refuse_dropout(node, call, self.ranks)
         options = self._options(node, call)
         costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
         (cost, *_), best = min(costs)
@@ -183,17 +179,6 @@ class _Decider:
                     where=source_line(node),
                     fix="use fix={'context': 'ring'}",
                 )
-
-
-def _refuse_dropout(node: fx.Node, call: OpCall, ranks: int) -> None:
-    """Its numbers are not those of a place in the sequence yet."""
-    drops = node.target in ATTENTION and call.arg(4, "dropout_p", 0.0)
-    if drops or (node.target in _DROPOUT and call.arg(1, "p", 0.0)):
-        raise PlanError(
-            f"cp {ranks}: dropout does not run over tokens that are cut over ranks",
-            where=source_line(node),
-            fix="set the model's dropout to 0, or leave cp out",
-        )
 
 
 def plain(placement: Placement, tensor: TensorInfo) -> Placement:

@@ -19,7 +19,7 @@ from torch import fx
 from autoptd.codegen.again import Again, core_lines, kept_text, runs_of
 from autoptd.codegen.expressions import Text, expression, size_text
 from autoptd.codegen.names import TAKEN, Names, ends_line, wish
-from autoptd.passes.cut_tokens import TOKEN_OPS
+from autoptd.passes.cut_tokens import TOKEN_OPS, before_cut, ring, ulysses
 from autoptd.passes.factors import Strategy, local_args, local_shape
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
@@ -176,7 +176,7 @@ class Body:
             return _implementation_text(function, args, kwargs)
         if node.target is aten.dropout.default and args[1] and args[2]:
             return f"ops.dropout({args[0]}, {args[1]!r}, {self._random(node, strategy)})"
-        if node.target is aten.scaled_dot_product_attention.default and len(args) > 4 and args[4]:
+        if node.target in _ATTENTION and len(args) > 4 and args[4]:
             return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
 
@@ -186,7 +186,8 @@ class Body:
         Of attention, elements are the scores [..., queries, keys]: they lie as the result does, but for its width.
         """
         self.dropout = True
-        index, i = self.at
+        (index, i), before = self.at, before_cut(node)
+        i = i if before is None else before.position
         key = f'"{index}.{i}"' if self.first is None else f'f"{{self._first + {index - self.first}}}.{i}"'
         placement, place, text = strategy.gives[0], sample_place(node), f"key={key}, rng=self.dropout"
         width = info(node).ndim - 1 if node.target is not aten.dropout.default else None
@@ -195,18 +196,26 @@ class Body:
             text += samples_text(place)
         else:
             text += ", samples=ops.MICROBATCH" if counts_samples(info(node)) else ", samples=None"
+        parts = []
         if isinstance(placement, Split) and placement.dim != width:
-            text += f", parts=[tp.part({', '.join(conversion_args(B, placement))})]"
-        return text
+            parts.append(f"tp.part({', '.join(conversion_args(B, placement))})")
+        if node.target is ulysses:  # the whole sequence for some of a tp rank's heads
+            parts.insert(0, f"cp.part(dim={info(node).ndim - 3})")
+        elif before is not None and isinstance(before.tokens, Split):
+            parts.append(f"cp.part(dim={before.tokens.dim})")
+        return text + (f", parts=[{', '.join(parts)}]" if parts else "")
 
     def _attention_text(
         self, node: fx.Node, strategy: Strategy, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> str:
+        name = _ATTENTION[node.target]  # type: ignore[index]
+        cp = ", cp" if node.target in TOKEN_OPS else ""
         options = [f"dropout_p={args[4]!r}"]
         options += [f"mask={args[3]}"] if args[3] is not None else []
         options += ["is_causal=True"] if len(args) > 5 and args[5] else []
         options += [f"{k}={v!r}" for k, v in kwargs.items() if v not in (None, False)]
-        return f"ops.attention({args[0]}, {args[1]}, {args[2]}, {', '.join(options)}, {self._random(node, strategy)})"
+        options.append(self._random(node, strategy))
+        return f"ops.{name}({args[0]}, {args[1]}, {args[2]}{cp}, {', '.join(options)})"
 
     def prelude(self, nodes: Sequence[fx.Node]) -> None:
         """Write nodes that every rank computes in full."""
@@ -235,6 +244,11 @@ class Body:
                 self._note_sizes(item)
 
 
+_ATTENTION = {
+    aten.scaled_dot_product_attention.default: "attention",
+    ring: "ring_attention",
+    ulysses: "ulysses_attention",
+}
 _SUFFIX = {"B": "whole", "S": "split", "P": "addend"}
 
 

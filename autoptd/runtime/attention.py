@@ -14,16 +14,43 @@ Query heads that share a key head are further queries of it: q [..., heads, n, d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autoptd.runtime.randomness import Elements
+from autoptd.runtime.randomness import FIRST_DIM, DropoutKey, Elements, Part, Where
 
 _SCORES = 1 << 24  # that are there at once
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key: str = "",
+    rng: DropoutKey | None = None,
+    samples: Where = FIRST_DIM,
+    parts: Sequence[Part] = (),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot product attention, q [..., heads, sq, d], k and v [..., kv heads, sk, d], with keyed dropout.
+
+    torch's kernels do all of it but dropout, which they number as this rank alone counts. `samples` and `parts` are
+    those of the scores [..., heads, sq, sk]; a slice of v's width is none of them.
+    """
+    if dropout_p == 0 or rng is None or not rng.active:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    scores = (*q.shape[:-1], k.shape[-2])
+    elements = rng.elements(scores, key, samples, parts, q.device)
+    return attention_with_dropout(q, k, v, mask, is_causal, scale, dropout_p, elements)
 
 
 def attention_with_dropout(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoptd.runtime.comm import Group
+from autoptd.runtime.randomness import Part
 
 Map: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -86,7 +87,7 @@ class Axis:
         self.rank = group.rank
         self.size = group.size
 
-    def part(self, dim: int, groups: int = 1) -> Slice:
+    def part(self, dim: int, groups: int = 1) -> Part:
         """Which slice of a split dim this rank holds."""
         return Slice(dim, groups, self.size, self.rank)
 

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autoptd.runtime.attention import attention_with_dropout
+from autoptd.runtime.attention import attention
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.randomness import FIRST_DIM, MICROBATCH, DropoutKey, Part, Samples, Where
 from autoptd.runtime.ring import ring_attention, ulysses_attention
 
 # for emitted programs, which say where samples lie, and call these here
-__all__ = ["MICROBATCH", "Samples", "ring_attention", "ulysses_attention"]
+__all__ = ["MICROBATCH", "Samples", "attention", "ring_attention", "ulysses_attention"]
 
 
 def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int = -1) -> Tensor:
@@ -112,32 +112,6 @@ def dropout(
     if p == 1:
         return x * 0
     return x * rng.elements(x.shape, key, samples, parts, x.device).keep(p) * (1 / (1 - p))
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    key: str = "",
-    rng: DropoutKey | None = None,
-    samples: Where = FIRST_DIM,
-    parts: Sequence[Part] = (),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Scaled dot product attention, q [..., heads, sq, d], k and v [..., kv heads, sk, d], with keyed dropout.
-
-    torch's kernels do all of it but dropout, which they number as this rank alone counts. `samples` and `parts` are
-    those of the scores [..., heads, sq, sk]; a slice of v's width is none of them.
-    """
-    if dropout_p == 0 or rng is None or not rng.active:
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    scores = (*q.shape[:-1], k.shape[-2])
-    elements = rng.elements(scores, key, samples, parts, q.device)
-    return attention_with_dropout(q, k, v, mask, is_causal, scale, dropout_p, elements)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -30,8 +30,12 @@ _AT_ONCE_ELSEWHERE = 1 << 25
 class Part(Protocol):
     """A slice of a dim that this rank holds. One dim may be cut several times over: innermost cut first."""
 
-    dim: int
-    size: int  # how many times as long the whole dim is
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """How many times as long the whole dim is."""
 
     def whole(self, index: Tensor, length: int) -> Tensor:
         """Where elements of the slice, which is `length` long, lie in the whole dim."""
@@ -105,11 +109,11 @@ class Elements:
     samples: Where
     parts: tuple[Part, ...]
     device: torch.device
-    stretch: tuple[int, int, int] | None = None  # dim, start, stop: those alone
+    stretches: tuple[tuple[int, int, int], ...] = ()  # dim, start, stop: those alone; one of a dim
 
     def narrow(self, dim: int, start: int, stop: int) -> Elements:
-        """Those from `start` to `stop` along a dim."""
-        return replace(self, stretch=(dim % len(self.shape), start, stop))
+        """Those from `start` to `stop` along a dim; once of a dim."""
+        return replace(self, stretches=(*self.stretches, (dim % len(self.shape), start, stop)))
 
     def keep(self, p: float) -> Tensor:
         """Whether each is kept, which it is with probability 1 − p to within 2⁻³²: bool, of the local shape."""
@@ -135,8 +139,8 @@ class Elements:
         index, whole = torch.arange(self.shape[dim], device=self.device), self.shape[dim]
         for part in (p for p in self.parts if p.dim % len(self.shape) == dim):
             index, whole = part.whole(index, whole), whole * part.size
-        if self.stretch is not None and self.stretch[0] == dim:
-            index = index[self.stretch[1] : self.stretch[2]]
+        for _, start, stop in (s for s in self.stretches if s[0] == dim):
+            index = index[start:stop]
         if not isinstance(self.samples, Samples) or self.samples.dim % len(self.shape) != dim:
             return Coordinates(index)
         inner = self.samples.inner

@@ -11,6 +11,10 @@ the sum would be lost. Backward, with p = e^(s-M) / L and D = Σ dO ∘ O over a
 
     dV += pᵀ dO     ds = p ∘ (dO Vᵀ - D)     dQ += ds K · scale     dK += dsᵀ Q · scale
 
+With dropout a score counts in its row's sum whether it is kept or not, and K = keep / (1 - p) of its key's element in
+the whole [..., heads, s, s] stands beside p where values are read: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and
+ds = p ∘ (K ∘ (dO Vᵀ) - D). It is made again in the backward pass.
+
 dK and dV travel with the keys that they belong to, and one step further, home. The next block is under way while a rank
 computes. All sums are in float32 at least.
 
@@ -20,14 +24,16 @@ Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses): an all-to-all gives each rank a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoptd.runtime.attention import attention
+from autoptd.runtime.randomness import FIRST_DIM, DropoutKey, Elements, Part, Where
 from autoptd.runtime.tokens import Tokens
 
 _SCORES = 1 << 24  # of one tile; more queries than that are taken in several
@@ -39,19 +45,29 @@ def ring_attention(
     v: Tensor,
     cp: Tokens,
     mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    key: str = "",
+    rng: DropoutKey | None = None,
+    samples: Where = FIRST_DIM,
+    parts: Sequence[Part] = (),
     enable_gqa: bool = False,
 ) -> Tensor:
     """This rank's rows of scaled dot product attention over the whole sequence.
 
     q [..., heads, s/n, d], k and v [..., kv heads, s/n, d]: own tokens. mask [..., s/n or 1, s]: rows of own tokens,
-    all columns; true where a key is seen, or what is added to its scores; it takes no gradient.
+    all columns; true where a key is seen, or what is added to its scores; it takes no gradient. `samples` and `parts`
+    are those of the rows of the scores [..., heads, s/n, s], own tokens among them.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if cp.size == 1:
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    result: Tensor = _Ring.apply(q, k, v, cp, mask, is_causal, scale)
+        return attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa)
+    dropped = None
+    if dropout_p and rng is not None and rng.active:
+        elements = rng.elements((*q.shape[:-1], k.shape[-2]), key, samples, parts, q.device)
+        dropped = _Dropped(elements, dropout_p, cp)
+    result: Tensor = _Ring.apply(q, k, v, cp, mask, is_causal, scale, dropped)
     return result
 
 
@@ -61,15 +77,23 @@ def ulysses_attention(
     v: Tensor,
     cp: Tokens,
     mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    key: str = "",
+    rng: DropoutKey | None = None,
+    samples: Where = FIRST_DIM,
+    parts: Sequence[Part] = (),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `ring_attention`, with heads exchanged for tokens; n divides heads and kv heads. mask [..., s or 1, s]."""
+    """As `ring_attention`, with heads exchanged for tokens; n divides heads and kv heads. mask [..., s or 1, s].
+
+    `samples` and `parts` are those of the scores [..., heads/n, s, s], own heads among them.
+    """
     q, k, v = (cp.all_to_all(x, (x.ndim - 2, 1), (x.ndim - 3, 1)) for x in (q, k, v))
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask.tensor_split(cp.size, -3)[cp.rank]
-    out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    out = attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa)
     return cp.all_to_all(out, (out.ndim - 3, 1), (out.ndim - 2, 1))
 
 
@@ -78,9 +102,17 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: Tokens, mask: Tensor | None, is_causal: bool, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cp: Tokens,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        dropped: _Dropped | None,
     ) -> Tensor:
-        rows = _Rows(q, k, cp, mask, is_causal, scale)
+        rows = _Rows(q, k, cp, mask, is_causal, scale, dropped)
         highest = rows.like_q(1).fill_(-math.inf)
         total, out = rows.like_q(1).zero_(), rows.like_q(v.shape[-1]).zero_()
         for owner, (keys, values) in _round(cp, k, v):
@@ -91,7 +123,8 @@ class _Ring(torch.autograd.Function):
                 base = above.masked_fill(above == -math.inf, 0)  # a row that has seen no key yet
                 weights, decay = (scores - base).exp_(), (before - base).exp_()
                 total[..., query, :] = total[..., query, :] * decay + weights.sum(-1, keepdim=True)
-                out[..., query, :] = out[..., query, :] * decay + weights @ rows.shared(values, key)
+                kept = rows.kept(weights, owner, query, key)
+                out[..., query, :] = out[..., query, :] * decay + kept @ rows.shared(values, key)
                 highest[..., query, :] = above
         unseen = total == 0
         out = (out / total.masked_fill(unseen, 1)).to(q.dtype).flatten(-4, -3)
@@ -116,8 +149,10 @@ class _Ring(torch.autograd.Function):
                 scores = rows.scores(query, key, tile, keys)
                 weights = (scores - highest[..., query, :]).exp_() / total[..., query, :]
                 value, d_rows = rows.shared(values, key), d_out[..., query, :]
-                d_v[..., key, :] += (weights.transpose(-2, -1) @ d_rows).sum(-3)
-                d_scores = weights * (d_rows @ value.transpose(-2, -1) - inner[..., query, :]) * rows.scale
+                kept = rows.kept(weights, owner, query, key)
+                d_v[..., key, :] += (kept.transpose(-2, -1) @ d_rows).sum(-3)
+                d_scores = kept * (d_rows @ value.transpose(-2, -1)) - weights * inner[..., query, :]
+                d_scores *= rows.scale
                 d_q[..., query, :] += d_scores @ rows.shared(keys, key)
                 d_k[..., key, :] += (d_scores.transpose(-2, -1) @ rows.q[..., query, :]).sum(-3)
             if arriving is not None:
@@ -127,14 +162,37 @@ class _Ring(torch.autograd.Function):
         assert arriving is not None
         d_k, d_v = _unpacked(arriving.wait())
         rows.q = None
-        return d_q.to(q.dtype).flatten(-4, -3), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None
+        return d_q.to(q.dtype).flatten(-4, -3), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """What dropout drops of own rows, and with which probability."""
+
+    elements: Elements  # rows of own tokens, columns of any rank's
+    p: float
+    cp: Tokens
+
+    def kept(self, owner: int, query: slice, key: slice) -> Tensor:
+        """Whether a tile's scores are kept, [..., heads, queries, keys]; keys are the owner's."""
+        here = replace(self.elements, parts=(*self.elements.parts, self.cp.part_of(owner, -1)))
+        return here.narrow(-2, query.start, query.stop).narrow(-1, key.start, key.stop).keep(self.p)
 
 
 class _Rows:
     """The queries of this rank, heads that share a key together, and the tiles in which they meet keys."""
 
-    def __init__(self, q: Tensor, k: Tensor, cp: Tokens, mask: Tensor | None, is_causal: bool, scale: float) -> None:
-        self.cp, self.is_causal, self.scale = cp, is_causal, scale
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        cp: Tokens,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        dropped: _Dropped | None = None,
+    ) -> None:
+        self.cp, self.is_causal, self.scale, self.dropped = cp, is_causal, scale, dropped
         self.heads, self.length = k.shape[-3], k.shape[-2]
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.q: Any = self.grouped(q)
@@ -152,6 +210,13 @@ class _Rows:
     def shared(self, x: Tensor, rows: slice) -> Tensor:
         """Some of the keys or values, for the heads that share them."""
         return x[..., rows, :].to(self.dtype).unsqueeze(-3)
+
+    def kept(self, weights: Tensor, owner: int, query: slice, key: slice) -> Tensor:
+        """A tile's weights where they are kept, scaled; zero where they are dropped."""
+        if self.dropped is None:
+            return weights
+        keep = self.dropped.kept(owner, query, key).unflatten(-3, (self.heads, -1))
+        return weights * keep * (1 / (1 - self.dropped.p))
 
     def tiles(self, owner: int) -> Iterator[tuple[slice, slice, tuple[int, bool]]]:
         """(rows of queries, rows of the owner's keys, (first column of the mask, on the diagonal)) that meet."""

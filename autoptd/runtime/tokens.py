@@ -12,17 +12,37 @@ each token by itself do not notice; what counts positions is cut from what was c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from autoptd.runtime.axis import Axis, from_slices, own_slice, to_slices
 from autoptd.runtime.comm import Group
 from autoptd.runtime.layout import Layout
+from autoptd.runtime.randomness import Part
 
 
 def tokens_axis(layout: Layout, group: Group) -> dict[str, Tokens]:
     """What a stage of a program whose tokens are cut takes besides."""
     return {"cp": Tokens(group, layout.zigzag)} if layout.mesh.cp > 1 else {}
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The tokens of one rank, along a dim: some of the equal parts of a sequence, one after the other."""
+
+    dim: int
+    size: int  # ranks
+    chunks: tuple[int, ...]
+
+    def whole(self, index: Tensor, length: int) -> Tensor:
+        """Where elements of the rank's tokens, of which there are `length`, lie in the whole dim."""
+        width = length // len(self.chunks)
+        where = index % width
+        for i, chunk in enumerate(self.chunks):
+            where = where + (index // width == i) * (chunk * width)
+        return where
 
 
 class Tokens(Axis):
@@ -35,6 +55,15 @@ class Tokens(Axis):
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The chunks that a rank holds, in the order in which it holds them; one chunk per rank, or two."""
         return (rank, 2 * self.size - 1 - rank) if self.zigzag else (rank,)
+
+    def part(self, dim: int, groups: int = 1) -> Part:
+        """Which part of a split dim this rank holds."""
+        assert groups == 1, "tokens are cut once"
+        return self.part_of(self.rank, dim)
+
+    def part_of(self, rank: int, dim: int) -> Chunks:
+        """Which part of a split dim a rank holds."""
+        return Chunks(dim, self.size, self.chunks(rank))
 
     def _own(self, x: Tensor, dim: int, groups: int) -> Tensor:
         if not self.zigzag:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from parity_models import DROPOUT, FEW_MESHES, MODELS, Case
 from torch import Tensor
@@ -17,6 +22,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.lockstep import Trained, differences, train_alone, train_in_lockstep
 from autoptd.plans import Plan
 from autoptd.progress import Silent
+from autoptd.runtime import ops, ring
 from autoptd.runtime.mesh import Mesh
 from autoptd.search.wishes import read_wishes
 
@@ -167,6 +173,17 @@ def with_files(made: Parallel, files: Mapping[str, str]) -> Parallel:
         made._clip_norm,
         made._seed,
     )
+
+
+def spoil_ring(monkeypatch: pytest.MonkeyPatch, pattern: str, by: str) -> None:
+    """Ring attention with its source edited; something must change."""
+    text = Path(ring.__file__).read_text()
+    spoilt = re.sub(pattern, by, text)
+    assert spoilt != text, "nothing was planted"
+    module = types.ModuleType("spoilt")
+    monkeypatch.setitem(sys.modules, "spoilt", module)  # where dataclasses look for theirs
+    exec(compile(spoilt, "spoilt", "exec"), module.__dict__)
+    monkeypatch.setattr(ops, "ring_attention", module.ring_attention)
 
 
 torch.set_num_threads(1)

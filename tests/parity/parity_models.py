@@ -355,6 +355,45 @@ def folded_dropout() -> Case:
     return Case(randomised(Folded()), {"ids": ids[1:], "labels": labels[1:]})
 
 
+class WrittenLayer(nn.Module):
+    """Attention as two products and a softmax, whose probabilities are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = (t.view(b, s, 4, h // 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = F.dropout(torch.softmax(q @ k.transpose(-2, -1) / (h // 4) ** 0.5, -1), 0.2)
+        return x + F.dropout(self.out((weights @ v).transpose(1, 2).reshape(b, s, h)), 0.2)
+
+
+class Written(nn.Module):
+    """See `WrittenLayer`; the last dropout is of a mean over all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(WrittenLayer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.table(ids), 0.2)
+        for layer in self.layers:
+            x = layer(x)
+        x = x + F.dropout(x.mean(1), 0.5)[:, None]
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def written_dropout() -> Case:
+    """See `Written`: over cp ranks keys and values are gathered before what is dropped."""
+    torch.manual_seed(0)
+    ids, labels = tokens()
+    return Case(randomised(Written()), {"ids": ids, "labels": labels})
+
+
 class OneLayerManyTimes(nn.Module):
     """As in ALBERT: every layer is the same module."""
 
@@ -447,4 +486,5 @@ DROPOUT: dict[str, Callable[[], Case]] = {
     "nanogpt_dropout": lambda: nanogpt(dropout=0.2),
     "bert_dropout": lambda: bert(dropout=0.2),
     "folded_dropout": folded_dropout,
+    "written_dropout": written_dropout,
 }

@@ -11,7 +11,7 @@ from parity_check import Variant, alone, batches, complaints, parallel, planned
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from autoptd.lockstep import train_in_lockstep
+from autoptd.lockstep import differences, train_in_lockstep
 from autoptd.parallel import Parallel
 from autoptd.runtime import compiled
 from autoptd.runtime.mesh import Mesh
@@ -65,6 +65,14 @@ def test_compiled_blocks_over_cut_tokens(context: str) -> None:
     """The ring, and which tokens a rank has, stay outside."""
     found = train_in_lockstep(of("nanogpt", Mesh(cp=2), replace(BULK, context=context, micro=8)), batches("nanogpt"))
     assert graphs() and not complaints("nanogpt", found, alone("nanogpt", "sgd"))
+
+
+def test_compiled_blocks_drop_over_cut_tokens() -> None:
+    """What eager blocks drop, in the ring and beside it."""
+    name, run = "nanogpt_dropout", (Mesh(cp=2), replace(BULK, micro=8))
+    found, plain = (train_in_lockstep(of(name, *run, backend), batches(name)) for backend in ("aot_eager", ""))
+    wrong = differences(found.gradients, plain.gradients)
+    assert graphs() and not found.diverged and max(wrong.values()) <= 1e-10
 
 
 def test_a_class_is_compiled_once_and_a_ragged_microbatch_once_more() -> None:

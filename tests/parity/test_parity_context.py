@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from parity_check import OPTIONS, STEPS, Variant, alone, batches, case, check, complaints, parallel, planned, with_files
+from parity_check import (
+    OPTIONS,
+    STEPS,
+    Variant,
+    alone,
+    batches,
+    case,
+    check,
+    complaints,
+    parallel,
+    planned,
+    spoil_ring,
+    with_files,
+)
 from torch import Tensor
 
 from autoptd.api import Parallel
 from autoptd.errors import AutoptdError, InputsError, PlanError
 from autoptd.lockstep import train_alone, train_in_lockstep
-from autoptd.runtime import comm, lockstep, ops, ring
+from autoptd.runtime import comm, lockstep
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.mesh import Mesh
 
@@ -49,8 +60,6 @@ def test_cut_sequences_train_like_one_process(name: str, mesh: Mesh, variant: Va
     [
         ("vit", "cp 2 cuts a sequence, but no input of the model has one", "fix['cp']"),
         ("mixtral", "cp 2: reshape mixes positions", "model.layers.0.mlp (modeling_mixtral.py"),
-        ("nanogpt_dropout", "cp 2: dropout does not run over tokens that are cut", "drop (dropout.py"),
-        ("gpt2_dropout", "cp 2: dropout does not run over tokens that are cut", "transformer.drop (dropout.py"),
     ],
 )
 def test_what_cannot_be_cut_is_named(name: str, says: str, where: str) -> None:
@@ -190,16 +199,11 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
             marks=pytest.mark.fault("gradients of keys stay"),
         ),  # the last gradients of keys stay away
         pytest.param(r"mine \+= theirs", "pass", "gradient", marks=pytest.mark.fault("gradients of keys stay")),
-        (r"- inner\[\.\.\., query, :\]", "", "gradient"),
+        (r"- weights \* inner\[\.\.\., query, :\]", "", "gradient"),
     ],
 )
 def test_an_edited_ring_is_seen(monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, sees: str) -> None:
-    text = Path(ring.__file__).read_text()
-    spoilt = re.sub(pattern, by, text)
-    assert spoilt != text, "nothing was planted"
-    module = types.ModuleType("spoilt")
-    exec(compile(spoilt, "spoilt", "exec"), module.__dict__)
-    monkeypatch.setattr(ops, "ring_attention", module.ring_attention)
+    spoil_ring(monkeypatch, pattern, by)
     mesh = Mesh(cp=2) if "tril" in pattern else RING  # chunks of more than one token
     assert any(complaint.startswith(sees) for complaint in verdict("nanogpt", sound("nanogpt", mesh)))
 

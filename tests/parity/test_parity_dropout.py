@@ -9,11 +9,12 @@ from functools import cache
 
 import pytest
 import torch
-from parity_check import MESHES, Variant, batches, case, parallel, planned, with_files
+from parity_check import MESHES, Variant, batches, case, parallel, planned, spoil_ring, with_files
 from parity_models import DROPOUT
 
 from autoptd.api import Parallel
 from autoptd.lockstep import Trained, differences, train_in_lockstep
+from autoptd.passes.cut_tokens import _SegmentWriter
 from autoptd.runtime import executor, recompute
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.randomness import DropoutKey, Elements
@@ -79,6 +80,21 @@ def test_backward_in_two_halves_plays_no_part() -> None:
     assert is_alone("nanogpt_dropout", trained("nanogpt_dropout", CUBE, zero_bubble))
 
 
+TOKENS = [  # cut over cp ranks
+    ("nanogpt_dropout", Mesh(dp=2, tp=2, cp=2), replace(PLAIN, micro=4)),
+    ("nanogpt_dropout", Mesh(pp=2, cp=4), replace(PLAIN, micro=8, recompute="full")),
+    ("gpt2_dropout", Mesh(tp=2, pp=2, cp=2), replace(PLAIN, micro=4)),
+    ("gpt2_dropout", Mesh(dp=2, cp=4), replace(PLAIN, micro=8, zero=0, context="ulysses")),
+    ("bert_dropout", Mesh(dp=2, tp=2, cp=2), replace(PLAIN, micro=4, context="ulysses")),
+    ("written_dropout", Mesh(tp=2, cp=4), replace(PLAIN, micro=8)),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "variant"), TOKENS, ids=[f"{n}-{m}" for n, m, _ in TOKENS])
+def test_cut_tokens_play_no_part(name: str, mesh: Mesh, variant: Variant) -> None:
+    assert is_alone(name, trained(name, mesh, variant))
+
+
 def test_a_run_repeats_to_the_bit_and_recompute_replays_it() -> None:
     one = trained("nanogpt_dropout", CUBE)
     assert apart(one, trained("nanogpt_dropout", CUBE, again=1)) == 0
@@ -127,9 +143,9 @@ def test_every_place_of_samples_is_met() -> None:
 # ---- planted ----
 
 
-def edited(name: str, edit: Callable[[str], str]) -> Parallel:
+def edited(name: str, edit: Callable[[str], str], mesh: Mesh = CUBE, variant: Variant = PLAIN) -> Parallel:
     """A program with every Python file edited; at least one must change."""
-    made = parallel(name, planned(name, CUBE, PLAIN), "sgd")
+    made = parallel(name, planned(name, mesh, variant), "sgd")
     files = {n: edit(text) if n.endswith(".py") else text for n, text in made.program.files.items()}
     assert files != made.program.files, "nothing was planted"
     return with_files(made, files)
@@ -218,4 +234,74 @@ def test_a_planted_fault_is_seen(
     assert is_alone(name, trained(name, CUBE, variant))
     monkeypatch.setattr(owner, attribute, wrong)
     made = parallel(name, planned(name, CUBE, variant), "sgd")
+    assert not is_alone(name, train_in_lockstep(made, batches(name)))
+
+
+SMALL, ONE_SHARE = Mesh(tp=2, cp=2), replace(PLAIN, micro=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "by", "context"),
+    [
+        pytest.param(
+            "nanogpt_dropout", r", cp\.part\(dim=1\)", "", "ring", marks=pytest.mark.fault("masks of local positions")
+        ),
+        pytest.param(
+            "nanogpt_dropout", r", cp\.part\(dim=2\)", "", "ring", marks=pytest.mark.fault("masks of local positions")
+        ),
+        pytest.param(
+            "nanogpt_dropout",
+            r"(tp\.part\(dim=1\)), (cp\.\S+\))\]",
+            r"\2, \1]",
+            "ring",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+        pytest.param(
+            "bert_dropout",
+            r"\[cp\.part\(dim=1\), ",
+            "[",
+            "ulysses",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+    ],
+)
+def test_an_edited_place_of_tokens_is_seen(name: str, pattern: str, by: str, context: str) -> None:
+    variant = replace(ONE_SHARE, context=context)
+    assert is_alone(name, trained(name, SMALL, variant))
+    made = edited(name, lambda text: re.sub(pattern, by, text), SMALL, variant)
+    assert not is_alone(name, train_in_lockstep(made, batches(name)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by"),
+    [
+        pytest.param(
+            r"cp\.part_of\(owner, -1\)",
+            "cp.part_of(self.cp.rank, -1)",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+        pytest.param(
+            r"\.narrow\(-1, key\.start, key\.stop\)",
+            ".narrow(-1, 0, key.stop - key.start)",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+        (r"weights\.sum\(-1, keepdim=True\)", "rows.kept(weights, owner, query, key).sum(-1, keepdim=True)"),
+        (r"kept\.transpose", "weights.transpose"),
+        (r"d_scores = kept", "d_scores = weights"),
+    ],
+)
+def test_an_edited_ring_is_seen(pattern: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_ring(monkeypatch, pattern, by)
+    name, mesh = "nanogpt_dropout", Mesh(cp=2)
+    made = parallel(name, planned(name, mesh, ONE_SHARE), "sgd")
+    assert not is_alone(name, train_in_lockstep(made, batches(name)))
+
+
+@pytest.mark.fault("masks of conversions")
+def test_keys_that_count_conversions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values are gathered before the probabilities are dropped: positions after the cut are others."""
+    right = _SegmentWriter._op
+    monkeypatch.setattr(_SegmentWriter, "_op", lambda self, node, _, tp: right(self, node, len(self.nodes), tp))
+    name, mesh = "written_dropout", Mesh(cp=2)
+    made = parallel(name, planned(name, mesh, ONE_SHARE), "sgd")
     assert not is_alone(name, train_in_lockstep(made, batches(name)))

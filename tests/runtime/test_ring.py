@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoptd.errors import RuntimeFault
+from autoptd.runtime.attention import attention
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.ring import ring_attention, ulysses_attention
 from autoptd.runtime.tokens import Tokens
 
@@ -32,6 +33,7 @@ class Case:
     is_causal: bool = False
     mask: str = ""
     scale: float | None = None
+    dropout: float = 0.0
     dtype: torch.dtype = torch.float64
 
 
@@ -64,14 +66,17 @@ def made(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
     return [q, k, v], mask, grad
 
 
+def options(case: Case) -> dict[str, object]:
+    grouped = case.heads != case.kv_heads
+    return {"scale": case.scale, "enable_gqa": grouped, "dropout_p": case.dropout, "key": "0", "rng": DropoutKey(1)}
+
+
 def whole(case: Case, precision: torch.dtype | None = None) -> list[Tensor]:
-    """Result and gradients of torch's own."""
+    """Result and gradients of torch's own, or with dropout of one rank's."""
     operands, mask, grad = made(case)
     leaves = [x.to(precision or case.dtype).requires_grad_() for x in operands]
     mask = mask.to(leaves[0].dtype) if mask is not None and mask.is_floating_point() else mask
-    out = F.scaled_dot_product_attention(
-        *leaves, mask, 0.0, case.is_causal, scale=case.scale, enable_gqa=case.heads != case.kv_heads
-    )
+    out = attention(*leaves, mask, is_causal=case.is_causal, **options(case))
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
@@ -85,9 +90,8 @@ def cut(case: Case, ranks: int, way: str, zigzag: bool) -> list[Tensor]:
         rows = mask
         if mask is not None and way == "ring" and mask.shape[-2] > 1:
             rows = cp.slice(mask, -2)
-        out = WAYS[way](
-            *leaves, cp, rows, is_causal=case.is_causal, scale=case.scale, enable_gqa=case.heads != case.kv_heads
-        )
+        parts = [cp.part(dim=2 if way == "ring" else 1)]
+        out = WAYS[way](*leaves, cp, rows, is_causal=case.is_causal, parts=parts, **options(case))
         gradients = torch.autograd.grad(out, leaves, cp.slice(grad, -2))
         return [cp.all_gather_whole(x, -2) for x in (out.detach(), *gradients)]
 
@@ -108,6 +112,8 @@ CASES = {
     "bias per head": Case(mask="bias per head", heads=8, kv_heads=4),
     "lowest number": Case(mask="lowest"),
     "causal, narrow values": Case(is_causal=True, value_width=3),
+    "causal, dropout": Case(is_causal=True, dropout=0.3),
+    "padding, grouped, dropout": Case(mask="padding", heads=8, value_width=4, dropout=0.3),
     "long": Case(tokens=48, is_causal=True, width=3, value_width=3),
 }
 
@@ -134,8 +140,9 @@ def test_sums_are_in_float32() -> None:
         assert mine <= 1.1 * torchs
 
 
-def test_long_rows_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES["causal and padding"]
+@pytest.mark.parametrize("name", ["causal and padding", "causal, dropout"])
+def test_long_rows_go_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
     monkeypatch.setattr("autoptd.runtime.ring._SCORES", 2 * 4 * 6 * 5)
     for found, expected in zip(cut(case, 2, "ring", True), whole(case), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
