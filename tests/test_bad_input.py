@@ -256,7 +256,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
     ("fix", "what", "way_out"),
     [
         ({"tpp": 2}, "'tpp' cannot be fixed", "did you mean 'tp'"),
-        ({3: 2}, "3 cannot be fixed", "known: attention, bucket_bytes, cp, cuts, dp"),
+        ({3: 2}, "3 cannot be fixed", "known: attention, bucket_bytes, context, cp, cuts, dp"),
         ({"tp": "2"}, "tp is '2'", "a whole number of at least 1"),
         ({"tp": True}, "tp is True", "a whole number of at least 1"),
         ({"micro": 0}, "micro is 0", "a whole number of at least 1"),

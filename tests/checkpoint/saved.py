@@ -30,9 +30,8 @@ SIZES = Sizes(vocab=66, max_seq=8, width=24, layers=3, heads=4)  # 66 words: not
 WORLD, BATCH = 8, 16
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "dp 8": {"dp": 8, "tp": 1, "pp": 1, "zero": 1, "micro": 2},
-    "dp 8, ZeRO 0": {"dp": 8, "tp": 1, "pp": 1, "zero": 0, "micro": 1},
     "tp 4": {"dp": 2, "tp": 4, "pp": 1, "zero": 1, "micro": 8},
-    "pp 2, uneven": {"dp": 4, "tp": 1, "pp": 2, "zero": 1, "micro": 2},
+    "pp 2, uneven, ZeRO 0": {"dp": 4, "tp": 1, "pp": 2, "zero": 0, "micro": 2},
     "pp 4, ZeRO 2": {"dp": 2, "tp": 1, "pp": 4, "zero": 2, "micro": 2},
     "all three": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4},
     "all three, ZeRO 3, V": {
@@ -45,9 +44,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
         "virtual": 2,
     },
     "dp 8, ZeRO 2 in fours": {"dp": 8, "tp": 1, "pp": 1, "zero": 2, "shards": 4, "micro": 1},
-    "pp 2, ZeRO 3": {"dp": 4, "tp": 1, "pp": 2, "zero": 3, "micro": 2},
     "cut sequences": {"dp": 2, "tp": 2, "pp": 1, "cp": 2, "zero": 1, "micro": 4},
-    "interleaved": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4, "schedule": "interleaved", "virtual": 2},
 }
 OTHERS: Mapping[str, Mapping[str, Any]] = {"dp 2": {"dp": 2, "tp": 1, "pp": 1, "zero": 1, "micro": 4}}  # fewer ranks
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -72,7 +69,7 @@ def source() -> TracedModel:
 @cache
 def made(name: str) -> Made:
     fix = dict({**PLANS, **OTHERS}[name])
-    world = fix["dp"] * fix["tp"] * fix["pp"]
+    world = fix["dp"] * fix["tp"] * fix["pp"] * fix.get("cp", 1)
     parallel = autoptd.parallelize(source(), world=world, batch=BATCH, cluster="dgx-h100", fix=fix)
     layout = replace(parallel.layout, bucket_elements=1000)  # so that a rank has parts of many parameters
     return Made(parallel.plan, layout, parallel.program, parallel.initial_values())
