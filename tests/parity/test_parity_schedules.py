@@ -39,8 +39,13 @@ def fitting(name: str, variant: Variant) -> Variant:
     return replace(variant, micro=2) if name == "skip_mlp" else variant
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+ALWAYS = ("gpt2", "llama", "bert", "vit", "nanogpt")  # by every way; the others by every third
+CASES = [
+    (name, way) for i, name in enumerate(MODELS) for k, way in enumerate(WAYS) if name in ALWAYS or (i + k) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_schedule_trains_like_one_process(name: str, way: str) -> None:
     turn = list(MODELS).index(name) + list(WAYS).index(way)
     mesh, optimizer = PIPELINES[turn % len(PIPELINES)], ("sgd", "adamw")[turn % 2]
