@@ -121,45 +121,29 @@ class _Reader(LoadPlanner):
 
 def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
     """A collective over `group`; alone without. Raises CheckpointError on every rank where one of them fails."""
-    try:
-        with _quietly():
-            dcp.save(
-                {},
-                storage_writer=dcp.FileSystemWriter(folder),
-                planner=_Writer(entries),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        raise _told(error, folder, "cannot be written") from error
+    writer, planner = dcp.FileSystemWriter(folder), _Writer(entries)
+    with _telling(folder, "cannot be written"):
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
 def read(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
     """Fill the entries' elements. A collective over `group`; alone without. Raises CheckpointError on every rank."""
-    try:
-        with _quietly():
-            dcp.load(
-                {},
-                storage_reader=dcp.FileSystemReader(folder),
-                planner=_Reader(entries),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        raise _told(error, folder, "cannot be read") from error
+    reader, planner = dcp.FileSystemReader(folder), _Reader(entries)
+    with _telling(folder, "cannot be read"):
+        dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """It warns whoever is alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
-
-
-def _told(error: CheckpointException, folder: Path, what: str) -> CheckpointError:
-    rank, (cause, _) = min(error.failures.items())
-    return CheckpointError(f"the checkpoint {what}: {type(cause).__name__}: {cause}", where=f"{folder}, rank {rank}")
+def _telling(folder: Path, what: str) -> Iterator[None]:
+    """Its failures as ours, of the first rank; its warning to whoever is alone is not passed on."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        told = f"the checkpoint {what}: {type(cause).__name__}: {cause}"
+        raise CheckpointError(told, where=f"{folder}, rank {rank}") from error
 
 
 def shapes(folder: Path) -> Mapping[str, tuple[Ints, torch.dtype]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from autoptd.errors import CheckpointError
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.trainer import Trainer
 
+_SHOWN = 12  # tensors named in an error
 Known = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -38,7 +40,7 @@ def restore(
     _check_files(where, manifest, trainer.communicators)
     known = dcp.shapes(where)
     entries = list(model_entries(trainer, still))
-    _check_shapes(where, entries, known)
+    _check_shapes(where, _wanted(trainer, still), known)
     progress = read_progress(where)
     if missing := [name for name in others if name not in progress["others"]]:
         known_others = ", ".join(progress["others"]) or "none"
@@ -62,7 +64,7 @@ def read_progress(where: Path) -> dict[str, Any]:
     path = where / folder.PROGRESS
     try:
         found = torch.load(path, weights_only=True)
-    except Exception as error:  # torch raises what the bytes happen to lead it to
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"not readable: {type(error).__name__}: {error}", where=str(path)) from error
     assert isinstance(found, dict)
     return found
@@ -83,19 +85,26 @@ def _check_files(where: Path, manifest: Mapping[str, Any], c: Communicators) -> 
         raise CheckpointError(text, where=str(where), fix="load an older checkpoint: one of the other step-… folders")
 
 
-def _check_shapes(where: Path, entries: list[Entry], known: Known) -> None:
+def _wanted(trainer: Trainer, still: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Of the whole model, not of this rank: what is missing is then refused by all ranks, and nobody waits for one."""
+    layout = trainer.layout
+    specs = {**layout.parameters, **layout.buffers}
+    return {name: tuple(spec.shape) for name, spec in specs.items() if spec.trainable or name in still}
+
+
+def _check_shapes(where: Path, wanted: Mapping[str, tuple[int, ...]], known: Known) -> None:
     wrong = []
-    for entry in {e.key: e for e in entries}.values():
-        name = entry.key.removeprefix("model.")
-        if entry.key not in known:
-            near = difflib.get_close_matches(entry.key, known, 1)
+    for name, shape in wanted.items():
+        key = f"model.{name}"
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
             wrong.append(f"{name}: not in it" + (f"; it has {near[0].removeprefix('model.')}" if near else ""))
-        elif known[entry.key][0] != tuple(entry.whole):
-            wrong.append(f"{name}: {list(known[entry.key][0])} in it, {list(entry.whole)} in the model")
+        elif known[key][0] != shape:
+            wrong.append(f"{name}: {list(known[key][0])} in it, {list(shape)} in the model")
     if wrong:
-        more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         raise CheckpointError(
-            "the checkpoint is of another model", where="\n".join([str(where), *wrong[:8], *more]), fix="load it there"
+            "the checkpoint is of another model", where="\n".join([str(where), *wrong[:_SHOWN], *more]), fix="load it there"
         )
 
 

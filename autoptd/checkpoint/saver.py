@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,23 @@ import torch.distributed as dist
 from autoptd.checkpoint import dcp, folder
 from autoptd.checkpoint.entries import Entry, copied
 from autoptd.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checkpoint to be written; of `files` and `manifest`, rank 0's count."""
+
+    root: Path
+    step: int
+    entries: Sequence[Entry]  # copies
+    files: Mapping[str, bytes]
+    manifest: Mapping[str, Any]
+    keep: int | None
+
+    def commit(self, digests: Mapping[str, str]) -> Path:
+        return folder.commit(self.root, self.step, self.manifest, digests, self.keep)
 
 
 class Saver:
@@ -50,8 +68,8 @@ class Saver:
         blob = io.BytesIO()
         torch.save(dict(progress), blob)
         files = {folder.PROGRESS: blob.getvalue(), **{name: text.encode() for name, text in texts.items()}}
-        job = (root, step, copied(entries), files if self.rank == 0 else {}, manifest, keep)
-        self._thread = threading.Thread(target=self._run, args=job, name=f"save of step {step}")
+        job = _Job(root, step, copied(entries), files if self.rank == 0 else {}, manifest, keep)
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"save of step {step}")
         self._thread.start()
 
     def wait(self) -> None:
@@ -63,37 +81,20 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _run(
-        self,
-        root: Path,
-        step: int,
-        entries: Sequence[Entry],
-        files: Mapping[str, bytes],
-        manifest: Mapping[str, Any],
-        keep: int | None,
-    ) -> None:
+    def _run(self, job: _Job) -> None:
         try:
-            self._write(root, step, entries, files, manifest, keep)
+            self._write(job)
         except BaseException as error:  # noqa: BLE001  raised by `wait`
             self._error = error
 
-    def _write(
-        self,
-        root: Path,
-        step: int,
-        entries: Sequence[Entry],
-        files: Mapping[str, bytes],
-        manifest: Mapping[str, Any],
-        keep: int | None,
-    ) -> None:
-        part = folder.part_of(root, step)
+    def _write(self, job: _Job) -> None:
+        part = folder.part_of(job.root, job.step)
         try:
-            self._together("prepare", lambda: folder.prepare(root, step) if self.rank == 0 else None)
-            dcp.write(part, entries, self.group)
-            digests = self._gathered(self._together("seal", lambda: self._seal(part, files)))
-            self._together(
-                "commit", lambda: folder.commit(root, step, manifest, digests, keep) if self.rank == 0 else None
-            )
+            self._together("prepare", lambda: folder.prepare(job.root, job.step) if self.rank == 0 else None)
+            dcp.write(part, job.entries, self.group)
+            each = self._everyone(self._together("seal", lambda: self._seal(part, job.files)))
+            digests = {name: text for found in each for name, text in found.items()}
+            self._together("commit", lambda: job.commit(digests) if self.rank == 0 else None)
         except CheckpointError:
             if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
@@ -107,26 +108,22 @@ class Saver:
         mine += [*files, dcp.INDEX] if self.rank == 0 else []
         return {name: folder.digest(part / name) for name in mine}
 
-    def _together(self, what: str, do: Any) -> Any:
+    def _together(self, what: str, do: Callable[[], T]) -> T:
         """Do a part on each rank; fail on all of them where it fails on one."""
         told, found = "", None
         try:
             found = do()
         except (OSError, CheckpointError) as error:
             told = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        if self.group is not None:
-            each: list[str] = [""] * dist.get_world_size(self.group)
-            dist.all_gather_object(each, told, group=self.group)
-        else:
-            each = [told]
-        for rank, text in enumerate(each):
+        for rank, text in enumerate(self._everyone(told)):
             if text:
                 raise CheckpointError(f"the checkpoint cannot be written: {text}", where=f"{what}, rank {rank}")
-        return found
+        return cast(T, found)
 
-    def _gathered(self, mine: dict[str, str]) -> dict[str, str]:
+    def _everyone(self, mine: T) -> list[T]:
+        """What each rank has, by rank."""
         if self.group is None:
-            return mine
-        each: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(self.group))]
+            return [mine]
+        each: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(each, mine, group=self.group)
-        return {name: text for found in each for name, text in found.items()}
+        return each

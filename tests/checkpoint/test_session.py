@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import autoptd
 from autoptd.api import Parallel
 from autoptd.checkpoint import dcp
 from autoptd.checkpoint.folder import PROGRESS, find
+from autoptd.checkpoint.restore import restore
 from autoptd.errors import CheckpointError
 from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.lockstep import run_lockstep
 
 SIZES = Sizes(vocab=32, max_seq=8, width=16, layers=1, heads=2, dropout=0.1)
 
@@ -156,3 +160,23 @@ def test_torch_reads_it_without_us(tmp_path: Path) -> None:
     torch.distributed.checkpoint.load(found, checkpoint_id=find(tmp_path), no_dist=True)
     for name, x in parallel.state_dict().items():
         assert name == "head.weight" or torch.equal(found[f"model.{name}"], x)  # which is tied to the embedding
+
+
+def test_another_model_is_refused_by_ranks_that_lack_nothing(tmp_path: Path) -> None:
+    """The first stage has all it needs in a checkpoint of fewer layers; it must not wait for what the others read."""
+    first = made()
+    step(first)
+    first.save(tmp_path)
+    fix = {"dp": 1, "tp": 1, "pp": 2, "micro": 2}
+    other = made(sizes=DEEPER, world=2, fix=fix, precision="fp32")
+    values = other.initial_values()
+
+    def body(c: Communicators) -> str:
+        mine = copy.copy(other)
+        mine.start(c, values)
+        with pytest.raises(CheckpointError) as caught:
+            restore(tmp_path, mine._running, (), None, optimizer=False)
+        return str(caught.value)
+
+    told = run_lockstep(other.layout.mesh, body)
+    assert all("blocks.1.norm_1.weight: not in it" in text for text in told)
