@@ -103,9 +103,8 @@ def _check_shapes(where: Path, wanted: Mapping[str, tuple[int, ...]], known: Kno
             wrong.append(f"{name}: {list(known[key][0])} in it, {list(shape)} in the model")
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        raise CheckpointError(
-            "the checkpoint is of another model", where="\n".join([str(where), *wrong[:_SHOWN], *more]), fix="load it there"
-        )
+        lines = [str(where), *wrong[:_SHOWN], *more]
+        raise CheckpointError("the checkpoint is of another model", where="\n".join(lines), fix="load it there")
 
 
 def _check_optimizer(where: Path, progress: Mapping[str, Any], trainer: Trainer) -> None:
