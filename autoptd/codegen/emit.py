@@ -8,14 +8,16 @@ out/plan.json       the plan that it was written from
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -191,7 +193,7 @@ def load_stage(program: Program, stage: int, directory: str | Path | None = None
     package = f"autoptd_program_{digest}"
     if package not in sys.modules:
         if directory is None:
-            directory = Path(tempfile.mkdtemp(prefix="autoptd-")) / package
+            directory = Path(_temporary_folder()) / package
         _import(package, program.write(directory) / "__init__.py")
     name, cls = program.stages[stage]
     module = f"{package}.{name.removesuffix('.py')}"
@@ -201,6 +203,14 @@ def load_stage(program: Program, stage: int, directory: str | Path | None = None
         _import(module, Path(root).parent / name)
     made = getattr(sys.modules[module], cls)
     return partial(made, stage=stage) if hasattr(sys.modules[module], "LAYERS") else made
+
+
+@cache
+def _temporary_folder() -> str:
+    """Of this process, removed when it ends."""
+    folder = tempfile.mkdtemp(prefix="autoptd-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _import(name: str, path: Path) -> ModuleType:

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable
 from copy import copy
 from functools import cache
+from threading import Lock
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from autoptd.runtime.stage import Stage
 
 DEFAULT = "inductor"
 _ON_HOST = ("grouped_mm",)  # reads values
+_ONE = Lock()  # ranks that are threads: CPython's parser counts how deep trees are for all threads together
 
 
 def check_backend(backend: str) -> None:
@@ -50,7 +52,8 @@ def compile_blocks(stage: Stage, backend: str = DEFAULT) -> int:
                 outside[id(axis)] = copy(axis)
                 outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
             setattr(block, name, outside[id(axis)])
-        block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
+        with _ONE:
+            block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
     return len(blocks)
 
 

@@ -22,10 +22,12 @@ class Lone:
         self._pieces = list(pieces)
 
     def start_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients, whoever looks at them: the next ones are made anew."""
         self.used = set()
         for parameter in self.parameters.values():
             parameter.grad = None
+        for piece in self._pieces:
+            piece.param.grad, piece.grad = None, piece.grad.new_empty(0)
 
     def finish(self) -> None:
         """All gradients have come: hand them to the pieces. One that did not come is zero, as for who has a part."""
@@ -44,8 +46,8 @@ class Lone:
             piece.grad = gradient.view(-1)[piece.start : piece.start + piece.param.numel()]
 
     def scale(self, factor: Tensor) -> None:
-        for gradient in self.gradients().values():
-            gradient.mul_(factor)
+        if gradients := list(self.gradients().values()):
+            torch._foreach_mul_(gradients, factor)
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the last step, each in its parameter's shape."""

@@ -2,9 +2,9 @@
 parts, on gloo.
 
 Both run in the same processes, a step each by turns, so that what else the machine does slows both alike; the figure is
-the median ratio of pairs. Model, batch, optimizer (fused AdamW), clipping and precision (float32) are the same, and so
-are loss and gradient norm of the first step, or there is no figure. Memory is what PyTorch's allocator holds when it
-holds most, of the fullest rank, in a run of each alone.
+the median ratio of pairs. Model, batch, optimizer (fused AdamW), clipping and precision (float32) are the same, every
+stage has as many blocks, and loss and gradient norm of the first step agree, or there is no figure. Memory is what
+PyTorch's allocator holds when it holds most, of the fullest rank, in a run of each alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def task_of(case: Case) -> Task:
     source = autoptd.trace(Trained(), seq=SEQ, precision="fp32")
     fix = {
         "dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": case.zero, "micro": SAMPLES, "recompute": "none",
-        "sequence_parallel": mesh.tp > 1,
+        "sequence_parallel": mesh.tp > 1, "stages": "even",
     }  # fmt: skip
     made = autoptd.parallelize(source, world=mesh.world, batch=samples * mesh.dp, cluster="local", fix=fix)
     return Task(made.program, made.layout, made.initial_values(), case.against, samples, m)

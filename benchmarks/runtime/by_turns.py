@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import time
@@ -110,6 +111,7 @@ def peak_bytes(c: Communicators, task: Task, ours: bool) -> int:
     """Of all tensors of this process, from before the program is made until its third step has run."""
     make: Callable[[Communicators, Task], Step] = _ours if ours else _theirs
     generator = torch.Generator().manual_seed(0)
+    gc.collect()  # what an earlier program left would be freed within this one
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = make(c, task)
         for _ in range(3):
