@@ -13,7 +13,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 demo: $(INSTALLED)
 	$(RUN) examples/demo.py
 
-# two processes, one thread each; the tests of a file stay together and share what they traced
+# two processes, one thread each; what shares a trace runs in one of them (tests/conftest.py)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,29 @@ os.environ["AUTOPTD_CACHE"] = "off"
 # How quick a machine is, or how busy, is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests run in one process and share what they made there: see `shares`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByTrace(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return shares(nodeid)
+
+    return ByTrace(config, log)
+
+
+def shares(nodeid: str) -> str:
+    """A test's group: its file, or, of tests of parity in this process, its model, whose trace takes longer than they.
+
+    Models come first in the names of tests: `tests/parity/test_parity.py::test_a_plan[gpt2-dp8 × tp1 × pp1]`.
+    """
+    file, _, test = nodeid.partition("::")
+    if not file.startswith("tests/parity/") or "ranks" in file:
+        return file
+    return f"parity of {test.partition('[')[2].partition('-')[0].rstrip(']')}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """The same training as somebody writes it with PyTorch's own parts, for any mesh of (pp, dp, tp).
 
-    tp    DTensor: `parallelize_module` with column and row parallel layers, sequence parallel norms and `loss_parallel`
+    tp    DTensor: `parallelize_module` with column and row parallel layers, and `loss_parallel`
     pp    `torch.distributed.pipelining`: a stage per rank, `Schedule1F1B`
     dp    "ddp": DistributedDataParallel; "ddp+zero": with ZeroRedundancyOptimizer; "fsdp": `fully_shard` by block,
           whose parameters stay gathered between forward and backward pass
@@ -22,9 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -61,7 +59,7 @@ def program(mesh: Mesh, dp: str, options: Mapping[str, Any], values: Mapping[str
             parameters, torch.optim.AdamW, process_group=device_mesh.get_group("dp"), **options
         )
     else:
-        optimizer = torch.optim.AdamW(parameters, **options)
+        optimizer = torch.optim.AdamW([{"params": held} for held in _by_mesh(parameters)], **options)
     run = _pipelined(wrapped, device_mesh, m) if mesh.pp > 1 else _alone(wrapped, m)
 
     def step(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,34 +77,18 @@ def program(mesh: Mesh, dp: str, options: Mapping[str, Any], values: Mapping[str
 
 
 def _split(model: Decoder, tp: DeviceMesh) -> None:
-    """Split over tp, the hidden states between blocks over the sequence."""
+    """Split over tp as Megatron-LM does (Shoeybi et al. 2019), the hidden states between layers whole."""
     plan: dict[str, Any] = {}
     if model.tokens is not None:
-        plan["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        plan["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+        plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
     if model.head is not None:
-        plan["norm"] = SequenceParallel()
-        plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, tp, plan)
     for block in model.blocks.values():
-        parallelize_module(
-            block,
-            tp,
-            {
-                "norm_1": SequenceParallel(),
-                "norm_2": SequenceParallel(),
-                "attention": whole,
-                "attention.q": ColwiseParallel(),
-                "attention.k": ColwiseParallel(),
-                "attention.v": ColwiseParallel(),
-                "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-                "perceptron": whole,
-                "perceptron.gate": ColwiseParallel(),
-                "perceptron.up": ColwiseParallel(),
-                "perceptron.down": RowwiseParallel(output_layouts=Shard(1)),
-            },
-        )
+        layers = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        layers |= {f"perceptron.{name}": ColwiseParallel() for name in ("gate", "up")}
+        rows = {name: RowwiseParallel() for name in ("attention.out", "perceptron.down")}
+        parallelize_module(block, tp, {**layers, **rows})
 
 
 def _alone(model: nn.Module, m: int) -> Callable[[Mapping[str, Tensor]], Tensor]:
@@ -137,14 +119,25 @@ def _pipelined(model: nn.Module, mesh: DeviceMesh, m: int) -> Callable[[Mapping[
     return run
 
 
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that are split, and those that are not: torch's functions over many tensors take no mixture."""
+    alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in parameters:
+        alike.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(alike.values())
+
+
 def _clip(parameters: list[nn.Parameter], pipeline: DeviceMesh | None) -> Tensor:
     """Scale the gradients so that their norm over all axes is at most one; gives the norm."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norms = []
+    for held in _by_mesh(parameters):
+        norm = nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norm = torch.stack(norms).norm()
     if pipeline is not None:
         norm = norm**2
         torch.distributed.all_reduce(norm, group=pipeline.get_group("pp"))
         norm = norm.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+    for held in _by_mesh(parameters):
+        nn.utils.clip_grads_with_norm_(held, 1.0, norm)
     return norm
