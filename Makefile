@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 
 # two processes, one thread each; what shares a trace runs in one of them (tests/conftest.py)
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
