@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autoptd.cost_models.complaints import describe_mistakes
+from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.cost_models.wiring import check_wiring
 from autoptd.errors import ClusterError, nearest
 
@@ -236,10 +236,8 @@ class Cluster(_Frozen):
                 where=str(path.absolute()),
                 fix="give a path that exists, or a shipped name: " + ", ".join(Cluster.names()),
             )
-        try:
-            return Cluster._parse(path.read_text("utf-8"), where=text)
-        except UnicodeDecodeError as error:
-            raise ClusterError("the cluster file is not UTF-8 text", where=text, fix="save it as UTF-8") from error
+        fix = "save it as UTF-8 text that you may read"
+        return Cluster._parse(read_text(path, "cluster file", ClusterError, fix), where=text)
 
     @staticmethod
     def of(
@@ -285,8 +283,9 @@ class Cluster(_Frozen):
     def _parse(text: str, where: str) -> Cluster:
         try:
             data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ClusterError(f"not a TOML file: {error}", where=where, fix="mend the syntax there") from error
+        except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number too long
+            said = brief(ascii(str(error))[1:-1])
+            raise ClusterError(f"not a TOML file: {said}", where=where, fix="mend the syntax there") from error
         return Cluster.from_data(data, where)
 
     def describe(self) -> str:
