@@ -39,7 +39,7 @@ from autoptd.passes.trace import BATCH, SEQUENCE, trace
 from autoptd.passes.unknown import discovery
 from autoptd.plans import Collectives, Mesh, Method, Plan, Predicted, Schedule, Splits, Stage
 from autoptd.progress import Progress
-from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.runtime.layout import InputSpec, Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
 from autoptd.search.known import Known
 from autoptd.search.pins import pin_notes
@@ -393,6 +393,20 @@ def _cut_inputs(source: TracedModel, plan: Plan) -> tuple[bool, dict[tuple[str, 
     return splits.zigzag, {source.folded.traced.sizes[SEQUENCE]: splits.chunks}
 
 
+def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
+    """What a batch must look like, by the model's inputs."""
+    traced = source.folded.traced
+    values = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
+    found = {}
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder" and node.name in traced.inputs:
+            x = infos(node)[0]
+            symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in x.shape[1:])
+            sizes = tuple(int(sympy.sympify(n).subs(values)) for n in x.shape[1:])
+            found[traced.inputs[node.name]] = InputSpec(x.dtype, sizes, symbols)
+    return {name: found[name] for name in traced.inputs.values()}
+
+
 def make_layout(source: TracedModel, plan: Plan) -> Layout:
     """What the runtime needs to know of the plan."""
     folded, traced = source.folded, source.folded.traced
@@ -446,6 +460,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         gather_later="dp" in plan.method.overlap,
         zigzag=zigzag,
         multiples=multiples,
+        specs=_input_specs(source, plan),
         slices=plan.method.sends == "slices",
         modules=tuple(stage.modules for stage in plan.stages),
     )

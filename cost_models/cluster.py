@@ -30,8 +30,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
+Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
 Name = Annotated[str, Field(min_length=1)]
 _NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
