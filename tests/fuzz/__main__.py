@@ -4,6 +4,7 @@
 
     a plan       autoptd.parallelize(model, plan=path) up to the emitted program, its layout, and its text
     a cluster    Cluster.load(path), then a plan of a tiny model on it
+    a checkpoint (--checkpoints N)  inspected, checked, exported, and loaded
 
 Each must load, and then be consistent, or be refused by an error of autoptd that names a field, or a line. Anything
 else is printed with the number of the file, and `--only N` makes that one again. No process group may start.
@@ -18,6 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.fuzz.checkpoints import load_checkpoint, pristine, spoilt_checkpoint
 from tests.fuzz.files import CLUSTERS, spoilt
 from tests.fuzz.loading import Outcome, guarded, load
 
@@ -36,14 +38,33 @@ def run(files: int, seed: int, only: int | None = None) -> tuple[Counter[str], l
     return ends, wrong
 
 
+def run_checkpoints(count: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
+    """The same of checkpoints, each with one spoilt file."""
+    ends: Counter[str] = Counter()
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        good = pristine(Path(folder) / "good")
+        for number in range(count) if only is None else [only]:
+            name = spoilt_checkpoint(good, Path(folder) / "spoilt", seed, number)
+            outcome = load_checkpoint(Path(folder) / "spoilt")
+            ends[f"{name} {outcome.end}"] += 1
+            if outcome.wrong:
+                wrong.append((number, outcome))
+    return ends, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoints", type=int, default=0, help="as many spoilt checkpoints instead")
     parser.add_argument("--only", type=int, help="the file of this number alone")
     arguments = parser.parse_args()
     start = time.monotonic()
-    ends, wrong = run(arguments.files, arguments.seed, arguments.only)
+    if arguments.checkpoints:
+        ends, wrong = run_checkpoints(arguments.checkpoints, arguments.seed, arguments.only)
+    else:
+        ends, wrong = run(arguments.files, arguments.seed, arguments.only)
     for number, outcome in wrong[:50]:
         print(f"--only {number}: {outcome.text}\n")
     for end, count in sorted(ends.items()):

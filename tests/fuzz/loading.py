@@ -55,7 +55,7 @@ def load(kind: str, path: Path) -> Outcome:
     try:
         _load_plan(kind, path) if kind in BASES else _load_cluster(path)
     except AutoptdError as error:
-        flaw = _flaw(error, kind, path)
+        flaw = _flaw(error, kind)
         return Outcome(flaw, f"{flaw}: {type(error).__name__}: {error}") if flaw else Outcome("refused", str(error))
     except Exception:
         return Outcome("a traceback", "\n".join(traceback.format_exc().splitlines()[-14:]))
@@ -85,7 +85,7 @@ def _load_cluster(path: Path) -> None:
     plan.explain()
 
 
-def _flaw(error: AutoptdError, kind: str, path: Path) -> str:
+def _flaw(error: AutoptdError, kind: str) -> str:
     """What the refusal lacks."""
     if not error.where:
         return "no place"
@@ -93,6 +93,9 @@ def _flaw(error: AutoptdError, kind: str, path: Path) -> str:
         return "no way out"
     if kind in BASES and not isinstance(error, (PlanFileError, PlanError, InputsError)):
         return "another error"
-    if len(str(error)) > _LONGEST or any(not c.isprintable() and c != "\n" for c in str(error)):
-        return "unreadable"
-    return ""
+    return "" if readable(str(error)) else "unreadable"
+
+
+def readable(text: str) -> bool:
+    """Neither endless nor with characters that a terminal would take as commands."""
+    return len(text) <= _LONGEST and all(c.isprintable() or c == "\n" for c in text)
