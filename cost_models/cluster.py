@@ -33,6 +33,9 @@ else:
 Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
 Name = Annotated[str, Field(min_length=1)]
+Ranks = Annotated[int, Field(gt=0, lt=2**31)]
+Processors = Annotated[int, Field(ge=0, lt=2**20)]
+Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
 
@@ -76,15 +79,15 @@ class Device(_Frozen):
     name: Name
     source: str = ""
     reported_names: tuple[str, ...] = ()  # what torch.cuda.get_device_name answers on it
-    memory_bytes: Annotated[int, Field(gt=0)]
-    context_bytes: Annotated[int, Field(ge=0)] = 0  # taken by the driver and loaded kernels before the first tensor
+    memory_bytes: Annotated[int, Field(gt=0, lt=2**63)]
+    context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # taken by the driver and loaded kernels before the first tensor
     memory_bytes_per_s: Rate
     launch_s: Seconds = 0.0  # added to every kernel
     dispatch_s: Seconds = 0.0  # of the host, for every op that it launches: the step is no faster than this
-    multiprocessors: Annotated[int, Field(gt=0)] | None = None  # None: every shape of a matmul runs at one rate
-    collective_multiprocessors: Annotated[int, Field(ge=0)] = 0  # that collectives take from kernels beside them
-    k_overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of a tile of a matmul, in steps along k
-    head_overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of attention, in elements of a head
+    multiprocessors: Annotated[Processors, Field(gt=0)] | None = None  # None: every shape of a matmul runs at one rate
+    collective_multiprocessors: Processors = 0  # that collectives take from kernels beside them
+    k_overhead: Overhead = 0.0  # of a tile of a matmul, in steps along k
+    head_overhead: Overhead = 0.0  # of attention, in elements of a head
     matmul_flops_per_s: Peaks
     matmul_sustained: Sustained = Sustained()
     attention_sustained: Sustained = Sustained()  # forward
@@ -130,7 +133,7 @@ class Link(_Frozen):
 
     name: Name
     source: str = ""
-    ranks: Annotated[int, Field(gt=0)] | None = None
+    ranks: Ranks | None = None
     bytes_per_s: Rate
     port_bytes_per_s: Rate | None = None
     latency_s: Seconds
@@ -161,7 +164,7 @@ class Pool(_Frozen):
     """So many devices of another type, on the same links; whole nodes of them."""
 
     device: Device
-    ranks: Annotated[int, Field(ge=1)]
+    ranks: Ranks
 
 
 class Cluster(_Frozen):

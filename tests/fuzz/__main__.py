@@ -35,6 +35,9 @@ def run(files: int, seed: int, only: int | None = None) -> tuple[Counter[str], l
             ends[f"{'cluster' if kind in CLUSTERS else 'plan'} {outcome.end}"] += 1
             if outcome.wrong:
                 wrong.append((number, outcome))
+                print(f"--only {number}: {outcome.text}\n", file=sys.stderr)
+            if number % 1000 == 999:
+                print(f"{number + 1} files, {len(wrong)} ended wrongly", file=sys.stderr)
     return ends, wrong
 
 
@@ -50,6 +53,7 @@ def run_checkpoints(count: int, seed: int, only: int | None = None) -> tuple[Cou
             ends[f"{name} {outcome.end}"] += 1
             if outcome.wrong:
                 wrong.append((number, outcome))
+                print(f"--only {number}: {outcome.text}\n", file=sys.stderr)
     return ends, wrong
 
 
@@ -65,8 +69,6 @@ def main() -> int:
         ends, wrong = run_checkpoints(arguments.checkpoints, arguments.seed, arguments.only)
     else:
         ends, wrong = run(arguments.files, arguments.seed, arguments.only)
-    for number, outcome in wrong[:50]:
-        print(f"--only {number}: {outcome.text}\n")
     for end, count in sorted(ends.items()):
         print(f"{count:6} {end}")
     print(f"{sum(ends.values())} files in {time.monotonic() - start:.0f} s, {len(wrong)} ended wrongly")

@@ -38,11 +38,13 @@ def spoilt(folder: Path, seed: int, number: int) -> tuple[str, Path]:
     return kind, path
 
 
-@cache
 def _text(kind: str) -> str:
-    if kind in CLUSTERS:
-        return (files("autoptd.cost_models.clusters") / f"{kind}.toml").read_text("utf-8")
-    return planned(kind).to_json()
+    return cluster_text(kind) if kind in CLUSTERS else planned(kind).to_json()
+
+
+@cache
+def cluster_text(name: str) -> str:
+    return (files("autoptd.cost_models.clusters") / f"{name}.toml").read_text("utf-8")
 
 
 def _remove(path: Path) -> None:

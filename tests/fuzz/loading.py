@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from autoptd.plans import Plan
 from autoptd.schedule import prove, training_step
 from tests.fuzz.bases import BASES, traced
 
+_LONG_S = 8.0  # of the processor: no search is needed, or one of a tiny model
 _LONGEST = 2500  # characters of a message
 
 
@@ -52,6 +54,13 @@ def guarded() -> Iterator[None]:
 
 def load(kind: str, path: Path) -> Outcome:
     """Load a plan of a base, or a cluster."""
+    start = time.process_time()
+    outcome = _loaded(kind, path)
+    took_s = time.process_time() - start
+    return Outcome("slow", f"{took_s:.0f} s: {outcome.text}") if took_s > _LONG_S else outcome
+
+
+def _loaded(kind: str, path: Path) -> Outcome:
     try:
         _load_plan(kind, path) if kind in BASES else _load_cluster(path)
     except AutoptdError as error:
