@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoptd.cost_models.cluster import Cluster, Device
-from autoptd.cost_models.complaints import brief, describe_mistakes, path_text, read_text
+from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.passes.placements import parse_placement
 from autoptd.schedule import RUNNABLE, Route, route_of
@@ -417,14 +417,18 @@ def _no_constant(name: str) -> NoReturn:
 def _check_head(data: Any, where: str) -> None:
     """Format and version before all else: a foreign file is not a plan with thirty mistakes."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = f"format {data['format']!r}" if isinstance(data, dict) and "format" in data else "no field `format`"
+        found = (
+            f"format {brief(repr(data['format']))}"
+            if isinstance(data, dict) and "format" in data
+            else "no field `format`"
+        )
         raise PlanFileError(f"this is not an autoptd plan: it has {found}, not {FORMAT!r}", where=where, fix=_REMAKE)
     version = data.get("version")
     if type(version) is int and version > VERSION:
         fix = f"update autoptd, or {_REMAKE}"
         raise PlanFileError(f"the plan has version {version}; this autoptd reads {VERSION}", where=where, fix=fix)
     if type(version) is not int or version != VERSION:
-        what = f"the plan's version is {version!r}; this autoptd reads {VERSION}"
+        what = f"the plan's version is {brief(repr(version))}; this autoptd reads {VERSION}"
         raise PlanFileError(what, where=where, fix=_REMAKE)
 
 

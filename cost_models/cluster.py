@@ -33,6 +33,7 @@ else:
 Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
 Name = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Ranks = Annotated[int, Field(gt=0, lt=2**31)]
 Processors = Annotated[int, Field(ge=0, lt=2**20)]
 Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -61,15 +62,15 @@ class Peaks(_Frozen):
 class Sustained(_Frozen):
     """The fraction of a peak that real programs reach, and where that was measured."""
 
-    fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    fraction: Fraction = 1.0
     source: str = ""
 
 
 class AttentionRates(_Frozen):
     """Fractions of the matmul peak that one implementation of fused attention sustains."""
 
-    forward: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-    backward: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    forward: Fraction
+    backward: Fraction
     source: str = ""
 
 
@@ -80,7 +81,9 @@ class Device(_Frozen):
     source: str = ""
     reported_names: tuple[str, ...] = ()  # what torch.cuda.get_device_name answers on it
     memory_bytes: Annotated[int, Field(gt=0, lt=2**63)]
-    context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # taken by the driver and loaded kernels before the first tensor
+    context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = (
+        0  # taken by the driver and loaded kernels before the first tensor
+    )
     memory_bytes_per_s: Rate
     launch_s: Seconds = 0.0  # added to every kernel
     dispatch_s: Seconds = 0.0  # of the host, for every op that it launches: the step is no faster than this
@@ -116,7 +119,7 @@ class Device(_Frozen):
 class InSwitch(_Frozen):
     """Sums in the switch of a level (NVLink SHARP): the fraction of `bytes_per_s` it sustains, and a pass's latency."""
 
-    fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    fraction: Fraction
     latency_s: Seconds
     source: str = ""
 

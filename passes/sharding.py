@@ -105,8 +105,8 @@ def sends_of(folded: Folded, receives: Mapping[str, tuple[Placement, ...]]) -> d
     found: dict[str, tuple[Placement, ...]] = {}
     for segment in folded.segments:
         sends = tuple(wanted.get(n, B) for n in segment.sends)
-        if (known := found.setdefault(segment.kind, sends)) != sends:
-            several = f"{' '.join(map(str, known))} and as {' '.join(map(str, sends))}"
+        if (before := found.setdefault(segment.kind, sends)) != sends:
+            several = f"{' '.join(map(str, before))} and as {' '.join(map(str, sends))}"
             raise Contradiction(segment.kind, f"what segments of this kind send is received as {several}")
     return found
 
@@ -190,7 +190,9 @@ def _check_places(
     for segment in folded.segments:
         for node in segment.parameters:
             name = folded.traced.parameters[node.name]
-            _check_place(node, _field(parameters, name, "splits.parameters"), ranks, sizes, f"splits.parameters[{name!r}]")
+            _check_place(
+                node, _field(parameters, name, "splits.parameters"), ranks, sizes, f"splits.parameters[{name!r}]"
+            )
     for kind, segment in folded.representatives.items():
         for i, (node, text) in enumerate(zip(segment.receives, boundaries[kind], strict=True)):
             _check_place(node, text, ranks, sizes, f"boundaries[{kind!r}][{i}]")

@@ -36,7 +36,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "shards out of the norm": "of a split parameter only the first tensor-parallel rank's part counts",
         "dp replicas in the norm": "without sharding each data-parallel rank adds the same squares",
         "a rank's own norm": "gradients are clipped by what one rank sees, not by the global norm",
-        "experts by another group": "of experts' parameters a rank counts what another one of their group counts as well",
+        "experts by another group": "a rank counts experts' parameters that another one counts as well",
         "padding in the norm": "what pads a flat buffer counts",
     },
     "tied": {

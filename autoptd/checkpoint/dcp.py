@@ -180,7 +180,9 @@ def shapes(folder: Path) -> Mapping[str, tuple[Ints, torch.dtype]]:
     except (OSError, *UNREADABLE) as error:
         said = brief(ascii(str(error))[1:-1])
         fix = "load an older checkpoint: one of the other step-… folders"
-        raise CheckpointError(f"the checkpoint has no readable index: {said}", where=str(folder / INDEX), fix=fix) from error
+        raise CheckpointError(
+            f"the checkpoint has no readable index: {said}", where=str(folder / INDEX), fix=fix
+        ) from error
 
 
 def read_whole(folder: Path, keys: Iterable[str]) -> dict[str, Tensor]:

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="the machine that it should be: a name or a .toml file")
     parser.add_argument("--plan", metavar="FILE", help="the plan that is to run: its cluster, axes and checkpoint")
     parser.add_argument("--checkpoint", metavar="FOLDER", default=".", help="where checkpoints go (default: here)")
-    parser.add_argument("--port", type=int, metavar="N", help=f"of rank 0's store (default {_PORT}; not under torchrun)")
+    parser.add_argument(
+        "--port", type=int, metavar="N", help=f"of rank 0's store (default {_PORT}; not under torchrun)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

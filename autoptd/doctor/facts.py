@@ -8,10 +8,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Literal
 
 Grade = Literal["ok", "warn", "FAIL"]
 PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "GLOO_", "OMP_", "MKL_", "AUTOPTD_")
+
+
+_SHARED = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def gather() -> Facts:
             "autoptd": version("autoptd"),
         },
         gpus=tuple(gpus),
-        shared_memory_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        shared_memory_bytes=shutil.disk_usage(_SHARED).total if _SHARED.is_dir() else None,
         open_files=_open_files(),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},

@@ -165,7 +165,9 @@ def check_links(device: torch.device, node_ranks: int, mesh: Mesh | None, cluste
     for name, (ranks, stride) in _axes(network.world, node_ranks, mesh).items():
         points = []
         for size in _SIZES:
-            case = Case(family="collective", op="all_reduce", dtype="fp32", bytes_moved=size, ranks=ranks, stride=stride)
+            case = Case(
+                family="collective", op="all_reduce", dtype="fp32", bytes_moved=size, ranks=ranks, stride=stride
+            )
             points.append(network.measure(case, _SHARE_S))
         measured = [point for point in points if isinstance(point, Point)]
         if len(measured) < len(points):
@@ -195,7 +197,9 @@ def judged_link(name: str, points: Sequence[Point], cluster: Cluster | None) -> 
     """Times of a small and a large all-reduce, against what the cluster's figures make them."""
     small, large = points[0], points[-1]
     ranks = large.case.ranks
-    rate = 2 * (ranks - 1) / ranks * large.case.nbytes / large.seconds  # as NCCL's tests count: bytes on the busiest link
+    rate = (
+        2 * (ranks - 1) / ranks * large.case.nbytes / large.seconds
+    )  # as NCCL's tests count: bytes on the busiest link
     seen = f"all-reduce of 8 KiB {small.seconds * 1e6:.0f} us, of 16 MiB {rate / 1e9:.3g} GB/s"
     if cluster is None:
         return Finding("ok", f"links, {name}", seen)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.passes.placements import Split
-from autoptd.runtime.axis import from_slices, own_slice
 from autoptd.runtime.agreement import Agreement
+from autoptd.runtime.axis import from_slices, own_slice
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.buffers import Buffers, Piece, squared_norm
 from autoptd.runtime.comm import Communicators, Group

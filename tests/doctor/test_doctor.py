@@ -57,7 +57,10 @@ PLANTED: list[tuple[Facts, str]] = [
     (replace(NODE, host="n1", gpus=(replace(H100, name="NVIDIA L4"),) * 8), "NVIDIA L4 is not in dgx-h100"),
     (replace(NODE, gpus=(H100,) * 2, local_ranks=2), "2 GPUs a node, not 8"),
     (replace(NODE, gpus=(replace(H100, memory_bytes=40 * GIB, free_bytes=40 * GIB),) * 8), "40.0 GiB, not 79.6"),
-    (replace(NODE, gpus=(*(H100,) * 7, replace(H100, free_bytes=GIB))), "warn device memory: taken by others: node0 GPU 7"),
+    (
+        replace(NODE, gpus=(*(H100,) * 7, replace(H100, free_bytes=GIB))),
+        "warn device memory: taken by others: node0 GPU 7",
+    ),
     (replace(NODE, gpus=()), "FAIL devices"),
     (replace(NODE, shared_memory_bytes=64 * 2**20), "warn shared memory: /dev/shm holds 0.06 GiB — in a container"),
     (replace(NODE, open_files=1024), "warn open files: 1024 a process — ulimit -n 65536"),
@@ -66,7 +69,10 @@ PLANTED: list[tuple[Facts, str]] = [
     (with_environment(NODE, OMP_NUM_THREADS="many"), "FAIL threads: OMP_NUM_THREADS is 'many'"),
     (with_environment(NODE, NCCL_IB_DISABLE="1"), "FAIL environment: NCCL_IB_DISABLE not set on rank 0, 1 on rank 1"),
     (with_environment(NODE, NCCL_IB_DISABLE="1"), "warn environment: NCCL_IB_DISABLE=1 slows a run down"),
-    (with_environment(NODE, NCCL_ALGO="Ring"), "warn environment: NCCL_ALGO: NCCL does not choose as the plan predicts"),
+    (
+        with_environment(NODE, NCCL_ALGO="Ring"),
+        "warn environment: NCCL_ALGO: NCCL does not choose as the plan predicts",
+    ),
 ]
 
 
@@ -106,7 +112,9 @@ def test_a_folder_for_checkpoints(tmp_path: Path):
     assert "ok   checkpoints" in folder_lines(tmp_path / "yet" / "to be made")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert f"FAIL checkpoints: {tmp_path / 'file'} is a file — name a folder" in folder_lines(tmp_path / "file" / "below")
+    assert f"FAIL checkpoints: {tmp_path / 'file'} is a file — name a folder" in folder_lines(
+        tmp_path / "file" / "below"
+    )
 
 
 def failing(code: int) -> Callable[..., Any]:
@@ -158,7 +166,9 @@ def test_a_port_that_is_taken():
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert str(network.check_port(port)).startswith(f"FAIL port: {port} cannot be listened on: Address already in use")
+        assert str(network.check_port(port)).startswith(
+            f"FAIL port: {port} cannot be listened on: Address already in use"
+        )
     assert network.check_port(port).grade == "ok"
     assert network.check_port(99999).grade == "FAIL"
 
@@ -184,7 +194,9 @@ def test_links_are_held_against_the_cluster():
 
 def test_clocks_are_compared():
     assert network.judged_clocks({1: 0.01, 2: -0.2}).seen == "at most 0.2 s apart (rank 2)"
-    assert str(network.judged_clocks({1: 90.0})).startswith("warn clocks: at most 90 s apart (rank 1) — run a time service")
+    assert str(network.judged_clocks({1: 90.0})).startswith(
+        "warn clocks: at most 90 s apart (rank 1) — run a time service"
+    )
 
 
 def checks_between(_: Communicators, folder: str, port: int) -> list[str]:
@@ -203,7 +215,10 @@ def checks_between(_: Communicators, folder: str, port: int) -> list[str]:
         found += [network.check_clocks(group), network.check_reachable(port, group)]
     facts = replace(NODE, host=f"node{rank}", local_ranks=rank + 1)
     told = network.all_facts(facts, group)
-    assert [(one.host, one.local_ranks, one.gpus) for one in told] == [("node0", 1, (H100,) * 8), ("node1", 2, (H100,) * 8)]
+    assert [(one.host, one.local_ranks, one.gpus) for one in told] == [
+        ("node0", 1, (H100,) * 8),
+        ("node1", 2, (H100,) * 8),
+    ]
     return list(map(str, found))
 
 

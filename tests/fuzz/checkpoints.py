@@ -84,7 +84,7 @@ def load_checkpoint(root: Path) -> Outcome:
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 code = cli.main(["checkpoint", words[0], str(root), *words[1:]])
-        except Exception:
+        except Exception:  # noqa: BLE001  any other error is what is looked for
             return Outcome("a traceback", f"{words}\n" + "\n".join(traceback.format_exc().splitlines()[-12:]))
         if code == 2 and not ("where" in err.getvalue() and readable(err.getvalue())):
             return Outcome("no place", f"{words}: {err.getvalue()[:500]!r}")
@@ -93,7 +93,7 @@ def load_checkpoint(root: Path) -> Outcome:
     except CheckpointError as error:
         good = error.where and readable(str(error))
         return Outcome("refused" if good else "no place", str(error))
-    except Exception:
+    except Exception:  # noqa: BLE001  any other error is what is looked for
         return Outcome("a traceback", "\n".join(traceback.format_exc().splitlines()[-12:]))
     values = running().state_dict().values()
     finite = all(x.shape is not None for x in values)

@@ -70,7 +70,10 @@ LAST = "blocks.2.up.weight"  # of a block that is not the first of its kind
     ("change", "said"),
     [
         (lambda d: d["splits"]["parameters"].pop(LAST), f"splits.parameters lacks {LAST!r}"),
-        (lambda d: d["splits"]["parameters"].update({LAST: "Bp"}), f'splits.parameters["{LAST}"]: is \'Bp\'; it must be'),
+        (
+            lambda d: d["splits"]["parameters"].update({LAST: "Bp"}),
+            f"splits.parameters[\"{LAST}\"]: is 'Bp'; it must be",
+        ),
         (lambda d: d["splits"]["parameters"].update({LAST: "S5"}), "of shape [128, 32] cannot lie as S5 on tp 2"),
         (lambda d: d["splits"]["parameters"].update({LAST: "S0/7"}), "cannot lie as S0/7 on tp 2"),
         (lambda d: d["splits"]["parameters"].update({LAST: "P"}), "cannot lie as P on tp 2"),
@@ -82,7 +85,10 @@ LAST = "blocks.2.up.weight"  # of a block that is not the first of its kind
         (lambda d: d["sizes"].pop("s"), "sizes.s: missing, please add it"),
         (lambda d: d["sizes"].update(t=4), "sizes.t: unknown key"),
         (lambda d: d["predicted"]["memory"][0].update(activations="x" * 5000), "predicted.memory[0].activations"),
-        (lambda d: d["cluster"]["device"]["attention"]["triton"].update(speed=1), "cluster.device.attention.triton.speed"),
+        (
+            lambda d: d["cluster"]["device"]["attention"]["triton"].update(speed=1),
+            "cluster.device.attention.triton.speed",
+        ),
         (lambda d: d.update({"a\nb\x1b": 1}), 'where  ["a\\nb\\u001b"]: unknown key'),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -109,7 +115,11 @@ def test_tensors_that_are_received_in_two_placements(tmp_path: Path):
         ("dispatch_s = ", "dispatch_s = 1e308 # ", "device.dispatch_s: input should be less than or equal to 3600"),
         ("latency_s = ", "latency_s = 1e308 # ", "latency_s: input should be less than or equal to 3600"),
         ("memory_bytes_per_s = ", "memory_bytes_per_s = 1e-320 # ", "device.memory_bytes_per_s: input should be"),
-        ("[device.attention.cudnn]\n", "[device.attention.cudnn]\nspeed = 1\n", "device.attention.cudnn.speed: unknown"),
+        (
+            "[device.attention.cudnn]\n",
+            "[device.attention.cudnn]\nspeed = 1\n",
+            "device.attention.cudnn.speed: unknown",
+        ),
     ],
 )
 def test_clusters_that_would_end_in_a_traceback(old: str, new: str, said: str, tmp_path: Path):
@@ -122,5 +132,5 @@ def test_a_cluster_that_is_a_folder_or_a_loop(tmp_path: Path):
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
     for name in ("folder.toml", "loop.toml"):
-        with pytest.raises(ClusterError, match="does not exist|is no file"):
+        with pytest.raises(ClusterError, match="does not exist"):
             Cluster.load(tmp_path / name)

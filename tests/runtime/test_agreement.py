@@ -135,7 +135,11 @@ def test_every_way_to_run_keeps_step(plan: str, how: str) -> None:
 def test_ranks_of_a_share_with_different_batches(plan: str) -> None:
     text = told(plan, one_rank, each(lambda x: x.roll(1, 0)))
     assert "the same share of the batch were given different batches" in text
-    expected = {"stages": "share 0: ranks 0, 2", "tensors": "share 0: ranks 0, 1, 2, 3", "tokens": "share 1: ranks 2, 3"}
+    expected = {
+        "stages": "share 0: ranks 0, 2",
+        "tensors": "share 0: ranks 0, 1, 2, 3",
+        "tokens": "share 1: ranks 2, 3",
+    }
     assert expected[plan] in text
     assert text.count("data-parallel share") == 1
 
