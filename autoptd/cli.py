@@ -38,6 +38,7 @@ from autoptd.commands.arguments import (
 from autoptd.commands.explain import run_compare, run_explain
 from autoptd.commands.output import error_data, model_of, print_json, progress_of, width
 from autoptd.commands.plan import run_plan
+from autoptd.doctor import command as doctor
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.passes.collector import without_collector
 
@@ -128,6 +129,12 @@ def _emit(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(files))
     return DONE
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from autoptd.doctor.command import run
+
+    return run(arguments)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -264,6 +271,9 @@ def _parser() -> _Parser:
     profile.add_argument("--processes", type=count, metavar="N", help="default one per GPU; without a GPU 2")
     profile.add_argument("--points", metavar="FILE", help="keep all measured points as JSON")
     profile.add_argument("--from", dest="source", metavar="FILE", help="fit kept points again, without measuring")
+    doctor.add_arguments(
+        command("doctor", _doctor, "look at versions, devices, links, clocks, ports and files before a run")
+    )
     command("models", _models, "list the shipped models")
     command("clusters", _clusters, "list the shipped clusters")
     return parser

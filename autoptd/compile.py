@@ -17,9 +17,9 @@ from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.codegen.pieces import lay_out
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
+from autoptd.derived import check_derived, check_sizes, collectives, modules
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import example_inputs, model_name
-from autoptd.passes.collectives import count_collectives
 from autoptd.passes.cut_tokens import cut_tokens
 from autoptd.passes.fold import Folded, fold, graph_hash, is_count, needed_prelude
 from autoptd.passes.graph import infos
@@ -39,7 +39,7 @@ from autoptd.passes.trace import BATCH, SEQUENCE, trace
 from autoptd.passes.unknown import discovery
 from autoptd.plans import Collectives, Mesh, Method, Plan, Predicted, Schedule, Splits, Stage
 from autoptd.progress import Progress
-from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.runtime.layout import InputSpec, Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
 from autoptd.search.known import Known
 from autoptd.search.pins import pin_notes
@@ -279,11 +279,7 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         splits=Splits(parameters=parameter_splits(folded, sharding), activations=activation_splits(folded, sharding)),
         strategies=strategies,
         boundaries={k: tuple(v) for k, v in boundaries.items()},
-        collectives={
-            kind: Collectives(count=folded.multiplicity(kind), forward=dict(t.forward), backward=dict(t.backward))
-            for kind, t in count_collectives(folded, sharding).items()
-            if t.forward or t.backward
-        },
+        collectives={kind: Collectives(**data) for kind, data in collectives(folded, sharding).items()},
         predicted=_predicted(source, task, staged, answer),
         notes=notes,
     )
@@ -308,16 +304,11 @@ def _stage(folded: Folded, run: tuple[int, int], policies: Mapping[int, str], co
     return Stage(
         first=first,
         last=last,
-        modules=_modules(folded, first, last),
+        modules=modules(folded, first, last),
         recompute=again,
         device=device,
         policies=mixed,  # type: ignore[arg-type]
     )
-
-
-def _modules(folded: Folded, first: int, last: int) -> str:
-    a, b = folded.segments[first].name, folded.segments[last].name
-    return a if first == last else f"{a} … {b}"
 
 
 def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) -> Predicted:
@@ -360,12 +351,13 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
 def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
     """The plan's tensor-level decisions on this graph. Raises PlanFileError."""
     plan.check_graph(source.graph_hash)
+    check_sizes(plan, source.folded)
     by_name = {str(s): s for s in source.folded.traced.sizes}
     values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
     if plan.mesh.cp > 1 and SEQUENCE in values:  # tp splits what a rank has
         values[SEQUENCE] //= plan.mesh.cp
     sizes = Sizes(values, BATCH)
-    return from_text(
+    sharding = from_text(
         source.folded,
         plan.mesh.tp,
         sizes,
@@ -373,6 +365,8 @@ def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
         {k: list(v) for k, v in plan.boundaries.items()},
         plan.splits.parameters,
     )
+    check_derived(plan, source.folded, sharding)
+    return sharding
 
 
 def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program:
@@ -397,6 +391,20 @@ def _cut_inputs(source: TracedModel, plan: Plan) -> tuple[bool, dict[tuple[str, 
         return False, {}
     splits = token_splits(source, plan)
     return splits.zigzag, {source.folded.traced.sizes[SEQUENCE]: splits.chunks}
+
+
+def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
+    """What a batch must look like, by the model's inputs."""
+    traced = source.folded.traced
+    values = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
+    found = {}
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder" and node.name in traced.inputs:
+            x = infos(node)[0]
+            symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in x.shape[1:])
+            sizes = tuple(int(sympy.sympify(n).subs(values)) for n in x.shape[1:])
+            found[traced.inputs[node.name]] = InputSpec(x.dtype, sizes, symbols)
+    return {name: found[name] for name in traced.inputs.values()}
 
 
 def make_layout(source: TracedModel, plan: Plan) -> Layout:
@@ -452,6 +460,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         gather_later="dp" in plan.method.overlap,
         zigzag=zigzag,
         multiples=multiples,
+        specs=_input_specs(source, plan),
         slices=plan.method.sends == "slices",
         modules=tuple(stage.modules for stage in plan.stages),
     )

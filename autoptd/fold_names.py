@@ -16,10 +16,10 @@ def fold_names(names: Iterable[str]) -> list[str]:
 
 def fold_table(table: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """`(name, text)` rows, folded among those of equal text: `h.{0..95}.fc.weight` with `S1`."""
-    groups: dict[tuple[tuple[str, ...], str], list[tuple[int, ...]]] = {}
+    groups: dict[tuple[tuple[str | None, ...], str], list[tuple[int, ...]]] = {}
     for name, text in sorted(table, key=lambda row: natural(row[0])):
         parts = name.split(".")
-        template = tuple("" if part.isdecimal() else part for part in parts)
+        template = tuple(None if part.isdecimal() else part for part in parts)
         numbers = tuple(int(part) for part in parts if part.isdecimal())
         groups.setdefault((template, text), []).append(numbers)
     return [(line, text) for (template, text), indices in groups.items() for line in _lines(template, indices)]
@@ -41,14 +41,14 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
 
 
-def _lines(template: tuple[str, ...], indices: list[tuple[int, ...]]) -> Iterator[str]:
+def _lines(template: tuple[str | None, ...], indices: list[tuple[int, ...]]) -> Iterator[str]:
     """One line if the numbers are a full grid; otherwise one per value of the first number."""
     columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
     if prod(map(len, columns)) == len(set(indices)):
         folds = iter("{" + ranges(column) + "}" if len(column) > 1 else str(column[0]) for column in columns)
-        yield ".".join(part or next(folds) for part in template)
+        yield ".".join(next(folds) if part is None else part for part in template)
         return
-    at = template.index("")
+    at = template.index(None)
     for value in columns[0]:
         fixed = (*template[:at], str(value), *template[at + 1 :])
         yield from _lines(fixed, [index[1:] for index in indices if index[0] == value])

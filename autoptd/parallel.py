@@ -167,8 +167,9 @@ class Parallel:
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One optimizer step. `batch`: this dp rank's share, keyword tensors, the same on its tp and pp ranks.
 
-        Returns the mean loss over the whole global batch. Raises InputsError before anything is sent, and RuntimeFault
-        on all ranks where loss or gradient norm is not finite (non_finite="raise"): no parameter has changed then.
+        Returns the mean loss over the whole global batch. On all ranks, raises InputsError where one of them was given
+        a wrong batch (None: its data ran dry), and RuntimeFault where loss or gradient norm is not finite
+        (non_finite="raise"): no parameter has changed then.
         """
         trainer = self._running
         if self._meter.step == 0:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoptd.cost_models.cluster import Cluster, Device
-from autoptd.cost_models.complaints import describe_mistakes
+from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.passes.placements import parse_placement
 from autoptd.schedule import RUNNABLE, Route, route_of
@@ -196,14 +196,7 @@ class Plan(_Part):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan file. Raises PlanFileError naming the file, the field and what would be right."""
-        path = Path(path)
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise PlanFileError(f"cannot read the plan {path}: {error.strerror}", where=str(path)) from error
-        except UnicodeDecodeError as error:
-            raise PlanFileError(f"{path} is not UTF-8 text: {error}", where=str(path), fix=_REMAKE) from error
-        return cls.from_json(text, where=str(path))
+        return cls.from_json(read_text(Path(path), "plan", PlanFileError, _REMAKE), where=str(path))
 
     @classmethod
     def from_json(cls, text: str, where: str = "") -> Plan:
@@ -393,7 +386,7 @@ def _placement_faults(plan: Plan) -> Iterator[Fault]:
             try:
                 parse_placement(text)
             except ValueError as error:
-                yield f"{table}[{json.dumps(name)}]", str(error)
+                yield f"{table}[{brief(json.dumps(name))}]", str(error)
 
 
 # --- reading: from a bad file to a sentence -----------------------------------------------------------------------
@@ -424,14 +417,18 @@ def _no_constant(name: str) -> NoReturn:
 def _check_head(data: Any, where: str) -> None:
     """Format and version before all else: a foreign file is not a plan with thirty mistakes."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = f"format {data['format']!r}" if isinstance(data, dict) and "format" in data else "no field `format`"
+        found = (
+            f"format {brief(repr(data['format']))}"
+            if isinstance(data, dict) and "format" in data
+            else "no field `format`"
+        )
         raise PlanFileError(f"this is not an autoptd plan: it has {found}, not {FORMAT!r}", where=where, fix=_REMAKE)
     version = data.get("version")
     if type(version) is int and version > VERSION:
         fix = f"update autoptd, or {_REMAKE}"
         raise PlanFileError(f"the plan has version {version}; this autoptd reads {VERSION}", where=where, fix=fix)
     if type(version) is not int or version != VERSION:
-        what = f"the plan's version is {version!r}; this autoptd reads {VERSION}"
+        what = f"the plan's version is {brief(repr(version))}; this autoptd reads {VERSION}"
         raise PlanFileError(what, where=where, fix=_REMAKE)
 
 

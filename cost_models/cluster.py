@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autoptd.cost_models.complaints import describe_mistakes
+from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.cost_models.wiring import check_wiring
 from autoptd.errors import ClusterError, nearest
 
@@ -30,9 +30,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
+Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
 Name = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
+Ranks = Annotated[int, Field(gt=0, lt=2**31)]
+Processors = Annotated[int, Field(ge=0, lt=2**20)]
+Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
 
@@ -58,15 +62,15 @@ class Peaks(_Frozen):
 class Sustained(_Frozen):
     """The fraction of a peak that real programs reach, and where that was measured."""
 
-    fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    fraction: Fraction = 1.0
     source: str = ""
 
 
 class AttentionRates(_Frozen):
     """Fractions of the matmul peak that one implementation of fused attention sustains."""
 
-    forward: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-    backward: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    forward: Fraction
+    backward: Fraction
     source: str = ""
 
 
@@ -76,15 +80,17 @@ class Device(_Frozen):
     name: Name
     source: str = ""
     reported_names: tuple[str, ...] = ()  # what torch.cuda.get_device_name answers on it
-    memory_bytes: Annotated[int, Field(gt=0)]
-    context_bytes: Annotated[int, Field(ge=0)] = 0  # taken by the driver and loaded kernels before the first tensor
+    memory_bytes: Annotated[int, Field(gt=0, lt=2**63)]
+    context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = (
+        0  # taken by the driver and loaded kernels before the first tensor
+    )
     memory_bytes_per_s: Rate
     launch_s: Seconds = 0.0  # added to every kernel
     dispatch_s: Seconds = 0.0  # of the host, for every op that it launches: the step is no faster than this
-    multiprocessors: Annotated[int, Field(gt=0)] | None = None  # None: every shape of a matmul runs at one rate
-    collective_multiprocessors: Annotated[int, Field(ge=0)] = 0  # that collectives take from kernels beside them
-    k_overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of a tile of a matmul, in steps along k
-    head_overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of attention, in elements of a head
+    multiprocessors: Annotated[Processors, Field(gt=0)] | None = None  # None: every shape of a matmul runs at one rate
+    collective_multiprocessors: Processors = 0  # that collectives take from kernels beside them
+    k_overhead: Overhead = 0.0  # of a tile of a matmul, in steps along k
+    head_overhead: Overhead = 0.0  # of attention, in elements of a head
     matmul_flops_per_s: Peaks
     matmul_sustained: Sustained = Sustained()
     attention_sustained: Sustained = Sustained()  # forward
@@ -113,7 +119,7 @@ class Device(_Frozen):
 class InSwitch(_Frozen):
     """Sums in the switch of a level (NVLink SHARP): the fraction of `bytes_per_s` it sustains, and a pass's latency."""
 
-    fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    fraction: Fraction
     latency_s: Seconds
     source: str = ""
 
@@ -130,7 +136,7 @@ class Link(_Frozen):
 
     name: Name
     source: str = ""
-    ranks: Annotated[int, Field(gt=0)] | None = None
+    ranks: Ranks | None = None
     bytes_per_s: Rate
     port_bytes_per_s: Rate | None = None
     latency_s: Seconds
@@ -161,7 +167,7 @@ class Pool(_Frozen):
     """So many devices of another type, on the same links; whole nodes of them."""
 
     device: Device
-    ranks: Annotated[int, Field(ge=1)]
+    ranks: Ranks
 
 
 class Cluster(_Frozen):
@@ -236,10 +242,8 @@ class Cluster(_Frozen):
                 where=str(path.absolute()),
                 fix="give a path that exists, or a shipped name: " + ", ".join(Cluster.names()),
             )
-        try:
-            return Cluster._parse(path.read_text("utf-8"), where=text)
-        except UnicodeDecodeError as error:
-            raise ClusterError("the cluster file is not UTF-8 text", where=text, fix="save it as UTF-8") from error
+        fix = "save it as UTF-8 text that you may read"
+        return Cluster._parse(read_text(path, "cluster file", ClusterError, fix), where=text)
 
     @staticmethod
     def of(
@@ -285,8 +289,9 @@ class Cluster(_Frozen):
     def _parse(text: str, where: str) -> Cluster:
         try:
             data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ClusterError(f"not a TOML file: {error}", where=where, fix="mend the syntax there") from error
+        except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number too long
+            said = brief(ascii(str(error))[1:-1])
+            raise ClusterError(f"not a TOML file: {said}", where=where, fix="mend the syntax there") from error
         return Cluster.from_data(data, where)
 
     def describe(self) -> str:

@@ -20,9 +20,11 @@ from autoptd.passes.factors import Strategy, Wired, groups_of, propagate_groups
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import Sizes
-from autoptd.passes.placements import B, Placement, parse_placement
+from autoptd.passes.placements import B, Broadcast, PartialSum, Placement, Split, parse_placement
 from autoptd.passes.rules import strategies
 from autoptd.passes.unknown import rule_for
+
+_AGAIN = "plan the model again"
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,31 @@ def wire(node: fx.Node) -> Wired:
     return Wired(call, rule_for(call), (*map(tensor_name, operands(node)), *output_names(node)))
 
 
+class Contradiction(ValueError):
+    """A tensor that is to be received in several placements, which is impossible: it is sent once."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(what)
+        self.kind = kind
+
+
 def sends_of(folded: Folded, receives: Mapping[str, tuple[Placement, ...]]) -> dict[str, tuple[Placement, ...]]:
-    """Each kind's sends, from the placements in which later kinds receive them; the loss is Broadcast."""
+    """Each kind's sends, from the placements in which later kinds receive them; the loss is Broadcast.
+
+    Raises Contradiction.
+    """
     wanted: dict[fx.Node, Placement] = {folded.loss: B}
     for segment in folded.segments:
         for node, placement in zip(segment.receives, receives[segment.kind], strict=True):
             known = wanted.setdefault(node, placement)
-            assert known == placement, f"{node.name} is received as {known} and as {placement}"
+            if known != placement:
+                raise Contradiction(segment.kind, f"{node.name} is received as {known} and as {placement}")
     found: dict[str, tuple[Placement, ...]] = {}
     for segment in folded.segments:
         sends = tuple(wanted.get(n, B) for n in segment.sends)
-        assert found.setdefault(segment.kind, sends) == sends, f"kind {segment.kind} sends in several placements"
+        if (before := found.setdefault(segment.kind, sends)) != sends:
+            several = f"{' '.join(map(str, before))} and as {' '.join(map(str, sends))}"
+            raise Contradiction(segment.kind, f"what segments of this kind send is received as {several}")
     return found
 
 
@@ -143,27 +159,57 @@ def from_text(
     for kind in folded.representatives:
         if kind not in chosen or kind not in boundaries:
             field = "strategies" if kind not in chosen else "boundaries"
-            raise PlanFileError(f"{field} lacks {kind!r}", where=field, fix="plan the model again")
+            raise PlanFileError(f"{field} lacks {kind!r}", where=field, fix=_AGAIN)
         receives[kind] = tuple(map(parse_placement, boundaries[kind]))
         if len(receives[kind]) != len(folded.representatives[kind].receives):
             raise PlanFileError(
                 f"{len(receives[kind])} placements for {len(folded.representatives[kind].receives)} tensors",
                 where=f"boundaries[{kind!r}]",
-                fix="plan the model again",
+                fix=_AGAIN,
             )
-    sends = sends_of(folded, receives)
+    _check_places(folded, ranks, sizes, boundaries, parameters)
+    try:
+        sends = sends_of(folded, receives)
+    except Contradiction as error:
+        raise PlanFileError(str(error), where=f"boundaries[{error.kind!r}]", fix=_AGAIN) from error
     kinds = {}
     for kind, segment in folded.representatives.items():
         kinds[kind] = KindSharding(
             strategies=_read_strategies(segment, kind, ranks, sizes, chosen[kind]),
-            parameters=tuple(
-                parse_placement(_field(parameters, folded.traced.parameters[n.name], "splits.parameters"))
-                for n in segment.parameters
-            ),
+            parameters=tuple(parse_placement(parameters[folded.traced.parameters[n.name]]) for n in segment.parameters),
             receives=receives[kind],
             sends=sends[kind],
         )
     return Sharding(ranks, kinds)
+
+
+def _check_places(
+    folded: Folded, ranks: int, sizes: Sizes, boundaries: Mapping[str, list[str]], parameters: Mapping[str, str]
+) -> None:
+    """Refuse placements in which a parameter or a received tensor cannot lie. Raises PlanFileError."""
+    for segment in folded.segments:
+        for node in segment.parameters:
+            name = folded.traced.parameters[node.name]
+            _check_place(
+                node, _field(parameters, name, "splits.parameters"), ranks, sizes, f"splits.parameters[{name!r}]"
+            )
+    for kind, segment in folded.representatives.items():
+        for i, (node, text) in enumerate(zip(segment.receives, boundaries[kind], strict=True)):
+            _check_place(node, text, ranks, sizes, f"boundaries[{kind!r}][{i}]")
+
+
+def _check_place(node: fx.Node, text: str, ranks: int, sizes: Sizes, where: str) -> None:
+    shape, held = infos(node)[0].shape, node.op == "placeholder"
+    match parse_placement(text):
+        case Split(dim, groups):
+            possible = dim < len(shape) and sizes.divisible(shape[dim], ranks, groups)
+        case PartialSum():
+            possible = not held  # what a parameter is kept as, it is trained as
+        case Broadcast():
+            possible = True
+    if not possible:
+        lies = f"a tensor of shape [{', '.join(map(str, shape))}] cannot lie as {text} on tp {ranks}"
+        raise PlanFileError(lies, where=where, fix=_AGAIN)
 
 
 def _read_strategies(
@@ -187,5 +233,5 @@ def _read_strategies(
 
 def _field(values: Mapping[str, str], name: str, field: str) -> str:
     if name not in values:
-        raise PlanFileError(f"{field} lacks {name!r}", where=field, fix="plan the model again")
+        raise PlanFileError(f"{field} lacks {name!r}", where=field, fix=_AGAIN)
     return values[name]

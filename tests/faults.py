@@ -36,6 +36,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "shards out of the norm": "of a split parameter only the first tensor-parallel rank's part counts",
         "dp replicas in the norm": "without sharding each data-parallel rank adds the same squares",
         "a rank's own norm": "gradients are clipped by what one rank sees, not by the global norm",
+        "experts by another group": "a rank counts experts' parameters that another one counts as well",
         "padding in the norm": "what pads a flat buffer counts",
     },
     "tied": {
@@ -57,6 +58,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "no gather": "updated shards are not collected",
         "gather into gradients": "collected parameters land in the gradient buffer",
         "shards of another group": "shards are cut for more ranks than there are: some elements nobody updates",
+        "gathers in another order": "a rank collects buckets in the order of its list, the others as modules read them",
         "read before gathered": "a module reads a parameter that is still on its way",
         "the unused stepped": "weight decay and moments move a parameter that nobody used in this step",
         "groups ignored": "parameter groups are lost when parameters become flat",
@@ -75,6 +77,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a relay's gradient lost": "of a tensor that two later stages read, one's gradient is dropped",
         "gradients of integers": "integers and booleans between stages are sent gradients",
         "communicators in another order": "ranks create their communicators in different orders",
+        "a warm-up of too many": "with fewer microbatches than stages, the warm-up counts forwards that there are not",
         "microbatches that leave a rest": "an interleaved schedule runs with a rest of a group (it is refused)",
         "buffers of another stage": "a stage's buffers, kept in checkpoints or not, lose their values",
         "weights put off for ever": "a backward pass in two halves forgets the second",

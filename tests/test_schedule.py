@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ from autoptd.schedule import (
     zero_bubble,
     zero_bubble_v,
 )
+from autoptd.schedule import rows as schedule_rows
 
 LOOP = Route(2, 2)
 
@@ -218,6 +220,25 @@ def test_a_send_waits_for_the_oldest_one_under_way() -> None:
 def test_faulty_schedules_are_caught(lines: list[str], message: str) -> None:
     with pytest.raises(StuckSchedule, match=message):
         prove(parse(lines))
+
+
+@pytest.mark.fault("a warm-up of too many")
+@pytest.mark.parametrize("kind", ["1f1b", "zero-bubble"])
+def test_a_warm_up_that_is_not_clamped_is_stuck(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clamped = schedule_rows._warm_up_and_alternate
+
+    def unclamped(forwards: Any, backwards: Any, warm_up: int) -> Any:
+        if warm_up <= len(forwards):
+            yield from clamped(forwards, backwards, warm_up)
+        else:
+            yield from (Action("F", *at) for at in forwards)
+            yield from (Action("B", *at) for at in backwards[len(forwards) - warm_up :])
+
+    training_step(kind, 4, 2)
+    monkeypatch.setattr(schedule_rows, "_warm_up_and_alternate", unclamped)
+    training_step(kind, 4, 4)
+    with pytest.raises(StuckSchedule):
+        training_step(kind, 4, 2)
 
 
 def test_the_page_shows_these_schedules() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,8 +43,19 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from autoptd.checkpoint.entries import Entry
 from autoptd.checkpoint.regions import Ints, Region
+from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
 
+# what reading a damaged pickle may raise (its documentation names some, "and others")
+UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError),
+    *(ArithmeticError, RuntimeError, AssertionError, MemoryError),
+)
+_OTHERS = (("torch", "Size"), ("torch.serialization", "_get_layout"))
+_OF_INDEX = {
+    *("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"),
+    *("pathlib", *(module for module, _ in _OTHERS)),
+}
 INDEX = ".metadata"  # the file that says where everything lies; without it there is no checkpoint
 
 
@@ -146,14 +158,31 @@ def _telling(folder: Path, what: str) -> Iterator[None]:
         raise CheckpointError(told, where=f"{folder}, rank {rank}") from error
 
 
+class _Index(pickle.Unpickler):
+    """The index is a pickle: of the few classes that make one, so that no other code runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if "." not in name and module in _OF_INDEX else None
+        own = isinstance(found, type) and (found.__module__ == module or module == "pathlib")
+        if own or isinstance(found, torch.dtype) or (module, name) in _OTHERS:
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
+
+
 def shapes(folder: Path) -> Mapping[str, tuple[Ints, torch.dtype]]:
     """Every tensor of a checkpoint: its whole shape and its type. Raises CheckpointError."""
     try:
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, ValueError, RuntimeError, ImportError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint has no readable index: {error}", where=str(folder / INDEX)) from error
-    found = metadata.state_dict_metadata.items()
-    return {key: (tuple(x.size), x.properties.dtype) for key, x in found if isinstance(x, TensorStorageMetadata)}
+        with (folder / INDEX).open("rb") as file:
+            metadata = _Index(file).load()
+        found = metadata.state_dict_metadata.items()
+        tensors = [(key, x.size, x.properties.dtype) for key, x in found if isinstance(x, TensorStorageMetadata)]
+        return {str(key): (tuple(map(int, size)), dtype) for key, size, dtype in tensors}
+    except (OSError, *UNREADABLE) as error:
+        said = brief(ascii(str(error))[1:-1])
+        fix = "load an older checkpoint: one of the other step-… folders"
+        raise CheckpointError(
+            f"the checkpoint has no readable index: {said}", where=str(folder / INDEX), fix=fix
+        ) from error
 
 
 def read_whole(folder: Path, keys: Iterable[str]) -> dict[str, Tensor]:

@@ -23,12 +23,16 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, PROGRESS, PLAN, LATEST = "checkpoint.json", "progress.pt", "plan.json", "latest"
+_SHOWN = 8  # mistakes listed one by one
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 
 
@@ -130,25 +134,60 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     return final
 
 
+class File(BaseModel):
+    """What a file of a checkpoint was when it was written."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """What `checkpoint.json` holds; tensors by the model's names, with their shapes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: int
+    step: Annotated[int, Field(ge=0, lt=2**63)]
+    tensors: dict[str, list[Annotated[int, Field(ge=0)]]]
+    aliases: dict[str, str]
+    optimizer: str
+    files: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], File]
+    model: str = ""
+    graph_hash: str = ""
+    config: dict[str, Any] | None = None
+    versions: dict[str, str] = {}
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError."""
     path = folder / MANIFEST
+    another = "load an older checkpoint: one of the other step-… folders"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"not readable: {error}", where=str(path)) from error
-    wanted = {"step": int, "files": dict, "tensors": dict, "aliases": dict, "optimizer": str}
+        data = json.loads(read_text(path, "manifest", CheckpointError, another))
+    except (ValueError, RecursionError) as error:
+        said = brief(ascii(str(error))[1:-1])
+        raise CheckpointError(f"the manifest is not JSON: {said}", where=str(path), fix=another) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        version = data.get("format") if isinstance(data, dict) else None
+        version = brief(repr(data.get("format") if isinstance(data, dict) else None))
         raise CheckpointError(
-            f"of format {version!r}; this autoptd reads format {FORMAT}",
-            where=str(path),
-            fix="use the version it names",
+            f"of format {version}; this autoptd reads format {FORMAT}", where=str(path), fix="use the version it names"
         )
-    for key, kind in wanted.items():
-        if not isinstance(data.get(key), kind):
-            raise CheckpointError(f"{key!r} is missing or no {kind.__name__}", where=str(path), fix="use another one")
-    return data
+    return checked(data, Manifest, path)
+
+
+def checked(data: Any, kind: type[BaseModel], path: Path) -> dict[str, Any]:
+    """The data, if it is what `kind` says. Raises CheckpointError naming the file and every wrong field."""
+    try:
+        kind.model_validate(data)
+    except ValidationError as error:
+        lines = describe_mistakes(error, kind).splitlines()
+        raise CheckpointError(
+            f"{path.name} is wrong in {len(lines)} place(s)",
+            where="\n".join([str(path), *lines[:_SHOWN]]),
+            fix="load an older checkpoint: one of the other step-… folders",
+        ) from error
+    found: dict[str, Any] = data
+    return found
 
 
 def damage(folder: Path, name: str, expected: Mapping[str, Any]) -> str:
@@ -157,6 +196,8 @@ def damage(folder: Path, name: str, expected: Mapping[str, Any]) -> str:
     if not path.is_file():
         return f"{name} is missing"
     size = path.stat().st_size
+    if not os.access(path, os.R_OK):
+        return f"{name} may not be read"
     if size != expected.get("bytes"):
         return f"{name} has {size} bytes instead of {expected.get('bytes')}"
     return "" if digest(path) == expected.get("sha256") else f"{name} is damaged: its SHA-256 is another"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
 
 from autoptd.checkpoint import dcp, folder
 from autoptd.checkpoint.entries import COUNTS, MOMENTS, Entry, model_entries, optimizer_entry
+from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.trainer import Trainer
@@ -59,20 +60,46 @@ def restore(
     return progress
 
 
+class _Random(BaseModel):
+    seed: int
+    step: int
+
+
+class _Optimizer(BaseModel):
+    name: Annotated[str, Field(alias="class")]
+    groups: list[dict[str, Any]]
+
+
+class Progress(BaseModel):
+    """What `progress.pt` holds: all that is no tensor of the model."""
+
+    model_config = ConfigDict(strict=True)
+    step: Annotated[int, Field(ge=0)]
+    random: _Random
+    optimizer: _Optimizer
+    others: dict[str, Any]
+    loss_scale: dict[str, Any] | None = None
+
+
 def read_progress(where: Path) -> dict[str, Any]:
     """Raises CheckpointError."""
     path = where / folder.PROGRESS
     try:
         found = torch.load(path, weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"not readable: {type(error).__name__}: {error}", where=str(path)) from error
-    assert isinstance(found, dict)
-    return found
+    except (OSError, *dcp.UNREADABLE) as error:
+        said = brief(ascii(str(error))[1:-1])
+        raise CheckpointError(
+            f"not readable: {type(error).__name__}: {said}", where=str(path), fix="load an older checkpoint"
+        ) from error
+    return folder.checked(found, Progress, path)
 
 
 def _check_files(where: Path, manifest: Mapping[str, Any], c: Communicators) -> None:
     """Each rank reads some of the files; all of them name the first that is damaged."""
     names = sorted(manifest["files"])
+    if lost := sorted({dcp.INDEX, folder.PROGRESS} - set(names)):
+        fix = "load an older checkpoint: one of the other step-… folders"
+        raise CheckpointError(f"files lacks {', '.join(lost)}", where=str(where / folder.MANIFEST), fix=fix)
     wrong = [
         (place, text)
         for place, name in enumerate(names)

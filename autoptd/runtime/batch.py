@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import InputsError
+from autoptd.runtime.layout import InputSpec
 
 Microbatch = dict[str, Tensor]
 
@@ -49,8 +50,74 @@ def check_multiples(batch: Mapping[str, Tensor], multiples: Mapping[tuple[str, i
             )
 
 
+def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> None:
+    """Refuse types and sizes that the program was not written for. Raises InputsError.
+
+    A size that may vary, such as the tokens of a sample, may be smaller than planned, the same in all inputs.
+    """
+    met: dict[str, tuple[int, str]] = {}
+    for name, spec in specs.items():
+        x = batch[name]
+        if x.dtype != spec.dtype:
+            raise InputsError(
+                f"{name!r} is of type {x.dtype}, but the plan was made for {spec.dtype}",
+                where=name,
+                fix=f"give {name}.to({spec.dtype}), or plan with inputs of this type",
+            )
+        if x.ndim != 1 + len(spec.sizes):
+            raise InputsError(
+                f"{name!r} has {x.ndim} dims, {list(x.shape)}, instead of {1 + len(spec.sizes)}",
+                where=name,
+                fix="give what the model was traced with: " + spec.text,
+            )
+        for dim, (size, planned, symbol) in enumerate(zip(x.shape[1:], spec.sizes, spec.symbols, strict=True), 1):
+            _check_size(f"dim {dim} of {name!r}", size, planned, symbol)
+            if symbol and met.setdefault(symbol, (size, name))[0] != size:
+                known, other = met[symbol]
+                raise InputsError(
+                    f"dim {dim} of {name!r} is {size}, but that of {other!r} is {known}",
+                    where=name,
+                    fix="give both the same length: pad the shorter one",
+                )
+
+
+def _check_size(where: str, size: int, planned: int, symbol: str) -> None:
+    if not symbol and size != planned:
+        fix = f"give a size of {planned}, with which the model was traced"
+        raise InputsError(f"{where} is {size}, instead of {planned}", where=where, fix=fix)
+    if size > planned:
+        fix = f"cut it to {planned}, or plan again for {size}: its memory and positions were not planned for"
+        raise InputsError(f"{where} is {size}, longer than the planned {planned}", where=where, fix=fix)
+    if size == 0:
+        raise InputsError(f"{where} is 0: there is nothing in a sample", where=where, fix="leave such batches out")
+
+
+def stand_in(specs: Mapping[str, InputSpec], samples: int) -> dict[str, Tensor]:
+    """Zeros of the planned sizes, for a rank that has no batch but must keep step."""
+    return {name: torch.zeros(samples, *spec.sizes, dtype=spec.dtype) for name, spec in specs.items()}
+
+
+def digest(tensors: Sequence[Tensor]) -> Tensor:
+    """20 bits that tell other samples, or another order of them, apart: 0-dim float64, where the first tensor is."""
+    found = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for x in tensors:
+        bits = x.detach().contiguous().view(_BITS[x.element_size()]).reshape(x.shape[0], -1)
+        places = torch.arange(1, 1 + x.shape[0], device=x.device)
+        found = found * 31 + (bits.sum(1, dtype=torch.int64) * places * _MIX).sum().to(found.device)
+    return (((found ^ (found >> 20)) * _MIX >> 40) & 0xFFFFF).to(torch.float64)
+
+
+_MIX = 0x9E3779B97F4A7C1  # an odd number without pattern (of the golden ratio), so that near sums lie far apart
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # bytes -> their integer
+
+
 def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     """Dim 0 of every input, which must agree."""
+    if batch is None:
+        raise InputsError(
+            "there is no batch: the data loader ran dry",
+            fix="end every rank's epoch at the same step: parallel.sampler(…) gives all ranks as many batches",
+        )
     if not isinstance(batch, Mapping):
         raise InputsError(
             f"a batch is a mapping of keyword tensors, not a {type(batch).__name__}",
@@ -64,6 +131,8 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     wrong = [name for name in inputs if not isinstance(batch[name], Tensor) or batch[name].ndim == 0]
     if wrong:
         raise InputsError(f"{wrong} must be tensors whose dim 0 counts samples", fix="give a batch of tensors")
+    if empty := [name for name in inputs if batch[name].is_meta]:
+        raise InputsError(f"{empty} are on the meta device, without values", fix="give tensors that hold data")
     sizes = {name: batch[name].shape[0] for name in inputs}
     if len(set(sizes.values())) > 1:
         raise InputsError(

@@ -42,6 +42,21 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class InputSpec:
+    """One input of the model: its dims after the samples, as planned. `symbols`: what varies with it, "" if nothing."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    symbols: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """`[samples, s up to 1024] of torch.int64`."""
+        dims = [f"{symbol} up to {n}" if symbol else str(n) for symbol, n in zip(self.symbols, self.sizes, strict=True)]
+        return f"[{', '.join(['samples', *dims])}] of {self.dtype}"
+
+
+@dataclass(frozen=True)
 class Layout:
     """Mesh, microbatches, and where each tensor of the model lies. Identical on every rank.
 
@@ -62,6 +77,7 @@ class Layout:
     gather_later: bool = False  # collect updated parameters while the next step begins
     zigzag: bool = False  # which tokens of a sample a cp rank has: see `tokens.py`
     multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> what must divide its size
+    specs: Mapping[str, InputSpec] = field(default_factory=dict)  # of `inputs`, where a batch is held to them
     slices: bool = False  # of what all tp ranks hold alike, each sends its slice, and the receivers gather
     modules: tuple[str, ...] = ()  # of each stage, in words: names for a profiler
     bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.passes.placements import Split
+from autoptd.runtime.agreement import Agreement
 from autoptd.runtime.axis import from_slices, own_slice
-from autoptd.runtime.batch import Microbatch, check_multiples, cut_batch, sample_count
+from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.buffers import Buffers, Piece, squared_norm
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.executor import Executor
@@ -74,6 +75,8 @@ class Trainer:
         self._actions = lists[communicators.stage]
         self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
         self._used: set[str] = set()
+        self._inputs = Agreement(layout, communicators)
+        self._agreed: list[float] = []  # of the last step, what `_inputs` sums up
 
     @property
     def stage(self) -> Stage:
@@ -95,14 +98,11 @@ class Trainer:
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One optimizer step over the global batch, of which `batch` is this dp rank's share (keyword tensors).
 
-        Returns the loss over the whole global batch, 0-dim, the same on all ranks. Raises InputsError for a wrong batch
-        before any communication.
+        Returns the loss over the whole global batch, 0-dim, the same on all ranks. On all ranks, raises InputsError
+        where one was given a wrong batch: no parameter has changed then.
         """
         self._check_loaded()
-        check_multiples(batch, self.layout.multiples)
-        microbatches = cut_batch(
-            batch, self.layout.inputs, self.layout.micro, self.layout.microbatches, self.communicators.device
-        )
+        microbatches = self._inputs.take(batch, self.layout.microbatches)
         self._dropout.active = True
         self._dropout.share = self._share_starts(sum(map(sample_count, microbatches)))
         self._buffers.start_step()
@@ -115,6 +115,8 @@ class Trainer:
         }
         counts = self._global_counts(microbatches)
         self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, scale=self.finite.scale)
+        if not self._inputs.holds(self._agreed):
+            self._inputs.refuse(self._agreed)
         self._dropout.step += 1
         if self.finite.skipped:
             here = [piece.name for piece in self._pieces if not piece.grad.isfinite().all()]
@@ -125,8 +127,7 @@ class Trainer:
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss over the global batch, without dropout, gradient or update; any number of samples per dp rank."""
         self._check_loaded()
-        check_multiples(batch, self.layout.multiples)
-        microbatches = cut_batch(batch, self.layout.inputs, self.layout.micro, None, self.communicators.device)
+        microbatches = self._inputs.take(batch, None)
         self._dropout.active = False
         mesh, own = self.layout.mesh, len(microbatches)
         counts = self._global_counts(microbatches)
@@ -137,7 +138,10 @@ class Trainer:
         self._executor.run(actions, microbatches, counts, loss, {}, counted=own)
         if self.communicators.tp.rank != 0:
             loss.zero_()
-        return self.communicators.world.all_reduce(loss.view(1))[0].to(self.layout.main_dtype)
+        summed = self.communicators.world.all_reduce(torch.cat((loss.view(1), self._inputs.row())))
+        if not self._inputs.holds(agreed := summed[1:].tolist()):
+            self._inputs.refuse(agreed)
+        return summed[0].to(self.layout.main_dtype)
 
     def _most_microbatches(self, own: int) -> int:
         """Of any dp rank, where all gather parameters together for each; whose share is smaller repeats its last."""
@@ -177,8 +181,12 @@ class Trainer:
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = torch.tensor([name in own_used for name in self._trainable], dtype=torch.float64, device=device)
         norm = squared_norm(self._pieces).to(device)
-        agreed = self.communicators.world.all_reduce(torch.cat((loss.view(1), norm.view(1), flags)))
-        whole, _, *users = agreed.tolist()
+        parts = (loss.view(1), norm.view(1), self._inputs.row(), flags)
+        agreed = self.communicators.world.all_reduce(torch.cat(parts))
+        whole, _, *told = agreed.tolist()
+        self._agreed, users = told[:3], told[3:]
+        if not self._inputs.holds(self._agreed):  # told when the step is over
+            return agreed[0].to(self.layout.main_dtype)
         self._used = {name for name, n in zip(self._trainable, users, strict=True) if n}
         self.grad_norm = agreed[1].sqrt()
         if not self.finite.steps(whole, float(self.grad_norm)):

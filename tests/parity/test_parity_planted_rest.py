@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from parity_check import Variant, alone, batches, complaints, parallel, planned, with_files
+from parity_check import Variant, alone, batches, check, complaints, parallel, planned, with_files
+from torch import Tensor
 
 import autoptd
 from autoptd import parallel as running
 from autoptd.errors import PlanError
 from autoptd.lockstep import Trained, differences, train_in_lockstep
 from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.runtime import ops
+from autoptd.runtime import ops, trainer
 from autoptd.runtime.mesh import Mesh
 
 BULK = Variant(bulk=True)
@@ -164,3 +165,19 @@ def test_a_vocabulary_that_does_not_divide_is_not_split() -> None:
     with pytest.raises(PlanError, match=r"63|S0"):
         autoptd.plan(model, **asked, fix={"tp": 2, "splits": {"tokens.weight": "S0"}})
     assert autoptd.plan(model, **asked, fix={"tp": 2}).splits.parameters["tokens.weight"] != "S0"
+
+
+@pytest.mark.fault("experts by another group")
+def test_experts_that_another_rank_counts_too_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are split over tp as all parameters are; each element has one rank that counts it."""
+    mesh, variant = Mesh(2, 2, 1), Variant()
+    assert check("mixtral", mesh, variant, "sgd") == []
+    whole = trainer.squared_norm
+
+    def per_group(pieces: Any) -> Tensor:
+        experts = [piece for piece in pieces if "experts" in piece.name]
+        assert experts
+        return whole(pieces) + whole(experts)
+
+    monkeypatch.setattr(trainer, "squared_norm", per_group)
+    assert any(line.startswith("norm of step") for line in check("mixtral", mesh, variant, "sgd"))

@@ -12,6 +12,7 @@ import tiny_model as tiny
 import torch
 from torch import Tensor
 
+from autoptd.errors import RuntimeFault
 from autoptd.runtime import buffers
 from autoptd.runtime.comm import Communicators, Handle
 from autoptd.runtime.lockstep import run_lockstep
@@ -102,3 +103,28 @@ def test_readers_that_do_not_wait_are_caught(late: list[int], monkeypatch: pytes
     (losses, _), *_ = trained(Mesh(dp=4), later=True)
     (expected, _), *_ = trained(Mesh(dp=4), later=False)
     assert losses != expected
+
+
+@pytest.mark.fault("gathers in another order")
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_that_gathers_in_another_order_is_caught(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: one rank asks for buckets as they lie, the others as modules read them. Alike everywhere, it is none."""
+    whole = buffers.Buffers.gather_parameters
+
+    def turned(only: int | None) -> Callable[[Any], None]:
+        def gather(self: Any) -> None:
+            if only is None or self._live[0].buffer.group.rank == only:
+                self._live.reverse()
+                whole(self)
+                self._live.reverse()
+            else:
+                whole(self)
+
+        return gather
+
+    expected = trained(Mesh(dp=2), later=later)
+    monkeypatch.setattr(buffers.Buffers, "gather_parameters", turned(None))
+    assert trained(Mesh(dp=2), later=later)[0][0] == expected[0][0]
+    monkeypatch.setattr(buffers.Buffers, "gather_parameters", turned(1))
+    with pytest.raises(RuntimeFault):
+        trained(Mesh(dp=2), later=later)

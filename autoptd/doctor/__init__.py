@@ -1,0 +1,1 @@
+"""`autoptd doctor`: is this machine, are these ranks, ready for a run."""

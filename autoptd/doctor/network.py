@@ -1,0 +1,212 @@
+"""Checks between ranks: the port, clocks, the file system they share, and links against the cluster's figures."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.collectives import collective_s
+from autoptd.doctor.facts import Facts, Finding, Gpu
+from autoptd.plans import Mesh
+from autoptd.profile.network import Network
+from autoptd.profile.record import Case, Point
+from autoptd.profile.timing import timer
+
+_SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: latency, bandwidth
+_SHARE_S = 0.5  # of measuring one size
+_SLOW, _BROKEN = 2.0, 10.0  # times as long as the cluster says: of any message, of a large one
+_OFFSET_S = 1.0  # of a clock: logs and names of files of different ranks are then out of order
+_PINGS = 5
+_CONNECT_S = 5.0
+
+
+# --- the port -----------------------------------------------------------------------------------------------------
+
+
+def check_port(port: int) -> Finding:
+    """Whether a run could listen on it here."""
+    if not 0 < port < 65536:
+        return Finding("FAIL", "port", f"{port} is no port", "give one from 1024 to 65535: --port N")
+    try:
+        with _listening(port):
+            return Finding("ok", "port", f"{port} is free")
+    except OSError as error:
+        return Finding("FAIL", "port", f"{port} cannot be listened on: {error.strerror}", "give another: --port N")
+
+
+def check_reachable(port: int, group: dist.ProcessGroup) -> Finding:
+    """Rank 0 listens, the others connect to its address. A collective."""
+    rank, host = dist.get_rank(), os.environ.get("MASTER_ADDR", "127.0.0.1")
+    found = [check_port(port) if rank == 0 else None]
+    dist.broadcast_object_list(found, 0, group=group)
+    first = found[0]
+    assert first is not None
+    if first.grade != "ok":
+        return first
+    server = _listening(port) if rank == 0 else None
+    dist.barrier(group)
+    lost = _told(None if rank == 0 else _connects(host, port), group)
+    if server is not None:
+        server.close()
+    wrong = [f"rank {i}: {text}" for i, text in enumerate(lost) if text]
+    if wrong:
+        fix = "open the port between the machines, or set MASTER_ADDR to an address that all of them reach"
+        return Finding("FAIL", "port", f"{host}:{port} is not reached by {'; '.join(wrong[:4])}", fix)
+    return Finding("ok", "port", f"{host}:{port} is free, and reached by all ranks")
+
+
+def _listening(port: int) -> socket.socket:
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", port))
+        server.listen(128)
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def _connects(host: str, port: int) -> str | None:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return None
+
+
+# --- what ranks tell each other -------------------------------------------------------------------------------------
+
+
+def all_facts(own: Facts, group: dist.ProcessGroup) -> list[Facts]:
+    """Every rank's, by rank. A collective."""
+    told = _told(asdict(own), group)
+    return [Facts(**{**data, "gpus": tuple(Gpu(**gpu) for gpu in data["gpus"])}) for data in told]
+
+
+def _told(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def check_clocks(group: dist.ProcessGroup) -> Finding:
+    """Rank 0 asks each other rank for its time; the answer of the quickest of some pings counts. A collective.
+
+    offset = theirs - (sent + received) / 2, right to half the ping.
+    """
+    offsets = {rank: _offset_s(rank, group) for rank in range(1, dist.get_world_size(group))}
+    return judged_clocks({rank: found for rank, found in offsets.items() if found is not None})
+
+
+def judged_clocks(offsets_s: Mapping[int, float]) -> Finding:
+    """Of each rank against rank 0."""
+    if not offsets_s:
+        return Finding("ok", "clocks", "nothing to compare with")
+    rank, worst = max(offsets_s.items(), key=lambda row: abs(row[1]))
+    seen = f"at most {abs(worst):.3g} s apart (rank {rank})"
+    if abs(worst) > _OFFSET_S:
+        return Finding("warn", "clocks", seen, "run a time service (chrony, ntpd) on all machines")
+    return Finding("ok", "clocks", seen)
+
+
+def _offset_s(other: int, group: dist.ProcessGroup) -> float | None:
+    rank, answer = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
+    best: tuple[float, float] | None = None
+    for _ in range(_PINGS):
+        if rank == 0:
+            sent = time.time()
+            dist.send(answer, other, group=group)
+            dist.recv(answer, other, group=group)
+            took = time.time() - sent
+            best = min(best or (took, float("inf")), (took, float(answer) - sent - took / 2))
+        elif rank == other:
+            dist.recv(answer, 0, group=group)
+            answer.fill_(time.time())
+            dist.send(answer, 0, group=group)
+    return None if best is None else best[1]
+
+
+def check_shared(folder: Path, group: dist.ProcessGroup) -> Finding:
+    """Whether all ranks see what rank 0 writes to the folder of checkpoints. A collective."""
+    standing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    name = [f".autoptd-doctor-{os.getpid()}-{time.time_ns()}"]
+    dist.broadcast_object_list(name, 0, group=group)
+    mark = standing / name[0]
+    if dist.get_rank() == 0 and os.access(standing, os.W_OK):
+        mark.write_text("seen by all?")
+    dist.barrier(group)
+    blind = [rank for rank, seen in enumerate(_told(mark.exists(), group)) if not seen]
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        mark.unlink(missing_ok=True)
+    if blind:
+        seen = f"{standing} of rank 0 is not that of rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind[:8]))}"
+        fix = "name a folder on a file system that all machines share: --checkpoint FOLDER"
+        return Finding("FAIL", "shared folder", seen, fix)
+    return Finding("ok", "shared folder", f"{standing} is the same on all ranks")
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+def check_links(device: torch.device, node_ranks: int, mesh: Mesh | None, cluster: Cluster | None) -> Iterator[Finding]:
+    """All-reduces over each axis of the mesh, or inside of a machine and over all ranks. A collective."""
+    network = Network(device, timer(device))
+    for name, (ranks, stride) in _axes(network.world, node_ranks, mesh).items():
+        points = []
+        for size in _SIZES:
+            case = Case(
+                family="collective", op="all_reduce", dtype="fp32", bytes_moved=size, ranks=ranks, stride=stride
+            )
+            points.append(network.measure(case, _SHARE_S))
+        measured = [point for point in points if isinstance(point, Point)]
+        if len(measured) < len(points):
+            why = "; ".join(point.why for point in points if not isinstance(point, Point))
+            yield Finding("FAIL", f"links, {name}", f"an all-reduce fails: {why}", "set NCCL_DEBUG=INFO, and look why")
+        else:
+            yield judged_link(name, measured, cluster)
+
+
+def _axes(world: int, node_ranks: int, mesh: Mesh | None) -> dict[str, tuple[int, int]]:
+    """Name -> (ranks of a group, their distance)."""
+    if mesh is not None:
+        inner = mesh.cp * mesh.tp
+        found = {
+            f"tp {mesh.tp}": (mesh.tp, 1),
+            f"cp {mesh.cp}": (mesh.cp, mesh.tp),
+            f"dp {mesh.dp}": (mesh.dp, inner),
+            f"pp {mesh.pp}": (mesh.pp, inner * mesh.dp),
+        }
+    else:
+        found = {f"{node_ranks} ranks of a machine": (node_ranks, 1), f"all {world} ranks": (world, 1)}
+    found = {name: place for name, place in found.items() if place[0] > 1}
+    return {name: place for i, (name, place) in enumerate(found.items()) if place not in list(found.values())[:i]}
+
+
+def judged_link(name: str, points: Sequence[Point], cluster: Cluster | None) -> Finding:
+    """Times of a small and a large all-reduce, against what the cluster's figures make them."""
+    small, large = points[0], points[-1]
+    ranks = large.case.ranks
+    rate = (
+        2 * (ranks - 1) / ranks * large.case.nbytes / large.seconds
+    )  # as NCCL's tests count: bytes on the busiest link
+    seen = f"all-reduce of 8 KiB {small.seconds * 1e6:.0f} us, of 16 MiB {rate / 1e9:.3g} GB/s"
+    if cluster is None:
+        return Finding("ok", f"links, {name}", seen)
+    slow = [p.seconds / collective_s("all_reduce", p.case.nbytes, cluster, ranks, p.case.stride) for p in points]
+    against = " and ".join(f"{times:.1f}" for times in slow)
+    seen += f", {against} times as long as {cluster.name} says"
+    if max(slow) <= _SLOW:
+        return Finding("ok", f"links, {name}", seen)
+    fix = "measure the machine: autoptd profile -o cluster.toml; or find the slow link"
+    return Finding("FAIL" if slow[-1] > _BROKEN else "warn", f"links, {name}", seen, fix)

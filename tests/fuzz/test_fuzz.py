@@ -1,0 +1,136 @@
+"""Spoilt plans, clusters and checkpoints load, or are refused by the path of a field: some hundred of each sort.
+
+`python -m tests.fuzz --files 10000` does the same with as many as one likes. What it once found stands below.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import ClusterError
+from tests.fuzz import loading
+from tests.fuzz.__main__ import run, run_checkpoints
+from tests.fuzz.bases import planned
+from tests.fuzz.files import cluster_text
+from tests.fuzz.loading import guarded, load
+
+
+def test_spoilt_plans_and_clusters():
+    ends, wrong = run(180, seed=7)
+    assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
+    assert min(ends[f"{kind} {end}"] for kind in ("plan", "cluster") for end in ("loaded", "refused")) > 4
+
+
+def test_spoilt_checkpoints():
+    ends, wrong = run_checkpoints(35, seed=7)
+    assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
+    assert sum(count for end, count in ends.items() if "refused" in end) > 15
+
+
+def test_a_file_that_starts_a_group_or_ends_in_a_traceback_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """The judge itself."""
+    monkeypatch.setattr(loading, "_load_cluster", lambda _: loading.dist.init_process_group("gloo"))
+    ends, _ = run(3, seed=7)
+    assert ends["cluster a traceback"] == 1
+    error = ClusterError("bad", fix="mend it")
+    assert loading._flaw(error, "dgx-h100") == "no place"
+    assert loading._flaw(ClusterError("bad", where="levels[0]"), "dgx-h100") == "no way out"
+    assert loading._flaw(ClusterError("bad \x1b[31m", where="levels[0]", fix="mend it"), "dgx-h100") == "unreadable"
+    assert loading._flaw(ClusterError("bad", where="levels[0]", fix="mend it"), "dense") == "another error"
+
+
+# --- what it found ------------------------------------------------------------------------------------------------
+
+
+def refused(kind: str, text: str, folder: Path) -> str:
+    path = folder / "file"
+    path.write_text(text)
+    with guarded():
+        outcome = load(kind, path.rename(path.with_suffix(".json" if kind == "dense" else ".toml")))
+    assert outcome.end == "refused", outcome
+    return outcome.text
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> str:
+    data = json.loads(planned("dense").to_json())
+    change(data)
+    return json.dumps(data)
+
+
+LAST = "blocks.2.up.weight"  # of a block that is not the first of its kind
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d["splits"]["parameters"].pop(LAST), f"splits.parameters lacks {LAST!r}"),
+        (
+            lambda d: d["splits"]["parameters"].update({LAST: "Bp"}),
+            f"splits.parameters[\"{LAST}\"]: is 'Bp'; it must be",
+        ),
+        (lambda d: d["splits"]["parameters"].update({LAST: "S5"}), "of shape [128, 32] cannot lie as S5 on tp 2"),
+        (lambda d: d["splits"]["parameters"].update({LAST: "S0/7"}), "cannot lie as S0/7 on tp 2"),
+        (lambda d: d["splits"]["parameters"].update({LAST: "P"}), "cannot lie as P on tp 2"),
+        (lambda d: d["splits"]["parameters"].update({"a..0": "B"}), 'splits.parameters["a..0"]: unknown key'),
+        (lambda d: d["splits"]["activations"].popitem(), "missing; it must be"),
+        (lambda d: d["segments"].__setitem__(1, "elsewhere"), "segments[1]: is 'elsewhere'; it must be"),
+        (lambda d: d["stages"][0].update(modules="all of it"), "stages[0].modules: is 'all of it'"),
+        (lambda d: d["collectives"].clear(), "missing; it must be"),
+        (lambda d: d["sizes"].pop("s"), "sizes.s: missing, please add it"),
+        (lambda d: d["sizes"].update(t=4), "sizes.t: unknown key"),
+        (lambda d: d["predicted"]["memory"][0].update(activations="x" * 5000), "predicted.memory[0].activations"),
+        (
+            lambda d: d["cluster"]["device"]["attention"]["triton"].update(speed=1),
+            "cluster.device.attention.triton.speed",
+        ),
+        (lambda d: d.update({"a\nb\x1b": 1}), 'where  ["a\\nb\\u001b"]: unknown key'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_plans_that_contradict_themselves(change: Callable[[dict[str, Any]], Any], said: str, tmp_path: Path):
+    assert said in refused("dense", changed(change), tmp_path)
+
+
+def test_tensors_that_are_received_in_two_placements(tmp_path: Path):
+    def change(data: dict[str, Any]) -> None:
+        kinds = [kind for kind, placements in data["boundaries"].items() if placements]
+        for kind in kinds[:1]:
+            first = data["boundaries"][kind]
+            data["boundaries"][kind] = ["P" if first[0] != "P" else "B", *first[1:]]
+
+    assert "boundaries[" in refused("dense", changed(change), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("launch_s = ", "launch_s = " + "[" * 3000 + "]" * 3000 + " # ", "not a TOML file: "),
+        ("launch_s = ", "launch_s = " + "1" * 5000 + " # ", "not a TOML file: "),
+        ("dispatch_s = ", "dispatch_s = 1e308 # ", "device.dispatch_s: input should be less than or equal to 3600"),
+        ("latency_s = ", "latency_s = 1e308 # ", "latency_s: input should be less than or equal to 3600"),
+        ("memory_bytes_per_s = ", "memory_bytes_per_s = 1e-320 # ", "device.memory_bytes_per_s: input should be"),
+        (
+            "[device.attention.cudnn]\n",
+            "[device.attention.cudnn]\nspeed = 1\n",
+            "device.attention.cudnn.speed: unknown",
+        ),
+    ],
+)
+def test_clusters_that_would_end_in_a_traceback(old: str, new: str, said: str, tmp_path: Path):
+    text = cluster_text("dgx-h100")
+    assert old in text
+    assert said in refused("dgx-h100", text.replace(old, new, 1), tmp_path)
+
+
+def test_a_cluster_that_is_a_folder_or_a_loop(tmp_path: Path):
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    for name in ("folder.toml", "loop.toml"):
+        with pytest.raises(ClusterError, match="does not exist"):
+            Cluster.load(tmp_path / name)
