@@ -38,7 +38,7 @@ class Off:
 
 @dataclass
 class Compared:
-    """Differences over all steps. `diverged`: tensors of which copies are no longer the same bits, with two ranks."""
+    """Differences over all steps up to the first that has some. `diverged`: tensors of which copies are no longer the same bits, with two ranks."""
 
     loss: Off = field(default_factory=Off)
     norm: Off = field(default_factory=Off)
@@ -63,9 +63,10 @@ def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[Step], c
         _gradients(found, layout, mine, step, clip)
         _states(found, layout, mine, step)
         offs = [found.loss, found.norm, *found.gradients.values(), *found.state.values()]
-        if found.step is None and any(off.rank is not None for off in offs):
+        if any(off.rank is not None for off in offs):
             found.step = number
-    _replicas(found, layout, runs)
+            break  # what is wrong later follows from it
+    _replicas(found, layout, runs, -1 if found.step is None else found.step)
     return found
 
 
@@ -95,16 +96,16 @@ def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Ste
                 found.state.setdefault(name, Off()).see(_off(x, wanted, full, whole), rank)
 
 
-def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun]) -> None:
+def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:
     """Copies must be the same bits on every rank that holds one."""
     tp = layout.mesh.tp
     first: dict[tuple[str, int | None], int] = {}
     for rank, run in enumerate(runs):
-        for name, x in run.steps[-1].state.items():
+        for name, x in run.steps[step].state.items():
             spec = layout.parameters.get(name) or layout.buffers[name]
             part = rank % tp if isinstance(spec.placement, Split) else None
             other = first.setdefault((name, part), rank)
-            if name not in found.diverged and not _same(runs[other].steps[-1].state[name], x):
+            if name not in found.diverged and not _same(runs[other].steps[step].state[name], x):
                 found.diverged[name] = (other, rank)
 
 

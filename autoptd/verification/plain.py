@@ -58,7 +58,7 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
     found = []
     for segment in source.folded.segments:
         for i, node in enumerate(segment.nodes):
-            if not _drops(node):
+            if not draw_of(node):
                 continue
             samples = _samples(node, sizes)
             if samples == ops.MICROBATCH:
@@ -67,7 +67,8 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
     return found
 
 
-def _drops(node: fx.Node) -> bool:
+def draw_of(node: fx.Node) -> bool:
+    """Whether a node drops elements."""
     if node.target is aten.dropout.default:
         return bool(node.args[1] and node.args[2])
     return node.target is aten.scaled_dot_product_attention.default and len(node.args) > 4 and bool(node.args[4])
@@ -100,7 +101,7 @@ class Keyed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = _widened(tuple(args)), _widened(dict(kwargs or {}))
+        args, kwargs = as_float64(tuple(args)), as_float64(dict(kwargs or {}))
         func = torch.Tensor.double if func in _NARROW else func
         if func is F.dropout:
             given = signature(F.dropout).bind(*args, **kwargs)
@@ -140,13 +141,13 @@ _NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _widened(value: Any) -> Any:
+def as_float64(value: Any) -> Any:
     """float64 in place of narrower types among arguments."""
     if isinstance(value, torch.dtype) and value in _TYPES:
         return torch.float64
     if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(map(_widened, value))
-    return {k: _widened(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return tuple(map(as_float64, value))
+    return {k: as_float64(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def widened(program: Program) -> Program:

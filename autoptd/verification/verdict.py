@@ -17,10 +17,13 @@ from autoptd.plans import Certificate, Plan
 from autoptd.progress import Progress, Silent
 from autoptd.schedule import StuckSchedule, prove, training_step
 from autoptd.verification.compare import TOLERANCE, Compared, compare
+from autoptd.verification.explain import explain
 from autoptd.verification.inputs import make_batches
+from autoptd.verification.locate import first_wrong, tell
 from autoptd.verification.owners import wrong_owners
 from autoptd.verification.plain import Draw, Step, draws_of, train_plain, widened
-from autoptd.verification.ranks import RankRun, run_ranks
+from autoptd.verification.ranks import RankRun, record_ranks, run_ranks
+from autoptd.verification.recorder import recording
 from autoptd.verification.smaller import Loss, Subject, subject_of
 
 STEPS = 2  # the second sees what the first left behind: stale gradients, parameters that were not collected
@@ -161,20 +164,19 @@ def _located(
     trial: Trial, parallel: Parallel, compared: Compared, runs: list[RankRun], expected: list[Step]
 ) -> Iterator[Place]:
     """What explains the differences, first what comes first."""
+    if found := _first_line(trial, parallel):
+        yield found
     yield from explain(parallel.layout, compared, runs, expected)
 
 
-def explain(layout: Any, compared: Compared, runs: list[RankRun], expected: list[Step]) -> Iterator[Place]:
-    for name, (a, b) in list(compared.diverged.items())[:4]:
-        yield name, f"copies differ between ranks {a} and {b}"
-    for kind, table in (("gradient", compared.gradients), ("after the step", compared.state)):
-        for name, off in list(table.items()):
-            if off.rank is not None:
-                yield name, f"{kind} off by {off.difference:.1e} on rank {off.rank}"
-                break
-    for kind, off in (("loss", compared.loss), ("norm", compared.norm)):
-        if off.rank is not None:
-            yield kind, f"off by {off.difference:.1e} on rank {off.rank}"
+def _first_line(trial: Trial, parallel: Parallel) -> Place | None:
+    """The first line of the emitted program that makes something else than the graph says, in the first step."""
+    subject = trial.subject
+    telling, places = recording(trial.program)
+    recorders = record_ranks(replace(trial, program=telling).parallel(1.0), trial.batches[0])
+    told = [recorder.told for recorder in recorders]
+    found = first_wrong(subject.source, subject.plan, parallel.layout, trial.batches[0], trial.draws, told)
+    return None if found is None else tell(found, places)
 
 
 def _stuck(plan: Plan) -> Iterator[Place]:
