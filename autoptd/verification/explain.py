@@ -22,13 +22,15 @@ from autoptd.verification.ranks import RankRun
 Place = tuple[str, str]
 
 
-def explain(layout: Layout, found: Compared, runs: Sequence[RankRun], expected: Sequence[Step]) -> Iterator[Place]:
+def explain(
+    layout: Layout, found: Compared, runs: Sequence[RankRun], expected: Sequence[Step], clip: float
+) -> Iterator[Place]:
     """(where, what), first what comes first."""
     step = found.step or 0
     later = f" in step {step + 1}, though step {step} was right: step {step} left something behind" if step else ""
     wrong = {name: off for name, off in found.gradients.items() if off.rank is not None}
     for name, off in list(wrong.items())[:3]:
-        yield name, f"gradient {_by(off)}{_ratio(layout, runs, expected, step, name, off)}{_on(layout, off)}{later}"
+        yield name, f"gradient {_by(off)}{_ratio(layout, runs, expected, step, name, off, clip)}{_on(layout, off)}{later}"
     if found.norm.rank is not None and not wrong:
         yield "gradient norm", f"{_by(found.norm)}{_counted(runs, expected, step)}{_on(layout, found.norm)}{later}"
     for name, (a, b) in list(found.diverged.items())[:3]:
@@ -53,9 +55,9 @@ def _on(layout: Layout, off: Off) -> str:
 
 
 def _ratio(
-    layout: Layout, runs: Sequence[RankRun], expected: Sequence[Step], step: int, name: str, off: Off
+    layout: Layout, runs: Sequence[RankRun], expected: Sequence[Step], step: int, name: str, off: Off, clip: float
 ) -> str:
-    """`: it is 2 × the right one`, where it is a multiple."""
+    """`: it is 2 × the right one`, where it is a multiple; `clip`: the norm to which gradients were clipped."""
     assert off.rank is not None
     spec, tp = layout.parameters[name], layout.mesh.tp
     for part in runs[off.rank].steps[step].parts:
@@ -65,11 +67,12 @@ def _ratio(
         if isinstance(spec.placement, Split) and tp > 1:
             full = own_slice(full, spec.placement.dim, spec.placement.groups, tp, off.rank % tp)
         wanted = full.reshape(-1)[part.start : part.start + part.size]
-        return _multiple(part.gradient, wanted, runs[off.rank].steps[step].norm, expected[step].norm)
+        undone = max(1.0, (runs[off.rank].steps[step].norm + 1e-6) / clip)
+        return _multiple(part.gradient * undone, wanted)
     return ""
 
 
-def _multiple(found: Tensor, wanted: Tensor, norm: float, right: float) -> str:
+def _multiple(found: Tensor, wanted: Tensor) -> str:
     square = float(wanted @ wanted)
     if not found.any():
         return ": there is none"
@@ -78,7 +81,7 @@ def _multiple(found: Tensor, wanted: Tensor, norm: float, right: float) -> str:
     factor = float(found @ wanted) / square
     if float((found - factor * wanted).norm()) > 1e-6 * float(found.norm()):
         return ""
-    return f": it is a multiple of the right one ({factor * norm / right:.4g} × before clipping)" if norm == norm else ""
+    return f": it is {factor:.4g} × the right one"
 
 
 def _counted(runs: Sequence[RankRun], expected: Sequence[Step], step: int) -> str:

@@ -22,7 +22,7 @@ from autoptd.codegen.body import Made
 from autoptd.codegen.pieces import Layout as Names
 from autoptd.codegen.pieces import Piece, lay_out, pieces_of
 from autoptd.codegen.stage import write_stage
-from autoptd.compile import TracedModel, read_sharding
+from autoptd.compile import TracedModel, make_program, read_sharding
 from autoptd.passes.graph import module_path, op_name
 from autoptd.passes.placements import BP, Broadcast, PartialSum, Placement, Split
 from autoptd.plans import Plan
@@ -62,7 +62,8 @@ def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Lin
     """By stage: (block call, line) -> what it makes."""
     sharding, names = read_sharding(source, plan), lay_out(source.folded)
     result = []
-    for stage, (_, cls) in zip(plan.stages, _classes(source, plan), strict=True):
+    classes = [cls for _, cls in make_program(source, plan, sharding).stages]
+    for stage, cls in zip(plan.stages, classes, strict=True):
         policies = plan.policies(stage)
         written = write_stage(names, sharding, stage.first, stage.last, policies)
         pieces = [p for p in pieces_of(names, sharding, stage.first, stage.last, policies) if p.block]
@@ -73,12 +74,6 @@ def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Lin
             _note(found, i, piece.block, written.made[piece.block], _instance(names, piece), order)
         result.append(found)
     return result
-
-
-def _classes(source: TracedModel, plan: Plan) -> Sequence[tuple[str, str]]:
-    from autoptd.compile import make_program
-
-    return make_program(source, plan, read_sharding(source, plan)).stages
 
 
 def _note(
@@ -197,11 +192,12 @@ def _apart(parts: Sequence[Tensor], placement: Placement, whole: Tensor, *, grad
     return found if found == found else float("inf")
 
 
-def tell(found: Found, places: Mapping[Line, str]) -> tuple[str, str]:
+def tell(source: TracedModel, found: Found, places: Mapping[Line, str]) -> tuple[str, str]:
     """(where, what) of a wrong line."""
     node = found.meaning.node
     path = module_path(node)
-    op = f"{path}: {op_name(node)}" if path else op_name(node)
+    own = source.folded.traced.parameters.get(node.name)
+    op = own or (f"{path}: {op_name(node)}" if path else op_name(node))
     what = "the gradient of what it makes" if found.gradient else "what it makes"
     together = {"P": "added up", "S": "put side by side"}.get(str(found.meaning.placement)[0], "each by itself")
     line = places.get(found.line, " ".join(map(str, found.line)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ def judge(trial: Trial, planned: Plan, progress: Progress | None = None) -> Verd
             compared = compare(parallel.layout, runs, expected, clip)
             if not compared.agrees:
                 with progress.stage("look for the place"):
-                    faults += _located(trial, parallel, compared, runs, expected)
+                    faults += _located(trial, parallel, compared, runs, expected, clip)
     return Verdict(planned, subject, tuple(proved), tuple(faults), compared, len(expected))
 
 
@@ -161,22 +161,22 @@ def _attempt(parallel: Parallel, trial: Trial) -> tuple[list[RankRun], list[Plac
 
 
 def _located(
-    trial: Trial, parallel: Parallel, compared: Compared, runs: list[RankRun], expected: list[Step]
+    trial: Trial, parallel: Parallel, compared: Compared, runs: list[RankRun], expected: list[Step], clip: float
 ) -> Iterator[Place]:
     """What explains the differences, first what comes first."""
-    if found := _first_line(trial, parallel):
+    if found := first_line(trial, parallel):
         yield found
-    yield from explain(parallel.layout, compared, runs, expected)
+    yield from explain(parallel.layout, compared, runs, expected, clip)
 
 
-def _first_line(trial: Trial, parallel: Parallel) -> Place | None:
+def first_line(trial: Trial, parallel: Parallel) -> Place | None:
     """The first line of the emitted program that makes something else than the graph says, in the first step."""
     subject = trial.subject
     telling, places = recording(trial.program)
     recorders = record_ranks(replace(trial, program=telling).parallel(1.0), trial.batches[0])
     told = [recorder.told for recorder in recorders]
     found = first_wrong(subject.source, subject.plan, parallel.layout, trial.batches[0], trial.draws, told)
-    return None if found is None else tell(found, places)
+    return None if found is None else tell(subject.source, found, places)
 
 
 def _stuck(plan: Plan) -> Iterator[Place]:
@@ -199,4 +199,4 @@ def _owners_text(parallel: Parallel) -> str:
     return f"every element of {elements} parameters has one owner for its update and one for the norm"
 
 
-__all__ = ["STEPS", "TOLERANCE", "Callable", "Trial", "Verdict", "judge", "make_trial", "verify_plan"]
+__all__ = ["STEPS", "TOLERANCE", "Trial", "Verdict", "first_line", "judge", "make_trial", "verify_plan"]
