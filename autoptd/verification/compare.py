@@ -1,7 +1,7 @@
 """What every rank holds, beside the plain model: a row per parameter, and the first rank that is off.
 
-    ‖found − expected‖ / ‖expected‖   of a rank's part, relative to the whole tensor's norm; where that is zero but for
-                                      rounding (the gradient of a key's bias), to the norm of all
+‖found − expected‖ / ‖expected‖   of a rank's part, relative to the whole tensor's norm; where that is zero but for
+                                  rounding (the gradient of a key's bias), to the norm of all
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What differences of losses, norms, gradients and parameters say, where every line of the program is right.
 
-    gradients wrong          what was summed, over microbatches, ranks or tied stages
-    norm wrong               a parameter whose squares are counted too often, or not at all
-    parameters wrong         the update, or what was collected after it
-    a later step wrong       something that the step before left behind
+gradients wrong          what was summed, over microbatches, ranks or tied stages
+norm wrong               a parameter whose squares are counted too often, or not at all
+parameters wrong         the update, or what was collected after it
+a later step wrong       something that the step before left behind
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def explain(
     later = f" in step {step + 1}, though step {step} was right: step {step} left something behind" if step else ""
     wrong = {name: off for name, off in found.gradients.items() if off.rank is not None}
     for name, off in list(wrong.items())[:3]:
-        yield name, f"gradient {_by(off)}{_ratio(layout, runs, expected, step, name, off, clip)}{_on(layout, off)}{later}"
+        yield (
+            name,
+            f"gradient {_by(off)}{_ratio(layout, runs, expected, step, name, off, clip)}{_on(layout, off)}{later}",
+        )
     if found.norm.rank is not None and not wrong:
         yield "gradient norm", f"{_by(found.norm)}{_counted(runs, expected, step)}{_on(layout, found.norm)}{later}"
     for name, (a, b) in list(found.diverged.items())[:3]:

@@ -113,7 +113,7 @@ def first_wrong(
     if layout.mesh.cp > 1:
         return None
     known = meanings(source, plan)
-    drawn = {node: draw for node, draw in _drawn(source, draws)}
+    drawn = dict(_drawn(source, draws))
     wrong: list[Found] = []
     counts = counts_of(source, batch)
     first = 0

@@ -45,9 +45,9 @@ def _of(layout: Layout, runs: Sequence[RankRun], name: str, spec: TensorSpec) ->
             if wrong := _first(updated, wanted):
                 where = f"on pipeline rank {pp}, tensor-parallel rank {tp} (ranks {_short(holders)})"
                 yield name, f"{wrong} updated {_times(updated, wanted)} {where}, not {wanted}"
-    for part, row in enumerate(counted):
+    for index, row in enumerate(counted):
         if wrong := _first(row, 1):
-            of = f" of tensor-parallel rank {part}'s part" if parts > 1 else ""
+            of = f" of tensor-parallel rank {index}'s part" if parts > 1 else ""
             yield name, f"{wrong}{of} counted in the norm {_times(row, 1)}, not once"
 
 

@@ -101,10 +101,11 @@ class Keyed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = as_float64(tuple(args)), as_float64(dict(kwargs or {}))
+        args = as_float64(tuple(args))
+        options: dict[str, Any] = as_float64(dict(kwargs or {}))
         func = torch.Tensor.double if func in _NARROW else func
         if func is F.dropout:
-            given = signature(F.dropout).bind(*args, **kwargs)
+            given = signature(F.dropout).bind(*args, **options)
             given.apply_defaults()
             if given.arguments["training"] and given.arguments["p"]:
                 draw = self._next()
@@ -112,7 +113,7 @@ class Keyed(TorchFunctionMode):
                 return ops.dropout(x, p, key=draw.key, rng=self.rng, samples=draw.samples)
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            named = dict(zip(names, args, strict=False)) | kwargs
+            named = dict(zip(names, args, strict=False)) | options
             if named.get("dropout_p"):
                 draw = self._next()
                 return ops.attention(
@@ -128,7 +129,7 @@ class Keyed(TorchFunctionMode):
                     samples=draw.samples,
                     enable_gqa=named.get("enable_gqa", False),
                 )
-        return func(*args, **kwargs)
+        return func(*args, **options)
 
     def _next(self) -> Draw:
         draw = next(self.left, None)

@@ -120,7 +120,9 @@ def recording(program: Program) -> tuple[Program, dict[Line, str]]:
             for node in tree.body:
                 if isinstance(node, ast.ClassDef):
                     places |= _instrument(node, name, text.splitlines())
-            at = 1 + max(i for i, n in enumerate(tree.body) if isinstance(n, ast.ImportFrom) and n.module == "__future__")
+            at = 1 + max(
+                i for i, n in enumerate(tree.body) if isinstance(n, ast.ImportFrom) and n.module == "__future__"
+            )
             tree.body[at:at] = _IMPORT
             files[name] = ast.unparse(ast.fix_missing_locations(tree))
     return replace(program, files=files), places
@@ -146,9 +148,7 @@ def _is_tensor(argument: ast.arg) -> bool:
     return isinstance(argument.annotation, ast.Name) and argument.annotation.id == "Tensor"
 
 
-def _walk(
-    node: Any, cls: str, file: str, lines: list[str], count: Counter[str], places: dict[Line, str]
-) -> None:
+def _walk(node: Any, cls: str, file: str, lines: list[str], count: Counter[str], places: dict[Line, str]) -> None:
     """After each assignment, telling what it made; in functions within the forward pass too."""
     body: list[ast.stmt] = []
     for statement in node.body:

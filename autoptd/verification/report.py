@@ -69,7 +69,9 @@ def _by_place(rows: dict[str, tuple[str, str]]) -> Iterator[tuple[str, tuple[str
 def fold_matches(line: str, name: str) -> bool:
     """Whether a folded line such as `h.{0..3}.weight` may stand for a name."""
     mine, theirs = _split(line), name.split(".")
-    return len(mine) == len(theirs) and all(a == b or (a.startswith("{") and b in _members(a)) for a, b in zip(mine, theirs, strict=True))
+    return len(mine) == len(theirs) and all(
+        a == b or (a.startswith("{") and b in _members(a)) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def _split(line: str) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compile import TracedModel, read_model, read_sharding
-from autoptd.errors import AutoptdError, InputsError, PlanError
+from autoptd.errors import AutoptdError, PlanError
 from autoptd.models.nanogpt import NanoGPT, Sizes
 from autoptd.passes.graph import info
 from autoptd.passes.trace import BATCH, SEQUENCE
@@ -95,9 +95,7 @@ def _sizes(plan: Plan, ranks: Ranks, full: bool) -> dict[str, int]:
     m, pp = plan.schedule.microbatches, plan.mesh.pp
     fewer = m if full else congruent(m, LEAST_MICROBATCHES, pp if plan.schedule.virtual > 1 else 1)
     rest = plan.batch < plan.mesh.dp * plan.micro * m and plan.mesh.dp * micro > 1
-    tokens = {
-        name: congruent(n, 6 * ranks.room, 2 * ranks.all) for name, n in plan.sizes.items() if name != str(BATCH)
-    }
+    tokens = {name: congruent(n, 6 * ranks.room, 2 * ranks.all) for name, n in plan.sizes.items() if name != str(BATCH)}
     batch = plan.mesh.dp * micro * fewer - int(rest)
     return {str(BATCH): micro, **tokens, "microbatches": fewer, "batch": batch, "dp": plan.mesh.dp}
 
@@ -180,7 +178,7 @@ def _set_values(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():
         spread = min(0.1, p.shape[-1] ** -0.5) if p.ndim > 1 else 0.1
-        p += spread * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        p.add_(spread * torch.randn(p.shape, generator=generator, dtype=p.dtype))
 
 
 def _tensors(model: nn.Module) -> int:

@@ -126,6 +126,14 @@ def make_trial(subject: Subject, loss: Loss | None = None, steps: int = STEPS) -
     return Trial(subject, program, loss, tuple(batches), tuple(draws or ()), optimizer)
 
 
+def replace_text(trial: Trial, old: str, new: str) -> Trial:
+    """A trial of a program with other text, to see what is said of it. Raises ValueError where `old` is nowhere."""
+    files = {name: text.replace(old, new) for name, text in trial.program.files.items()}
+    if files == trial.program.files:
+        raise ValueError(f"the emitted program has no {old!r}")
+    return replace(trial, program=replace(trial.program, files=files))
+
+
 def judge(trial: Trial, planned: Plan, progress: Progress | None = None) -> Verdict:
     """Run, compare, and where something differs find out where. `planned`: the plan at its own size."""
     progress = progress or Silent()
@@ -189,9 +197,8 @@ def _stuck(plan: Plan) -> Iterator[Place]:
 
 
 def _schedule_text(plan: Plan) -> str:
-    count = plan.schedule.microbatches
-    of = f"{count} microbatch{'es' if count > 1 else ''} on {len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
-    return f"the {plan.schedule.kind} schedule of {of} ends, whatever its parts take"
+    count, stages = plan.schedule.microbatches, len(plan.stages)
+    return f"the {plan.schedule.kind} schedule, {count} microbatches on {stages} stages, ends whatever its parts take"
 
 
 def _owners_text(parallel: Parallel) -> str:
@@ -199,4 +206,4 @@ def _owners_text(parallel: Parallel) -> str:
     return f"every element of {elements} parameters has one owner for its update and one for the norm"
 
 
-__all__ = ["STEPS", "TOLERANCE", "Trial", "Verdict", "first_line", "judge", "make_trial", "verify_plan"]
+__all__ = ["STEPS", "TOLERANCE", "Trial", "Verdict", "first_line", "judge", "make_trial", "replace_text", "verify_plan"]

@@ -99,9 +99,8 @@ def _op(node: fx.Node, args: Any, kwargs: dict[str, Any], draws: Any, rng: Dropo
         if node.target is aten.dropout.default:
             return ops.dropout(args[0], args[1], key=draw.key, rng=rng, samples=draw.samples)
         causal = bool(args[5]) if len(args) > 5 else False
-        return ops.attention(
-            *args[:4], args[4], causal, key=draw.key, rng=rng, samples=draw.samples, **kwargs
-        )
+        given = dict(zip(("q", "k", "v", "mask", "dropout_p"), args, strict=False))
+        return ops.attention(**given, is_causal=causal, key=draw.key, rng=rng, samples=draw.samples, **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -116,5 +115,5 @@ def _given(
         return batch[traced.inputs[name]]
     original = traced.parameters.get(name) or traced.buffers.get(name)
     if original is not None:
-        return state[original] if original in state else None
+        return state.get(original)
     return state.get(name, traced.constants.get(name))

@@ -87,9 +87,7 @@ def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks)
     else:
         found[head_name] = alike(count, min(2, count), ranks.all)
     divides = width % ranks.all == 0
-    each = next(
-        d for d in range(4 * ranks.room, 1 << 20, 2) if not divides or (found[head_name] * d) % ranks.all == 0
-    )
+    each = next(d for d in range(4 * ranks.room, 1 << 20, 2) if not divides or (found[head_name] * d) % ranks.all == 0)
     if width % count == 0 and each >= width // count:
         return {}
     found[width_name] = found[head_name] * each

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from verified import FIXED, edited, plan, told, trial, verdict
+from verified import FIXED, plan, told, trial, verdict
 
 from autoptd.plans import Plan
 from autoptd.runtime import buffers, executor, reduction, storage, trainer
@@ -19,7 +19,7 @@ from autoptd.runtime.flat import Bucket
 from autoptd.runtime.lockstep import LockstepGroup
 from autoptd.schedule import Action
 from autoptd.verification import verdict as verdicts
-from autoptd.verification.verdict import Trial, first_line
+from autoptd.verification.verdict import Trial, first_line, replace_text
 
 Patch = pytest.MonkeyPatch
 BLOCK = r"blocks\.py:\d+  "
@@ -48,14 +48,19 @@ TEXTS = [  # plan, the emitted text, what is planted in its place, what the firs
     ("tensors", "chunk_1.reshape", "chunk_2.reshape", rf"\n{BLOCK}k = chunk_2"),
     ("tensors", "ignore_index=-1", "ignore_index=-2", r"(?s)stage_0\.py:\d+  loss_sum|rank \d"),
     ("stages", "F.embedding(idx,", "F.embedding(idx.roll(1, 1),", r"tokens: embedding.*\nstage_0\.py:\d+  tokens"),
-    ("stages", "zip(range(2, 3), range(6, 7, 2))", "zip(range(2, 3), range(7, 8))", r"stage 1, blocks\.2\..*dropout|attention"),
+    (
+        "stages",
+        "zip(range(2, 3), range(6, 7, 2))",
+        "zip(range(2, 3), range(7, 8))",
+        r"stage 1, blocks\.2\..*dropout|attention",
+    ),
     ("again", "recompute(core", "recompute(lambda *x: 1.5 * core(*x)", r"blocks\.0"),
 ]
 
 
 @pytest.mark.parametrize(("name", "old", "new", "says"), TEXTS, ids=[f"{t[0]}-{t[2][:32]}" for t in TEXTS])
 def test_a_wrong_line_is_found(name: str, old: str, new: str, says: str) -> None:
-    found = verdict(name, edited(trial(name), old, new))
+    found = verdict(name, replace_text(trial(name), old, new))
     assert not found.agrees
     assert re.search(says, told(found)), told(found)
     where, what = found.faults[0]

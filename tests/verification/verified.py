@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -39,13 +38,6 @@ def plan(name: str) -> Plan:
 @cache
 def trial(name: str) -> Trial:
     return make_trial(subject_of(plan(name), model()))
-
-
-def edited(made: Trial, old: str, new: str) -> Trial:
-    """Another emitted text; it must have stood there."""
-    files = {name: text.replace(old, new) for name, text in made.program.files.items()}
-    assert files != made.program.files, f"nothing reads {old!r}"
-    return replace(made, program=replace(made.program, files=files))
 
 
 def verdict(name: str, made: Trial | None = None) -> Verdict:
