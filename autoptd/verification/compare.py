@@ -38,7 +38,10 @@ class Off:
 
 @dataclass
 class Compared:
-    """Differences over all steps up to the first that has some. `diverged`: tensors of which copies are no longer the same bits, with two ranks."""
+    """Differences over all steps up to the first that has some.
+
+    `diverged`: tensors of which copies are no longer the same bits, with two ranks.
+    """
 
     loss: Off = field(default_factory=Off)
     norm: Off = field(default_factory=Off)

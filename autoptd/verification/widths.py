@@ -83,7 +83,9 @@ def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks)
     found = dict(shared)
     if shared:
         old, new = next(iter(groups.values())), next(iter(shared.values()))
-        found[head_name] = new * alike(count // old, min(2, count // old), ranks.all)
+        wanted, most = math.gcd(count, ranks.all), count // old
+        each_group = range(min(2, most), most)  # queries of a key head: several, where they are several
+        found[head_name] = new * next((r for r in each_group if math.gcd(new * r, ranks.all) == wanted), most)
     else:
         found[head_name] = alike(count, min(2, count), ranks.all)
     divides = width % ranks.all == 0
