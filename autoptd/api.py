@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoptd.certificates import recheck
 from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster, default_cluster
 from autoptd.errors import AutoptdError, ClusterError, InputsError, PlanError, nearest
@@ -137,7 +138,8 @@ def parallelize(
     safetensors by the model's names, of which each rank reads its own slices; left out, a folder given as model, if it
     has any.
 
-    Raises what `plan` raises, and PlanFileError for a plan of another model, PlanError for one of another world.
+    Raises what `plan` raises, and PlanFileError for a plan of another model or one that was changed after it was
+    verified, PlanError for one of another world.
     """
     progress = progress or Silent()
     running = _running_world()
@@ -185,6 +187,7 @@ def parallelize(
     _optimizer_name(optimizer, optimizer_options, groups)
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
+    recheck(plan, program)
     options = dict(optimizer_options or {})
     backend = compile if isinstance(compile, str) else DEFAULT * (compile or plan.method.kernels == "compiled")
     parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend, stored)

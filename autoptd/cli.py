@@ -1,6 +1,6 @@
-"""The command line: `autoptd plan | explain | compare | simulate | emit | models | clusters`.
+"""The command line: `autoptd plan | explain | compare | simulate | emit | verify | models | clusters`.
 
-Exit codes: 0 done; 1 the answer is no (nothing fits, the plans differ); 2 bad usage or bad input.
+Exit codes: 0 done; 1 the answer is no (nothing fits, plans or results differ); 2 bad usage or bad input.
 With `--json` standard output holds one JSON value, an `{"error": …}` object if things went wrong.
 
 Whatever needs torch is imported inside the command that needs it, so that `--help` answers at once.
@@ -38,6 +38,8 @@ from autoptd.commands.arguments import (
 from autoptd.commands.explain import run_compare, run_explain
 from autoptd.commands.output import error_data, model_of, print_json, progress_of, width
 from autoptd.commands.plan import run_plan
+from autoptd.commands.verify import add_arguments as add_verify_arguments
+from autoptd.commands.verify import run_verify
 from autoptd.doctor import command as doctor
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.passes.collector import without_collector
@@ -260,6 +262,9 @@ def _parser() -> _Parser:
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
     emit.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP} (default: the plan's, if shipped)")
     emit.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the files go")
+    add_verify_arguments(
+        command("verify", run_verify, "prove a plan: run all its ranks here, beside the plain model"), _MODEL_HELP
+    )
     export = command("export", _export, "write a plan for Megatron-LM, for torch.distributed alone, or as a table")
     add_arguments(export, _MODEL_HELP)
     checkpoint.add_arguments(

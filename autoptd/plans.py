@@ -13,6 +13,7 @@ A mistake in a file is answered with the path of its field (`stages[2].first`), 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ _REMAKE = "make the plan again with `autoptd plan MODEL -o FILE`"
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0)]  # seconds, tokens per second, FLOPs or a fraction
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Fault = tuple[str, str]  # field path, what is wrong
 
 
@@ -138,6 +140,21 @@ class Predicted(_Part):
     times: tuple[dict[str, Amount], ...] = ()  # per stage: of a microbatch, by `simulate.times_to_data`
 
 
+class Certificate(_Part):
+    """That `autoptd verify` found a plan to compute what the model computes, and what it was that it looked at.
+
+    A date has no place in it: the same verification gives the same bytes.
+    """
+
+    plan: Digest  # of the plan's text without certificate
+    graph: Digest
+    program: Digest  # of the emitted stage files
+    versions: dict[str, str]  # of autoptd and torch
+    ranks: Count  # that ran
+    shown: tuple[str, ...] = ()  # what was made smaller, in words
+    difference: Amount  # the largest that was found, relative
+
+
 class Plan(_Part):
     """All choices for training one model on one cluster. Raises pydantic's ValidationError when built inconsistent.
 
@@ -147,7 +164,7 @@ class Plan(_Part):
     format: Literal["autoptd-plan"] = FORMAT
     version: Literal[1] = VERSION
     model: str
-    graph_hash: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+    graph_hash: Digest
     world: Count
     cluster: Annotated[Cluster, Field(strict=False)]
     batch: Count
@@ -166,6 +183,7 @@ class Plan(_Part):
     collectives: dict[str, Collectives] = {}  # by kind of segment; those that do not communicate are left out
     predicted: Predicted
     notes: tuple[str, ...] = ()
+    certificate: Certificate | None = None  # of `autoptd verify`; left out of files that have none
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -186,7 +204,7 @@ class Plan(_Part):
 
     def to_json(self) -> str:
         """The text of the plan file: the same bytes for equal plans."""
-        data = self.model_dump(mode="json")
+        data = self.model_dump(mode="json", exclude={"certificate"} if self.certificate is None else None)
         return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -216,6 +234,26 @@ class Plan(_Part):
                 where="graph_hash",
                 fix="plan again: the model's code, its sizes or the torch version have changed since",
             )
+
+    @property
+    def digest(self) -> str:
+        """Of the plan's text without certificate."""
+        text = self.model_copy(update={"certificate": None}).to_json()
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def check_certificate(self) -> None:
+        """Raise PlanFileError where the plan has a certificate, but is not the one that was verified."""
+        held = self.certificate
+        for field, mine, verified in (
+            ("plan", self.digest, held and held.plan),
+            ("graph", self.graph_hash, held and held.graph),
+        ):
+            if held is not None and mine != verified:
+                raise PlanFileError(
+                    f"the plan was changed after it was verified: it has {mine}, its certificate {verified}",
+                    where=f"certificate.{field}",
+                    fix="verify it again (autoptd verify PLAN), or take the field `certificate` out",
+                )
 
     def check_world(self, world: int) -> None:
         """Raise PlanError, naming both worlds, unless this plan is for `world` ranks."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.codegen.again import again_of
-from autoptd.codegen.body import Body, local_shape_text
+from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.names import Names, wish
 from autoptd.codegen.pieces import Layout, Piece
@@ -33,6 +33,7 @@ class BlockClass:
     sizes: tuple[sympy.Symbol, ...]  # passed last, by name
     dropout: bool
     tokens: bool = False  # whether it is given the cp axis
+    made: tuple[Made, ...] = ()  # what its arguments and its lines hold, for the unit's first instance
 
 
 def block_arguments(layout: Layout, piece: Piece) -> tuple[fx.Node, ...]:
@@ -106,7 +107,9 @@ def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
     returned = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in results]
     size_lines, passed = size_reads(body, given, sharding)
     source = _source(layout, sharding, piece, body, own, given, size_lines, passed, returned)
-    return BlockClass(piece.block, source, passed, body.dropout, uses_axis(body.lines, "cp"))
+    received = [(given[n], n, placement_of(sharding, folded, n)) for n in piece.receives]
+    made = (*received, *body.made)
+    return BlockClass(piece.block, source, passed, body.dropout, uses_axis(body.lines, "cp"), made)
 
 
 def size_reads(

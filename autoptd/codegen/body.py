@@ -32,6 +32,7 @@ from autoptd.passes.unknown import rule_for
 
 aten = torch.ops.aten
 Held = tuple[fx.Node, Placement]
+Made = tuple[str, fx.Node, Placement]  # a variable, and the tensor that it holds in a placement
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Body:
     first: int | None = None  # in a block: the index of its first segment; random keys count from self.first
     at: tuple[int, int] = (0, 0)  # segment and node under way
     uses_device: bool = False
+    made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
 
     @property
@@ -77,6 +79,7 @@ class Body:
         if (tensor_name(node), str(needed)) in self.again.kept_conversions:
             call = kept_text(call)
         self.lines.append(f"{name} = {call}  # {note}")
+        self.made.append((name, node, needed))
         return name
 
     def segment(self, segment: Segment) -> None:
@@ -157,6 +160,7 @@ class Body:
         for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
             if output is not None:
                 self.held[output, _plain(output, placement)] = name
+                self.made.append((name, output, _plain(output, placement)))
 
     def _forget(self, node: fx.Node) -> None:
         for key in [k for k in self.held if k[0] is node]:

@@ -27,7 +27,7 @@ from autoptd.codegen.block import (
     wire_line,
     write_block,
 )
-from autoptd.codegen.body import Body
+from autoptd.codegen.body import Body, Made
 from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.names import Names, wish
 from autoptd.codegen.pieces import Layout, Piece, pieces_of
@@ -48,6 +48,7 @@ class StageSource:
     body: str
     blocks: dict[str, str]
     dropout: bool
+    made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by class; of the stage's own lines under ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class _Writer:
     pieces: list[Piece]
     body: Body
     blocks: dict[str, str] = field(default_factory=dict)
+    made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by each of them
     setup: list[str] = field(default_factory=list)  # lines of __init__
     calls: list[_Call] = field(default_factory=list)  # block calls not yet written
     groups: int = 0
@@ -177,6 +179,7 @@ def _write_piece(writer: _Writer, piece: Piece, later: Sequence[Piece], sent: Se
     block = write_block(writer.layout, writer.sharding, piece)
     known = writer.blocks.setdefault(block.name, block.source)
     assert known == block.source, f"two instances of {block.name} differ"
+    writer.made[block.name] = block.made
     arguments = _arguments(writer, piece, block)
     results = _results(writer, piece, block, later, sent)
     writer.calls.append(_Call(piece, block, arguments, results))
@@ -333,7 +336,9 @@ def _assemble(
         lines.append(f"        return ({', '.join(texts)},)")
     blocks = dict(writer.blocks)
     blocks["loss_counts"] = count_source
-    return StageSource("\n".join(lines) + "\n", blocks, dropout)
+    arrived = [(text, n, placement_of(sharding, folded, n)) for n, text in given.items()]
+    made = {**writer.made, "": (*arrived, *body.made)}
+    return StageSource("\n".join(lines) + "\n", blocks, dropout, made)
 
 
 def _wire(node: fx.Node, index: int, folded: Folded, sharding: Sharding, symbols: Sequence[str]) -> str:

@@ -5,6 +5,9 @@ same thing and computes every rank's result in rank order, under one lock. Two r
 dtype, order) are an error that names both; a moment when every living rank waits is a deadlock and reported as such
 at once. The first error ends all ranks and is raised in the caller with its rank.
 
+With `in_turn` one rank computes at a time, until it waits: else as many threads as ranks fight for Python's lock at
+every op, which costs little with a few ranks and several times the work with 64.
+
 Backward passes run in the rank's own thread (autograd runs CPU nodes in the calling thread). Grad mode, saved-tensor
 hooks and default devices are per thread in torch; the default dtype and the default random generator are per process.
 """
@@ -45,14 +48,16 @@ class _Meeting:
 class _World:
     """What the ranks' threads share. `lock` guards everything."""
 
-    def __init__(self, world: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, world: int, timeout_s: float, in_turn: bool) -> None:
+        self.timeout_s, self.in_turn = timeout_s, in_turn
         self.lock = threading.Lock()
         self.wake = [threading.Condition(self.lock) for _ in range(world)]
         self.meetings: dict[tuple[Any, int], _Meeting] = {}
         self.waiting: dict[int, tuple[_Meeting, str]] = {}
         self.alive = set(range(world))
         self.failure: tuple[int, BaseException] | None = None
+        self._turn = threading.Lock()
+        self._computing: int | None = None
 
     def meet(
         self, rank: int, ranks: tuple[int, ...], key: tuple[Any, int], name: str, mine: Any, combine: Combine
@@ -81,7 +86,26 @@ class _World:
             return meeting
 
     def wait(self, rank: int, meeting: _Meeting, doing: str) -> None:
-        """Until all have come. Raises RuntimeFault on deadlock or timeout."""
+        """Until all have come; meanwhile others compute. Raises RuntimeFault on deadlock or timeout."""
+        if meeting.done:
+            return
+        self.end_turn(rank)
+        self._wait(rank, meeting, doing)
+        self.begin_turn(rank)
+
+    def begin_turn(self, rank: int) -> None:
+        """Wait until no other rank computes."""
+        if self.in_turn:
+            self._turn.acquire()
+            self._computing = rank
+
+    def end_turn(self, rank: int) -> None:
+        """Let another compute, unless one does already: a rank that fails while it waits has no turn to end."""
+        if self._computing == rank:
+            self._computing = None
+            self._turn.release()
+
+    def _wait(self, rank: int, meeting: _Meeting, doing: str) -> None:
         deadline = time.monotonic() + self.timeout_s
         with self.lock:
             while not meeting.done:
@@ -308,22 +332,26 @@ class LockstepBackend:
         return LockstepChannel(self._world, name, (source, target), self.rank)
 
 
-def run_lockstep(mesh: Mesh, fn: Callable[[Communicators], T], *, timeout_s: float = 60.0) -> list[T]:
+def run_lockstep(
+    mesh: Mesh, fn: Callable[[Communicators], T], *, timeout_s: float = 60.0, in_turn: bool = False
+) -> list[T]:
     """`fn(communicators)` on every rank of the mesh at once; the results by rank.
 
     Raises RuntimeFault that names the first rank that failed and what it said, with the original as its cause.
     Intra-op parallelism is off meanwhile: the ranks are the parallelism.
     """
-    world = _World(mesh.world, timeout_s)
+    world = _World(mesh.world, timeout_s, in_turn)
     results: list[Any] = [None] * mesh.world
 
     def body(rank: int) -> None:
         error: BaseException | None = None
+        world.begin_turn(rank)
         try:
             results[rank] = fn(connect(mesh, LockstepBackend(world, rank)))
         except BaseException as caught:  # noqa: BLE001  carried to the caller by `leave`, whatever it is
             error = caught
         world.leave(rank, error)
+        world.end_turn(rank)
 
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,0 +1,133 @@
+"""What every rank holds, beside the plain model: a row per parameter, and the first rank that is off.
+
+‖found − expected‖ / ‖expected‖   of a rank's part, relative to the whole tensor's norm; where that is zero but for
+                                  rounding (the gradient of a key's bias), to the norm of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from autoptd.passes.placements import Split
+from autoptd.runtime.axis import own_slice
+from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.verification.plain import Step
+from autoptd.verification.ranks import RankRun, RankStep
+
+TOLERANCE = 1e-9
+_NOISE = 1e-13  # of the norm of all
+
+
+@dataclass
+class Off:
+    """The largest difference of a tensor, and the first rank with one that is too large."""
+
+    difference: float = 0.0
+    rank: int | None = None
+
+    def see(self, difference: float, rank: int) -> None:
+        """Take a rank's difference into account; NaN counts as infinite."""
+        difference = difference if difference == difference else float("inf")
+        self.difference = max(self.difference, difference)
+        if difference > TOLERANCE and self.rank is None:
+            self.rank = rank
+
+
+@dataclass
+class Compared:
+    """Differences over all steps up to the first that has some.
+
+    `diverged`: tensors of which copies are no longer the same bits, with two ranks.
+    """
+
+    loss: Off = field(default_factory=Off)
+    norm: Off = field(default_factory=Off)
+    gradients: dict[str, Off] = field(default_factory=dict)
+    state: dict[str, Off] = field(default_factory=dict)
+    diverged: dict[str, tuple[int, int]] = field(default_factory=dict)
+    step: int | None = None  # the first with a difference
+
+    @property
+    def agrees(self) -> bool:
+        return self.step is None and not self.diverged
+
+
+def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[Step], clip: float) -> Compared:
+    """Every rank's steps beside the plain model's."""
+    found = Compared()
+    for number, step in enumerate(expected):
+        mine = [run.steps[number] for run in runs]
+        for rank, one in enumerate(mine):
+            found.loss.see(abs(one.loss - step.loss) / abs(step.loss), rank)
+            found.norm.see(abs(one.norm - step.norm) / abs(step.norm), rank)
+        _gradients(found, layout, mine, step, clip)
+        _states(found, layout, mine, step)
+        offs = [found.loss, found.norm, *found.gradients.values(), *found.state.values()]
+        if any(off.rank is not None for off in offs):
+            found.step = number
+            break  # what is wrong later follows from it
+    _replicas(found, layout, runs, -1 if found.step is None else found.step)
+    return found
+
+
+def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Step, clip: float) -> None:
+    whole = _norm(step.gradients)
+    for rank, one in enumerate(mine):
+        undo = 1 / min(1.0, clip / (one.norm + 1e-6)) if one.norm == one.norm else 1.0
+        tp = rank % layout.mesh.tp
+        for part in one.parts:
+            off = found.gradients.setdefault(part.name, Off())
+            if part.name not in step.gradients:
+                continue
+            full = step.gradients[part.name]
+            wanted = _local(full, layout.parameters[part.name], layout.mesh.tp, tp).reshape(-1)
+            wanted = wanted[part.start : part.start + part.gradient.numel()]
+            off.see(_off(part.gradient * undo, wanted, full, whole), rank)
+
+
+def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Step) -> None:
+    whole = _norm(step.state)
+    for rank, one in enumerate(mine):
+        tp = rank % layout.mesh.tp
+        for name, x in one.state.items():
+            if name in step.state:
+                full = step.state[name]
+                wanted = _local(full, layout.parameters[name], layout.mesh.tp, tp)
+                found.state.setdefault(name, Off()).see(_off(x, wanted, full, whole), rank)
+
+
+def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:
+    """Copies must be the same bits on every rank that holds one."""
+    tp = layout.mesh.tp
+    first: dict[tuple[str, int | None], int] = {}
+    for rank, run in enumerate(runs):
+        for name, x in run.steps[step].state.items():
+            spec = layout.parameters.get(name) or layout.buffers[name]
+            part = rank % tp if isinstance(spec.placement, Split) else None
+            other = first.setdefault((name, part), rank)
+            if name not in found.diverged and not _same(runs[other].steps[step].state[name], x):
+                found.diverged[name] = (other, rank)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool((a == b).all())
+
+
+def _local(full: Tensor, spec: TensorSpec, tp: int, rank: int) -> Tensor:
+    match spec.placement:
+        case Split(dim, groups) if tp > 1:
+            return own_slice(full, dim, groups, tp, rank)
+        case _:
+            return full
+
+
+def _off(found: Tensor, wanted: Tensor, full: Tensor, whole: float) -> float:
+    norm = full.norm().item()
+    return (found - wanted).norm().item() / (norm if norm > _NOISE * whole else whole or 1.0)
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return float(sum(x.norm().item() ** 2 for x in tensors.values())) ** 0.5

@@ -1,0 +1,107 @@
+"""All ranks of a plan in one process, and what each of them holds after every step.
+
+Nothing is collected over the ranks: each hands out its own tensors, so that the first rank that is wrong is known.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autoptd.api import Parallel
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.lockstep import run_lockstep
+from autoptd.verification.recorder import Recorder, record_here
+
+T = TypeVar("T")
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a rank's local parameter that its optimizer updates, from `start` on, flat, and their gradient."""
+
+    name: str
+    start: int
+    size: int
+    gradient: Tensor  # empty where none has come yet
+    counts: bool  # towards the global norm
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank."""
+
+    loss: float
+    norm: float
+    parts: tuple[Part, ...]
+    state: dict[str, Tensor]  # local parameters and buffers after the step
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What a rank owns before the first step, and its steps."""
+
+    owned: tuple[Part, ...]
+    steps: tuple[RankStep, ...]
+
+
+def run_ranks(parallel: Parallel, batches: Sequence[Batch], *, timeout_s: float = 600.0) -> list[RankRun]:
+    """Steps of every rank, by rank. Raises RuntimeFault naming the rank that failed, or what all wait for."""
+
+    def body(mine: Parallel) -> RankRun:
+        return RankRun(_parts(mine), tuple(_step(mine, batch) for batch in batches))
+
+    return _on_every_rank(parallel, body, timeout_s)
+
+
+def record_ranks(parallel: Parallel, batch: Batch, *, timeout_s: float = 600.0) -> list[Recorder]:
+    """What the lines of a recording program tell in one step, by rank."""
+
+    def body(mine: Parallel) -> Recorder:
+        held = parallel.layout.mesh.stages_of(parallel.layout.mesh.coordinates(mine.rank)[0])
+        stages = {id(stage): number for stage, number in zip(mine._running.stages, held, strict=True)}
+        recorder = Recorder(stages)
+        record_here(recorder)
+        mine.train_step(_share(mine, batch))
+        recorder.open = False
+        return recorder
+
+    return _on_every_rank(parallel, body, timeout_s)
+
+
+def _on_every_rank(parallel: Parallel, body: Callable[[Parallel], T], timeout_s: float) -> list[T]:
+    layout = parallel.layout
+    values = parallel.initial_values()
+    for stage in range(layout.mesh.stages):  # imported here: threads would race for it
+        holder = layout.mesh.holder(stage)
+        parallel.stage_module(layout.mesh.rank(holder, 0, 0), layout.mesh.stages_of(holder).index(stage))
+
+    def start(communicators: Communicators) -> T:
+        mine = copy.copy(parallel)
+        mine.start(communicators, values)
+        return body(mine)
+
+    return run_lockstep(layout.mesh, start, timeout_s=timeout_s, in_turn=True)
+
+
+def _share(mine: Parallel, batch: Batch) -> Batch:
+    return {name: x.tensor_split(mine.dp_size)[mine.dp_rank] for name, x in batch.items()}
+
+
+def _step(mine: Parallel, batch: Batch) -> RankStep:
+    loss = float(mine.train_step(_share(mine, batch)))
+    assert mine.grad_norm is not None
+    state = {name: x.detach().clone() for name, x in mine.local_tensors().items()}
+    return RankStep(loss, float(mine.grad_norm), _parts(mine), state)
+
+
+@torch.no_grad()
+def _parts(mine: Parallel) -> tuple[Part, ...]:
+    pieces = mine._running.pieces
+    return tuple(Part(p.name, p.start, p.param.numel(), p.grad.detach().reshape(-1).clone(), p.counts) for p in pieces)

@@ -1,0 +1,110 @@
+"""A configuration of the same model, as narrow as its plan lets it be.
+
+With T ranks of tp, C of cp and M = T·C, a size n becomes the least n' ≥ floor that splits as n does:
+
+    n' ≡ n (mod M)                           vocabulary, width of a perceptron, positions
+    gcd(n', M) = gcd(n, M)                   heads, heads of keys, experts
+    width of the model = heads × width of a head, which is even (rotary positions turn pairs)
+
+so that whatever divides by the ranks still does, and what does not still does not. Fields are those of Hugging Face
+configurations, by the names that its models give them; a field that is not among them stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_KEY_HEADS = ("num_key_value_heads",)
+_HEAD_WIDTH = ("head_dim", "d_kv")
+_INNER = ("intermediate_size", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size")
+_VOCABULARY = ("vocab_size",)
+_EXPERTS = ("num_local_experts", "num_experts")
+_CHOSEN = ("num_experts_per_tok",)
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Among how many ranks the sizes of a model are split; `room` makes all of them larger."""
+
+    tp: int = 1
+    cp: int = 1
+    room: int = 1
+
+    @property
+    def all(self) -> int:
+        return self.tp * self.cp
+
+
+def congruent(size: int, floor: int, modulus: int) -> int:
+    """The least number from `floor` on that leaves the same rest as `size`; `size` itself where that is smaller."""
+    return min(size, floor + (size - floor) % modulus)
+
+
+def alike(count: int, floor: int, ranks: int) -> int:
+    """The least number from `floor` on that shares the same divisors with `ranks`."""
+    wanted = math.gcd(count, ranks)
+    return next((n for n in range(min(floor, count), count) if math.gcd(n, ranks) == wanted), count)
+
+
+def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, Any]:
+    """The fields of a configuration that change, with their new values. `tokens`: of a sample, from now on."""
+
+    def given(names: tuple[str, ...]) -> dict[str, int]:
+        return {n: config[n] for n in names if isinstance(config.get(n), int) and not isinstance(config.get(n), bool)}
+
+    found = _attention(given, ranks)
+    width = next((found[n] for n in _WIDTH if n in found), 0)
+    found |= {n: congruent(x, 2 * width + 4, ranks.all * ranks.room) for n, x in given(_INNER).items()}
+    found |= {n: congruent(x, 24 * ranks.room, ranks.all) for n, x in given(_VOCABULARY).items()}
+    chosen = {n: min(x, 2) for n, x in given(_CHOSEN).items()}
+    found |= chosen | {n: alike(x, max(4, *chosen.values(), 0), ranks.all) for n, x in given(_EXPERTS).items()}
+    found |= {n: congruent(x, tokens + 1, ranks.all) for n, x in given(_POSITIONS).items()}
+    words = min((found[n] for n in _VOCABULARY if n in found), default=0)
+    found |= {n: words - 1 for n, x in given(_TOKENS).items() if x >= words > 0}
+    found |= _image(given, ranks)
+    return {name: value for name, value in found.items() if value != config[name]}
+
+
+def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks) -> dict[str, int]:
+    """Width, heads, and the width of a head."""
+    heads, widths = given(_HEADS), given(_WIDTH)
+    if not heads or not widths:
+        return {}
+    (head_name, count), (width_name, width) = next(iter(heads.items())), next(iter(widths.items()))
+    groups = given(_KEY_HEADS)
+    shared = {n: alike(x, 1, ranks.all) for n, x in groups.items()}
+    found = dict(shared)
+    if shared:
+        old, new = next(iter(groups.values())), next(iter(shared.values()))
+        wanted, most = math.gcd(count, ranks.all), count // old
+        each_group = range(min(2, most), most)  # queries of a key head: several, where they are several
+        found[head_name] = new * next((r for r in each_group if math.gcd(new * r, ranks.all) == wanted), most)
+    else:
+        found[head_name] = alike(count, min(2, count), ranks.all)
+    divides = width % ranks.all == 0
+    each = next(d for d in range(4 * ranks.room, 1 << 20, 2) if not divides or (found[head_name] * d) % ranks.all == 0)
+    if width % count == 0 and each >= width // count:
+        return {}
+    found[width_name] = found[head_name] * each
+    return found | dict.fromkeys(given(_HEAD_WIDTH), each)
+
+
+def _image(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks) -> dict[str, int]:
+    """A picture of few patches, as many as before but for multiples of the ranks; patches of two pixels."""
+    if not (sizes := given(("image_size",))) or not (patches := given(("patch_size",))):
+        return {}
+    old = (sizes["image_size"] // patches["patch_size"]) ** 2 + 1
+    side = next((k for k in range(2, 64) if (k * k + 1) % ranks.all == old % ranks.all), 0)
+    return {"image_size": 2 * side, "patch_size": 2} if side else {}
+
+
+def wider(ranks: Ranks) -> Ranks:
+    """The next to try, where sizes turned out too small for the plan."""
+    return replace(ranks, room=2 * ranks.room)

@@ -1,0 +1,103 @@
+"""Verify from the command line, the certificate, and what is made smaller."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+
+import pytest
+from verified import model, plan, trial, verdict
+
+import autoptd
+from autoptd.cli import main
+from autoptd.errors import PlanFileError
+from autoptd.models.load import load_model
+from autoptd.plans import Plan
+from autoptd.verification.report import text
+from autoptd.verification.verdict import replace_text, verify_plan
+from autoptd.verification.widths import Ranks, narrow
+
+
+@cache
+def certified() -> Plan:
+    """The plan with its certificate."""
+    found = verify_plan(plan("tensors"), model())
+    assert found.certificate is not None
+    return plan("tensors").model_copy(update={"certificate": found.certificate})
+
+
+def test_a_certificate_is_made_kept_and_looked_at() -> None:
+    held = certified()
+    again = Plan.from_json(held.to_json())
+    assert again == held
+    assert again.digest == plan("tensors").digest
+    assert "certificate" not in json.loads(plan("tensors").to_json())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autoptd.parallelize(model(), plan=again)
+
+
+def test_a_plan_that_was_changed_after_it_was_verified_is_refused() -> None:
+    data = json.loads(certified().to_json())
+    data["zero"] = 0
+    with pytest.raises(PlanFileError, match="changed after it was verified"):
+        autoptd.parallelize(model(), plan=Plan.from_json(json.dumps(data)))
+
+
+def test_other_versions_are_a_warning() -> None:
+    certificate = certified().certificate
+    assert certificate is not None
+    other = certificate.model_copy(update={"versions": {"autoptd": "0.0", "torch": "0.0"}})
+    held = plan("tensors").model_copy(update={"certificate": other})
+    with pytest.warns(UserWarning, match=r"verified with autoptd 0\.0, this is"):
+        autoptd.parallelize(model(), plan=held)
+
+
+def test_the_command_stores_the_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, nanogpt = tmp_path / "plan.json", load_model("nanogpt")[0]
+    autoptd.plan(nanogpt, world=4, batch=8, seq=32, fix={"tp": 2, "pp": 2}, cluster="dgx-h100").save(path)
+    assert main(["verify", str(path), "--model", "nanogpt", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["agrees"]
+    assert told["ranks"] == 4
+    assert "12 × blocks.0 as 3" in told["shown"]
+    assert Plan.load(path).certificate is not None
+
+
+def test_the_report_says_what_was_found() -> None:
+    shown = text(verdict("tensors"), 100)
+    assert "4 ranks in one process, float64" in shown
+    assert "blocks.{0..2}.norm_1.weight" in shown
+    assert "verified: the plan computes what the model computes" in shown
+    wrong = text(verdict("tensors", replace_text(trial("tensors"), "tp.all_reduce_both(out)", "out")), 100)
+    assert "NOT the same as the plain model: stage 0, blocks.0.attention.out: linear" in wrong
+
+
+def test_what_is_carried_over_is_the_plan() -> None:
+    small, whole = trial("stages").subject.plan, plan("stages")
+    assert small.mesh == whole.mesh
+    assert len(small.stages) == len(whole.stages)
+    assert small.zero == whole.zero
+    assert set(small.splits.parameters.values()) == set(whole.splits.parameters.values())
+    assert verdict("stages").steps == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "expected"),
+    [
+        (
+            {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+            Ranks(8),
+            {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 4},
+        ),
+        ({"hidden_size": 768, "num_attention_heads": 12}, Ranks(8), {"hidden_size": 16, "num_attention_heads": 4}),
+        ({"vocab_size": 50257}, Ranks(8), {"vocab_size": 25}),
+        ({"vocab_size": 50304}, Ranks(2, 2), {"vocab_size": 24}),
+    ],
+)
+def test_narrower_sizes_split_as_the_planned_ones(
+    config: dict[str, int], ranks: Ranks, expected: dict[str, int]
+) -> None:
+    assert narrow(config, ranks, 8) == expected

@@ -1,0 +1,49 @@
+"""Two small plans on four ranks each, ready to run, and ways to spoil them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+import autoptd
+from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.plans import Plan
+from autoptd.verification.smaller import subject_of
+from autoptd.verification.verdict import Trial, Verdict, judge, make_trial
+
+COMMON = {"micro": 1, "recompute": "none", "sequence_parallel": False}
+FIXED = {
+    "tensors": {"dp": 2, "tp": 2, "pp": 1, "zero": 1, **COMMON},
+    "stages": {"dp": 2, "tp": 1, "pp": 2, "zero": 1, **COMMON},
+    "again": {"dp": 1, "tp": 2, "pp": 1, "zero": 1, "micro": 2, "recompute": "selective"},
+    "thirds": {"dp": 2, "tp": 1, "pp": 1, "zero": 3, **COMMON},
+}
+
+
+@cache
+def model() -> NanoGPT:
+    """Tied tables, biases, dropout."""
+    torch.manual_seed(0)
+    return NanoGPT(Sizes(vocab=40, max_seq=8, width=8, layers=3, heads=2, dropout=0.1, bias=True))
+
+
+@cache
+def plan(name: str) -> Plan:
+    fix = FIXED[name]
+    world = fix["dp"] * fix["tp"] * fix["pp"]  # type: ignore[operator]
+    return autoptd.plan(model(), world=world, batch=8, seq=8, precision="fp32", fix=fix, cluster="dgx-h100")
+
+
+@cache
+def trial(name: str) -> Trial:
+    return make_trial(subject_of(plan(name), model()))
+
+
+def verdict(name: str, made: Trial | None = None) -> Verdict:
+    return judge(made or trial(name), plan(name))
+
+
+def told(found: Verdict) -> str:
+    """What a person reads of the faults."""
+    return "\n".join(f"{where}: {what}" for where, what in found.faults)
