@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,15 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     for path in again + (old[: len(old) - keep + 1] if keep is not None and len(old) >= keep else []):
         shutil.rmtree(path)
     return final
+
+
+def newest_first(root: Path) -> list[Path]:
+    """Where to go on from: the one that `latest` names, then those written before it, or all where it names none."""
+    found = whole(root)[::-1]
+    with suppress(CheckpointError, OSError):
+        named = find(root)
+        found = found[found.index(named) :] if named in found else found
+    return found
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
