@@ -65,13 +65,13 @@ class Session:
         self._saver.wait()
 
     def resume(self, root: Path, others: Mapping[str, Stateful]) -> tuple[int, list[str]]:
-        """Load the newest whole checkpoint. Returns its step, 0 where there is none, and what is wrong with newer ones."""
+        """Load the newest whole checkpoint. Returns its step, 0 where there is none; and what is wrong with newer."""
         self.wait()
         names = [path.name for path in folder.newest_first(root)]
         for rank, theirs in enumerate(self._saver.everyone(names)):
             if theirs != names:
                 raise CheckpointError(
-                    f"rank {self._saver.rank} sees {names[:1] or 'nothing'} there, rank {rank} {theirs[:1] or 'nothing'}",
+                    f"rank {self._saver.rank} sees {names or 'nothing'} there, rank {rank} {theirs or 'nothing'}",
                     where=str(root),
                     fix="give a folder that all nodes share",
                 )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.runtime.attempts import of_this_attempt
 from autoptd.runtime.beat import Limits
 from autoptd.runtime.comm import Alone, Channel, Communicators, Group, Handle, Reduction, connect
 from autoptd.runtime.default_store import default_store, store_host
@@ -233,7 +234,12 @@ def _initialise(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        if store_host() is None:
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+            store = of_this_attempt(store, rank, world, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     except dist.DistNetworkError as error:
         host, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
         taken = "EADDRINUSE" in str(error)

@@ -26,6 +26,7 @@ class Recorder:
     """Of this process; `record` is called by its main thread alone."""
 
     def __init__(self) -> None:
+        _remove_those_of_the_dead()
         self._path = path_of(os.getpid())
         with self._path.open("wb+") as file:
             file.truncate(_SIZE)
@@ -45,14 +46,20 @@ class Recorder:
         self._path.unlink(missing_ok=True)
 
 
+def _remove_those_of_the_dead() -> None:
+    for path in path_of(0).parent.glob(f"autoptd-{os.getuid()}-*.doing"):
+        pid = path.stem.rpartition("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with suppress(OSError):
+                path.unlink()
+
+
 def last_words(pid: int) -> Seen | None:
-    """What a process of this node was doing last; None where nothing whole is known of it. Removes the file."""
+    """What a process of this node was doing last; None where nothing whole is known of it."""
     try:
         data = path_of(pid).read_bytes()
     except OSError:
         return None
-    with suppress(OSError):
-        path_of(pid).unlink()
     words = data[2 : 2 + int.from_bytes(data[:2], "little")].decode(errors="replace").split(_SEPARATOR)
     if len(words) != 7:
         return None

@@ -82,7 +82,7 @@ class Watch:
             raise self._consequence(error, here) from None
         if self.cause is None and (here.action or here.talk):
             told = self.explain(error)
-            self._tell(self._of(error if told is None else told, here))
+            self._tell_own(error if told is None else told, here)
             if told is not None:
                 raise told from error
 
@@ -109,6 +109,12 @@ class Watch:
         fix = getattr(error, "fix", "")
         return Cause(self._rank, f"raised {type(root).__name__}: {_first_line(root)}{line}", here, self._rank, fix)
 
+    def _tell_own(self, error: BaseException, here: Seen) -> None:
+        cause = self._of(error, here)
+        self._tell(cause)
+        if self.cause == cause:  # the error itself need not know where it happened
+            _say(f"the job ends: {cause}\n  where  {cause.lines()}")
+
     def _tell(self, cause: Cause) -> None:
         self._messenger.tell(cause)
         self._messenger.known.wait(3 * self.limits.tick_s)
@@ -119,7 +125,7 @@ class Watch:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self.cause is None:
-            self._tell(self._of(error, self.place.seen()))
+            self._tell_own(error, self.place.seen())
         self._hook(kind, error, trace)
 
     def close(self) -> None:
