@@ -17,6 +17,7 @@ from torch import Tensor
 from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile import TracedModel, make_layout, named_values
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators, Watcher
@@ -128,6 +129,7 @@ class Parallel:
         for stage in stages if self._backend else ():
             compile_blocks(stage, self._backend)
         self._communicators = communicators
+        self._resident = resident_bytes()
         self._trainer = Trainer(
             stages,
             layout,
@@ -176,7 +178,7 @@ class Parallel:
         trainer = self._running
         if self._meter.step == 0:
             self._meter.restart()
-        with self._watch:
+        with self._watch, explained(trainer, self.plan, self._source, self._resident):
             self._loss = trainer.train_step(batch)
         self._meter.count()
         return self._loss

@@ -75,7 +75,7 @@ def damage_here(where: Path, c: Communicators) -> str:
     try:
         wrong = _damaged(where, folder.read_manifest(where), c)
     except CheckpointError as error:
-        return error.what if c.rank == 0 else ""
+        return f"{folder.MANIFEST}: {error.what}" if c.rank == 0 else ""
     return wrong[0][1] if wrong else ""
 
 

@@ -20,32 +20,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
-from autoptd.errors import CheckpointError, RuntimeFault
+from autoptd.errors import CheckpointError, OutOfMemory, RuntimeFault
 from autoptd.runtime.beat import Beat, Cause, Limits, Process
 from autoptd.runtime.messenger import Messenger
 from autoptd.runtime.place import Place, Seen, ranks
 from autoptd.runtime.recorder import Recorder, last_words
 
-Explain = Callable[[BaseException], RuntimeFault | None]
 _LINGER_S = 5.0  # of a store's process, until all know what they have to
 
 
 class Watch:
-    """Of one process among several. `with watch:` around a step. `host`: the rank that holds the store, None if none.
-
-    `explain`: may turn an exception into one that says more, before it is told.
-    """
+    """Of one process among several: `with watch:` around a step. `host`: the rank that holds the store, if one does."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, limits: Limits, host: int | None) -> None:
         self.place = Place(failing=self._raise_cause)
-        self.explain: Explain = lambda error: None
         self.limits = limits
         self._rank, self._world, self._host = rank, world, host
         self._process, self._recorder = Process.mine(), Recorder()
@@ -53,7 +47,8 @@ class Watch:
         self._lost: tuple[int, ...] = ()  # ranks to which a connection broke
         self._asked: tuple[int, ...] = ()  # ranks that may keep others waiting
         self._cause: Cause | None = None
-        self._gone, self._reports = 0, 0
+        self._stopped: Beat | None = None  # of the rank that this one has told to be silent
+        self._reports = 0
         self._done, self._stop = False, threading.Event()
         self._messenger = Messenger(store, limits.tick_s, self._beat, self._wanted)
         self._judge = threading.Thread(target=self._run, name="autoptd judge", daemon=True)
@@ -81,10 +76,7 @@ class Watch:
         if here.talk and isinstance(error, RuntimeError):
             raise self._consequence(error, here) from None
         if self.cause is None and (here.action or here.talk):
-            told = self.explain(error)
-            self._tell_own(error if told is None else told, here)
-            if told is not None:
-                raise told from error
+            self._tell_own(error, here)
 
     def _consequence(self, error: RuntimeError, here: Seen) -> RuntimeFault:
         """A connection broke: who failed?"""
@@ -103,6 +95,8 @@ class Watch:
         return (self.cause or cause).fault(self._rank, here)
 
     def _of(self, error: BaseException, here: Seen) -> Cause:
+        if isinstance(error, OutOfMemory):
+            return Cause(self._rank, f"ran {error.what}", here, self._rank, error.fix)
         root = error.__cause__ if isinstance(error, RuntimeFault) and error.__cause__ is not None else error
         frames = traceback.extract_tb(root.__traceback__)
         line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -181,6 +175,8 @@ class Watch:
         while not self._stop.wait(self.limits.tick_s):
             if self.cause is not None:
                 grace += self.limits.tick_s
+                if grace >= 2 * self.limits.tick_s:  # by then all have seen that it is stopped
+                    _put_down(self._stopped)
                 if grace > self.limits.grace_s:
                     self._end()
             elif self._messenger.closed or self._done:
@@ -211,7 +207,7 @@ class Watch:
         else:
             beat = self._messenger.beats.get(self._host)
             self._cause = Cause(self._host, f"{_state(beat)}; its store is gone: {told}", _last(beat), self._rank)
-            _put_down(beat)
+            self._stopped = beat
         self._messenger.known.set()
 
     def _judge_next(self) -> None:
@@ -222,7 +218,7 @@ class Watch:
             gone = quiet >= 2 and beat.process.state() == "gone"
             if gone or quiet >= self.limits.silent_ticks:
                 self._tell(Cause(rank, _state(beat), _last(beat), self._rank))
-                _put_down(beat)
+                self._stopped = beat
                 return
 
     def _judge_waiting(self) -> None:

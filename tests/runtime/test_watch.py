@@ -204,7 +204,7 @@ def test_an_attempt_reads_nothing_of_the_one_before() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(RuntimeFault, match="2 ranks did not come.*1, 2"):
+    with pytest.raises(RuntimeFault, match=r"2 ranks did not come.*1, 2"):
         of_this_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
 
 
