@@ -82,7 +82,8 @@ class Messenger:
                 self._finished = self._number
                 self._done.notify_all()
             if not self._ended.is_set():
-                self._wake.wait(self._tick_s)
+                met = self._wanted() <= self.beats.keys()  # at first others may not have begun
+                self._wake.wait(self._tick_s if met else self._tick_s / 10)
 
     def _exchange(self) -> None:
         store = self._store
