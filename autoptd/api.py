@@ -19,6 +19,7 @@ from autoptd.parallel import Parallel as Parallel
 from autoptd.passes.collector import without_collector
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
+from autoptd.runtime.beat import Limits
 from autoptd.runtime.compiled import DEFAULT
 from autoptd.runtime.finite import Finite
 from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
@@ -123,6 +124,7 @@ def parallelize(
     weights: str | os.PathLike[str] | None = None,
     non_finite: str = "raise",
     compile: bool | str = False,
+    watch: Mapping[str, float] | bool = True,
     progress: Progress | None = None,
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
@@ -137,6 +139,8 @@ def parallelize(
     model: may be a name or a folder as the command line takes them; it is then made on meta. weights: a folder of
     safetensors by the model's names, of which each rank reads its own slices; left out, a folder given as model, if it
     has any.
+    watch: how ranks look after each other, in seconds: {"silent_s": 8, "slow_s": 30, "stuck_s": 600}; a rank that is
+    killed or stopped ends the job everywhere with the cause, a slow one is reported. False: they do not.
 
     Raises what `plan` raises, and PlanFileError for a plan of another model or one that was changed after it was
     verified, PlanError for one of another world.
@@ -161,6 +165,7 @@ def parallelize(
         )
     _check_clip(clip_norm)
     Finite(non_finite, None)  # or it is refused
+    limits = None if watch is False else Limits.of({} if watch is True else watch)
     if plan is not None and not callable(optimizer):
         optimizer = _planned_optimizer(plan)
     chosen = _optimizer_name(optimizer, optimizer_options)
@@ -194,7 +199,7 @@ def parallelize(
     if running is not None:
         from autoptd.runtime.processes import connect_processes
 
-        parallel.start(connect_processes(parallel.layout.mesh))
+        parallel.start(connect_processes(parallel.layout.mesh, limits=limits))
     return parallel
 
 

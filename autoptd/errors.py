@@ -60,6 +60,10 @@ class RuntimeFault(AutoptdError, RuntimeError):
     """A rank failed while running a plan."""
 
 
+class OutOfMemory(RuntimeFault):
+    """A rank ran out of memory; it says which category is more than was predicted, and which change would fit."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'a' or 'b'? known: a, b, c`, for a name that was not found."""
     names = sorted(known)

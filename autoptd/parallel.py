@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +17,16 @@ from torch import Tensor
 from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile import TracedModel, make_layout, named_values
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators
+from autoptd.runtime.comm import Communicators, Watcher
 from autoptd.runtime.compiled import check_backend, compile_blocks
 from autoptd.runtime.finite import LossScale
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.layout import Layout
 from autoptd.runtime.optimizer import ParameterGroup
+from autoptd.runtime.place import Talk
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.report import Meter, StepReport
 from autoptd.runtime.sampler import ShareSampler
@@ -125,6 +129,7 @@ class Parallel:
         for stage in stages if self._backend else ():
             compile_blocks(stage, self._backend)
         self._communicators = communicators
+        self._resident = resident_bytes()
         self._trainer = Trainer(
             stages,
             layout,
@@ -174,9 +179,16 @@ class Parallel:
         trainer = self._running
         if self._meter.step == 0:
             self._meter.restart()
-        self._loss = trainer.train_step(batch)
+        with self._watch, explained(trainer, self.plan, self._source, self._resident):
+            self._loss = trainer.train_step(batch)
         self._meter.count()
         return self._loss
+
+    @property
+    def _watch(self) -> Watcher:
+        self._running  # noqa: B018  starts a world of one
+        assert self._communicators is not None
+        return self._communicators.watch
 
     @property
     def step(self) -> int:
@@ -205,7 +217,9 @@ class Parallel:
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The mean loss over the whole global batch, without gradient or update."""
-        return self._running.eval_step(batch)
+        trainer = self._running
+        with self._watch:
+            return trainer.eval_step(batch)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -270,13 +284,17 @@ class Parallel:
         wait: until it is durable, else it is written while training goes on, from a copy of this rank's share, and what
         goes wrong is raised by the next `save`, or by `finish_saving`. Raises CheckpointError on every rank.
         """
-        self._session.save(Path(directory), self.step, others or {}, keep)
-        if wait:
-            self.finish_saving()
+        session = self._session
+        with self._with_all(f"saving step {self.step}"):
+            session.save(Path(directory), self.step, others or {}, keep)
+            if wait:
+                session.wait()
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is durable. Raises CheckpointError if it cannot be written."""
-        self._session.wait()
+        session = self._session
+        with self._with_all("saving"):
+            session.wait()
 
     def load(
         self,
@@ -290,8 +308,36 @@ class Parallel:
         path: a folder that `save` wrote to, of which `latest` is taken, or one of its `step-…`. optimizer: False takes
         the parameters alone. Files are checked against their digests first. Raises CheckpointError on every rank.
         """
-        self._meter.step = self._session.load(Path(path), others or {}, optimizer=optimizer)
+        session = self._session
+        with self._with_all("loading"):
+            self._meter.step = session.load(Path(path), others or {}, optimizer=optimizer)
         return self.step
+
+    def resume(self, directory: str | os.PathLike[str], *, others: Mapping[str, Stateful] | None = None) -> int:
+        """Go on from the newest whole checkpoint in a folder; returns its step, 0 where there is none yet.
+
+        What a script calls before its loop, so that a launcher may start it again as often as it likes. A collective.
+        Damaged checkpoints are named in a warning and left out. Raises CheckpointError on every rank: where all of
+        them are damaged, for the checkpoint of another model, and where ranks do not see the same folder.
+        """
+        session = self._session
+        with self._with_all("resuming"):
+            step, damaged = session.resume(Path(directory), others or {})
+        if damaged and self.rank == 0:
+            warnings.warn("left out: " + "; ".join(damaged) + f"; going on from step {step}", stacklevel=2)
+        self._meter.step = step
+        return step
+
+    @contextmanager
+    def _with_all(self, doing: str) -> Iterator[None]:
+        """Around what all ranks do together outside of steps, for as long as it takes."""
+        watch = self._watch
+        watch.place.leave(doing)
+        try:
+            with watch, Talk(watch.place, "with", ()):
+                yield
+        finally:
+            watch.place.leave()
 
     @cached_property
     def _session(self) -> Session:

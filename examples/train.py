@@ -1,13 +1,16 @@
 """Train a plain module on every process that torchrun starts:
 
     torchrun --nproc-per-node 4 examples/train.py
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train.py checkpoints
 
-The model knows nothing of devices: `parallelize` gives each process its part of it.
+The model knows nothing of devices: `parallelize` gives each process its part of it. With a folder it saves now and
+then, and goes on from there when it is started again, by torchrun or by hand.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,20 +19,29 @@ import autoptd
 from autoptd.models.nanogpt import NanoGPT, Sizes
 
 SIZES = Sizes(vocab=256, max_seq=64, width=64, layers=4, heads=4)
-BATCH, STEPS = 16, 20
+BATCH, STEPS, SAVE_EVERY = 16, 20, 4
 
 
-def main() -> None:
+def main(folder: str = "") -> None:
     with torch.device("meta"):
         model = NanoGPT(SIZES)
     world = int(os.environ["WORLD_SIZE"])
     parallel = autoptd.parallelize(model, world=world, cluster="local", batch=BATCH, seq=64, precision="fp32")
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(parallel.optimizer, STEPS)
+    if folder:
+        parallel.resume(folder, others={"rates": rates})
     tokens = torch.randint(0, 64, (BATCH * STEPS, 65), generator=torch.Generator().manual_seed(0))
-    for mine in DataLoader(tokens, batch_sampler=parallel.sampler(len(tokens))):  # this rank's share of each batch
+    sampler = parallel.sampler(len(tokens))
+    sampler.start_at(parallel.step)
+    for mine in DataLoader(tokens, batch_sampler=sampler) if parallel.step < STEPS else ():  # this rank's share
         parallel.train_step({"idx": mine[:, :-1], "targets": mine[:, 1:]})
+        rates.step()
+        if folder and parallel.step % SAVE_EVERY == 0:
+            parallel.save(folder, others={"rates": rates}, keep=3, wait=False)
         if os.environ["RANK"] == "0":
             print(parallel.report())
+    parallel.finish_saving()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

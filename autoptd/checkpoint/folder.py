@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,6 +157,15 @@ class Manifest(BaseModel):
     graph_hash: str = ""
     config: dict[str, Any] | None = None
     versions: dict[str, str] = {}
+
+
+def newest_first(root: Path) -> list[Path]:
+    """Where to go on from: the one that `latest` names, then those written before it, or all where it names none."""
+    found = whole(root)[::-1]
+    with suppress(CheckpointError, OSError):
+        named = find(root)
+        found = found[found.index(named) :] if named in found else found
+    return found
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -94,17 +94,31 @@ def read_progress(where: Path) -> dict[str, Any]:
     return folder.checked(found, Progress, path)
 
 
+def damage_here(where: Path, c: Communicators) -> str:
+    """What is wrong with a checkpoint, of the files that this rank reads, or nothing."""
+    try:
+        wrong = _damaged(where, folder.read_manifest(where), c)
+    except CheckpointError as error:
+        return f"{folder.MANIFEST}: {error.what}" if c.rank == 0 else ""
+    return wrong[0][1] if wrong else ""
+
+
+def _damaged(where: Path, manifest: Mapping[str, Any], c: Communicators) -> list[tuple[int, str]]:
+    """Place and fault of every damaged file, of those that this rank reads."""
+    return [
+        (place, text)
+        for place, name in enumerate(sorted(manifest["files"]))
+        if place % c.world.size == c.world.rank and (text := folder.damage(where, name, manifest["files"][name]))
+    ]
+
+
 def _check_files(where: Path, manifest: Mapping[str, Any], c: Communicators) -> None:
     """Each rank reads some of the files; all of them name the first that is damaged."""
     names = sorted(manifest["files"])
     if lost := sorted({dcp.INDEX, folder.PROGRESS} - set(names)):
         fix = "load an older checkpoint: one of the other step-… folders"
         raise CheckpointError(f"files lacks {', '.join(lost)}", where=str(where / folder.MANIFEST), fix=fix)
-    wrong = [
-        (place, text)
-        for place, name in enumerate(names)
-        if place % c.world.size == c.world.rank and (text := folder.damage(where, name, manifest["files"][name]))
-    ]
+    wrong = _damaged(where, manifest, c)
     worst = torch.tensor([len(names) - wrong[0][0] if wrong else 0], dtype=torch.int64, device=c.device)
     first = len(names) - int(c.world.all_reduce(worst, "max"))
     if first < len(names):

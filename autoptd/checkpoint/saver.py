@@ -92,7 +92,7 @@ class Saver:
         try:
             self._together("prepare", lambda: folder.prepare(job.root, job.step) if self.rank == 0 else None)
             dcp.write(part, job.entries, self.group)
-            each = self._everyone(self._together("seal", lambda: self._seal(part, job.files)))
+            each = self.everyone(self._together("seal", lambda: self._seal(part, job.files)))
             digests = {name: text for found in each for name, text in found.items()}
             self._together("commit", lambda: job.commit(digests) if self.rank == 0 else None)
         except CheckpointError:
@@ -115,12 +115,12 @@ class Saver:
             found = do()
         except (OSError, CheckpointError) as error:
             told = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self._everyone(told)):
+        for rank, text in enumerate(self.everyone(told)):
             if text:
                 raise CheckpointError(f"the checkpoint cannot be written: {text}", where=f"{what}, rank {rank}")
         return cast(T, found)
 
-    def _everyone(self, mine: T) -> list[T]:
+    def everyone(self, mine: T) -> list[T]:
         """What each rank has, by rank."""
         if self.group is None:
             return [mine]

@@ -12,8 +12,9 @@ import torch
 
 from autoptd.checkpoint import folder
 from autoptd.checkpoint.entries import model_entries, optimizer_entries
-from autoptd.checkpoint.restore import restore
+from autoptd.checkpoint.restore import damage_here, restore
 from autoptd.checkpoint.saver import Saver
+from autoptd.errors import CheckpointError
 from autoptd.plans import Plan
 from autoptd.runtime.trainer import Trainer
 
@@ -62,6 +63,27 @@ class Session:
 
     def wait(self) -> None:
         self._saver.wait()
+
+    def resume(self, root: Path, others: Mapping[str, Stateful]) -> tuple[int, list[str]]:
+        """Load the newest whole checkpoint. Returns its step, 0 where there is none; and what is wrong with newer."""
+        self.wait()
+        names = [path.name for path in folder.newest_first(root)]
+        for rank, theirs in enumerate(self._saver.everyone(names)):
+            if theirs != names:
+                raise CheckpointError(
+                    f"rank {self._saver.rank} sees {names or 'nothing'} there, rank {rank} {theirs or 'nothing'}",
+                    where=str(root),
+                    fix="give a folder that all nodes share",
+                )
+        damaged: list[str] = []
+        for name in names:
+            found = "; ".join(filter(None, self._saver.everyone(damage_here(root / name, self._trainer.communicators))))
+            if not found:
+                return self.load(root / name, others, optimizer=True), damaged
+            damaged.append(f"{root / name}: {found}")
+        if damaged:
+            raise CheckpointError("no checkpoint is whole", where="\n".join(damaged), fix="begin in another folder")
+        return 0, damaged
 
     def load(self, path: Path, others: Mapping[str, Stateful], *, optimizer: bool) -> int:
         """Returns the step after which the checkpoint was written."""

@@ -10,14 +10,16 @@ of `autoptd.schedule` holds for it. Tensors of a collective are contiguous and o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from types import TracebackType
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autoptd.runtime.mesh import AXES, AxisName, Mesh
+from autoptd.runtime.place import Place, Unwatched
 
 Reduction: TypeAlias = Literal["sum", "max"]
 
@@ -152,6 +154,18 @@ class Backend(Protocol):
         ...
 
 
+class Watcher(Protocol):
+    """`with` it around what a rank does with others: a fault ends the job everywhere (`watch.py`)."""
+
+    place: Place
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Communicators:
     """All that one rank talks through. `data`: dp and cp together, over which parameters are copies.
@@ -170,6 +184,7 @@ class Communicators:
     pp: Group
     edges: Mapping[tuple[int, str], Channel]
     make_group: Callable[[tuple[int, ...]], Group | None]
+    watch: Watcher = field(default_factory=Unwatched)
 
     @property
     def stage(self) -> int:
@@ -215,7 +230,7 @@ class Communicators:
         return mine
 
 
-def connect(mesh: Mesh, backend: Backend) -> Communicators:
+def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Communicators:
     """Create and warm up all communicators of a rank, in one fixed order: axes, world, then the edges upwards."""
     rank = backend.rank
     groups = {name: backend.axis(mesh, name) for name in AXES}
@@ -241,6 +256,7 @@ def connect(mesh: Mesh, backend: Backend) -> Communicators:
         pp=groups["pp"],
         edges=edges,
         make_group=backend.group,
+        watch=watch or Unwatched(),
     )
     _warm_up(communicators)
     return communicators

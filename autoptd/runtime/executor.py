@@ -165,7 +165,10 @@ class Executor:
             "RB": run.receive_gradients,
             "SB": run.send_gradients,
         }
+        place = self._comm.watch.place
         for action in in_ranges(actions, self._range):
+            stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
+            place.enter(str(action), stage, action.microbatch, self._module(action))
             if action.microbatch is None:
                 end[action.kind]()
                 continue
@@ -173,18 +176,24 @@ class Executor:
             try:
                 if makes is not None:
                     makes.before_backward(action.chunk, action.kind, action == lasts[action.kind, action.chunk])
-                do[action.kind](action)
+                with place.of_modules(self._stages[action.chunk]):
+                    do[action.kind](action)
                 if makes is not None:
                     makes.after_backward(action.chunk, action.kind == "W" or not run.halves)
             except RuntimeError as error:
-                where = f"{action} of stage {self._comm.stage}, rank {self._comm.rank} ({self._comm.mesh})"
+                where = f"{place.here}, rank {self._comm.rank} ({self._comm.mesh})"
                 raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
         run.finish_sends()
+        place.leave()
+
+    def _module(self, action: Action) -> str:
+        """What of the model an action is about, in words."""
+        stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
+        return self._modules[stage] if self._modules and action.microbatch is not None else ""
 
     def _range(self, action: Action) -> str:
         stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
-        modules = f" {self._modules[stage]}" if self._modules and action.microbatch is not None else ""
-        return f"{action} stage {stage}{modules}"
+        return " ".join(filter(None, (f"{action} stage {stage}", self._module(action))))
 
 
 class _Run:

@@ -84,17 +84,19 @@ class Finite:
             self.scaling.update(overflow=self.skipped)
         return not self.skipped
 
-    def check(self, step: int, here: list[str]) -> None:
-        """At the end of a step, whose number is counted from 0, on all ranks: raise RuntimeFault if asked for.
+    @property
+    def fatal(self) -> bool:
+        """Whether the last step ends training: as asked for; an overflow of float16 once a smaller scale is no help."""
+        return self.skipped and self._raises and (self.scaling is None or self.scaling.exhausted)
 
-        An overflow of float16 is no fault unless a smaller scale has stopped helping. `here`: this rank's parameters
-        whose gradients are not finite.
+    def fail(self, step: int, here: list[str], first: str) -> None:
+        """Of a step, whose number is counted from 0, on all ranks: raise RuntimeFault.
+
+        `here`: this rank's parameters whose gradients are not finite; `first`: where such a value came from.
         """
-        if not (self.skipped and self._raises) or (self.scaling is not None and not self.scaling.exhausted):
-            return
         loss, norm = self._seen
         raise RuntimeFault(
             f"step {step} is not finite: loss {loss:g}, gradient norm {norm:g}; no rank took it",
-            where="gradients of " + ", ".join(here[:4]) + (" …" if len(here) > 4 else "") if here else "",
+            where=first + ("\ngradients of " + ", ".join(here[:4]) + (" …" if len(here) > 4 else "") if here else ""),
             fix="look at the batch, lower lr or give clip_norm; non_finite='skip' leaves such steps out",
         )

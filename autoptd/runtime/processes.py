@@ -15,9 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.runtime.attempts import of_this_attempt
+from autoptd.runtime.beat import Limits
 from autoptd.runtime.comm import Alone, Channel, Communicators, Group, Handle, Reduction, connect
+from autoptd.runtime.default_store import default_store, store_host
 from autoptd.runtime.mesh import AXES, AxisName, Mesh
+from autoptd.runtime.place import Place, Talk, Unwatched
+from autoptd.runtime.watch import Watch
 
 # renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,10 +36,12 @@ class _Work:
 
     work: dist.Work | None
     tensors: tuple[Tensor, ...]
+    talk: Talk
 
     def wait(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            with self.talk:
+                self.work.wait()
         self.work, self.tensors = None, ()
 
 
@@ -44,10 +51,12 @@ class _Works:
 
     works: list[dist.Work]
     tensors: tuple[Tensor, ...]
+    talk: Talk
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with self.talk:
+            for work in self.works:
+                work.wait()
         self.works, self.tensors = [], ()
 
 
@@ -59,10 +68,12 @@ class _SumOfParts:
     parts: Tensor  # [size, n]
     out: Tensor  # [n]
     x: Tensor
+    talk: Talk
 
     def wait(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            with self.talk:
+                self.work.wait()
             torch.sum(self.parts, 0, out=self.out)
             self.work, self.parts = None, self.out
 
@@ -73,22 +84,31 @@ def _bytes(x: Tensor) -> Tensor:
 
 @dataclass
 class ProcessGroup:
-    """`comm.Group` over one torch process group."""
+    """`comm.Group` over one torch process group. `place`: where it is written what this rank waits for."""
 
     group: dist.ProcessGroup
     gloo: bool
+    place: Place = field(default_factory=Place)
     rank: int = field(init=False)
     size: int = field(init=False)
+    others: tuple[int, ...] = field(init=False)  # global ranks
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.others = tuple(r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank())
+
+    def _talk(self, what: str) -> Talk:
+        return Talk(self.place, what, self.others)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        dist.all_reduce(_bytes(x), _OPS[op], group=self.group)
+        with self._talk("all-reduce with"):
+            dist.all_reduce(_bytes(x), _OPS[op], group=self.group)
         return x
 
     def all_reduce_later(self, x: Tensor) -> Handle:
-        return _Work(dist.all_reduce(x, group=self.group, async_op=True), (x,))
+        talk = self._talk("all-reduce with")
+        with talk:
+            return _Work(dist.all_reduce(x, group=self.group, async_op=True), (x,), talk)
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
@@ -96,7 +116,9 @@ class ProcessGroup:
         return out
 
     def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
-        return _Work(_all_gather(out, x, group=self.group, async_op=True), (out, x))
+        talk = self._talk("all-gather with")
+        with talk:
+            return _Work(_all_gather(out, x, group=self.group, async_op=True), (out, x), talk)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[1:])
@@ -104,15 +126,18 @@ class ProcessGroup:
         return out
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
-        if not self.gloo:
-            return _Work(_reduce_scatter(out, x, group=self.group, async_op=True), (out, x))
-        parts = x.new_empty(self.size, out.numel())
-        work = dist.all_to_all_single(parts, x.view(self.size, -1), group=self.group, async_op=True)
-        return _SumOfParts(work, parts, out, x)
+        talk = self._talk("reduce-scatter with")
+        with talk:
+            if not self.gloo:
+                return _Work(_reduce_scatter(out, x, group=self.group, async_op=True), (out, x), talk)
+            parts = x.new_empty(self.size, out.numel())
+            work = dist.all_to_all_single(parts, x.view(self.size, -1), group=self.group, async_op=True)
+            return _SumOfParts(work, parts, out, x, talk)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
+        with self._talk("all-to-all with"):
+            dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
         return out
 
     def shift_later(self, out: Tensor, x: Tensor) -> Handle:
@@ -121,10 +146,13 @@ class ProcessGroup:
             dist.P2POp(dist.isend, _bytes(x), group=self.group, group_peer=after),
             dist.P2POp(dist.irecv, _bytes(out), group=self.group, group_peer=before),
         ]
-        return _Works(dist.batch_isend_irecv(both), (out, x))
+        talk = self._talk("shift round the ring of")
+        with talk:
+            return _Works(dist.batch_isend_irecv(both), (out, x), talk)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        dist.broadcast(_bytes(x), group=self.group, group_src=source)
+        with self._talk("broadcast among"):
+            dist.broadcast(_bytes(x), group=self.group, group_src=source)
         return x
 
 
@@ -134,19 +162,24 @@ class ProcessChannel:
 
     group: dist.ProcessGroup
     peer: int  # global rank
+    place: Place = field(default_factory=Place)
 
     def send(self, x: Tensor) -> Handle:
-        return _Work(dist.isend(_bytes(x), self.peer, group=self.group), (x,))
+        talk = Talk(self.place, "send to", (self.peer,))
+        with talk:
+            return _Work(dist.isend(_bytes(x), self.peer, group=self.group), (x,), talk)
 
     def receive(self, out: Tensor) -> Handle:
-        return _Work(dist.irecv(_bytes(out), self.peer, group=self.group), (out,))
+        talk = Talk(self.place, "receive from", (self.peer,))
+        with talk:
+            return _Work(dist.irecv(_bytes(out), self.peer, group=self.group), (out,), talk)
 
 
 class ProcessBackend:
     """`comm.Backend` on an initialised torch.distributed."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self.rank = dist.get_rank()
+    def __init__(self, mesh: Mesh, device: torch.device, place: Place) -> None:
+        self.rank, self._place = dist.get_rank(), place
         self.device = device
         self.device_mesh: DeviceMesh = init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)
         self._gloo = dist.get_backend() == "gloo"
@@ -163,17 +196,20 @@ class ProcessBackend:
         group = dist.new_group([source, target])
         if self.rank not in (source, target):
             return None
-        return ProcessChannel(group, target if self.rank == source else source)
+        return ProcessChannel(group, target if self.rank == source else source, self._place)
 
     def _wrap(self, group: dist.ProcessGroup) -> Group:
-        return Alone() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._gloo)
+        return Alone() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._gloo, self._place)
 
 
-def connect_processes(mesh: Mesh, device: torch.device | None = None, timeout_s: float = 600.0) -> Communicators:
+def connect_processes(
+    mesh: Mesh, device: torch.device | None = None, timeout_s: float = 600.0, limits: Limits | None = None
+) -> Communicators:
     """This process's communicators; starts torch.distributed from the environment (torchrun) unless it runs already.
 
     Without torchrun's environment this is a world of one. `device` defaults to this process's GPU, or the CPU where
-    there is none. Raises PlanError before any process group is started if the environment's world is not the mesh's.
+    there is none. `limits`: watch over each other's ranks (`watch.py`). Raises PlanError before any process group is
+    started if the environment's world is not the mesh's, RuntimeFault where the port of rank 0 is taken.
     """
     if device is None:
         device = default_device()
@@ -181,12 +217,37 @@ def connect_processes(mesh: Mesh, device: torch.device | None = None, timeout_s:
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-        if "WORLD_SIZE" in os.environ:
+        _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+    watch: Watch | Unwatched = Unwatched()
+    if limits is not None and mesh.world > 1:
+        watch = Watch(default_store(), dist.get_rank(), mesh.world, limits, store_host())
+        watch.start()
+    with watch:
+        watch.place.leave("connecting")
+        made = connect(mesh, ProcessBackend(mesh, device, watch.place), watch)
+        watch.place.leave()
+    return made
+
+
+def _initialise(backend: str, timeout: timedelta) -> None:
+    if "WORLD_SIZE" not in os.environ:  # one process that nobody launched
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    try:
+        if store_host() is None:
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+            store = of_this_attempt(store, rank, world, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        else:
             dist.init_process_group(backend, timeout=timeout)
-        else:  # one process that nobody launched
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return connect(mesh, ProcessBackend(mesh, device))
+    except dist.DistNetworkError as error:
+        host, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
+        taken = "EADDRINUSE" in str(error)
+        raise RuntimeFault(
+            f"port {port} of {host} is taken" if taken else f"the ranks cannot meet at {host}:{port}: {error}",
+            where=f"rank {os.environ.get('RANK', '?')}, connecting",
+            fix="give another: torchrun --master-port … (MASTER_PORT), or --standalone, which takes a free one",
+        ) from error
 
 
 def default_device() -> torch.device:

@@ -27,6 +27,7 @@ from autoptd.runtime.executor import Executor
 from autoptd.runtime.finite import Finite, LossScale
 from autoptd.runtime.layout import Layout, TensorSpec
 from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
+from autoptd.runtime.origin import origin
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.storage import Sharing
@@ -106,22 +107,37 @@ class Trainer:
         self._dropout.active = True
         self._dropout.share = self._share_starts(sum(map(sample_count, microbatches)))
         self._buffers.start_step()
+        counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
         share = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
+        first: list[str] = []
+
+        def finish() -> None:
+            outcome.append(self._finish(share))
+            if self.finite.fatal:  # before parameters are gathered, which are still each rank's own
+                first.append(origin(self.stages, self.communicators, lambda: self._forward_again(microbatches, counts)))
+
         end = {
             "REDUCE": self._buffers.finish_reduction,
-            "STEP": lambda: outcome.append(self._finish(share)),
+            "STEP": finish,
             "GATHER": self._buffers.gather_parameters,
         }
-        counts = self._global_counts(microbatches)
         self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, scale=self.finite.scale)
         if not self._inputs.holds(self._agreed):
             self._inputs.refuse(self._agreed)
-        self._dropout.step += 1
-        if self.finite.skipped:
+        if self.finite.fatal:
             here = [piece.name for piece in self._pieces if not piece.grad.isfinite().all()]
-            self.finite.check(self._dropout.step - 1, list(dict.fromkeys(here)))
+            self._dropout.step += 1
+            self.finite.fail(self._dropout.step - 1, list(dict.fromkeys(here)), first[0])
+        self._dropout.step += 1
         return outcome[0]
+
+    def _forward_again(self, microbatches: list[Microbatch], counts: tuple[Tensor, ...]) -> None:
+        """The forward passes of this step, for looking at."""
+        mesh = self.layout.mesh
+        lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
+        loss = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
+        self._executor.run(lists[self.communicators.stage], microbatches, counts, loss, {})
 
     @torch.no_grad()
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -1,0 +1,177 @@
+"""What to say of a rank that ran out of memory: which category is more than was predicted, and which change would fit.
+
+Parameters and gradients are as predicted, to the byte (`runtime/footprint.py`); the optimizer's state is counted; what
+else was allocated is activations and temporary tensors; what the allocator holds besides is its overhead, and what is
+occupied on the device beyond that belongs to the driver, the communication library or other processes.
+
+A change fits if it frees what could not be had: the difference of two predictions, in the category that is more than
+predicted times (found / predicted).
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoptd.compile import TracedModel, make_plan
+from autoptd.errors import AutoptdError, OutOfMemory
+from autoptd.plans import Plan
+from autoptd.progress import Silent
+from autoptd.runtime.trainer import Trainer
+from autoptd.search.wishes import read_wishes
+
+Bytes = Mapping[str, int]
+WORKING, OUTSIDE = "activations and temporary", "driver, communication and other processes"
+_CPU_SAYS = ("DefaultCPUAllocator: can't allocate memory", "not enough memory")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SEARCH_S = 5.0  # others wait for the answer
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes on a rank by category."""
+
+    predicted: Bytes
+    found: Bytes
+
+    @property
+    def worst(self) -> str:
+        """The category that exceeds its prediction most; empty where none does."""
+        name = max(self.found, key=lambda n: self.found[n] - self.predicted.get(n, 0))
+        return name if self.found[name] > self.predicted.get(name, 0) else ""
+
+    def __str__(self) -> str:
+        lines = [f"{n}: {_size(x)}, predicted {_size(self.predicted.get(n, 0))}" for n, x in self.found.items()]
+        return "\n".join(lines)
+
+
+@contextmanager
+def explained(trainer: Trainer, plan: Plan, source: TracedModel, resident: int) -> Iterator[None]:
+    """Around a step: what runs out of memory in it raises OutOfMemory. `resident`: the process's bytes before."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        root = error.__cause__ if isinstance(error.__cause__, (RuntimeError, MemoryError)) else error
+        if not is_out_of_memory(root):
+            raise
+        account = account_of(trainer, plan, resident)
+        where = getattr(error, "where", "") or f"rank {trainer.communicators.rank}"
+        what = f"{account.worst} {'is' if account.worst == 'optimizer' else 'are'} more than predicted"
+        raise OutOfMemory(
+            f"out of memory: {what if account.worst else 'no category is more than predicted: the device has less'}",
+            where=f"{where}\n{account}\n{str(root).splitlines()[0] if str(root) else 'MemoryError'}",
+            fix=what_would_fit(plan, source, account, trainer.communicators.stage, _asked(str(root))),
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own error, Python's, or that of torch's allocator on a CPU, which has no class."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _CPU_SAYS)
+
+
+def resident_bytes() -> int:
+    """The most that this process has had in main memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def categories(memory: Bytes) -> dict[str, int]:
+    """Those of `cost_models.memory.Memory` as they can be told apart in a running process."""
+    return {
+        "parameters": memory["parameters"],
+        "gradients": memory["gradients"],
+        "optimizer": memory["optimizer"],
+        WORKING: memory["activations"] + memory["temporary"],
+        "overhead": memory["overhead"],
+        OUTSIDE: memory["communication"] + memory["context"],
+    }
+
+
+def account_of(trainer: Trainer, plan: Plan, resident: int) -> Account:
+    """What is there now, or was at the peak; on a CPU activations are what the process has grown by."""
+    predicted = categories(plan.predicted.memory[trainer.communicators.stage])
+    state = trainer.optimizer.state.values()
+    held = [x for each in state for x in each.values() if isinstance(x, torch.Tensor) and x.dim() > 0]
+    found = {name: predicted[name] for name in ("parameters", "gradients")}
+    found["optimizer"] = sum(x.numel() * x.element_size() for x in held)
+    device = trainer.communicators.device
+    if device.type != "cuda":
+        return Account(predicted, found | {WORKING: max(0, resident_bytes() - resident)})
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    found[WORKING] = max(0, allocated - sum(found.values()))
+    found["overhead"] = max(0, reserved - torch.cuda.memory_allocated(device))
+    return Account(predicted, found | {OUTSIDE: max(0, total - free - reserved)})
+
+
+def what_would_fit(plan: Plan, source: TracedModel, account: Account, stage: int, missing: int) -> str:
+    """The first change that frees `missing` bytes on the fullest rank, least costly first; empty where none does."""
+    factor = max(1.0, account.found.get(account.worst, 0) / max(1, account.predicted.get(account.worst, 0)))
+    now = _weighed(categories(plan.predicted.memory[stage]), account.worst, factor)
+    until = time.monotonic() + _SEARCH_S
+    for told, change in _changes(plan):
+        if time.monotonic() > until:
+            break
+        try:
+            other = make_plan(
+                source,
+                world=plan.world,
+                cluster=plan.cluster,
+                batch=plan.batch,
+                precision=plan.precision,
+                optimizer=plan.optimizer,
+                wishes=read_wishes({**_as_it_is(plan), **change}, ()),
+                progress=Silent(),
+                time_limit_s=1.0,
+            )
+        except AutoptdError:  # not possible for this model or world
+            continue
+        freed = now - max(_weighed(categories(each), account.worst, factor) for each in other.predicted.memory)
+        if freed > 0 and freed >= missing and not other.not_runnable:
+            return f"{told} would fit: fix={change} frees {_size(int(freed))} of each rank at least, as predicted"
+    return "no single change is predicted to fit: more devices, or a smaller model"
+
+
+def _weighed(memory: Bytes, worst: str, factor: float) -> float:
+    return sum(x * (factor if name == worst else 1) for name, x in memory.items())
+
+
+def _as_it_is(plan: Plan) -> dict[str, Any]:
+    mesh, how = plan.mesh, plan.schedule
+    found = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "zero": plan.zero, "micro": plan.sizes["b"]}
+    return found | {"schedule": how.kind} | ({"virtual": how.virtual} if how.virtual > 1 else {})
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """In words, and as `fix=` takes them."""
+    mesh, micro = plan.mesh, plan.sizes["b"]
+    yield "recomputing attention", {"recompute": "selective"}
+    yield "recomputing everything", {"recompute": "full"}
+    if micro > 1:
+        yield "a smaller microbatch", {"micro": micro // 2}
+        yield "a smaller microbatch with recomputation", {"micro": micro // 2, "recompute": "full"}
+    for zero in range(plan.zero + 1, 4) if mesh.dp * mesh.cp > 1 else ():
+        yield f"ZeRO {zero}", {"zero": zero}
+    if mesh.dp % 2 == 0:
+        yield "more stages", {"pp": mesh.pp * 2, "dp": mesh.dp // 2}
+        yield "more tensor parallelism", {"tp": mesh.tp * 2, "dp": mesh.dp // 2}
+
+
+def _asked(message: str) -> int:
+    """How much could not be had; 1 where the error does not say."""
+    if found := re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)", message):
+        return int(float(found[1]) * _UNITS[found[2]])
+    return 1
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        if nbytes >= _UNITS[unit]:
+            return f"{nbytes / _UNITS[unit]:.2f} {unit}"
+    return f"{nbytes} bytes"
