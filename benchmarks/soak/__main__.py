@@ -97,7 +97,7 @@ class Soak:
         mute = fault.kind.startswith("kill") or fault.kind == "SIGSTOP"
         for rank, said in enumerate(outcome.said):
             if not (mute and rank == fault.rank) and not re.search(fault.told, said, re.MULTILINE):
-                wrong.append(f"rank {rank} does not name the cause: {said[-600:]!r}")
+                wrong.append(f"rank {rank} does not name the cause: {' / '.join(said.splitlines()[-3:])}")
         return wrong
 
     def _meet_port(self, fault: Fault) -> Met:
