@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autoptd.cost_models.complaints import brief
 from autoptd.errors import PlanFileError, nearest
 from autoptd.passes.factors import Strategy, Wired, groups_of, propagate_groups
 from autoptd.passes.fold import Folded, Segment
@@ -223,7 +224,7 @@ def _read_strategies(
         by_text = {str(s): s for s in options}
         if text not in by_text:
             raise PlanFileError(
-                f"{text!r} is no legal strategy of {name}",
+                f"{brief(repr(text))} is no legal strategy of {name}",
                 where=f"strategies[{kind!r}][{name!r}]",
                 fix=nearest(text, by_text),
             )

@@ -131,7 +131,7 @@ def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(trainer.Trainer, "_finish", alone)
     with pytest.raises(AssertionError):
-        test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_torch_s(Mesh(dp=2, tp=2))
+        test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_torch_s(Mesh(dp=2))
 
 
 @pytest.mark.fault("norm of scaled gradients")
