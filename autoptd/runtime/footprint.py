@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from autoptd.cost_models.memory import Memory, model_state
@@ -48,10 +49,12 @@ class Packed:
     def whole(self) -> int:
         """Elements of gradients that ZeRO 2 and 3 hold whole at the most: a bucket of each buffer, one under way.
 
-        Buffers take gradients in the same order, so of each one bucket is filled at a time (`reduction.UNDER_WAY`).
+        Buffers take gradients in the same order, so of each one bucket is filled at a time, and the one under way
+        (`reduction.UNDER_WAY`) is the one before it in its buffer.
         """
-        each = [sorted(map(_elements, buckets)) for buckets in self.buffers]
-        return sum(sizes[-1] for sizes in each) + max((sizes[-2] for sizes in each if len(sizes) > 1), default=0)
+        each = [list(map(_elements, buckets)) for buckets in self.buffers]
+        filled = sum(map(max, each))
+        return max((filled - max(sizes) + max(map(sum, pairwise([0, *sizes]))) for sizes in each), default=0)
 
     @property
     def gathered(self) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoptd.compile import TracedModel
+from autoptd.derived import collectives, modules
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import op_name
 from autoptd.passes.sharding import Sharding, activation_splits, ops_of, parameter_splits, to_text
-from autoptd.plans import Plan, Splits, Stage
+from autoptd.plans import Collectives, Plan, Splits, Stage
 
 _DIFFERS = "the smaller model is cut into other segments than the planned one"
 
@@ -46,7 +47,7 @@ def carry(
             ),
             "strategies": strategies,
             "boundaries": {kind: tuple(texts) for kind, texts in boundaries.items()},
-            "collectives": {mine: plan.collectives[k] for mine, k in kinds.items() if k in plan.collectives},
+            "collectives": {k: Collectives(**counted) for k, counted in collectives(small.folded, decided).items()},
         }
     )
 
@@ -75,13 +76,12 @@ def _stages(plan: Plan, kept: Sequence[int], small: Folded) -> tuple[Stage, ...]
     for stage in plan.stages:
         mine = [place[i] for i in range(stage.first, stage.last + 1) if i in place]
         again = {place[i]: policy for i, policy in plan.policies(stage).items() if i in place}
-        names = [small.segments[mine[0]].name, small.segments[mine[-1]].name]
         stages.append(
             stage.model_copy(
                 update={
                     "first": mine[0],
                     "last": mine[-1],
-                    "modules": " … ".join(dict.fromkeys(names)),
+                    "modules": modules(small, mine[0], mine[-1]),
                     "recompute": tuple(again),
                     "policies": tuple(again.values()) if stage.policies else (),
                 }

@@ -18,6 +18,7 @@ def plant(action: str, step: int) -> None:
         enter(place, name, *rest)
         seen[0] += name == action
         if seen[0] == step:
+            print("rank 1 is killed", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     Place.enter = enter_and_die  # type: ignore[method-assign]

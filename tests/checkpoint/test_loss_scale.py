@@ -13,7 +13,7 @@ import autoptd
 def made() -> autoptd.Parallel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    inputs = {"input": torch.zeros(2, 8)}
+    inputs = {"input": torch.zeros(2, 8, dtype=torch.float16)}
     return autoptd.parallelize(model, world=1, inputs=inputs, loss=squares, batch=4, precision="fp16")
 
 

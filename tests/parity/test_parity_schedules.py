@@ -34,9 +34,9 @@ WAYS = {
 PIPELINES = (Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(4, 1, 2))
 
 
-def fitting(name: str, variant: Variant) -> Variant:
-    """The last microbatch of one model is a sample short, which takes two."""
-    return replace(variant, micro=2) if name == "skip_mlp" else variant
+def fitting(name: str, mesh: Mesh, variant: Variant) -> Variant:
+    """The last microbatch of one model is a sample short, which takes two; 16 of one sample are more than is asked."""
+    return replace(variant, micro=2) if name == "skip_mlp" or mesh.dp == 1 else variant
 
 
 ALWAYS = ("gpt2", "llama", "bert", "vit", "nanogpt")  # by every way; the others by every third
@@ -49,7 +49,7 @@ CASES = [
 def test_a_schedule_trains_like_one_process(name: str, way: str) -> None:
     turn = list(MODELS).index(name) + list(WAYS).index(way)
     mesh, optimizer = PIPELINES[turn % len(PIPELINES)], ("sgd", "adamw")[turn % 2]
-    wrong = check(name, mesh, fitting(name, WAYS[way]), optimizer)
+    wrong = check(name, mesh, fitting(name, mesh, WAYS[way]), optimizer)
     assert not wrong, (mesh, optimizer, wrong)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from verified import FIXED, plan, told, trial, verdict
 
+from autoptd.errors import PlanFileError
 from autoptd.plans import Plan
 from autoptd.runtime import buffers, executor, reduction, storage, trainer
 from autoptd.runtime.axis import Axis
@@ -233,13 +234,13 @@ def with_plan(made: Trial, changed: Plan) -> Trial:
     return replace(made, subject=replace(made.subject, plan=changed))
 
 
-def test_a_placement_that_the_program_does_not_have_is_found() -> None:
+def test_a_placement_that_the_program_does_not_have_is_refused() -> None:
     made = trial("tensors")
     splits = made.subject.plan.splits
     placed = {**splits.parameters, "norm.weight": "B"}  # whose gradient is an addend: nobody sums it
     wrong = made.subject.plan.model_copy(update={"splits": splits.model_copy(update={"parameters": placed})})
-    found = verdict("tensors", with_plan(made, wrong))
-    assert found.faults[0][0] == "norm.weight", told(found)
+    with pytest.raises(PlanFileError, match=r"collectives.norm: missing"):
+        verdict("tensors", with_plan(made, wrong))
 
 
 def test_a_split_that_the_program_does_not_have_is_refused() -> None:
