@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ from autoptd.passes.fold import Cut, Folded
 from autoptd.passes.sharding import Sharding
 
 _MARK = "Written by autoptd from a plan"
+_IMPORTING = Lock()  # ranks that are threads: one must not see what another has imported by half
 _HEADER = '''"""{title}
 
 Written by autoptd from a plan; `tp` is the tensor-parallel axis, the same code runs on each of its {ranks} ranks.
@@ -189,6 +191,11 @@ def load_stage(program: Program, stage: int, directory: str | Path | None = None
 
     Without a directory the files are written to a temporary folder that lives as long as the process.
     """
+    with _IMPORTING:
+        return _load_stage(program, stage, directory)
+
+
+def _load_stage(program: Program, stage: int, directory: str | Path | None) -> Any:
     digest = hashlib.sha256("\0".join(program.files.values()).encode()).hexdigest()[:16]
     package = f"autoptd_program_{digest}"
     if package not in sys.modules:
