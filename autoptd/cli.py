@@ -133,12 +133,6 @@ def _emit(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    from autoptd.doctor.command import run
-
-    return run(arguments)
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from autoptd.export.command import run
 
@@ -277,7 +271,7 @@ def _parser() -> _Parser:
     profile.add_argument("--points", metavar="FILE", help="keep all measured points as JSON")
     profile.add_argument("--from", dest="source", metavar="FILE", help="fit kept points again, without measuring")
     doctor.add_arguments(
-        command("doctor", _doctor, "look at versions, devices, links, clocks, ports and files before a run")
+        command("doctor", doctor.run, "look at versions, devices, links, clocks, ports and files before a run")
     )
     command("models", _models, "list the shipped models")
     command("clusters", _clusters, "list the shipped clusters")

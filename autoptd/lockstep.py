@@ -49,9 +49,6 @@ def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s
     """
     layout = parallel.layout
     values = parallel.initial_values()  # made here, once: initialisers draw from the process's one generator
-    for stage in range(layout.mesh.stages):  # imported here: threads would race for it
-        chunk, pp = divmod(stage, layout.mesh.pp)
-        parallel.stage_module(layout.mesh.rank(pp, 0, 0), chunk)
 
     def body(communicators: Communicators) -> tuple[Trained, dict[str, str]]:
         mine = copy.copy(parallel)
@@ -112,12 +109,16 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     whole = torch.stack([x.double().norm() for x in expected.values()]).norm().item() if expected else 0.0
     result = dict.fromkeys([*expected, *found], float("inf"))
     for name in [n for n in expected if n in found]:
-        norm = expected[name].double().norm().item()
-        error = (found[name].double() - expected[name].double()).norm().item()
-        result[name] = error / (norm if norm > _NOISE * whole else whole or 1.0)
-        if error != error:
-            result[name] = float("inf")
+        result[name] = difference(found[name], expected[name], expected[name].double().norm().item(), whole)
     return result
+
+
+def difference(found: Tensor, expected: Tensor, norm: float, whole: float) -> float:
+    """‖found − expected‖ / norm of a tensor or a part of one, infinite for NaN. `norm`: of all of it, `whole`: of all
+    tensors, which takes its place where it is zero but for rounding.
+    """
+    error = (found.double() - expected.double()).norm().item()
+    return error / (norm if norm > _NOISE * whole else whole or 1.0) if error == error else float("inf")
 
 
 def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -61,6 +61,20 @@ def substitute(value: Any, each: Any) -> Any:
         return tuple(substitute(v, each) for v in value)
     if isinstance(value, list):
         return [substitute(v, each) for v in value]
+    return value
+
+
+def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    """An op's argument with these sizes, for the CPU; lists stay lists."""
+    if isinstance(value, sympy.Basic):
+        number = value.subs(sizes)
+        return int(number) if number.is_Integer else float(number)
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, tuple):
+        return tuple(concrete(v, sizes) for v in value)
+    if isinstance(value, list):
+        return [concrete(v, sizes) for v in value]
     return value
 
 

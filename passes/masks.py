@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.graph import ancestors, info, substitute
+from autoptd.passes.graph import ancestors, concrete, info, substitute
 from autoptd.passes.trace import BATCH, Traced
 
 aten = torch.ops.aten
@@ -101,8 +101,8 @@ def evaluate(node: fx.Node, traced: Traced, sizes: dict[sympy.Symbol, int]) -> T
         if n.op == "placeholder":
             values[n] = _value(n, traced)
             continue
-        args: Any = _concrete(substitute(n.args, values.__getitem__), sizes)
-        kwargs = {k: _concrete(substitute(v, values.__getitem__), sizes) for k, v in n.kwargs.items()}
+        args: Any = concrete(substitute(n.args, values.__getitem__), sizes)
+        kwargs = {k: concrete(substitute(v, values.__getitem__), sizes) for k, v in n.kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
@@ -114,15 +114,3 @@ def evaluate(node: fx.Node, traced: Traced, sizes: dict[sympy.Symbol, int]) -> T
 def _value(node: fx.Node, traced: Traced) -> Tensor | None:
     value = traced.constants.get(node.name)
     return None if value is None or value.device.type == "meta" else value
-
-
-def _concrete(value: object, sizes: dict[sympy.Symbol, int]) -> object:
-    if isinstance(value, sympy.Basic):
-        return int(value.subs(sizes))
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if isinstance(value, tuple):
-        return tuple(_concrete(v, sizes) for v in value)
-    if isinstance(value, list):
-        return [_concrete(v, sizes) for v in value]
-    return value

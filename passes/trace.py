@@ -179,7 +179,7 @@ class _Exporter:
         return program
 
 
-_FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, NotImplementedError)
+_FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError)
 
 
 def _writes_through_views(graph: fx.Graph) -> bool:

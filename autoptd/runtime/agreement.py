@@ -1,11 +1,10 @@
-"""What ranks must agree on about a batch, at no cost: three numbers in the all-reduce that ends a step anyway.
+"""What ranks must agree on about a batch, at no cost: two numbers in the all-reduce that ends a step anyway.
 
 Each rank checks its own batch before it communicates. One that was given a wrong one (none, because its data loader ran
 dry; another type; a longer sequence) must not leave its peers waiting, and nobody would hear of it before the end of
 the step: so it goes through the step with a stand-in, zeros of the planned sizes, and adds to what all ranks sum up
 
     faults    1 where its batch is wrong                          0 on all ranks: the step is taken
-    who       its rank, where its batch is wrong                  names it, where it is the only one
     digest    digest · weight, Σ weight = 0 over a dp share       0: the ranks that share samples were given the same
 
 Then no rank takes the step, and all raise the InputsError of the first rank that has one. Sums are exact: a digest
@@ -21,11 +20,12 @@ from torch import Tensor
 
 from autoptd.errors import InputsError
 from autoptd.runtime.batch import Microbatch, check_multiples, check_specs, cut_batch, digest, sample_count, stand_in
-from autoptd.runtime.comm import Communicators
+from autoptd.runtime.comm import Communicators, told_by_all
 from autoptd.runtime.layout import Layout
 
 _TEXT = 2000  # bytes of an error that are passed on
-_PARTS = 3  # what, where, fix
+NUMBERS = 2  # faults, digest
+_PARTS, _BETWEEN = 3, "\x1f"  # what, where, fix
 
 
 class Agreement:
@@ -60,40 +60,33 @@ class Agreement:
         return found
 
     def row(self) -> Tensor:
-        """What this rank adds to the sum over the world: [3], float64."""
-        c, wrong = self._comm, self._fault is not None
-        told = torch.tensor([wrong, wrong * c.rank], dtype=torch.float64, device=c.device)
-        return torch.cat((told, (self._digest.to(c.device) * self._weight).view(1)))
+        """What this rank adds to the sum over the world: [NUMBERS], float64."""
+        device = self._comm.device
+        wrong = torch.tensor(self._fault is not None, dtype=torch.float64, device=device)
+        return torch.stack((wrong, self._digest.to(device) * self._weight))
 
     def holds(self, agreed: Sequence[float]) -> bool:
-        """Whether the step may be taken; `agreed`: the three numbers, summed."""
-        faults, _, digests = agreed
+        """Whether the step may be taken; `agreed`: the numbers, summed."""
+        faults, digests = agreed
         return not faults and not digests
 
     def refuse(self, agreed: Sequence[float]) -> None:
         """On all ranks, where `holds` does not: raise one InputsError. A collective."""
-        faults, who, _ = agreed
+        faults, _ = agreed
         if not faults:
             raise self._differ()
-        first, error = self._first()
+        rank, error = self._first()
         others = f" and {int(faults) - 1} more" if faults > 1 else ""
-        rank = int(who) if faults == 1 else first
         place = f"rank {rank}{others}" + (f": {error[1]}" if error[1] else "")
         raise InputsError(error[0], where=place, fix=error[2]) from self._fault
 
     def _first(self) -> tuple[int, Sequence[str]]:
         """The lowest rank whose batch is wrong, and what is wrong with it."""
-        world = self._comm.world
-        mine = world.size - self._comm.rank if self._fault is not None else 0
-        most = torch.tensor([mine], dtype=torch.int64, device=self._comm.device)
-        first = world.size - int(world.all_reduce(most, "max"))
-        text = torch.zeros(_TEXT, dtype=torch.uint8, device=self._comm.device)
-        if self._fault is not None and first == self._comm.rank:
-            fault = self._fault
-            raw = "\0".join((fault.what, fault.where, fault.fix)).encode()[:_TEXT]
-            text[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(text.device)
-        told = bytes(world.broadcast(text, first).tolist()).rstrip(b"\0").decode(errors="ignore")
-        return first, (told.split("\0") + [""] * _PARTS)[:_PARTS]
+        fault = self._fault
+        mine = "" if fault is None else _BETWEEN.join((fault.what, fault.where, fault.fix))
+        each = told_by_all(mine, self._comm.world, self._comm.device, _TEXT)
+        first = next(rank for rank, text in enumerate(each) if text)
+        return first, (each[first].split(_BETWEEN) + [""] * _PARTS)[:_PARTS]
 
     def _differ(self) -> InputsError:
         """Ranks that share samples were given different ones."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoptd.runtime.comm import Communicators
+from autoptd.runtime.comm import Communicators, told_by_all
 from autoptd.runtime.place import Place, Seen, ranks
 
 _WIDTH = 512  # bytes of what each rank tells
@@ -30,7 +30,7 @@ def origin(stages: Sequence[nn.Module], c: Communicators, forward_passes: Callab
     with _watched(stages, c.watch.place, found):
         forward_passes()
     mine = [found[0].microbatch, found[0].stage, found[0].action, found[0].module] if found else []
-    each = [json.loads(text) for text in _told(json.dumps(mine).encode()[:_WIDTH], c)]
+    each = [json.loads(text) for text in told_by_all(json.dumps(mine), c.world, c.device, _WIDTH)]
     if not any(each):
         return NOWHERE
     first = min(told[:2] for told in each if told)
@@ -38,13 +38,6 @@ def origin(stages: Sequence[nn.Module], c: Communicators, forward_passes: Callab
     _, _, action, module = each[at[0]]
     parts = [ranks(tuple(at)), f"stage {first[1]}", f"action {action}", f"microbatch {first[0]}", f"module {module}"]
     return "first in " + ", ".join(parts)
-
-
-def _told(mine: bytes, c: Communicators) -> Iterator[str]:
-    line = torch.zeros(_WIDTH, dtype=torch.uint8)
-    line[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
-    for row in c.world.all_gather(line.to(c.device)).tolist():
-        yield bytes(row).rstrip(b"\0").decode()
 
 
 @contextmanager

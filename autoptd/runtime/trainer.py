@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.passes.placements import Split
-from autoptd.runtime.agreement import Agreement
+from autoptd.runtime.agreement import NUMBERS, Agreement
 from autoptd.runtime.axis import from_slices, own_slice
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.buffers import Buffers, Piece, squared_norm
@@ -200,7 +200,7 @@ class Trainer:
         parts = (loss.view(1), norm.view(1), self._inputs.row(), flags)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
         whole, _, *told = agreed.tolist()
-        self._agreed, users = told[:3], told[3:]
+        self._agreed, users = told[:NUMBERS], told[NUMBERS:]
         if not self._inputs.holds(self._agreed):  # told when the step is over
             return agreed[0].to(self.layout.main_dtype)
         self._used = {name for name, n in zip(self._trainable, users, strict=True) if n}

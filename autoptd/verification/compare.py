@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from autoptd.lockstep import difference
 from autoptd.passes.placements import Split
 from autoptd.runtime.axis import own_slice
 from autoptd.runtime.layout import Layout, TensorSpec
@@ -18,7 +19,6 @@ from autoptd.verification.plain import Step
 from autoptd.verification.ranks import RankRun, RankStep
 
 TOLERANCE = 1e-9
-_NOISE = 1e-13  # of the norm of all
 
 
 @dataclass
@@ -85,7 +85,7 @@ def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: 
             full = step.gradients[part.name]
             wanted = _local(full, layout.parameters[part.name], layout.mesh.tp, tp).reshape(-1)
             wanted = wanted[part.start : part.start + part.gradient.numel()]
-            off.see(_off(part.gradient * undo, wanted, full, whole), rank)
+            off.see(difference(part.gradient * undo, wanted, full.norm().item(), whole), rank)
 
 
 def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Step) -> None:
@@ -96,7 +96,7 @@ def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Ste
             if name in step.state:
                 full = step.state[name]
                 wanted = _local(full, layout.parameters[name], layout.mesh.tp, tp)
-                found.state.setdefault(name, Off()).see(_off(x, wanted, full, whole), rank)
+                found.state.setdefault(name, Off()).see(difference(x, wanted, full.norm().item(), whole), rank)
 
 
 def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:
@@ -122,11 +122,6 @@ def _local(full: Tensor, spec: TensorSpec, tp: int, rank: int) -> Tensor:
             return own_slice(full, dim, groups, tp, rank)
         case _:
             return full
-
-
-def _off(found: Tensor, wanted: Tensor, full: Tensor, whole: float) -> float:
-    norm = full.norm().item()
-    return (found - wanted).norm().item() / (norm if norm > _NOISE * whole else whole or 1.0)
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

@@ -78,9 +78,6 @@ def record_ranks(parallel: Parallel, batch: Batch, *, timeout_s: float = 600.0) 
 def _on_every_rank(parallel: Parallel, body: Callable[[Parallel], T], timeout_s: float) -> list[T]:
     layout = parallel.layout
     values = parallel.initial_values()
-    for stage in range(layout.mesh.stages):  # imported here: threads would race for it
-        holder = layout.mesh.holder(stage)
-        parallel.stage_module(layout.mesh.rank(holder, 0, 0), layout.mesh.stages_of(holder).index(stage))
 
     def start(communicators: Communicators) -> T:
         mine = copy.copy(parallel)

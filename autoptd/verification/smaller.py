@@ -169,11 +169,8 @@ def _narrow_nanogpt(model: NanoGPT, ranks: Ranks, tokens: int) -> tuple[nn.Modul
 def _set_values(model: nn.Module) -> None:
     """In float64 on the CPU, every parameter moved off its initial value: a zero bias hides what happens to it."""
     empty = [n for n, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
-    if empty:
-        values = values_for(model, empty, 0)
-        model.to_empty(device="cpu", recurse=True) if len(empty) == _tensors(model) else None
-        for name, value in values.items():
-            _replace(model, name, value)
+    for name, value in values_for(model, empty, 0).items():
+        _replace(model, name, value)
     model.double().train()
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():
@@ -181,18 +178,11 @@ def _set_values(model: nn.Module) -> None:
         p.add_(spread * torch.randn(p.shape, generator=generator, dtype=p.dtype))
 
 
-def _tensors(model: nn.Module) -> int:
-    return sum(1 for _ in model.parameters()) + sum(1 for _ in model.buffers())
-
-
 def _replace(model: nn.Module, name: str, value: Tensor) -> None:
     """Give a tensor on meta its value; tied ones stay one."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, leaf)
-    if not old.is_meta:
-        old.copy_(value)
-        return
     new = nn.Parameter(value.clone(), old.requires_grad) if isinstance(old, nn.Parameter) else value.clone()
     for other in model.modules():
         for table in (other._parameters, other._buffers):

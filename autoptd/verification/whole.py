@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
 from autoptd.compile import TracedModel, named_values
-from autoptd.passes.graph import ancestors, substitute
+from autoptd.passes.graph import ancestors, concrete, substitute
 from autoptd.passes.reduce_loss import COUNT
 from autoptd.runtime import ops
 from autoptd.runtime.randomness import DropoutKey
@@ -63,17 +62,6 @@ def _run(
     traced = source.folded.traced
     sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
     values: Values = {}
-
-    def concrete(value: Any) -> Any:
-        if isinstance(value, sympy.Basic):
-            number = value.subs(sizes)
-            return int(number) if number.is_Integer else float(number)
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, (list, tuple)):
-            return type(value)(concrete(v) for v in value)
-        return as_float64(value)
-
     for node in traced.graph.graph.nodes:
         if node.op == "output" or (only is not None and node not in only):
             continue
@@ -81,8 +69,8 @@ def _run(
             if (given := _given(source, node.name, state, batch, counts)) is not None:
                 values[node] = given
             continue
-        args = concrete(substitute(node.args, values.__getitem__))
-        kwargs = {k: concrete(substitute(v, values.__getitem__)) for k, v in node.kwargs.items()}
+        args = as_float64(concrete(substitute(node.args, values.__getitem__), sizes))
+        kwargs = as_float64({k: concrete(substitute(v, values.__getitem__), sizes) for k, v in node.kwargs.items()})
         made = _op(node, args, kwargs, draws, rng)
         values[node] = made.view_as(made) if isinstance(made, Tensor) and any(made is x for x in args) else made
     return values

@@ -24,7 +24,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoptd.checkpoint import folder, session
+from autoptd.checkpoint import folder, session  # noqa: F401  the second is loaded before processes are forked off
 from autoptd.runtime.beat import Limits
 from benchmarks.soak import report
 from benchmarks.soak.faults import FILES, KINDS, SAVE_EVERY, Fault, damage, draw
@@ -143,7 +143,6 @@ def main() -> int:
     parser.add_argument("--limits", type=json.loads, default={}, help='{"silent_s": 3}, see autoptd.parallelize')
     parser.add_argument("--write", type=Path, help="a page with the results")
     asked = parser.parse_args()
-    session.__name__  # noqa: B018  loaded before processes are forked off
     rng = random.Random(asked.seed)
     home, began = Path(tempfile.mkdtemp(prefix="soak-")), time.time()
     soak = Soak(make_jobs(), home, Limits.of(asked.limits), rng)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from benchmarks.soak.worker import WORLD, Job, Run, main
 
@@ -91,7 +89,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def notes_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="soak-")) / "notes"

@@ -34,38 +34,27 @@ def run(traced: Traced, state: Mapping[str, Tensor], batch: Batch, counts: Seque
     """[share of the loss, count 0, count 1, …] of one microbatch; missing global counts are 1."""
     sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
     values: dict[object, object] = {}
-
-    def concrete(value: object) -> object:
-        if isinstance(value, sympy.Basic):
-            number = value.subs(sizes)
-            return int(number) if number.is_Integer else float(number)
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, (list, tuple)):
-            return type(value)(concrete(v) for v in value)
-        return value
-
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder":
             values[node] = _given(traced, node.name, state, batch, counts)
             continue
-        args = concrete(substitute(node.args, values.__getitem__))
+        args = concrete(substitute(node.args, values.__getitem__), sizes)
         if node.op == "output":
             return list(args)  # type: ignore[call-overload]
-        kwargs = {k: concrete(substitute(v, values.__getitem__)) for k, v in node.kwargs.items()}
+        kwargs = {k: concrete(substitute(v, values.__getitem__), sizes) for k, v in node.kwargs.items()}
         made = node.target(*args, **kwargs)
-        _check(node.meta["info"], made, concrete)
+        _check(node.meta["info"], made, sizes)
         values[node] = made
     raise AssertionError("no output")
 
 
-def _check(promised: object, made: object, concrete: object) -> None:
+def _check(promised: object, made: object, sizes: Mapping[sympy.Symbol, int]) -> None:
     """What the graph says of a tensor is what comes out."""
     if isinstance(promised, tuple):
         for p, m in zip(promised, made, strict=True):  # type: ignore[call-overload]
-            _check(p, m, concrete)
+            _check(p, m, sizes)
         return
-    assert tuple(map(concrete, promised.shape)) == tuple(made.shape), (promised, made.shape)  # type: ignore
+    assert concrete(tuple(promised.shape), sizes) == tuple(made.shape), (promised, made.shape)  # type: ignore
     if made.ndim:  # type: ignore[attr-defined]
         assert promised.dtype == made.dtype, (promised, made.dtype)  # type: ignore[attr-defined]
 

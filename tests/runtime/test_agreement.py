@@ -47,8 +47,6 @@ def on_ranks(plan: str, body: Callable[[autoptd.Parallel, Communicators], Any]) 
     parallel = made(plan)
     values = parallel.initial_values()
     mesh = parallel.layout.mesh
-    for stage in range(mesh.stages):  # imported here: threads would race for it
-        parallel.stage_module(mesh.rank(stage, 0, 0))
 
     def run(c: Communicators) -> Any:
         mine = copy.copy(parallel)

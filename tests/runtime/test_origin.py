@@ -26,8 +26,6 @@ def told(spoil: Spoil, **fix: Any) -> list[str]:
     asked = {"batch": 8, "seq": 8, "precision": "fp32", "fix": {"micro": 2, **fix}}
     parallel = autoptd.parallelize(NanoGPT(SIZES), world=4, **asked)  # type: ignore[arg-type]
     values = parallel.initial_values()
-    for rank in range(4):
-        parallel.stage_module(rank)
 
     def body(c: Communicators) -> str:
         mine = copy.copy(parallel)

@@ -8,7 +8,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from verified import model, plan, trial, verdict
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from verified import model, plan, told, trial, verdict
 
 import autoptd
 from autoptd.cli import main
@@ -101,3 +104,26 @@ def test_narrower_sizes_split_as_the_planned_ones(
     config: dict[str, int], ranks: Ranks, expected: dict[str, int]
 ) -> None:
     assert narrow(config, ranks, 8) == expected
+
+
+class Tied(nn.Module):
+    """Plain, with one table at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(24, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 24, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.up(self.table(ids))).flatten(0, 1), labels.flatten())
+
+
+def test_a_plain_model_on_meta_whose_ends_are_tied() -> None:
+    """Its values are made here, and stay tied."""
+    with torch.device("meta"):
+        model = Tied()
+    inputs = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("ids", "labels")}
+    plan = autoptd.plan(model, world=4, batch=8, inputs=inputs, precision="fp32", fix={"dp": 2, "pp": 2, "micro": 2})
+    found = verify_plan(plan, model, inputs=inputs)
+    assert found.agrees, told(found)
