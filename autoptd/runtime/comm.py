@@ -133,7 +133,7 @@ class Alone:
 
 
 def told_by_all(text: str, group: Group, device: torch.device, width: int) -> list[str]:
-    """What each rank of a group says, by rank, of which the first `width` bytes in UTF-8 are passed on. A collective."""
+    """What each rank of a group says, by rank; of each the first `width` bytes in UTF-8. A collective."""
     raw = text.encode()[:width]
     line = torch.frombuffer(bytearray(raw.ljust(width, b"\0")), dtype=torch.uint8)
     rows = group.all_gather(line.to(device)).tolist()

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autoptd.passes.graph import substitute
+from autoptd.passes.graph import concrete, substitute
 from autoptd.passes.normalise import normalise
 from autoptd.passes.reduce_loss import COUNT
 from autoptd.passes.trace import Traced, trace
