@@ -1,4 +1,4 @@
-"""Every plan computes what one plain process does: loss, gradients, norm, and the parameters after three steps."""
+"""Every plan computes what one plain process does: loss, gradients, norm, and the parameters after some steps."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def test_a_plan_trains_like_one_process(name: str, mesh: Mesh) -> None:
     for optimizer, variant in zip(("sgd", "adamw"), variants(name, mesh), strict=True):
         wrong = check(name, mesh, variant, optimizer)
         assert not wrong, (optimizer, variant, wrong)
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("gpt2", "sgd"), ("llama", "adamw"), ("nanogpt", "adamw")])
+def test_a_plan_trains_like_one_process_for_longer(name: str, optimizer: str) -> None:
+    assert not check(name, Mesh(2, 2, 2), Variant(micro=4, bulk=True, clip_norm=0.7), optimizer, steps=5)
 
 
 @pytest.mark.parametrize("name", FEW_MESHES)

@@ -25,12 +25,7 @@ pytestmark = pytest.mark.ranks
 
 PAIRS = [
     ("gpt2", Mesh(2, 2, 2), Variant(bulk=True), "adamw"),
-    ("gpt2", Mesh(1, 2, 4), Variant(recompute="full", clip_norm=0.7), "sgd"),
-    ("llama", Mesh(2, 4, 1), Variant(bulk=True), "sgd"),
     ("llama_2_kv", Mesh(1, 8, 1), Variant(bulk=True), "adamw"),
-    ("bert", Mesh(4, 2, 1), Variant(bulk=True, clip_norm=0.7), "sgd"),
-    ("vit", Mesh(1, 4, 2), Variant(bulk=True, zero=0), "adamw"),
-    ("nanogpt", Mesh(4, 1, 2), Variant(micro=1), "adamw"),
     ("odd_mlp", Mesh(8, 1, 1), Variant(), "sgd"),
     ("skip_mlp", Mesh(1, 1, 8), Variant(), "adamw"),
     ("oddities", Mesh(2, 2, 2), Variant(bulk=True, recompute="full"), "adamw"),
