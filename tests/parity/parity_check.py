@@ -123,7 +123,12 @@ def alone(name: str, optimizer: str, clip_norm: float | None = None, steps: int 
     found = case(name)
     options = OPTIONS[optimizer]
     return train_alone(
-        found.model, batches(name, steps), loss=found.loss, optimizer=optimizer, optimizer_options=options, clip_norm=clip_norm
+        found.model,
+        batches(name, steps),
+        loss=found.loss,
+        optimizer=optimizer,
+        optimizer_options=options,
+        clip_norm=clip_norm,
     )
 
 
