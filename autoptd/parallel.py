@@ -318,7 +318,8 @@ class Parallel:
 
         What a script calls before its loop, so that a launcher may start it again as often as it likes. A collective.
         Damaged checkpoints are named in a warning and left out. Raises CheckpointError on every rank: where all of
-        them are damaged, for the checkpoint of another model, and where ranks do not see the same folder.
+        them are damaged, for the checkpoint of another model, where ranks do not see the same folder, and where one
+        could not save to it; `load` is for folders that are only read.
         """
         session = self._session
         with self._with_all("resuming"):

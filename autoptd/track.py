@@ -18,7 +18,7 @@ _LEFT_OUT = ("step",)
 class Tracker:
     """Writes how training goes to a folder of TensorBoard's; rank 0 does, on others nothing happens.
 
-    Raises RuntimeFault on rank 0 where TensorBoard is not installed.
+    Raises RuntimeFault on rank 0 where TensorBoard is not installed, and where the folder cannot be written.
     """
 
     def __init__(self, parallel: Parallel, directory: str | os.PathLike[str]) -> None:
@@ -55,4 +55,11 @@ def _writer(directory: str | os.PathLike[str]) -> Any:
         raise RuntimeFault(
             f"TensorBoard cannot be imported: {error}", where="track", fix="pip install 'autoptd[track]'"
         ) from error
-    return SummaryWriter(os.fspath(directory))
+    try:
+        return SummaryWriter(os.fspath(directory))
+    except OSError as error:
+        raise RuntimeFault(
+            f"curves cannot be written: {error.strerror}",
+            where=os.fspath(directory),
+            fix="name a folder that you may write to",
+        ) from error

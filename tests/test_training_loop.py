@@ -158,6 +158,18 @@ def test_without_tensorboard_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch
         made().track(tmp_path)
 
 
+def test_curves_that_cannot_be_written_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As TensorBoard's own writer fails where a file stands in the way."""
+
+    def writer(folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RuntimeFault, match=r"(?s)cannot be written.*file"):
+        made().track(tmp_path / "file")
+
+
 def test_the_page_runs() -> None:
     page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -85,6 +85,14 @@ def prepare(root: Path, step: int) -> Path:
     return part
 
 
+def try_writing(root: Path, rank: int) -> None:
+    """Raise OSError if a rank cannot write to a folder, which is made if there is none; nothing is left in it."""
+    root.mkdir(parents=True, exist_ok=True)
+    trial = root / f".trial-of-rank-{rank}"
+    write_durably(trial, bytes(4096))
+    trial.unlink()
+
+
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     found = hashlib.sha256()

@@ -90,11 +90,11 @@ class Saver:
     def _write(self, job: _Job) -> None:
         part = folder.part_of(job.root, job.step)
         try:
-            self._together("prepare", lambda: folder.prepare(job.root, job.step) if self.rank == 0 else None)
+            self.together("prepare", lambda: folder.prepare(job.root, job.step) if self.rank == 0 else None)
             dcp.write(part, job.entries, self.group)
-            each = self.everyone(self._together("seal", lambda: self._seal(part, job.files)))
+            each = self.everyone(self.together("seal", lambda: self._seal(part, job.files)))
             digests = {name: text for found in each for name, text in found.items()}
-            self._together("commit", lambda: job.commit(digests) if self.rank == 0 else None)
+            self.together("commit", lambda: job.commit(digests) if self.rank == 0 else None)
         except CheckpointError:
             if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
@@ -108,7 +108,7 @@ class Saver:
         mine += [*files, dcp.INDEX] if self.rank == 0 else []
         return {name: folder.digest(part / name) for name in mine}
 
-    def _together(self, what: str, do: Callable[[], T]) -> T:
+    def together(self, what: str, do: Callable[[], T]) -> T:
         """Do a part on each rank; fail on all of them where it fails on one."""
         told, found = "", None
         try:
@@ -117,7 +117,7 @@ class Saver:
             told = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         for rank, text in enumerate(self.everyone(told)):
             if text:
-                raise CheckpointError(f"the checkpoint cannot be written: {text}", where=f"{what}, rank {rank}")
+                raise CheckpointError(f"checkpoints cannot be written: {text}", where=f"{what}, rank {rank}")
         return cast(T, found)
 
     def everyone(self, mine: T) -> list[T]:

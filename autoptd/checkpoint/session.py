@@ -65,8 +65,12 @@ class Session:
         self._saver.wait()
 
     def resume(self, root: Path, others: Mapping[str, Stateful]) -> tuple[int, list[str]]:
-        """Load the newest whole checkpoint. Returns its step, 0 where there is none; and what is wrong with newer."""
+        """Load the newest whole checkpoint. Returns its step, 0 where there is none; and what is wrong with newer.
+
+        What will be saved there can be: else it says so now, before anything is trained.
+        """
         self.wait()
+        self._saver.together(f"resume from {root}", lambda: folder.try_writing(root, self._saver.rank))
         names = [path.name for path in folder.newest_first(root)]
         for rank, theirs in enumerate(self._saver.everyone(names)):
             if theirs != names:

@@ -134,6 +134,14 @@ def test_what_went_wrong_beside_training_is_raised_by_the_next_call(tmp_path: Pa
     assert find(tmp_path / "folder").name == "step-00000001"
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        made().resume(tmp_path / "file")
+    assert str(tmp_path / "file") in str(caught.value) and "rank 0" in str(caught.value)
+    assert made().resume(tmp_path / "new" / "folder") == 0 and not list((tmp_path / "new" / "folder").iterdir())
+
+
 def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = made()
     step(parallel)
