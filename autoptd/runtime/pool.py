@@ -22,6 +22,16 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.processes import connect_processes
 
 T = TypeVar("T")
+# Imported once, by the server. The last is what an optimizer imports when it is first called.
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "autoptd.runtime.trainer",
+    "autoptd.api",
+    "autoptd.compile",
+    "autoptd.checkpoint.session",
+    "torch._dynamo",
+]
 
 
 class Pool:
@@ -76,7 +86,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "autoptd.runtime.trainer"])
+        context.set_forkserver_preload(_PRELOADED)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

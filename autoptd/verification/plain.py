@@ -104,6 +104,8 @@ class Keyed(TorchFunctionMode):
         args = as_float64(tuple(args))
         options: dict[str, Any] = as_float64(dict(kwargs or {}))
         func = torch.Tensor.double if func in _NARROW else func
+        if func is torch._grouped_mm:  # whose kernel does not know float64
+            return _each_group(*args, options["offs"])
         if func is F.dropout:
             given = signature(F.dropout).bind(*args, **options)
             given.apply_defaults()
@@ -136,6 +138,13 @@ class Keyed(TorchFunctionMode):
         if draw is None:
             raise RuntimeFault(f"the model drops elements more than the {len(self.draws)} times of its graph")
         return draw
+
+
+def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """x [r, k], weight [e, k, n], offs [e], where the rows of each group end -> [r, n]; rows after the last are zero."""
+    ends = offs.tolist()
+    parts = [x[a:b] @ w for a, b, w in zip([0, *ends], ends, weight, strict=False)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
 
 
 _NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)

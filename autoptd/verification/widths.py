@@ -6,6 +6,8 @@ With T ranks of tp, C of cp and M = T·C, a size n becomes the least n' ≥ floo
     gcd(n', M) = gcd(n, M)                   heads, heads of keys, experts
     width of the model = heads × width of a head, which is even (rotary positions turn pairs)
 
+and, in a mixture of experts, widths that fill 16 bytes in 16 bits as grouped products want them,
+
 so that whatever divides by the ranks still does, and what does not still does not. Fields are those of Hugging Face
 configurations, by the names that its models give them; a field that is not among them stays as it is.
 """
@@ -26,6 +28,7 @@ _VOCABULARY = ("vocab_size",)
 _EXPERTS = ("num_local_experts", "num_experts")
 _CHOSEN = ("num_experts_per_tok",)
 _POSITIONS = ("max_position_embeddings", "n_positions")
+_GROUPED = 8  # elements: rows that grouped products take
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -59,9 +62,11 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
     def given(names: tuple[str, ...]) -> dict[str, int]:
         return {n: config[n] for n in names if isinstance(config.get(n), int) and not isinstance(config.get(n), bool)}
 
-    found = _attention(given, ranks)
+    grain = _GROUPED if given(_EXPERTS) else 1
+    found = _attention(given, ranks, max(2, grain))
     width = next((found[n] for n in _WIDTH if n in found), 0)
-    found |= {n: congruent(x, 2 * width + 4, ranks.all * ranks.room) for n, x in given(_INNER).items()}
+    rest = math.lcm(ranks.all * ranks.room, grain)
+    found |= {n: congruent(x, 2 * width + 4, rest) for n, x in given(_INNER).items()}
     found |= {n: congruent(x, 24 * ranks.room, ranks.all) for n, x in given(_VOCABULARY).items()}
     chosen = {n: min(x, 2) for n, x in given(_CHOSEN).items()}
     found |= chosen | {n: alike(x, max(4, *chosen.values(), 0), ranks.all) for n, x in given(_EXPERTS).items()}
@@ -72,8 +77,8 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
     return {name: value for name, value in found.items() if value != config[name]}
 
 
-def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks) -> dict[str, int]:
-    """Width, heads, and the width of a head."""
+def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks, grain: int) -> dict[str, int]:
+    """Width, heads, and the width of a head, a multiple of `grain`."""
     heads, widths = given(_HEADS), given(_WIDTH)
     if not heads or not widths:
         return {}
@@ -89,7 +94,8 @@ def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks)
     else:
         found[head_name] = alike(count, min(2, count), ranks.all)
     divides = width % ranks.all == 0
-    each = next(d for d in range(4 * ranks.room, 1 << 20, 2) if not divides or (found[head_name] * d) % ranks.all == 0)
+    least = math.lcm(4 * ranks.room, grain)
+    each = next(d for d in range(least, 1 << 20, grain) if not divides or (found[head_name] * d) % ranks.all == 0)
     if width % count == 0 and each >= width // count:
         return {}
     found[width_name] = found[head_name] * each

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, MixtralConfig
 from verified import model, plan, told, trial, verdict
 
 import autoptd
@@ -18,6 +19,7 @@ from autoptd.cli import main
 from autoptd.errors import PlanFileError
 from autoptd.models.load import load_model
 from autoptd.plans import Plan
+from autoptd.runtime import ops
 from autoptd.verification.report import text
 from autoptd.verification.verdict import replace_text, verify_plan
 from autoptd.verification.widths import Ranks, narrow
@@ -127,3 +129,16 @@ def test_a_plain_model_on_meta_whose_ends_are_tied() -> None:
     plan = autoptd.plan(model, world=4, batch=8, inputs=inputs, precision="fp32", fix={"dp": 2, "pp": 2, "micro": 2})
     found = verify_plan(plan, model, inputs=inputs)
     assert found.agrees, told(found)
+
+
+def test_a_mixture_whose_products_are_grouped() -> None:
+    """In bfloat16 the model calls a kernel that knows neither float64 nor narrow rows."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = MixtralConfig(**sizes, num_hidden_layers=4, num_local_experts=8, vocab_size=128, tie_word_embeddings=False)
+    with torch.device("meta"):
+        mixture = AutoModelForCausalLM.from_config(config)
+    source = autoptd.trace(mixture, seq=32, precision="bf16")
+    assert any(node.target is ops.grouped_mm for node in source.folded.traced.graph.graph.nodes)
+    made = autoptd.plan(source, world=8, batch=16, cluster="dgx-h100", fix={"dp": 2, "tp": 2, "pp": 2})
+    found = verify_plan(made, mixture)
+    assert found.agrees and any("experts" in name for name in found.gradients)
