@@ -48,3 +48,20 @@ def no_process_group_is_left() -> Iterator[None]:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks that are threads take turns, and lose time wherever they move to another core: each of the test runner's
+    processes keeps to one. Ranks that are processes do not.
+    """
+    if request.node.get_closest_marker("ranks") is not None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)
+    os.sched_setaffinity(0, {sorted(cores)[mine]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)

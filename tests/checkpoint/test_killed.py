@@ -17,6 +17,8 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.pool import Pool
 
+pytestmark = pytest.mark.ranks
+
 NAME = "dp 2"
 PHASES = {  # where rank 0 or 1 dies
     "while tensors are written": (1, dcp._Writer, "resolve_data"),

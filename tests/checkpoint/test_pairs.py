@@ -9,6 +9,8 @@ from saved import PLANS, WORLD, load_and_compare, made, whole_of, write
 
 from autoptd.runtime.pool import Pool
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:

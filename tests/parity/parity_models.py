@@ -478,6 +478,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     "awkward": awkward,
 }
 
+OFTEN = ("gpt2", "llama", "bert", "vit", "nanogpt")  # trained in every way; the others in some
+
 # Held to on one mesh: what they add to the others shows there.
 FEW_MESHES: dict[str, Callable[[], Case]] = {"mixtral": mixtral, "t5": t5}
 
