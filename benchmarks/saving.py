@@ -1,8 +1,8 @@
 """How long a checkpoint that is written beside training keeps training waiting.
 
 One process trains; by turns some steps with a save begun before them, and as many without. What the save costs is the
-call itself and what it slows the steps by, less a copy of what it saves; it is given as a share of one step. A core must
-be free for the thread that writes, as cores are where GPUs compute.
+call itself and what it slows the steps by, less a copy of what it saves; it is given as a share of one step. A core
+must be free for the thread that writes, as cores are where GPUs compute.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     low, stall, high = statistics.quantiles(shares, n=4) if len(shares) > 1 else shares * 3
     copies, calls = (statistics.median(each) for each in zip(*((c, called) for c, called, *_ in found), strict=True))
     print(f"a step takes {step:.3f} s, a checkpoint has {size / 2**20:.0f} MiB, a copy of what it holds {copies:.3f} s")
-    print(f"the call of save takes {calls:.3f} s; after {STEPS} steps the save is waited for {max(w for *_, w in found):.3f} s at most")
+    print(
+        f"the call of save takes {calls:.3f} s; after {STEPS} steps the save is waited for {max(w for *_, w in found):.3f} s at most"
+    )
     verdict = "pass" if stall <= BAR else "MISS"
     print(f"beyond the copy a save costs {stall:+.3f} of a step ({low:+.3f} to {high:+.3f}); bar {BAR}: {verdict}")
 

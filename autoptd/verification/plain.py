@@ -141,7 +141,7 @@ class Keyed(TorchFunctionMode):
 
 
 def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """x [r, k], weight [e, k, n], offs [e], where the rows of each group end -> [r, n]; rows after the last are zero."""
+    """x [r, k], weight [e, k, n], offs [e], where each group's rows end -> [r, n]; rows after the last are zero."""
     ends = offs.tolist()
     parts = [x[a:b] @ w for a, b, w in zip([0, *ends], ends, weight, strict=False)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])

@@ -45,7 +45,7 @@ def random_mixed(seed: int) -> tuple[autoptd.TracedModel, Task]:
 
 def test_no_plan_is_better() -> None:
     compared = 0
-    for seed in range(14):
+    for seed in range(4, 18):  # the first has as many plans as all others
         if random_task(seed)[1].world not in (2, 4):
             continue
         model, task = random_mixed(seed)
