@@ -20,8 +20,8 @@ import autoptd
 from autoptd.checkpoint.entries import Entry, copied, model_entries, optimizer_entries
 from benchmarks.runtime.model import SEQ, VOCAB, Trained
 
-PAIRS = 9
-STEPS = 6  # of a turn, in which the save is over
+PAIRS = 41
+STEPS = 1  # of a turn, in which the save is over
 SAMPLES = 16
 BAR = 0.05  # of a step, beyond the copy
 
