@@ -136,3 +136,16 @@ def test_dropout_is_keyed_by_place() -> None:
     blocks = program("gpt2_dropout_tp2_pp1").files["blocks.py"]
     keys = re.findall(r'key=(f"[^"]+")', blocks)
     assert keys and all("first" in key for key in keys)
+
+
+@pytest.mark.parametrize(
+    "name", ['"""\nraise SystemExit', "\0", "ends in \\", 'ends in "', "\ud800", "größer 模型"], ids=ascii
+)
+def test_a_model_s_name_is_text_and_nothing_else(name: str, tmp_path: Path) -> None:
+    """It stands in a plan file, which may come from anywhere."""
+    made = program_of(folded("gpt2"), name, tp=1, pp=1)
+    for text in made.files.values():
+        first, *rest = ast.parse(text).body
+        assert isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and name in first.value.value
+        assert "SystemExit" not in "".join(map(ast.dump, rest))
+    load_stage(made, 0, tmp_path)
