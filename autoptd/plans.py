@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autoptd.cost_models.cluster import Cluster, Device
+from autoptd.cost_models.cluster import Cluster, Device, Name
 from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.passes.placements import parse_placement
@@ -163,7 +163,7 @@ class Plan(_Part):
 
     format: Literal["autoptd-plan"] = FORMAT
     version: Literal[1] = VERSION
-    model: str
+    model: Name
     graph_hash: Digest
     world: Count
     cluster: Annotated[Cluster, Field(strict=False)]

@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
+from autoptd.cost_models.complaints import brief, describe_mistakes, one_line, read_text
 from autoptd.cost_models.wiring import check_wiring
 from autoptd.errors import ClusterError, nearest
 
@@ -32,7 +32,7 @@ else:
 
 Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(one_line)]  # which other files and scripts quote
 Fraction = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Ranks = Annotated[int, Field(gt=0, lt=2**31)]
 Processors = Annotated[int, Field(ge=0, lt=2**20)]

@@ -25,6 +25,13 @@ def read_text(path: Path, what: str, kind: type[AutoptdError], fix: str) -> str:
         raise kind(f"the {what} {path} is not UTF-8 text: {error}", where=str(path), fix=fix) from error
 
 
+def one_line(text: str) -> str:
+    """The same. Raises ValueError where a character is a control character, ends the line, or has no form."""
+    if not text.isprintable():
+        raise ValueError("should be one line of printable text")
+    return text
+
+
 def describe_mistakes(error: ValidationError, model: type[BaseModel]) -> str:
     """`levels[0].bytes_per_s: input should be greater than 0, got -3.0`, one line per mistake."""
     return "\n".join(_line(mistake, model) for mistake in error.errors(include_url=False))

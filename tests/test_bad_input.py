@@ -435,6 +435,7 @@ def small_plan() -> Plan:
         (lambda data: data | {"format": "recipe"}, "this is not an autoptd plan: it has format 'recipe'"),
         (lambda data: data | {"version": 2}, "the plan has version 2; this autoptd reads 1"),
         (lambda data: data | {"batch": "16"}, "batch: "),
+        (lambda data: data | {"model": "gpt\nrm"}, "model: should be one line of printable text, got 'gpt\\nrm'"),
         (lambda data: data | {"wrld": 8}, "wrld: "),
         (lambda data: {key: data[key] for key in data if key != "mesh"}, "mesh: "),
         (lambda data: data | {"world": 16}, "mesh: dp 2 × tp 2 × pp 2 is 8 ranks, but world is 16"),

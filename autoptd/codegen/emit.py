@@ -23,7 +23,7 @@ from threading import Lock
 from types import ModuleType
 from typing import Any
 
-from autoptd.codegen.lines import wrapped
+from autoptd.codegen.lines import in_docstring, wrapped
 from autoptd.codegen.pieces import lay_out
 from autoptd.codegen.stage import StageSource, write_stage
 from autoptd.errors import PlanFileError
@@ -92,7 +92,7 @@ class Program:
 
 def emit_program(folded: Folded, sharding: Sharding, stages: Sequence[StageSpec], title: str) -> Program:
     """Source of every distinct stage and block of a plan."""
-    layout, title = lay_out(folded), _in_docstring(title)
+    layout, title = lay_out(folded), in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}
     for stage in written:
@@ -152,12 +152,6 @@ def _stage_source(written: Sequence[StageSource], members: Sequence[int], cls: s
     text = re.sub(r"(def __init__\(self, tp: Axis, dropout: [^)]*)\) -> None:", r"\1, *, stage: int) -> None:", text)
     layers = "# stage -> the layer numbers of its blocks\nLAYERS: dict[int, list[tuple[int, ...]]] = {\n"
     return layers + "\n".join(table) + "\n}\n\n\n" + head + text
-
-
-def _in_docstring(text: str) -> str:
-    """Text from a plan file, as a docstring may hold it: nothing in it ends the string or the line."""
-    escaped = (c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text)
-    return "".join(escaped).replace('"', r"\"")
 
 
 def _header(title: str, ranks: int, cut: Cut | None) -> str:

@@ -5,6 +5,12 @@ from __future__ import annotations
 WIDTH = 120
 
 
+def in_docstring(text: str) -> str:
+    """Text from a plan file, as a docstring may hold it: nothing in it ends the string or the line."""
+    escaped = (c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped).replace('"', r"\"")
+
+
 def wrapped(source: str) -> str:
     """The source with long statements over several lines; a comment stays with the first."""
     return "\n".join(text for line in source.split("\n") for text in _wrap(line))

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from autoptd.codegen.lines import in_docstring
 from autoptd.errors import PlanError
 from autoptd.export.layers import Layers, modules_of, read_layers, recomputed, whole_layers
 from autoptd.export.roles import tied
@@ -84,7 +85,8 @@ def _filled(docstring: str, constants: str) -> str:
 def _docstring(plan: Plan, differs: tuple[str, ...]) -> str:
     mesh = plan.mesh
     lines = [
-        f'"""{plan.model} on {plan.world} devices: {mesh}, {plan.schedule.microbatches} microbatches of {plan.micro}.',
+        f'"""{in_docstring(plan.model)} on {plan.world} devices: {mesh}, '
+        f"{plan.schedule.microbatches} microbatches of {plan.micro}.",
         "",
         f"Exported from an autoptd plan; needs torch 2.13. Start {plan.world} processes with torchrun; in each:",
         "",

@@ -59,7 +59,7 @@ def model_name(model: nn.Module) -> str:
     """What to call a model: the last part of its configuration's name or path, or else its class."""
     path = getattr(getattr(model, "config", None), "name_or_path", "")
     name = PurePath(path).name if isinstance(path, str) else ""
-    return name or type(model).__name__
+    return name if name and name.isprintable() else type(model).__name__
 
 
 def sequence_limit(model: nn.Module) -> int | None:

@@ -105,7 +105,7 @@ class Keyed(TorchFunctionMode):
         options: dict[str, Any] = as_float64(dict(kwargs or {}))
         func = torch.Tensor.double if func in _NARROW else func
         if func is torch._grouped_mm:  # whose kernel does not know float64
-            return _each_group(*args, options["offs"])
+            return _each_group(args[0], args[1], options["offs"])
         if func is F.dropout:
             given = signature(F.dropout).bind(*args, **options)
             given.apply_defaults()
