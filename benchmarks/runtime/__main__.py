@@ -21,6 +21,7 @@ from benchmarks.runtime.by_turns import Outcome, Task, by_turns, peak_bytes
 from benchmarks.runtime.model import LAYERS, SEQ, WIDTH, Trained
 
 PAIRS = 15
+PEAKS = 3
 SAMPLES = 4  # of a dp rank
 
 
@@ -44,6 +45,7 @@ class Case:
 CASES = (
     Case(Mesh(1, 1, 1), 0, "plain", 1.02),
     Case(Mesh(2, 1, 1), 0, "ddp"),
+    Case(Mesh(4, 1, 1), 0, "ddp"),
     Case(Mesh(4, 1, 1), 1, "ddp"),
     Case(Mesh(4, 1, 1), 1, "ddp+zero"),
     Case(Mesh(1, 4, 1), 0, "dtensor"),
@@ -51,7 +53,9 @@ CASES = (
     Case(Mesh(2, 2, 1), 1, "fsdp"),
     Case(Mesh(2, 1, 2), 1, "ddp+zero"),
     Case(Mesh(1, 2, 2), 0, "pipelining"),
+    Case(Mesh(8, 1, 1), 0, "ddp"),
     Case(Mesh(8, 1, 1), 1, "ddp"),
+    Case(Mesh(8, 1, 1), 1, "ddp+zero"),
     Case(Mesh(1, 8, 1), 0, "dtensor"),
     Case(Mesh(1, 1, 8), 0, "pipelining"),
     Case(Mesh(2, 2, 2), 1, "fsdp"),
@@ -77,8 +81,17 @@ def measure(case: Case, pairs: int = PAIRS) -> Outcome:
     mesh = task.layout.mesh
     with Pool(mesh.world) as pool:
         times = pool.run(mesh, by_turns, task, pairs)[0]
-        full = [max(pool.run(mesh, peak_bytes, task, ours)) for ours in (True, False)]
+        full = [fullest([pool.run(mesh, peak_bytes, task, ours) for _ in range(PEAKS)]) for ours in (True, False)]
     return Outcome(times, full[0], full[1])
+
+
+def fullest(runs: Sequence[Sequence[int]]) -> int:
+    """Bytes of the fullest rank, of each the least of all runs.
+
+    What gloo's own threads free as the last to hold it goes on being counted: the allocator counts in those threads
+    alone that the profiler watches.
+    """
+    return max(map(min, zip(*runs, strict=True)))
 
 
 def line(case: Case, found: Outcome) -> str:
