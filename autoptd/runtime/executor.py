@@ -138,7 +138,7 @@ class Executor:
         self,
         actions: Actions,
         microbatches: Sequence[Microbatch],
-        counts: Tensors,
+        counts: Callable[[], Tensors],
         loss: Tensor,
         end: Mapping[str, Callable[[], None]],
         gradients: Gradients | None = None,
@@ -204,7 +204,7 @@ class _Run:
         executor: Executor,
         actions: Actions,
         microbatches: Sequence[Microbatch],
-        counts: Tensors,
+        counts: Callable[[], Tensors],
         loss: Tensor,
         gradients: Gradients | None,
         counted: int | None,
@@ -309,7 +309,7 @@ class _Run:
         given = {name: self.microbatches[i][name] for name in stage.inputs}
         received = self.received.get((i, chunk), ())
         if stage.is_last:
-            share = stage(*received, **given, counts=self.counts)
+            share = stage(*received, **given, counts=self.counts())
             if i < self.counted:
                 self.loss += share.detach()
             self.outputs[i, chunk] = (share,)

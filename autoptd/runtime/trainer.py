@@ -1,7 +1,7 @@
 """One rank's training program: its stages of the model, its share of their parameters, and the step.
 
 The loss is plan-invariant: Σ_i c_i S_i / N_i with counts N_i over the whole global batch, known before the first
-forward. Each microbatch's loss is its addend, so gradients are summed over microbatches and dp ranks and nobody divides
+loss. Each microbatch's loss is its addend, so gradients are summed over microbatches and dp ranks and nobody divides
 by either. A count that is zero in the whole batch (no valid label anywhere) is taken as one: loss and gradients are 0.
 
 At the end of a step one all-reduce over the world carries the loss, the squared gradient norm and, per parameter,
@@ -10,7 +10,8 @@ whether anyone had a gradient for it; what nobody used is not stepped, as in tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Trainer:
         self._dropout.step += 1
         return outcome[0]
 
-    def _forward_again(self, microbatches: list[Microbatch], counts: tuple[Tensor, ...]) -> None:
+    def _forward_again(self, microbatches: list[Microbatch], counts: Callable[[], tuple[Tensor, ...]]) -> None:
         """The forward passes of this step, for looking at."""
         mesh = self.layout.mesh
         lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
@@ -173,19 +174,30 @@ class Trainer:
         shares = dp.all_gather(torch.tensor([samples], device=self.communicators.device))
         return shares[: dp.rank].sum()
 
-    def _global_counts(self, microbatches: list[Microbatch]) -> tuple[Tensor, ...]:
-        """The loss's counts over all microbatches and dp ranks, float64; () where no loss is computed."""
+    def _global_counts(self, microbatches: list[Microbatch]) -> Callable[[], tuple[Tensor, ...]]:
+        """The loss's counts over all microbatches and dp ranks, float64; () where no loss is computed.
+
+        They are under way until the first loss asks for them: no rank waits for the others at the start of a step.
+        """
         last = self.stages[-1]
         if not last.is_last:
-            return ()
+            return tuple
         each = [last.loss_counts(**{name: mb[name] for name in last.count_inputs}) for mb in microbatches]
         if not each[0]:
-            return ()
+            return tuple
         # on a CPU where a count comes from sizes alone
         rows = [torch.stack([count.to(self.communicators.device, torch.float64) for count in row]) for row in each]
-        total = torch.stack(rows).sum(0)
-        self.communicators.dp.all_reduce(total)
-        return tuple(torch.where(total == 0, 1.0, total).unbind())
+        own, dp = torch.stack(rows).sum(0), self.communicators.dp
+        every = own.new_empty(dp.size * own.numel())
+        under_way = dp.all_gather_later(every, own)
+
+        @cache
+        def counts() -> tuple[Tensor, ...]:
+            under_way.wait()
+            total = every.view(dp.size, -1).sum(0)
+            return torch.where(total == 0, 1.0, total).unbind()
+
+        return counts
 
     @torch.no_grad()
     def _finish(self, share: Tensor) -> Tensor:

@@ -231,8 +231,9 @@ def test_counts_that_each_cp_rank_adds_are_seen(monkeypatch: pytest.MonkeyPatch)
 
     right = Trainer._global_counts
 
-    def wrong(self: Trainer, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, ...]:
-        return tuple(self.communicators.cp.all_reduce(n.clone()) for n in right(self, microbatches))
+    def wrong(self: Trainer, microbatches: list[dict[str, Tensor]]) -> Callable[[], tuple[Tensor, ...]]:
+        found = tuple(self.communicators.cp.all_reduce(n.clone()) for n in right(self, microbatches)())
+        return lambda: found
 
     monkeypatch.setattr(Trainer, "_global_counts", wrong)
     assert any(complaint.startswith("loss of step 0") for complaint in verdict("nanogpt", sound("nanogpt")))
