@@ -1,4 +1,4 @@
-"""Break what is too long for a line at the arguments of its outermost call."""
+"""Text as a docstring may hold it; and what is too long for a line, broken at the arguments of its outermost call."""
 
 from __future__ import annotations
 
