@@ -15,7 +15,8 @@ from autoptd.profile.budget import first_line
 from autoptd.profile.ops import DTYPES
 from autoptd.profile.record import Case, Point, Skipped
 from autoptd.profile.timing import ENOUGH_S, LEAST, MOST, Run, Timer, runs_per_sample
-from autoptd.runtime.processes import ProcessChannel, ProcessGroup
+from autoptd.runtime.process_group import ProcessGroup
+from autoptd.runtime.processes import ProcessChannel, process_group
 
 
 class Network:
@@ -24,7 +25,6 @@ class Network:
     def __init__(self, device: torch.device, clock: Timer) -> None:
         self.device, self.clock = device, clock
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._gloo = dist.get_backend() == "gloo"
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
         self._channels: dict[int, ProcessChannel | None] = {}
 
@@ -44,7 +44,7 @@ class Network:
                     made = dist.new_group(members)
                     mine = made if self.rank in members else mine
             assert mine is not None, (ranks, stride, self.world)
-            self._groups[ranks, stride] = ProcessGroup(mine, self._gloo)
+            self._groups[ranks, stride] = process_group(mine)
         return self._groups[ranks, stride]
 
     def channel(self, stride: int) -> ProcessChannel | None:

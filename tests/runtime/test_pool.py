@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.comm import Communicators, Group
+from autoptd.runtime.gloo import PIECE_BYTES, ROOMS
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.pool import Pool
@@ -70,6 +71,29 @@ def every_collective(c: Communicators) -> dict[str, Tensor]:
             results[f"{name} {dtype} in place"] = flat
         results[f"{name} bool"] = group.all_gather(torch.tensor([True, c.rank == 1]))
     return results
+
+
+def several_at_once(c: Communicators) -> dict[str, Tensor]:
+    """Sums in more pieces than are received at once, and what was started after them waited for before them."""
+    n = PIECE_BYTES // 4 * (ROOMS + 2) // c.dp.size + 3  # elements of a row, the last piece shorter
+    rows = (torch.arange(c.dp.size * n, dtype=torch.int32) + c.rank).remainder(1000)
+    first, second, gathered = rows.new_empty(n), rows.new_empty(n), rows.new_empty(c.dp.size * n)
+    started = [
+        c.dp.reduce_scatter_later(first, rows),
+        c.dp.reduce_scatter_later(second, rows + 7),
+        c.dp.all_gather_later(gathered, rows[:n]),
+    ]
+    empty = c.dp.all_gather(torch.empty(0))
+    for handle in reversed(started):
+        handle.wait()
+    return {"first": first, "second": second, "gathered": gathered, "empty": empty}
+
+
+def test_what_is_waited_for_in_another_order(pool: Pool) -> None:
+    mesh = Mesh(2, 2, 2)
+    for real, threads in zip(pool.run(mesh, several_at_once), run_lockstep(mesh, several_at_once), strict=True):
+        for name, value in real.items():
+            assert torch.equal(value, threads[name]), name
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(8, 1, 1)], ids=str)
