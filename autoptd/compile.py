@@ -16,6 +16,7 @@ from autoptd import kept_plans
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.codegen.pieces import lay_out
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import MAIN_BYTES
 from autoptd.cost_models.step_times import times_to_data
 from autoptd.derived import check_derived, check_sizes, collectives, modules
 from autoptd.errors import InputsError, PlanError, nearest
@@ -39,6 +40,7 @@ from autoptd.passes.trace import BATCH, SEQUENCE, trace
 from autoptd.passes.unknown import discovery
 from autoptd.plans import Collectives, Mesh, Method, Plan, Predicted, Schedule, Splits, Stage
 from autoptd.progress import Progress
+from autoptd.runtime.footprint import elements_of
 from autoptd.runtime.layout import InputSpec, Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
 from autoptd.search.known import Known
@@ -463,6 +465,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         specs=_input_specs(source, plan),
         slices=plan.method.sends == "slices",
         modules=tuple(stage.modules for stage in plan.stages),
+        bucket_elements=elements_of(plan.method.bucket_bytes, MAIN_BYTES[plan.precision]),
     )
 
 

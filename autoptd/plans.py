@@ -282,7 +282,6 @@ class Plan(_Part):
             "a loss in place": asked.loss != default.loss,
             f"{asked.attention} attention": asked.attention != default.attention,
             "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,
-            f"buckets of {asked.bucket_bytes} bytes": asked.bucket_bytes != default.bucket_bytes,
             "gradients in the compute type": asked.gradients != default.gradients and narrow,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)

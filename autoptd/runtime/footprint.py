@@ -22,6 +22,11 @@ Unit: TypeAlias = tuple[str, tuple[int, ...]]  # as `TensorSpec.unit`: a block's
 BUCKET_ELEMENTS = Layout.bucket_elements
 
 
+def elements_of(bucket_bytes: int, gradient_bytes: int) -> int:
+    """What a bucket closes at, in elements, where a plan asks for so many bytes of gradients; 0: as it is set."""
+    return max(1, bucket_bytes // gradient_bytes) if bucket_bytes else BUCKET_ELEMENTS
+
+
 def buffer_class(placement: Placement) -> str:
     """What parameters of one buffer have in common over tp: how their gradients lie."""
     return "split" if isinstance(placement, Split) else str(placement)

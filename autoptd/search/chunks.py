@@ -27,7 +27,7 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.passes.placements import BP, B, Placement, Split
 from autoptd.runtime.flat import ALIGN
-from autoptd.runtime.footprint import BUCKET_ELEMENTS, Unit, buffer_class, packed
+from autoptd.runtime.footprint import Unit, buffer_class, elements_of, packed
 from autoptd.search.kinds import KindCost, price
 from autoptd.search.meshes import Candidate
 from autoptd.search.tensors import Sharded, Tensors
@@ -77,6 +77,7 @@ class Chunks:
         self.shards = replace(candidate, shards=method.shards).sharing
         self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
         self.gradient = self.compute if method.gradients == "compute" else self.main
+        self.bucket = elements_of(method.bucket_bytes, self.main)
         self._passes: dict[str, ChunkCost] = {}
 
     def under(self, cluster: Cluster) -> Chunks:
@@ -316,7 +317,7 @@ class Chunks:
         idle = {i for i, (name, _) in enumerate(trained) if name in self._unused}
         sizes = [((buffer_class(h.placement), shared.get(name)), h.numel) for name, h in trained]
         units = [self._unit(name, runs, cut) for name, _ in trained] if self.candidate.zero == 3 else ()
-        layout = packed(sizes, self.dp, self.shards, idle=idle, units=units)
+        layout = packed(sizes, self.dp, self.shards, self.bucket, idle, units)
         state = model_state(
             layout.buckets,
             precision=self.precision,
@@ -372,7 +373,8 @@ class Chunks:
         if self.candidate.zero >= 2:  # buckets of blocks are many, and some are whole at a time
             spare = _CLASSES * self.dp * ALIGN
             return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
-        padding = (trained // BUCKET_ELEMENTS + _CLASSES) * self.dp
+        buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
+        padding = buckets * self.dp * ALIGN
         state = model_state(
             [trained + padding],
             precision=self.precision,

@@ -49,7 +49,7 @@ class Method:
     gathers        tensors that tp gathers for a product: "kept" for the backward pass, or gathered "again" in it
     gradients      accumulated and reduced in the "main" type (float32 of bf16 parameters) or the "compute" type;
                    "both": in the main type, with a buffer of the compute type beside it
-    bucket_bytes   of gradients that are reduced together; 0 is all at once
+    bucket_bytes   of gradients that are reduced together; 0: the runtime's own size, priced as all at once
     shards         data-parallel ranks that sharded state is spread over; 0 is all of them
     stages         "balanced" by time, or "even" numbers of blocks
     sends          between stages of tensors that every tp rank holds: "whole" by each, or "slices" gathered again

@@ -261,6 +261,20 @@ def rank_bytes(
     return communicators.stage, allocated(trainer)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [4, 5000, 10**6])
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_a_plan_s_state_with_buckets_of_a_size(zero: int, bucket_bytes: int, precision: str) -> None:
+    fix = {"dp": 2, "tp": 2, "pp": 2, "zero": zero, "micro": 1, "bucket_bytes": bucket_bytes}
+    made = autoptd.parallelize(
+        source("odd", precision), world=8, cluster="dgx-h100", batch=16, precision=precision, fix=fix
+    )
+    for stage, predicted in enumerate(made.plan.predicted.memory):
+        held = state_bytes(made.layout, stage, "adamw", fullest=True)
+        found = predicted["parameters"], predicted["gradients"], predicted["optimizer"]
+        assert found == (held.parameters, held.gradients, held.optimizer), stage
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "mesh", "zero", "precision", "optimizer"),
