@@ -79,7 +79,7 @@ def measure(case: Case, pairs: int = PAIRS) -> Outcome:
     """Of rank 0, and the fullest rank's bytes of each."""
     task = task_of(case)
     mesh = task.layout.mesh
-    with Pool(mesh.world) as pool:
+    with Pool(mesh.world, timeout_s=60 + 15 * pairs) as pool:
         times = pool.run(mesh, by_turns, task, pairs)[0]
         full = [fullest([pool.run(mesh, peak_bytes, task, ours) for _ in range(PEAKS)]) for ours in (True, False)]
     return Outcome(times, full[0], full[1])
