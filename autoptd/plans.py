@@ -279,7 +279,6 @@ class Plan(_Part):
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             f"{' and '.join(self.partial)} recomputation over cp {self.mesh.cp}": bool(self.partial)
             and self.mesh.cp > 1,
-            "a loss in place": asked.loss != default.loss,
             f"{asked.attention} attention": asked.attention != default.attention,
             "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,
             "gradients in the compute type": asked.gradients != default.gradients and narrow,

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
+import torch
+from torch import fx
 
 from autoptd.passes.activations import Kept, kept_of, recomputed_steps
 from autoptd.passes.flow import Flow, Number, Step, Storage, Value, flow, op_base
@@ -23,6 +25,9 @@ from autoptd.passes.fold import Segment
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.sharding import KindSharding
 from autoptd.passes.workspace import workspace
+from autoptd.runtime import ops
+
+WIDE = (torch.float32, torch.float64)  # in which losses are computed
 
 _PASSING = ("add", "sub")  # ops whose gradient is the incoming one, where no operand is broadcast
 _Moment = tuple[str, frozenset[Storage]]
@@ -133,11 +138,9 @@ def _forward(region: Flow, held: set[Storage], in_place_loss: bool) -> Iterator[
     alive = {v.storage for v in region.received}
     for i, step in enumerate(region.steps):
         alive |= {s for s in step.kept if s in held} | {v.storage for v in step.outputs}
-        in_place = in_place_loss and _is_loss(step)
-        if in_place:  # what it keeps of the logits' size is where they were
-            alive -= {
-                v.storage for v in step.operands if _overwritten(step, v.storage) != v.storage and last[v.storage] == i
-            }
+        in_place = in_place_loss and is_loss(step)
+        if in_place and writes_logits(region, i):  # what it keeps of the logits' size is where they were
+            alive.discard(step.operands[0].storage)
         own = step.call is not None and not step.view and not in_place
         extra = _extra(step, workspace(step.call).forward if step.call and own else ())
         yield step.name, frozenset(s for s in (*alive, *extra) if s.origin not in ("parameter", "prelude"))
@@ -169,7 +172,7 @@ def _backward(
             made = {k: incoming[0] if _passes(step, v) else v.gradient for k, v in wanted.items()}
         needed = {s for s in step.kept if s.origin not in ("parameter", "prelude")} if incoming else set()
         own = _extra(step, workspace(step.call).backward if step.call and incoming and not step.view else ())
-        if in_place_loss and _is_loss(step):
+        if in_place_loss and is_loss(step):
             made, own = {k: _overwritten(step, gradient) for k, gradient in made.items()}, set()
         yield (
             f"backward of {step.name}",
@@ -182,8 +185,31 @@ def _backward(
         alive = {s for s in alive if first.get(s, -1) < i}
 
 
-def _is_loss(step: Step) -> bool:
-    return step.call is not None and "cross_entropy" in op_base(step.call)
+def is_loss(step: Step) -> bool:
+    """Whether a step is the cross entropy that may be in place."""
+    return step.call is not None and step.call.target is ops.cross_entropy
+
+
+def losses_in_place(segment: Segment, decided: KindSharding) -> frozenset[fx.Node]:
+    """The losses of a segment that may overwrite their logits."""
+    if not any(node.target is ops.cross_entropy for node in segment.nodes):
+        return frozenset()
+    region = flow([segment], {segment.kind: decided})
+    found = (s.node for i, s in enumerate(region.steps) if is_loss(s) and writes_logits(region, i))
+    return frozenset(node for node in found if node is not None)
+
+
+def writes_logits(region: Flow, at: int) -> bool:
+    """Whether the loss that is this step may overwrite its logits: as wide as it, and nobody else's."""
+    loss, logits = region.steps[at], region.steps[at].operands[0].storage
+    others = [step for step in region.steps if step is not loss]
+    return (
+        logits.origin == "made"
+        and logits.dtype in WIDE
+        and not any(logits in step.kept for step in others)
+        and not any(v.storage == logits for step in region.steps[at + 1 :] for v in step.operands)
+        and not any(v.storage == logits for v in region.sent)
+    )
 
 
 def _overwritten(step: Step, gradient: Storage) -> Storage:

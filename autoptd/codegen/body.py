@@ -23,12 +23,14 @@ from autoptd.passes.cut_tokens import TOKEN_OPS, before_cut, ring, ulysses
 from autoptd.passes.factors import Strategy, local_args, local_shape
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
+from autoptd.passes.liveness import WIDE, losses_in_place
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.passes.rules import IMPLEMENTATIONS
 from autoptd.passes.samples import SamplePlace, counts_samples, sample_place
 from autoptd.passes.sharding import Sharding, ops_of, tensor_name
 from autoptd.passes.unknown import rule_for
+from autoptd.runtime import ops
 
 aten = torch.ops.aten
 Held = tuple[fx.Node, Placement]
@@ -50,6 +52,8 @@ class Body:
     uses_device: bool = False
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
+    loss_in_place: bool = False
+    overwritten: frozenset[fx.Node] = frozenset()  # losses of the segment under way that may write into their logits
 
     @property
     def ranks(self) -> int:
@@ -88,6 +92,8 @@ class Body:
         given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
+        if self.loss_in_place and self.again == Again():
+            self.overwritten = losses_in_place(segment, decided)
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.again.core)
         last_use = {o: i for _, run in runs for i, n in run for o in operands(n)}
@@ -175,6 +181,10 @@ class Body:
         args = _with_texts(args, source)
         kwargs = {k: _with_texts(v, source) for k, v in kwargs.items()}
         self._note_sizes((args, tuple(kwargs.values())))
+        if self.loss_in_place and node.target is ops.cross_entropy:
+            kwargs = {**kwargs, "in_place": True}
+            if node not in self.overwritten and info(operands(node)[0]).dtype in WIDE:  # others are copied anyway
+                args = (Text(f"{args[0]}.clone()"), *args[1:])
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
             return _implementation_text(function, args, kwargs)

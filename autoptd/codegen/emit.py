@@ -90,9 +90,11 @@ class Program:
         return path
 
 
-def emit_program(folded: Folded, sharding: Sharding, stages: Sequence[StageSpec], title: str) -> Program:
+def emit_program(
+    folded: Folded, sharding: Sharding, stages: Sequence[StageSpec], title: str, loss_in_place: bool = False
+) -> Program:
     """Source of every distinct stage and block of a plan."""
-    layout, title = lay_out(folded), in_docstring(title)
+    layout, title = lay_out(folded, loss_in_place), in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}
     for stage in written:

@@ -95,7 +95,7 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
     is_last = last == len(folded.segments) - 1
     received = crossing(folded, first)
     sent = [] if is_last else crossing(folded, last + 1)
-    body = Body(sharding, Names(_reserved(folded)))
+    body = Body(sharding, Names(_reserved(folded)), loss_in_place=layout.loss_in_place)
     writer = _Writer(layout, sharding, pieces, body)
     preludes = _prelude(writer, is_last)
     given = {n: body.names.fresh("x") for n in received}

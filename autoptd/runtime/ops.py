@@ -19,8 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from autoptd.runtime.attention import attention
 from autoptd.runtime.axis import Axis
+from autoptd.runtime.comm import Alone
 from autoptd.runtime.randomness import FIRST_DIM, MICROBATCH, DropoutKey, Part, Samples, Where
 from autoptd.runtime.ring import ring_attention, ulysses_attention
+
+_ALONE = Axis(Alone())
 
 # for emitted programs, which say where samples lie, and call these here
 __all__ = ["MICROBATCH", "Samples", "attention", "ring_attention", "ulysses_attention"]
@@ -41,8 +44,19 @@ def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int 
     return F.embedding(local.masked_fill(foreign, 0), weight, padding).masked_fill(foreign.unsqueeze(-1), 0)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
-    """Sum over valid positions: logits [..., v], labels [...] -> 0-dim, computed in float32 at least."""
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    in_place: bool = False,
+) -> Tensor:
+    """Sum over valid positions: logits [..., v], labels [...] -> 0-dim, computed in float32 at least.
+
+    `in_place`: probabilities overwrite the logits, where these are as wide, and their gradient the probabilities.
+    """
+    if in_place:
+        return _CrossEntropy.apply(logits, labels, _ALONE, ignore_index, label_smoothing, True)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
@@ -53,40 +67,53 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, labe
     )
 
 
-def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int = -100) -> Tensor:
+def vocab_cross_entropy(
+    logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int = -100, in_place: bool = False
+) -> Tensor:
     """`cross_entropy` of logits [..., v/t] cut over the vocabulary, labels [...]: the same 0-dim sum on every rank."""
     if tp.size == 1:
-        return cross_entropy(logits, labels, ignore_index)
-    return _VocabCrossEntropy.apply(logits, labels, tp, ignore_index)
+        return cross_entropy(logits, labels, ignore_index, in_place=in_place)
+    return _CrossEntropy.apply(logits, labels, tp, ignore_index, 0.0, in_place)
 
 
-class _VocabCrossEntropy(torch.autograd.Function):
-    """Saves the local softmax and two tensors of the labels' shape."""
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the local softmax and two tensors of the labels' shape; `smoothing` where the vocabulary is not cut.
+
+    With smoothing e over v classes (Szegedy et al. 2016, section 7) the labels are (1 - e) onehot + e / v.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int, smoothing: float, in_place: bool
+    ) -> Tensor:
         width = logits.shape[-1]
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        x = x - tp.max(x.amax(-1)).unsqueeze(-1)
-        valid = labels != ignore_index
+        largest = tp.max(x.amax(-1)).unsqueeze(-1)
+        x = x.sub_(largest) if in_place else x - largest
+        valid = own = labels != ignore_index
         local = labels - tp.rank * width
-        own = valid & (local >= 0) & (local < width)
+        if tp.size > 1:  # a label that no rank has would be an error of `gather`
+            own = valid & (local >= 0) & (local < width)
         local = local.masked_fill(~own, 0).unsqueeze(-1)
         at_label = x.gather(-1, local).squeeze(-1).masked_fill(~own, 0)
+        spread = x.sum(-1) * (smoothing / width) if smoothing else 0.0
         softmax = x.exp_()
         total, at_label = tp.sum(torch.stack((softmax.sum(-1), at_label)))
         softmax /= total.unsqueeze(-1)
         ctx.save_for_backward(softmax, local, own, valid)
-        ctx.dtype = logits.dtype
-        return (total.log() - at_label).masked_fill(~valid, 0).sum()
+        ctx.dtype, ctx.smoothing, ctx.in_place = logits.dtype, smoothing, in_place
+        return (total.log() - (1 - smoothing) * at_label - spread).masked_fill(~valid, 0).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         softmax, local, own, valid = ctx.saved_tensors
-        result = softmax * (grad * valid).unsqueeze(-1)
-        result.scatter_add_(-1, local, (-grad * own).to(result.dtype).unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None
+        scale = (grad * valid).unsqueeze(-1)
+        result = softmax.mul_(scale) if ctx.in_place else softmax * scale
+        if ctx.smoothing:
+            result -= scale * (ctx.smoothing / result.shape[-1])
+        result.scatter_add_(-1, local, ((ctx.smoothing - 1) * grad * own).to(result.dtype).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None, None, None
 
 
 def valid_count(labels: Tensor, ignore_index: int = -100) -> Tensor:

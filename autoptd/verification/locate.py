@@ -60,7 +60,8 @@ class Found:
 
 def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Line], Meaning]]:
     """By stage: (block call, line) -> what it makes."""
-    sharding, names = read_sharding(source, plan), lay_out(source.folded)
+    sharding = read_sharding(source, plan)
+    names = lay_out(source.folded, plan.method.loss == "in_place")
     result = []
     classes = [cls for _, cls in make_program(source, plan, sharding).stages]
     for stage, cls in zip(plan.stages, classes, strict=True):

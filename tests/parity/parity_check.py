@@ -52,6 +52,7 @@ class Variant:
     sends: str = "whole"
     shards: int = 0  # dp ranks that share one copy; 0: all
     context: str = "ring"  # attention over cp ranks
+    loss: str = "kept"
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 
 
@@ -92,6 +93,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "virtual": variant.virtual,
         "overlap": list(variant.overlap),
         "sends": variant.sends,
+        "loss": variant.loss,
     } | ({"shards": variant.shards} if variant.shards else {})
     cluster = Cluster.load("dgx-h100")
     return make_plan(

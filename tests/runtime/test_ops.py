@@ -51,7 +51,8 @@ def test_vocab_embedding(size: int, padding: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("ignore", [-100, 7])
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
-def test_vocab_cross_entropy(size: int, ignore: int, scale: float) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_vocab_cross_entropy(size: int, ignore: int, scale: float, in_place: bool) -> None:
     logits = (random(2, 4, V) * scale).requires_grad_()
     labels = LABELS.where(LABELS != -100, ignore)
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore, reduction="sum")
@@ -60,7 +61,7 @@ def test_vocab_cross_entropy(size: int, ignore: int, scale: float) -> None:
 
     def body(c: Communicators) -> tuple[Tensor, Tensor]:
         local = logits.detach().chunk(size, -1)[c.tp.rank].clone().requires_grad_()
-        out = vocab_cross_entropy(local, labels, Axis(c.tp), ignore)
+        out = vocab_cross_entropy(local * 1, labels, Axis(c.tp), ignore, in_place)
         (out * 1.7).backward()
         assert local.grad is not None
         return out.detach(), local.grad
@@ -100,6 +101,30 @@ def test_narrow_logits_are_summed_in_float32() -> None:
     torch.testing.assert_close(cross_entropy(logits, LABELS), expected)
     wide = run_lockstep(Mesh(tp=2), lambda c: vocab_cross_entropy(logits.chunk(2, -1)[c.tp.rank], LABELS, Axis(c.tp)))
     torch.testing.assert_close(wide[0], expected)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_loss_in_place_takes_no_room_of_the_logits_size(smoothing: float) -> None:
+    leaf = random(2, 4, V).requires_grad_()
+    expected = F.cross_entropy(leaf.flatten(0, 1), LABELS.flatten(), label_smoothing=smoothing, reduction="sum")
+    (wanted,) = torch.autograd.grad(expected * 1.7, leaf)
+    logits, seen = leaf * 1, list[int]()
+    logits.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    before = logits.data_ptr()
+    loss = cross_entropy(logits, LABELS, label_smoothing=smoothing, in_place=True)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(logits, leaf.softmax(-1))
+    (loss * 1.7).backward(retain_graph=True)
+    assert leaf.grad is not None and seen == [before]
+    torch.testing.assert_close(leaf.grad, wanted)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_label_beyond_the_vocabulary_is_an_error_in_place_too() -> None:
+    for in_place in (False, True):
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            cross_entropy(random(2, 4, V), torch.full_like(LABELS, V), in_place=in_place)
 
 
 def test_label_smoothing_and_counts() -> None:

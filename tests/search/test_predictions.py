@@ -153,6 +153,7 @@ RUNS = [
     {"overlap": ["dp", "p2p"]},
     {"sends": "slices"},
     {"bucket_bytes": 10**7},
+    {"loss": "in_place"},
     {"recompute": "selective"},
     {"recompute": "ops"},
 ]
