@@ -76,6 +76,31 @@ def _discover(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple
     return Discovery(name, _text(call, dims))
 
 
+def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | None]) -> bool | None:
+    """Whether, on small random tensors, no result for one sample changes with another; None where it cannot be tried.
+
+    `dims`: operand -> its dim of samples; `given`: that of each output, None for an output that has none.
+    """
+    if _unsuitable(call):
+        return None
+    for numbers in SIZES:
+        for changed, kept in ((slice(1), slice(1, None)), (slice(1, None), slice(1))):
+            example = _example(call, numbers, 0)
+            if example is None:
+                return None
+            before = [y.detach().clone() for y in as_list(example.target(*example.args, **example.kwargs))]
+            with torch.no_grad():
+                for i, dim in dims.items():
+                    some = example.operands[i].movedim(dim, 0)[changed]
+                    some.copy_(some.cos() * 3 if some.is_floating_point() else some == 0)
+                after = as_list(example.target(*example.args, **example.kwargs))
+            for x, y, at in zip(before, after, given, strict=True):
+                others = (x, y) if at is None else (t.movedim(at, 0)[kept] for t in (x, y))
+                if not torch.equal(*(t.nan_to_num() for t in others)):
+                    return False
+    return True
+
+
 def _unsuitable(call: OpCall) -> str:
     if not isinstance(call.target, torch._ops.OpOverload):
         return "" if call.operands else "it has no operands"

@@ -17,6 +17,7 @@ from torch import fx
 from autoptd.errors import TraceError, UnsupportedOp
 from autoptd.passes.graph import info, infos, is_float, op_name, operands, plain, source_line
 from autoptd.passes.masks import name_causal_masks
+from autoptd.passes.mixing import refuse_mixed_samples
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.reduce_loss import rewrite_loss
 from autoptd.passes.regions import inline_regions as _inline
@@ -344,6 +345,7 @@ NORMALISE: list[Pass] = [
     merge_reshapes,
     drop_identities,
     name_causal_masks,
+    refuse_mixed_samples,
     rewrite_loss,
     share_repeated,
     refuse_random,

@@ -47,15 +47,16 @@ def sample_place(node: fx.Node, output: int = 0) -> Found:
 
 def counts_samples(tensor: TensorInfo) -> bool:
     """Whether the tensor grows with the batch."""
-    return any(_grows(size) for size in tensor.shape)
+    return any(grows(size) for size in tensor.shape)
 
 
-def _grows(size: Size) -> bool:
+def grows(size: Size) -> bool:
+    """Whether a size grows with the batch."""
     return not isinstance(size, int) and BATCH in size.free_symbols
 
 
 def _own(tensor: TensorInfo) -> Found:
-    dims = [dim for dim, size in enumerate(tensor.shape) if _grows(size)]
+    dims = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
     return SamplePlace(dims[0]) if len(dims) == 1 and tensor.shape[dims[0]] == BATCH else None
 
 
@@ -83,7 +84,7 @@ def _handed_on(node: fx.Node, output: int) -> Found:
 
 def _moved(place: SamplePlace, size: Size, before: Place, after: Place, length: Size) -> Found:
     """Where samples go if they lie within one factor, of `size`, now at `after` in a dim of this length."""
-    if before.dim != place.dim or not _grows(size):
+    if before.dim != place.dim or not grows(size):
         return None
     outside = quotient(place.outer, before.outer)  # of the factor's own, what stands before the samples
     inside = None if outside is None else quotient(size, outside * BATCH)
@@ -91,7 +92,7 @@ def _moved(place: SamplePlace, size: Size, before: Place, after: Place, length: 
         return None
     outer = sympy.sympify(after.outer * outside)
     inner = quotient(length, outer * BATCH)
-    if inner is None or _grows(outer) or _grows(inner):
+    if inner is None or grows(outer) or grows(inner):
         return None
     return SamplePlace(after.dim, _plain(outer), _plain(inner))
 

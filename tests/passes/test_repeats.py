@@ -363,7 +363,7 @@ class Tabled(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            scale = self.table.cos() + x.detach().mean()
+            scale = self.table.cos() + x.detach().mean((1, 2), keepdim=True)
         return super().forward(x) * scale
 
 

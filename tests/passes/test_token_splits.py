@@ -92,11 +92,12 @@ class Running(Base):
 
 
 class Flattened(Base):
-    """Tokens of all samples in one dim."""
+    """Tokens and features in one dim."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.vectors(ids).reshape(-1, WIDTH)
-        return F.cross_entropy(self.head(x * x.softmax(0)), labels.flatten())
+        x = self.vectors(ids)
+        weights = x.flatten(1).softmax(1).view(x.shape)
+        return F.cross_entropy(self.head(x * weights).transpose(1, 2), labels)
 
 
 def batch() -> Mapping[str, Tensor]:
