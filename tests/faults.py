@@ -29,6 +29,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "norm of scaled gradients": "norm, clipping or update take gradients with the loss scale still in them",
         "NaN of one rank": "a rank with a NaN or an infinity steps, and the others too, or wait for it",
         "narrow sums": "gradients are summed over microbatches or ranks in 16 bits",
+        "samples mixed": "a model that mixes samples mixes those of a microbatch and rank alone (it is refused)",
     },
     "clipping": {
         "tied copies in the norm": "a parameter held by two stages counts twice",

@@ -374,7 +374,7 @@ class Chunks:
             spare = _CLASSES * self.dp * ALIGN
             return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
         buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
-        padding = buckets * self.dp * ALIGN
+        padding = buckets * self.dp * ALIGN if self.dp > 1 else 0
         state = model_state(
             [trained + padding],
             precision=self.precision,

@@ -69,6 +69,7 @@ MIXING: list[tuple[str, Body]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.fault("samples mixed")
 @pytest.mark.parametrize(("says", "body"), MIXING, ids=[f"{i}-{says}" for i, (says, _) in enumerate(MIXING)])
 def test_what_mixes_samples_is_refused(says: str, body: Body) -> None:
     with pytest.raises(UnsupportedOp, match=says) as error:
