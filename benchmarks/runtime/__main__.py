@@ -45,6 +45,7 @@ class Case:
 CASES = (
     Case(Mesh(1, 1, 1), 0, "plain", 1.02),
     Case(Mesh(2, 1, 1), 0, "ddp"),
+    Case(Mesh(2, 1, 1), 1, "ddp"),
     Case(Mesh(4, 1, 1), 0, "ddp"),
     Case(Mesh(4, 1, 1), 1, "ddp"),
     Case(Mesh(4, 1, 1), 1, "ddp+zero"),
