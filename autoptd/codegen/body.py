@@ -52,7 +52,7 @@ class Body:
     uses_device: bool = False
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
-    loss_in_place: bool = False
+    loss_in_place: bool = False  # of the plan's method
     overwritten: frozenset[fx.Node] = frozenset()  # losses of the segment under way that may write into their logits
 
     @property
@@ -92,7 +92,7 @@ class Body:
         given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
-        if self.loss_in_place and self.again == Again():
+        if self.loss_in_place and self.again == Again():  # what runs again in part may read its logits again
             self.overwritten = losses_in_place(segment, decided)
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.again.core)
