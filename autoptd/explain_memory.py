@@ -1,7 +1,7 @@
 """Where a plan's memory comes from, as formulas: what `autoptd explain PLAN --memory` prints.
 
-State in n, d, u and r (`cost_models/memory.py`); activations of every block in b, s and t and, where the model says
-what its widths are, in h, a, f and v (`passes/activations.py`); the fullest moment (`passes/liveness.py`).
+State in n, d, u and r (`cost_models/memory.py`); activations of every block in b, s, t and under cp c and, where the
+model says what its widths are, in h, a, f and v (`passes/activations.py`); the fullest moment (`passes/liveness.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from autoptd.passes.fold import Segment
 from autoptd.passes.liveness import walk
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding import Sharding
-from autoptd.passes.trace import BATCH
+from autoptd.passes.trace import BATCH, SEQUENCE
 from autoptd.plans import Plan
 from autoptd.progress import Progress
 
 _MIB = 2**20
+_TOKEN_RANKS = sympy.Symbol("c", integer=True, positive=True)  # of the cp axis
 _WIDTHS = (  # symbol, and what Hugging Face configurations call it
     ("h", ("hidden_size", "n_embd", "d_model")),
     ("f", ("intermediate_size", "n_inner", "ffn_dim")),
@@ -73,29 +74,40 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
     blocks = []
     for segments in _blocks(source):
         policy = next((held[s.index] for s in segments if s.index in held), "none")
-        blocks.append(_block(segments, sharding, policy, names, number))
+        blocks.append(_block(segments, sharding, policy, names, number, plan.mesh.cp))
     stages, schedule = plan.mesh.pp, plan.schedule
     flying = [in_flight(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]
     return {
         "state": {name: str(text) for name, text in state.items()},
         "blocks": blocks,
-        "sizes": {str(symbol): size for size, symbol in names.items() if symbol.is_Symbol} | {"t": sharding.ranks},
+        "sizes": {str(symbol): size for size, symbol in names.items() if symbol.is_Symbol}
+        | {str(RANKS): sharding.ranks}
+        | ({str(_TOKEN_RANKS): plan.mesh.cp} if plan.mesh.cp > 1 else {}),
         "in_flight": flying,
     }
 
 
 def _block(
-    segments: tuple[Segment, ...], sharding: Sharding, policy: str, names: Mapping[int, sympy.Expr], number: Any
+    segments: tuple[Segment, ...],
+    sharding: Sharding,
+    policy: str,
+    names: Mapping[int, sympy.Expr],
+    number: Any,
+    cp: int,
 ) -> dict[str, Any]:
     found = kept(segments, sharding.kinds, policy)
     moments = walk(segments, sharding.kinds, policy)
-    where, _ = moments.fullest(number, sharding.ranks)
+    where, _ = moments.fullest(number, sharding.ranks, cp)
+    formula = symbolic_bytes(found, names)
+    if cp > 1:  # of scores too a rank has its tokens' rows
+        terms = sympy.Add.make_args(formula)
+        formula = sympy.Add(*(term / _TOKEN_RANKS if term.has(SEQUENCE) else term for term in terms))
     return {
         "block": _common([s.kind for s in segments]),
         "recompute": policy,
-        "kept": str(sympy.collect(symbolic_bytes(found, names), [BATCH * RANKS**-1, BATCH])),
-        "kept_bytes": nbytes(found, number, sharding.ranks),
-        "temporary_bytes": moments.peak(number, sharding.ranks).temporary,
+        "kept": str(sympy.collect(formula, [BATCH * RANKS**-1, BATCH])),
+        "kept_bytes": nbytes(found, number, sharding.ranks, cp),
+        "temporary_bytes": moments.peak(number, sharding.ranks, cp).temporary,
         "fullest": where,
     }
 
@@ -113,8 +125,10 @@ def _blocks(source: TracedModel) -> list[tuple[Segment, ...]]:
 
 
 def _number(plan: Plan, source: TracedModel) -> Sizes:
+    """The sizes of one cp rank."""
     by_name = {str(symbol): symbol for symbol in source.folded.traced.sizes}
-    return Sizes({by_name[n]: v for n, v in plan.sizes.items() if n in by_name}, BATCH)
+    values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
+    return Sizes(values | {s: v // plan.mesh.cp for s, v in values.items() if s == SEQUENCE}, BATCH)
 
 
 def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: int = WIDTH) -> str:

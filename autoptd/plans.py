@@ -277,8 +277,6 @@ class Plan(_Part):
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
-            f"{' and '.join(self.partial)} recomputation over cp {self.mesh.cp}": bool(self.partial)
-            and self.mesh.cp > 1,
             f"{asked.attention} attention": asked.attention != default.attention,
             "gathering again": asked.gathers != default.gathers and self.mesh.tp > 1,
             "gradients in the compute type": asked.gradients != default.gradients and narrow,

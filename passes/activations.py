@@ -183,9 +183,9 @@ def symbolic_bytes(items: Iterable[Kept], names: Mapping[int, sympy.Expr] | None
     return sympy.expand(total)
 
 
-def nbytes(items: Iterable[Kept], number: Number, ranks: int) -> int:
-    """The same at given sizes, in whole bytes."""
-    return sum(k.storage.nbytes(number, ranks) for k in items)
+def nbytes(items: Iterable[Kept], number: Number, ranks: int, cp: int = 1) -> int:
+    """The same at given sizes, those of one of `cp` ranks, in whole bytes."""
+    return sum(k.storage.nbytes(number, ranks, cp) for k in items)
 
 
 def resymbolise(shape: Sequence[Size], names: Mapping[int, sympy.Expr]) -> sympy.Expr:

@@ -28,7 +28,7 @@ from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.placements import B, Broadcast, P, Placement, Split, conversion
 from autoptd.passes.samples import sample_place
 from autoptd.passes.saved import ATTENTION, DROPOUT
-from autoptd.passes.sharding import KindSharding, Sharding, ops_of
+from autoptd.passes.sharding import KindSharding, Sharding, Whole, ops_of
 from autoptd.passes.token_splits import TokenSplits, plain
 from autoptd.passes.trace import SEQUENCE
 from autoptd.passes.unknown import rule_for
@@ -106,7 +106,7 @@ class _Cutter:
             cut=Cut(self.splits.ranks, self.splits.zigzag, LOCAL),
         )
         kinds = {k: replace(d, strategies=self.kinds[k].strategies) for k, d in self.sharding.kinds.items()}
-        return cut, Sharding(self.sharding.ranks, kinds)
+        return cut, Sharding(self.sharding.ranks, kinds, Whole(folded.segments, self.sharding.kinds))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         made = self.graph.node_copy(node, self.new.__getitem__)

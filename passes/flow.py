@@ -37,6 +37,16 @@ _SHARING = ("sum_gradient", "first_gradient")  # conversions whose result is a v
 _COPYING = frozenset({aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints})
 
 
+def counts_tokens(size: Size) -> bool:
+    """Whether a size grows with the length of a sample."""
+    return not isinstance(size, int) and SEQUENCE in size.free_symbols
+
+
+def is_quadratic(shape: Sequence[Size]) -> bool:
+    """Whether two dims count tokens."""
+    return sum(map(counts_tokens, shape)) > 1
+
+
 @dataclass(frozen=True)
 class Storage:
     """One allocation on one rank. `shape` is global; `split` says that each of the `t` ranks holds an equal part."""
@@ -57,11 +67,11 @@ class Storage:
     @property
     def quadratic(self) -> bool:
         """Whether two dims count tokens, as those of attention scores do."""
-        return sum(not isinstance(n, int) and SEQUENCE in n.free_symbols for n in self.shape) > 1
+        return is_quadratic(self.shape)
 
-    def nbytes(self, number: Number, ranks: int) -> int:
-        """Local bytes at given sizes."""
-        total = self.dtype.itemsize
+    def nbytes(self, number: Number, ranks: int, cp: int = 1) -> int:
+        """Local bytes at given sizes, those of one of `cp` ranks: of scores it has its tokens' rows, whole."""
+        total = self.dtype.itemsize * (cp if self.quadratic else 1)
         for size in self.shape:
             total *= number(size)
         return total // ranks if self.split else total

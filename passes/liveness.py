@@ -68,10 +68,10 @@ class Walk:
         backward = [tuple(at[s] for s in alive) for _, alive in self.backward]
         return storages, forward, backward, [at[s] for s in kept]
 
-    def peak(self, number: Number, ranks: int) -> Peak:
-        """At given sizes: `number` gives the value of a symbolic size, `ranks` is the size of the tp axis."""
+    def peak(self, number: Number, ranks: int, cp: int = 1) -> Peak:
+        """At given sizes: `number` gives the value of a symbolic size to one of `cp` ranks, `ranks` is the tp axis'."""
         storages, forward, backward, kept = self._indexed
-        sizes = [s.nbytes(number, ranks) for s in storages]
+        sizes = [s.nbytes(number, ranks, cp) for s in storages]
         total = sum(sizes[i] for i in kept)
         return Peak(
             total,
@@ -79,11 +79,11 @@ class Walk:
             max((sum(sizes[i] for i in alive) for alive in backward), default=total),
         )
 
-    def fullest(self, number: Number, ranks: int) -> tuple[str, sympy.Expr]:
+    def fullest(self, number: Number, ranks: int, cp: int = 1) -> tuple[str, sympy.Expr]:
         """Where the fullest moment is (`backward of cross_entropy`), and its bytes in the sizes' symbols and t."""
 
         def size(moment: _Moment) -> int:
-            return sum(s.nbytes(number, ranks) for s in moment[1])
+            return sum(s.nbytes(number, ranks, cp) for s in moment[1])
 
         text, alive = max((*self.forward, *self.backward), key=size)
         terms = (s.elements * s.dtype.itemsize for s in sorted(alive, key=_order))

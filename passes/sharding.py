@@ -10,7 +10,7 @@ Conversions are not decided: they follow where the placement given is not the on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -40,9 +40,18 @@ class KindSharding:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Decisions for every kind, over `ranks` tensor-parallel ranks."""
+    """Decisions for every kind, over `ranks` tensor-parallel ranks. `whole`: where tokens are cut, those before."""
 
     ranks: int
+    kinds: Mapping[str, KindSharding]
+    whole: Whole | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Segments at full length, and the decisions for them: what is quadratic in the tokens is seen there."""
+
+    segments: Sequence[Segment]
     kinds: Mapping[str, KindSharding]
 
 

@@ -42,6 +42,26 @@ def test_data_are_formulas_with_their_values(planned: tuple[Plan, TracedModel, S
     assert layer["recompute"] == "none" and layer["fullest"]
 
 
+def test_formulas_of_a_cp_rank() -> None:
+    """Half the tokens of everything; of scores half the rows."""
+    config = transformers.BertConfig(
+        hidden_size=64, num_attention_heads=8, num_hidden_layers=2, vocab_size=640, attn_implementation="eager"
+    )
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(config)
+    fix: dict[str, Any] = {"tp": 1, "pp": 1, "recompute": "none", "micro": 2}
+    found = []
+    for cp in (1, 2):
+        plan = autoptd.plan(model, world=2, cluster="dgx-h100", batch=8, seq=64, fix=fix | {"cp": cp})
+        data = memory_data(plan, *traced(plan, model, Silent()))
+        layer = max(data["blocks"], key=lambda block: "**2" in block["kept"])
+        values = {"b": 2, "s": 64, **data["sizes"]}
+        assert eval(layer["kept"], {}, values) == layer["kept_bytes"] and "s**2" in layer["kept"]
+        assert ("/c" in layer["kept"]) == (cp == 2)
+        found.append(layer["kept_bytes"])
+    assert found[1] == found[0] / 2
+
+
 def test_text(planned: tuple[Plan, TracedModel, Sharding]) -> None:
     text = explain_memory(*planned)
     assert "12 n/d" in text and "h = 192" in text and "transformer.h.*" in text

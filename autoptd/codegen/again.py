@@ -16,6 +16,7 @@ from itertools import groupby
 from torch import fx
 
 from autoptd.passes.activations import recomputed_steps
+from autoptd.passes.cut_tokens import convert
 from autoptd.passes.flow import Step, flow
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import operands
@@ -39,17 +40,32 @@ def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Ag
     """What the policy says of these segments, step by step as `passes.activations` counts it."""
     if policy not in ("selective", "ops"):
         return Again()
-    steps = flow(segments, sharding.kinds).steps
+    steps = steps_of(segments, sharding)
     again = recomputed_steps(steps, policy)
     if policy == "selective":
-        return Again(core=_nodes(again), core_conversions=_conversions(again))
+        return Again(core=_with_tokens(segments, _nodes(again, segments)), core_conversions=_conversions(again))
     rest = set(map(id, again))
     kept = [s for s in steps if id(s) not in rest and not s.view]
-    return Again(kept=_nodes(kept), kept_conversions=_conversions(kept))
+    return Again(kept=_nodes(kept, segments), kept_conversions=_conversions(kept))
 
 
-def _nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
-    return frozenset(s.node for s in steps if s.node is not None and not s.view)
+def steps_of(segments: Sequence[Segment], sharding: Sharding) -> tuple[Step, ...]:
+    """The steps of segments as the memory model counts them: at full length, also where they are those of a cp rank."""
+    if sharding.whole is None:
+        return flow(segments, sharding.kinds).steps
+    return flow([sharding.whole.segments[s.index] for s in segments], sharding.whole.kinds).steps
+
+
+def _nodes(steps: Sequence[Step], segments: Sequence[Segment]) -> frozenset[fx.Node]:
+    """The nodes of these segments that do the steps; a cut of the tokens leaves names as they are."""
+    names = {s.node.name for s in steps if s.node is not None and not s.view}
+    return frozenset(n for s in segments for n in s.nodes if n.name in names)
+
+
+def _with_tokens(segments: Sequence[Segment], core: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """And the conversions of the cp axis for it alone: it keeps a rank's own part of its operands."""
+    conversions = (n for s in segments for n in s.nodes if n.target is convert)
+    return core | {n for n in conversions if n.users and core.issuperset(n.users)}
 
 
 def _conversions(steps: Sequence[Step]) -> frozenset[Converted]:

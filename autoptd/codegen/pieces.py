@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autoptd.codegen.again import steps_of
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.activations import recomputed_steps
-from autoptd.passes.flow import flow
 from autoptd.passes.fold import Folded, Segment, Unit
 from autoptd.passes.graph import module_stack
 from autoptd.passes.sharding import Sharding
@@ -203,7 +203,7 @@ def _refuse_several(groups: Sequence[tuple[Segment, ...]], recompute: Mapping[in
 
 def settled(segments: tuple[Segment, ...], sharding: Sharding, policy: str) -> str:
     """The policy, or "none" where nothing of these segments is what it runs again."""
-    if policy == "selective" and not recomputed_steps(flow(segments, sharding.kinds).steps, policy):
+    if policy == "selective" and not recomputed_steps(steps_of(segments, sharding), policy):
         return "none"
     return policy
 

@@ -127,10 +127,13 @@ class _Ring(torch.autograd.Function):
                 out[..., query, :] = out[..., query, :] * decay + kept @ rows.shared(values, key)
                 highest[..., query, :] = above
         unseen = total == 0
-        out = (out / total.masked_fill(unseen, 1)).to(q.dtype).flatten(-4, -3)
-        ctx.save_for_backward(q, k, v, out, highest.masked_fill(unseen, 0), total.masked_fill(unseen, 1))
+        highest, total = highest.masked_fill_(unseen, 0), total.masked_fill_(unseen, 1)
+        # in memory by tokens, as fused kernels write: joining the heads copies nothing
+        result = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])).transpose(-3, -2)
+        rows.grouped_view(result).copy_(out.div_(total))
+        ctx.save_for_backward(q, k, v, result, highest, total)
         ctx.rows, ctx.cp, rows.q = rows, cp, None
-        return out
+        return result
 
     @staticmethod
     @once_differentiable
@@ -202,7 +205,11 @@ class _Rows:
 
     def grouped(self, x: Tensor) -> Tensor:
         """[..., heads, rows, d] -> [..., kv heads, heads per kv head, rows, d], at full precision."""
-        return x.to(self.dtype).unflatten(-3, (self.heads, -1))
+        return self.grouped_view(x.to(self.dtype))
+
+    def grouped_view(self, x: Tensor) -> Tensor:
+        """The same of the tensor itself."""
+        return x.unflatten(-3, (self.heads, -1))
 
     def like_q(self, width: int) -> Tensor:
         return torch.empty((*self.q.shape[:-1], width), dtype=self.dtype, device=self.q.device)

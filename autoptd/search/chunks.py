@@ -131,11 +131,12 @@ class Chunks:
         return replace(part, backward_s=part.backward_s + self._adding_s(mine))
 
     def again_s(self, segment: int, policy: str) -> float:
-        """What a policy of recomputation runs again."""
+        """What a policy of recomputation runs again: with attention, what the cp axis is asked for as well."""
         cost = self.cost(segment)
-        if policy in cost.again_s:
-            return cost.again_s[policy]
-        return self._segment(segment).forward_s
+        if policy not in cost.again_s:
+            return self._segment(segment).forward_s
+        attends = any(work.kind == "attention" for work in cost.work.again[policy])
+        return cost.again_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
     def _segment(self, segment: int) -> ChunkCost:
         """Passes of one segment, but for what depends on the whole stage."""

@@ -21,5 +21,5 @@ def block_peak(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], 
             regather=method.gathers == "again",
             in_place_loss=method.loss == "in_place",
         )
-        sharded.peaks[key] = found.peak(tensors.number, tensors.ranks)
+        sharded.peaks[key] = found.peak(tensors.number, tensors.ranks, tensors.cp)
     return sharded.peaks[key]

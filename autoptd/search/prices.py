@@ -12,6 +12,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
 from autoptd.passes.factors import Strategy, local_shape
+from autoptd.passes.flow import is_quadratic
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.placements import B, Placement, Split, conversion
 from autoptd.passes.trace import BATCH
@@ -49,7 +50,7 @@ class Prices:
     def nbytes(self, tensor: TensorInfo, placement: Placement = B) -> int:
         """Local bytes of a tensor in a placement."""
         if tensor not in self._nbytes:
-            total = tensor.dtype.itemsize
+            total = tensor.dtype.itemsize * (self.cp if is_quadratic(tensor.shape) else 1)
             for size in tensor.shape:
                 total *= self.number(size)
             self._nbytes[tensor] = total
@@ -117,6 +118,8 @@ class Prices:
         for name, role in op.roles.items():
             size = self.number(op.loops.sizes[name])
             extents[role] *= size // strategy.ranks if name == split else size
+        if op.keys:  # a rank's queries meet the keys of all
+            extents[op.keys], flops = extents[op.keys] * self.cp, flops * self.cp
         m, n, k, batch = (extents[role] for role in ("m", "n", "k", "batch"))
         return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch)
 

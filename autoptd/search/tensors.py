@@ -371,7 +371,7 @@ class Tensors(Prices):
             wanted[node, placement] = None
         for node, placement in wanted:
             self._convert(meta[node], given[node], placement, works, comm)
-        peak = self.workbook.walk([segment], {kind: decided}, "none").peak(self.number, self.ranks)
+        peak = self.workbook.walk([segment], {kind: decided}, "none").peak(self.number, self.ranks, self.cp)
         return KindWork(
             forward=tuple(works[0]),
             backward=tuple(works[1]),

@@ -17,6 +17,7 @@ from torch import fx
 
 from autoptd.passes.activations import recomputed
 from autoptd.passes.factors import Strategy
+from autoptd.passes.flow import counts_tokens
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.fusion import Traffic, traffic
 from autoptd.passes.graph import op_call
@@ -62,6 +63,14 @@ class Op:
             first, second, result = places[0] is not None, places[1] is not None, places[-1] is not None
             found[name] = ("batch" if first and second else "m" if first else "n") if result else "k"
         return found
+
+    @cached_property
+    def keys(self) -> str | None:
+        """The role of the keys in a product of attention written out: `n` where scores are made, `k` where read."""
+        assert self.loops is not None
+        sizes = self.loops.sizes
+        tokens = {role for name, role in self.roles.items() if counts_tokens(sizes[name])}
+        return next((role for role in ("n", "k") if {"m", role} <= tokens), None)
 
     def split_factor(self, strategy: Strategy) -> str | None:
         """Which factor of a product a strategy splits."""

@@ -34,18 +34,19 @@ from autoptd.runtime.mesh import Mesh
 BULK = Variant(bulk=True, micro=4)
 WAYS = [
     ("gpt2", Mesh(dp=2, pp=2, cp=2), Variant(recompute="full", clip_norm=0.7, micro=4), "adamw"),
-    ("gpt2", Mesh(dp=2, cp=4), Variant(zero=0, context="ulysses", micro=8), "sgd"),
-    ("llama", Mesh(tp=2, cp=4), Variant(sequence_parallel=False, micro=8), "sgd"),
+    ("gpt2", Mesh(dp=2, cp=4), Variant(zero=0, context="ulysses", micro=8, recompute="ops"), "sgd"),
+    ("llama", Mesh(tp=2, cp=4), Variant(sequence_parallel=False, micro=8, recompute="selective"), "sgd"),
     ("llama", Mesh(dp=2, tp=2, cp=2), replace(BULK, context="ulysses"), "adamw"),
-    ("llama", Mesh(tp=2, pp=2, cp=2), replace(BULK, schedule="interleaved", virtual=2), "adamw"),
+    ("llama", Mesh(tp=2, pp=2, cp=2), replace(BULK, schedule="interleaved", virtual=2, recompute="ops"), "adamw"),
     ("llama_2_kv", Mesh(pp=2, cp=4), replace(BULK, micro=8), "sgd"),
     ("bert", Mesh(dp=2, tp=2, cp=2), BULK, "adamw"),
     ("bert", Mesh(dp=2, cp=4), Variant(zero=0, micro=8), "sgd"),
-    ("bert", Mesh(tp=2, pp=2, cp=2), replace(BULK, context="ulysses"), "sgd"),
-    ("nanogpt", Mesh(pp=4, cp=2), Variant(schedule="zero-bubble", micro=4), "adamw"),
+    ("bert", Mesh(tp=2, pp=2, cp=2), replace(BULK, context="ulysses", recompute="selective"), "sgd"),
+    ("nanogpt", Mesh(pp=4, cp=2), Variant(schedule="zero-bubble", micro=4, recompute="ops"), "adamw"),
     ("nanogpt", Mesh(dp=4, cp=2), Variant(overlap=("dp", "p2p"), micro=4), "adamw"),
     ("nanogpt", Mesh(tp=2, pp=2, cp=2), replace(BULK, schedule="zero-bubble-v", virtual=2), "sgd"),
     ("oddities", Mesh(dp=2, tp=2, cp=2), replace(BULK, recompute="full", zero=3), "adamw"),
+    ("oddities", Mesh(pp=2, cp=2), replace(BULK, recompute="selective", zero=2), "sgd"),
     ("bert", Mesh(dp=2, cp=4), Variant(zero=2, shards=2, micro=8), "adamw"),
 ]
 

@@ -276,6 +276,33 @@ def test_keys_and_values_go_round_a_ring(traced: autoptd.TracedModel) -> None:
     assert ring._ring_s(split) > 0 and alone._ring_s(whole) == 0
 
 
+def test_attention_that_runs_again_asks_the_ring_again(traced: autoptd.TracedModel) -> None:
+    ring, _ = chunks(traced, cp=2, dp=1, recompute="selective", micro=4)
+    again, _ = chunks(traced, cp=2, dp=1, recompute="ops", micro=4)
+    (segment,) = {s.kind: s.index for s in ring.folded.segments if ring.cost(s.index).work.ring_bytes}.values()
+    cost, kept = ring.cost(segment), again.cost(segment)
+    assert ring.again_s(segment, "selective") == cost.again_s["selective"] + ring._ring_s(cost)
+    assert again.again_s(segment, "ops") == kept.again_s["ops"] > 0  # its result is kept
+
+
+def test_scores_of_a_cp_rank_have_all_columns() -> None:
+    """Of attention written out: half the rows, so half the operations and half the bytes."""
+    config = transformers.BertConfig(
+        hidden_size=64, num_attention_heads=8, num_hidden_layers=2, vocab_size=512, attn_implementation="eager"
+    )
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(config)
+    written = autoptd.trace(model, seq=SEQ)
+    (half, _), (whole, _) = chunks(written, cp=2, dp=1), chunks(written, dp=2)
+    for kind, cost in half.sharded.costs.items():
+        works = [(w.flops, w.nbytes) for w in cost.work.forward]
+        wholes = [(w.flops, w.nbytes) for w in whole.sharded.costs[kind].work.forward]
+        assert [flops for flops, _ in works] == pytest.approx([flops / 2 for flops, _ in wholes])
+        assert all(nbytes >= other / 2 for (_, nbytes), (_, other) in zip(works, wholes, strict=True))
+    sizes = [max(c.work.activation_bytes for c in each.sharded.costs.values()) for each in (half, whole)]
+    assert sizes[0] == sizes[1] / 2
+
+
 def test_heads_are_exchanged_for_tokens(traced: autoptd.TracedModel) -> None:
     ring, _ = chunks(traced, cp=2, dp=1)
     exchanged, _ = chunks(traced, cp=2, dp=1, context="ulysses")
