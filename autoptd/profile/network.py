@@ -44,7 +44,7 @@ class Network:
                     made = dist.new_group(members)
                     mine = made if self.rank in members else mine
             assert mine is not None, (ranks, stride, self.world)
-            self._groups[ranks, stride] = process_group(mine)
+            self._groups[ranks, stride] = process_group(mine, self.device)
         return self._groups[ranks, stride]
 
     def channel(self, stride: int) -> ProcessChannel | None:

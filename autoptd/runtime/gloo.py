@@ -46,8 +46,8 @@ class GlooGroup(ProcessGroup):
     def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
         talk, rows = self.talk("all-gather with"), out.view(self.size, x.numel())
         with talk:
-            works = self._receive(rows, tag := self._next_tag())
-            works += self._send([x] * self.size, tag)
+            works = self.receive_rows(rows, tag := self.next_tag())
+            works += self.send_rows([x] * self.size, tag)
             if rows[self.rank].data_ptr() != x.data_ptr():
                 rows[self.rank].copy_(x)
             return Works(works, (out, x), talk)
@@ -57,11 +57,11 @@ class GlooGroup(ProcessGroup):
         with talk:
             return _ScatteredSum(self, out, x.view(self.size, out.numel()), talk)
 
-    def _next_tag(self) -> int:
+    def next_tag(self) -> int:
         self._tag = self._tag % _TAGS + 1  # 0 is that of other messages
         return self._tag
 
-    def _receive(self, rows: Rows, tag: int) -> list[dist.Work | None]:
+    def receive_rows(self, rows: Rows, tag: int) -> list[dist.Work | None]:
         """Row i from rank i, first from the rank before."""
         return [
             dist.irecv(as_bytes(rows[i]), group=self.group, group_src=i, tag=tag)
@@ -69,7 +69,7 @@ class GlooGroup(ProcessGroup):
             if rows[i].numel()
         ]
 
-    def _send(self, rows: Rows, tag: int) -> list[dist.Work | None]:
+    def send_rows(self, rows: Rows, tag: int) -> list[dist.Work | None]:
         """Row j to rank j, first to the next rank."""
         return [
             dist.isend(as_bytes(rows[j]), group=self.group, group_dst=j, tag=tag)
@@ -83,19 +83,19 @@ class _ScatteredSum:
 
     def __init__(self, group: GlooGroup, out: Tensor, rows: Tensor, talk: Talk) -> None:
         self._group, self._out, self._rows, self._talk = group, out, rows, talk
-        self._tag = group._next_tag()
+        self._tag = group.next_tag()
         width = max(1, PIECE_BYTES // (group.size * rows.itemsize))
         self._pieces = [slice(start, start + width) for start in range(0, rows.shape[1], width)]
         self._room = rows.new_empty(min(ROOMS, len(self._pieces)), group.size, min(width, rows.shape[1]))
         self._arriving = [self._receive(k) for k in range(len(self._room))]
-        self._leaving = [work for piece in self._pieces for work in group._send(rows[:, piece], self._tag)]
+        self._leaving = [work for piece in self._pieces for work in group.send_rows(rows[:, piece], self._tag)]
 
     def _received(self, k: int) -> Tensor:
         """Where piece k of every rank lies."""
         return self._room[k % ROOMS][:, : self._rows[0, self._pieces[k]].numel()]
 
     def _receive(self, k: int) -> list[dist.Work | None]:
-        return self._group._receive(self._received(k), self._tag)
+        return self._group.receive_rows(self._received(k), self._tag)
 
     def wait(self) -> None:
         for k, piece in enumerate(self._pieces):

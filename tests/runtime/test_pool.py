@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.comm import Communicators, Group
-from autoptd.runtime.gloo import PIECE_BYTES, ROOMS
+from autoptd.runtime.gloo import PIECE_BYTES, ROOMS, GlooGroup
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.pool import Pool
@@ -75,15 +75,16 @@ def every_collective(c: Communicators) -> dict[str, Tensor]:
 
 def several_at_once(c: Communicators) -> dict[str, Tensor]:
     """Sums in more pieces than are received at once, and what was started after them waited for before them."""
-    n = PIECE_BYTES // 4 * (ROOMS + 2) // c.dp.size + 3  # elements of a row, the last piece shorter
-    rows = (torch.arange(c.dp.size * n, dtype=torch.int32) + c.rank).remainder(1000)
-    first, second, gathered = rows.new_empty(n), rows.new_empty(n), rows.new_empty(c.dp.size * n)
+    dp = GlooGroup(c.dp.group) if isinstance(c.dp, GlooGroup) else c.dp  # messages, whatever their size
+    n = PIECE_BYTES // 4 * (ROOMS + 2) // dp.size + 3  # elements of a row, the last piece shorter
+    rows = (torch.arange(dp.size * n, dtype=torch.int32) + c.rank).remainder(1000)
+    first, second, gathered = rows.new_empty(n), rows.new_empty(n), rows.new_empty(dp.size * n)
     started = [
-        c.dp.reduce_scatter_later(first, rows),
-        c.dp.reduce_scatter_later(second, rows + 7),
-        c.dp.all_gather_later(gathered, rows[:n]),
+        dp.reduce_scatter_later(first, rows),
+        dp.reduce_scatter_later(second, rows + 7),
+        dp.all_gather_later(gathered, rows[:n]),
     ]
-    empty = c.dp.all_gather(torch.empty(0))
+    empty = dp.all_gather(torch.empty(0))
     for handle in reversed(started):
         handle.wait()
     return {"first": first, "second": second, "gathered": gathered, "empty": empty}
