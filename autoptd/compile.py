@@ -377,7 +377,14 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
     folded = source.folded
     if plan.mesh.cp > 1:
         folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
-    program = emit_program(folded, sharding, specs, plan.model, plan.method.loss == "in_place")
+    program = emit_program(
+        folded,
+        sharding,
+        specs,
+        plan.model,
+        loss_in_place=plan.method.loss == "in_place",
+        gathers_again=plan.method.gathers == "again" and plan.mesh.tp > 1,
+    )
     return Program({**program.files, "plan.json": plan.to_json()}, program.stages)
 
 

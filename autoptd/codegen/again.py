@@ -1,8 +1,11 @@
 """What a block's source says of recomputation: which ops are a core that runs again, and whose results are kept.
 
-selective    def core(q, k, v): …              a function within forward for each run of ops that run again
-             out = recompute(core, q, k, v)
-ops          x = keep(F.linear, x, w)          the whole block runs again, but for what is kept
+selective       def core(q, k, v): …           a function within forward for each run of ops that run again
+                out = recompute(core, q, k, v)
+ops             x = keep(F.linear, x, w)       the whole block runs again, but for what is kept
+gathers again   def core(x): …                 a run of ops that read a tensor which tp gathers: it is gathered again,
+                    x = tp.gather(x, dim=1)    the ops are not
+                    return spare(F.linear, x, w)
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torch import fx
@@ -28,16 +31,38 @@ Placed = tuple[int, fx.Node]  # position in the segment, node
 
 @dataclass(frozen=True)
 class Again:
-    """Nodes and conversions of a piece: those of the core, those whose results are kept."""
+    """Nodes and conversions of a piece: those of the core, those whose results are kept.
+
+    `spare`: of the core, those that do not run again either, and whose results nobody there reads.
+    """
 
     core: frozenset[fx.Node] = frozenset()
     core_conversions: frozenset[Converted] = frozenset()
     kept: frozenset[fx.Node] = frozenset()
     kept_conversions: frozenset[Converted] = frozenset()
+    spare: frozenset[fx.Node] = frozenset()
+
+    @property
+    def reads(self) -> bool:
+        """Whether ops read their operands again."""
+        return bool(self.kept or self.core - self.spare)
+
+    def call(self, node: fx.Node) -> str:
+        """What its call is written in: `keep`, `spare`, or nothing."""
+        return "spare" if node in self.spare else "keep" if node in self.kept else ""
 
 
-def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Again:
-    """What the policy says of these segments, step by step as `passes.activations` counts it."""
+def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str, gathers_again: bool = False) -> Again:
+    """What the policy says of these segments, step by step as `passes.activations` counts it.
+
+    `gathers_again`: what tp gathers is gathered again in the backward pass, where the block does not run again.
+    """
+    if gathers_again and policy in ("none", "selective"):
+        return _with_gathers(segments, sharding, _of_policy(segments, sharding, policy))
+    return _of_policy(segments, sharding, policy)
+
+
+def _of_policy(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Again:
     if policy not in ("selective", "ops"):
         return Again()
     steps = steps_of(segments, sharding)
@@ -47,6 +72,24 @@ def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Ag
     rest = set(map(id, again))
     kept = [s for s in steps if id(s) not in rest and not s.view]
     return Again(kept=_nodes(kept, segments), kept_conversions=_conversions(kept))
+
+
+def _with_gathers(segments: Sequence[Segment], sharding: Sharding, again: Again) -> Again:
+    """And what reads a gathered tensor: the conversions run again there, the ops do not."""
+    steps = steps_of(segments, sharding)
+    gathered = {s.outputs[0].storage for s in steps if s.node is None and s.outputs[0].storage.gathered_from}
+    conversions = [s for s in steps if s.node is None and s.outputs[0].storage in gathered]
+    readers = _nodes([s for s in steps if any(v.storage in gathered for v in s.operands)], segments) - again.core
+    views = {s.node.name for s in steps if s.node and s.view and s.outputs[0].storage in gathered}
+    core = again.core | readers | {n for s in segments for n in s.nodes if n.name in views}
+    spare = frozenset(n for n in readers if not isinstance(n.meta["info"], tuple) and core.isdisjoint(n.users))
+    return replace(
+        again,
+        core=core,
+        core_conversions=again.core_conversions | _conversions(conversions),
+        kept=again.kept | (readers - spare),
+        spare=spare,
+    )
 
 
 def steps_of(segments: Sequence[Segment], sharding: Sharding) -> tuple[Step, ...]:
@@ -124,8 +167,8 @@ def _reads(lines: Sequence[str], known: Collection[str]) -> list[str]:
     return list(found)
 
 
-def kept_text(call: str) -> str:
+def kept_text(call: str, by: str = "keep") -> str:
     """`keep(F.linear, x, w)` for `F.linear(x, w)`."""
     match = re.fullmatch(r"([A-Za-z_][\w.]*)\((.*)\)", call)
     assert match, f"{call} is no call"
-    return f"keep({match[1]}, {match[2]})"
+    return f"{by}({match[1]}, {match[2]})"

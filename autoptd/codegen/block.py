@@ -90,7 +90,7 @@ def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
     names = folded.traced.parameters
     own = owned_by(layout, piece)
     foreign = [p for p in piece.parameters if p not in own]
-    again = again_of(piece.segments, sharding, piece.policy)
+    again = again_of(piece.segments, sharding, piece.policy, layout.gathers_again)
     body = Body(sharding, Names(), first=piece.first, again=again, loss_in_place=layout.loss_in_place)
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
     for node in piece.receives:

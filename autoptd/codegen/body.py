@@ -92,7 +92,7 @@ class Body:
         given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
-        if self.loss_in_place and self.again == Again():  # what runs again in part may read its logits again
+        if self.loss_in_place and not self.again.reads:  # what runs again in part may read its logits again
             self.overwritten = losses_in_place(segment, decided)
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.again.core)
@@ -149,7 +149,7 @@ class Body:
         """Write one op; `done` are the operands that nobody reads after it."""
         texts = [Text(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
         text = self.op_text(node, strategy, texts)
-        text = kept_text(text) if node in self.again.kept else text
+        text = kept_text(text, by) if (by := self.again.call(node)) else text
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
         outputs = _outputs(node)
         for output, placement in zip(outputs, strategy.gives, strict=True):

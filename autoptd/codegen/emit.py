@@ -91,10 +91,16 @@ class Program:
 
 
 def emit_program(
-    folded: Folded, sharding: Sharding, stages: Sequence[StageSpec], title: str, loss_in_place: bool = False
+    folded: Folded,
+    sharding: Sharding,
+    stages: Sequence[StageSpec],
+    title: str,
+    *,
+    loss_in_place: bool = False,
+    gathers_again: bool = False,
 ) -> Program:
     """Source of every distinct stage and block of a plan."""
-    layout, title = lay_out(folded, loss_in_place), in_docstring(title)
+    layout, title = lay_out(folded, loss_in_place, gathers_again), in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}
     for stage in written:
@@ -170,7 +176,7 @@ def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
     lines = [
         text for pattern, text in _IMPORTS.items() if re.search(pattern, code) or (constants and text == "import torch")
     ]
-    again = [n for n in ("keep", "recompute") if re.search(rf"(?<!\.)\b{n}\(", code)]
+    again = [n for n in ("keep", "recompute", "spare") if re.search(rf"(?<!\.)\b{n}\(", code)]
     lines += [f"from autoptd.runtime.recompute import {', '.join(again)}"] if again else []
     stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(|\({n}\):", code)]
     lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []

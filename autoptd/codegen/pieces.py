@@ -97,13 +97,14 @@ class Layout:
     prefixes: dict[int, str]  # first segment of each unit's instance -> dotted path
     classes: dict[int, str]  # first segment of each unit -> class name; of a single one, for when it is recomputed
     loss_in_place: bool = False  # see `search/wishes.py`
+    gathers_again: bool = False
 
     def prefix_of(self, segment: int) -> str:
         """The dotted path of the instance that a segment belongs to."""
         return self.prefixes[max(i for i in self.prefixes if i <= segment)]
 
 
-def lay_out(folded: Folded, loss_in_place: bool = False) -> Layout:
+def lay_out(folded: Folded, loss_in_place: bool = False, gathers_again: bool = False) -> Layout:
     """Decide names once, for all stages alike."""
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
     axes = frozenset({"cp"} if folded.cut is not None else ())
@@ -123,7 +124,7 @@ def lay_out(folded: Folded, loss_in_place: bool = False) -> Layout:
             prefixes[segments[0].index] = prefix if agree else ""
             owned |= relative if agree else {}
     _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
-    return Layout(folded, owned, prefixes, classes, loss_in_place)
+    return Layout(folded, owned, prefixes, classes, loss_in_place, gathers_again)
 
 
 def _refuse_taken(parameters: Iterable[str], taken: frozenset[str]) -> None:

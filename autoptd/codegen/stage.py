@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import sympy
 from torch import fx
 
+from autoptd.codegen.again import again_of
 from autoptd.codegen.block import (
     BlockClass,
     attribute,
@@ -173,6 +174,7 @@ def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int) -> None:
 def _write_piece(writer: _Writer, piece: Piece, later: Sequence[Piece], sent: Sequence[fx.Node]) -> None:
     if not piece.block:
         _flush(writer)
+        writer.body.again = again_of(piece.segments, writer.sharding, "none", writer.layout.gathers_again)
         for segment in piece.segments:
             writer.body.segment(segment)
         return

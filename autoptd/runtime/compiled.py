@@ -25,7 +25,7 @@ from torch import nn
 from autoptd.errors import PlanError
 from autoptd.runtime import ops
 from autoptd.runtime.axis import Axis
-from autoptd.runtime.recompute import keep, recompute
+from autoptd.runtime.recompute import keep, recompute, spare
 from autoptd.runtime.stage import Stage
 
 DEFAULT = "inductor"
@@ -74,7 +74,7 @@ def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
     file, line = inspect.getsourcefile(block.forward) or "", inspect.getsourcelines(block.forward)[1]
     code = compile(ast.increment_lineno(ast.fix_missing_locations(tree), line - 1), file, "exec")
     names = vars(sys.modules[block.__module__]) | {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
-    names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute)}
+    names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute, spare)}
     exec(code, names)
     made: Callable[..., Any] = torch.compile(names[block.forward.__name__], backend=backend)
     return made

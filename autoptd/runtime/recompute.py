@@ -4,11 +4,14 @@
                             would have saved, fn runs again and hands over all of them, in the order of the first time
     keep(fn, *args)         within such an fn: what fn returns is kept, and so is what it saves of its own; it does not
                             run again, its operands are those of the second run
+    spare(fn, *args)        the same for a result that nothing else of fn reads: not even that is kept
 
-So `full` is `recompute(block, x)`, `selective` is `recompute(core, q, k, v)` within a block, and `ops` is a recomputed
-block in which some results are kept. The graph is that of the first run: the second makes no gradient, it ends with the
-last tensor that is wanted, and it draws the same random numbers because these have no state. (Chen et al. 2016; hooks
-for saved tensors as in torch.utils.checkpoint without reentrance, which cannot keep what a collective returned.)
+So `full` is `recompute(block, x)`, `selective` is `recompute(core, q, k, v)` within a block, `ops` is a recomputed
+block in which some results are kept, and what is gathered for products, and again for their gradients, is a recomputed
+function of the gather and the spared products. The graph is that of the first run: the second makes no gradient, it
+ends with the last tensor that is wanted, and it draws the same random numbers because these have no state. (Chen et al.
+2016; hooks for saved tensors as in torch.utils.checkpoint without reentrance, which cannot keep what a collective
+returned.)
 """
 
 from __future__ import annotations
@@ -38,6 +41,12 @@ def keep(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """`fn(*args, **kwargs)`, one tensor or a tuple of them, that a recompute around it does not do again."""
     run: _Run | None = getattr(_HERE, "run", None)
     return fn(*args, **kwargs) if run is None else run.keep(fn, args, kwargs)
+
+
+def spare(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """`keep` of one tensor that a second run does not read: it gets None."""
+    run: _Run | None = getattr(_HERE, "run", None)
+    return fn(*args, **kwargs) if run is None else run.keep(fn, args, kwargs, hold=False)
 
 
 _HERE = threading.local()  # `run`: what is being run, or run again, on this thread
@@ -115,7 +124,7 @@ class _Run:
         if self.count == self.wanted:
             raise _Enough
 
-    def keep(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def keep(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hold: bool = True) -> Any:
         operands = tuple(_tensors((*args, *kwargs.values())))
         if self.again:
             return self._handed_over(operands)
@@ -124,7 +133,7 @@ class _Run:
             results = fn(*args, **kwargs)
         finally:
             self.within, kept.operands = None, ()
-        kept.results = _each(results, _bare)
+        kept.results = _each(results, _bare) if hold else None
         self.kept.append(kept)
         return results
 
@@ -134,7 +143,7 @@ class _Run:
         self.met += 1
         for of, size, stride, offset in kept.views:
             self._make(operands[of].detach().as_strided(size, stride, offset))
-        return _each(kept.results, _bare)
+        return None if kept.results is None else _each(kept.results, _bare)
 
 
 def _bare(x: Tensor) -> Tensor:

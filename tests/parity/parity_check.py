@@ -53,6 +53,7 @@ class Variant:
     shards: int = 0  # dp ranks that share one copy; 0: all
     context: str = "ring"  # attention over cp ranks
     loss: str = "kept"
+    gathers: str = "kept"
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 
 
@@ -94,6 +95,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "overlap": list(variant.overlap),
         "sends": variant.sends,
         "loss": variant.loss,
+        "gathers": variant.gathers,
     } | ({"shards": variant.shards} if variant.shards else {})
     cluster = Cluster.load("dgx-h100")
     return make_plan(

@@ -187,9 +187,9 @@ def source(name: str) -> TracedModel:
     return read_model(model, inputs=given, loss=None, seq=None, precision="fp32", progress=Silent())
 
 
-def made_for(name: str, tp: int, policy: str, cp: int = 1) -> Parallel:
+def made_for(name: str, tp: int, policy: str, cp: int = 1, gathers: str = "kept") -> Parallel:
     origin = source(name)
-    wishes = {"dp": 1, "cp": cp, "tp": tp, "pp": 1, "micro": 2, "recompute": policy}
+    wishes = {"dp": 1, "cp": cp, "tp": tp, "pp": 1, "micro": 2, "recompute": policy, "gathers": gathers}
     plan = make_plan(
         origin,
         world=tp * cp,
@@ -211,7 +211,8 @@ def predicted(name: str, made: Parallel, policy: str) -> int:
     unit = max(folded.units, key=lambda u: (u.count, u.length))
     last = folded.segments[unit.first + (unit.count - 1) * unit.length : unit.first + unit.count * unit.length]
     sent = {value.storage for value in flow(last, sharding.kinds).sent}
-    items = [item for item in kept(last, sharding.kinds, policy) if item.storage not in sent]
+    again = made.plan.method.gathers == "again"
+    items = [item for item in kept(last, sharding.kinds, policy, regather=again) if item.storage not in sent]
     sizes = Numbers({**dict.fromkeys(folded.traced.sizes, TOKENS // mesh.cp), BATCH: 2})
     return nbytes(items, sizes, mesh.tp, mesh.cp)
 

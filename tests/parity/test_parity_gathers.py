@@ -1,0 +1,70 @@
+"""What tp gathers for products and gathers again for their gradients: the numbers of one process, fewer bytes kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from parity_check import Variant, check, planned, source, with_files
+from test_parity_dropout import is_alone, trained
+from test_parity_recompute import KINDS, made_for, measured, predicted
+
+from autoptd.compile import make_program, read_sharding
+from autoptd.runtime.mesh import Mesh
+
+CUBE = Mesh(2, 2, 2)
+AGAIN = Variant(bulk=True, gathers="again")
+NOT_BY_SEQUENCE = ("vit",)  # tp does not divide its sequence
+CASES = [
+    ("gpt2", CUBE, replace(AGAIN, zero=3)),
+    ("llama", CUBE, replace(AGAIN, schedule="zero-bubble")),
+    ("llama", Mesh(2, 4, 1), replace(AGAIN, recompute="selective", loss="in_place")),
+    ("llama", Mesh(1, 2, 2, cp=2), AGAIN),
+    ("bert", Mesh(1, 4, 2), replace(AGAIN, recompute="ops", micro=1)),
+    ("vit", Mesh(2, 4, 1), replace(AGAIN, zero=2)),
+    ("nanogpt", CUBE, replace(AGAIN, schedule="interleaved", virtual=2, micro=1)),
+    ("nanogpt", Mesh(4, 2, 1), replace(AGAIN, recompute="full")),
+    ("t5", Mesh(2, 2, 1), AGAIN),
+    ("oddities", Mesh(2, 4, 1), AGAIN),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "variant"), CASES, ids=[f"{n}-{v.recompute}-{m}" for n, m, v in CASES])
+def test_gathering_again_changes_no_number(name: str, mesh: Mesh, variant: Variant) -> None:
+    plan = planned(name, mesh, variant)
+    text = "".join(make_program(source(name), plan, read_sharding(source(name), plan)).files.values())
+    assert plan.not_runnable == ()
+    whole = (
+        variant.recompute in ("ops", "full") or name in NOT_BY_SEQUENCE
+    )  # where everything is gathered again, or nothing
+    assert ("spare(F.linear, " in text) != whole
+    assert not check(name, mesh, variant, "adamw")
+
+
+def test_what_is_not_done_again_drops_the_same() -> None:
+    assert is_alone("bert_dropout", trained("bert_dropout", CUBE, AGAIN))
+
+
+@pytest.mark.parametrize("policy", ["none", "selective"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kept_bytes_are_those_predicted(name: str, policy: str) -> None:
+    made, usual = (made_for(name, 2, policy, gathers=gathers) for gathers in ("again", "kept"))
+    found = measured(name, made, whole=False)
+    assert found == predicted(name, made, policy) < predicted(name, usual, policy)
+
+
+@pytest.mark.fault("kept after all")
+@pytest.mark.parametrize(
+    ("pattern", "by"),
+    [
+        (r"recompute\(core, ", "core("),  # what was gathered stays
+        (r"spare\(F\.linear, ", "keep(F.linear, "),  # results are held beside those that others keep
+    ],
+)
+def test_an_edited_gather_is_seen_in_bytes(pattern: str, by: str) -> None:
+    made = made_for("llama", 2, "none", gathers="again")
+    files = {n: re.sub(pattern, by, text) if n == "blocks.py" else text for n, text in made.program.files.items()}
+    files = {n: text.replace("import recompute, spare", "import keep, recompute, spare") for n, text in files.items()}
+    assert files != made.program.files, "nothing was planted"
+    assert measured("llama", with_files(made, files), whole=False) != predicted("llama", made, "none")
