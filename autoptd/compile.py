@@ -16,7 +16,7 @@ from autoptd import kept_plans
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.codegen.pieces import lay_out
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import MAIN_BYTES
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.cost_models.step_times import times_to_data
 from autoptd.derived import check_derived, check_sizes, collectives, modules
 from autoptd.errors import InputsError, PlanError, nearest
@@ -455,6 +455,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         for name in order
     }
     zigzag, multiples = _cut_inputs(source, plan)
+    narrow = plan.method.gradients == "compute"
     return Layout(
         mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual, plan.route.shape, plan.mesh.cp),
         micro=plan.micro,
@@ -472,7 +473,10 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         specs=_input_specs(source, plan),
         slices=plan.method.sends == "slices",
         modules=tuple(stage.modules for stage in plan.stages),
-        bucket_elements=elements_of(plan.method.bucket_bytes, MAIN_BYTES[plan.precision]),
+        gradients="compute" if narrow else "main",
+        bucket_elements=elements_of(
+            plan.method.bucket_bytes, (COMPUTE_BYTES if narrow else MAIN_BYTES)[plan.precision]
+        ),
     )
 
 

@@ -278,7 +278,7 @@ class Plan(_Part):
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             f"{asked.attention} attention": asked.attention != default.attention,
-            "gradients in the compute type": asked.gradients != default.gradients and narrow,
+            "gradients in both types": asked.gradients == "both" and narrow,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -1,8 +1,8 @@
 """Parameters and gradients in contiguous buffers, shared out over the data-parallel ranks (ZeRO 0 to 3).
 
 A buffer (`storage.py`) holds the trainable parameters of one (dtype, gradient class over tp, pipeline ranks), in
-forward order reversed. The model's parameters are views of it; autograd's gradients are added up in float32 at least by
-a hook and freed. Per step and bucket:
+forward order reversed. The model's parameters are views of it; autograd's gradients are added up in float32 at least
+(or, where a plan says so, in the parameters' type) by a hook and freed. Per step and bucket:
 
     backward  gradients ready → reduce-scatter over dp (all-reduce with zero 0): once a step, or with ZeRO 2 and 3 in
               each backward pass (`reduction.py`)
@@ -110,6 +110,7 @@ class Buffers:
 
     def start_step(self) -> None:
         """Forget the last step's gradients (the first addend overwrites)."""
+        self.end_step()
         self._reduction.start_step()
         self._lone.start_step()
 
@@ -126,6 +127,8 @@ class Buffers:
             if live.buffer.partial_over_tp:
                 self._tp.all_reduce(own)
             live.buffer.tied.all_reduce(own)
+        for buffer in self._buffers:
+            buffer.widen()
 
     def used(self) -> set[str]:
         """Parameters that got a gradient on this rank in this step."""
@@ -136,8 +139,13 @@ class Buffers:
 
     def scale_gradients(self, factor: Tensor) -> None:
         for live in self._summed():
-            live.buffer.grad_shard(live.bucket).mul_(factor)
+            live.buffer.stepped_grad(live.bucket).mul_(factor)
         self._lone.scale(factor)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        for buffer in self._buffers:
+            buffer.narrow_again()
 
     def gradients(self) -> dict[str, Tensor]:
         """The step's reduced gradients of this stage's local parameters, whole over dp. A collective over dp."""
@@ -243,7 +251,7 @@ def _build(
     for (dtype, _, ranks), specs in classes.items():
         shapes = {name: parameters[name].shape for name in specs}
         buffer = Buffer(specs, shapes, layout, sharing, tied[ranks] if len(ranks) > 1 else Alone())
-        buffer.allocate(dtype, torch.promote_types(dtype, torch.float32), device)
+        buffer.allocate(dtype, device)
         buffers.append(buffer)
     return buffers
 

@@ -141,6 +141,7 @@ def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int
         precision=layout.precision,
         optimizer=optimizer,
         zero=layout.zero,
+        gradients=layout.gradients,
         dp=dp,
         shards=layout.sharing,
         whole_numel=found.whole if fullest else 0,

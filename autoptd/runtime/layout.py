@@ -80,6 +80,7 @@ class Layout:
     specs: Mapping[str, InputSpec] = field(default_factory=dict)  # of `inputs`, where a batch is held to them
     slices: bool = False  # of what all tp ranks hold alike, each sends its slice, and the receivers gather
     modules: tuple[str, ...] = ()  # of each stage, in words: names for a profiler
+    gradients: str = "main"  # the type they are added up and summed in: "main", or "compute", that of the parameters
     bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
 
     def __post_init__(self) -> None:
@@ -112,5 +113,5 @@ class Layout:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """Of gradients and what the optimizer updates: float32 at least."""
+        """Of what the optimizer updates: float32 at least."""
         return torch.promote_types(self.dtype, torch.float32)

@@ -3,12 +3,15 @@
 With n elements (padding included) on d ranks that share one copy, in the compute dtype c and the main dtype m:
 
     zero    parameters               gradients            main copy
-    0, 1    `data`, c n, whole       `grad`, m n, whole   `main`, m n / d, where m is not c (d = 1 for zero 0)
-    2       `data`, c n, whole       `grad`, m n / d      the same
+    0, 1    `data`, c n, whole       `grad`, g n, whole   `main`, m n / d, where m is not c (d = 1 for zero 0)
+    2       `data`, c n, whole       `grad`, g n / d      the same
     3       c per bucket, on demand  `grad`, m n / d      `main`, m n / d, always: the parameters themselves
 
 What is sharded holds this rank's shard of every bucket, one after the other. Gradients that nobody else has a part of,
 and that autograd makes in the main dtype, stay where it adds them up (`lone`): a copy would be made for nothing.
+
+Gradients are added up and summed in g: m, or c where the layout says so. Then they are `narrow`, and while the
+optimizer steps there is a copy of this rank's shard in m, `wide`, which is what is scaled, clipped and stepped with.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class Buffer:
         self.split = isinstance(first.placement, Split)
         self.first_rank = layout.mesh.holder(first.stages[0])
         self.shapes = dict(shapes)
-        self.zero = layout.zero
+        self.zero, self._in_compute = layout.zero, layout.gradients == "compute"
         others = (sharing.inside, sharing.across, tied)
         partial = self.partial_over_tp and layout.mesh.tp > 1
         self._alone = layout.zero < 2 and all(group.size == 1 for group in others) and not partial
@@ -94,8 +97,11 @@ class Buffer:
         self.buckets = pack(sizes, layout.mesh.copies, layout.bucket_elements, blocks)
         self.slots: dict[str, Slot] = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
 
-    def allocate(self, dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device) -> None:
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Zeros everywhere; under ZeRO 3 nothing is whole yet."""
+        main_dtype = torch.promote_types(dtype, torch.float32)
+        self._summed_in = dtype if self._in_compute else main_dtype
+        self.narrow = self._summed_in != main_dtype and self.zero < 3
         self.lone = self._alone and dtype == main_dtype
         total, shard = self.buckets[-1].stop, 0
         self._in_shards: dict[int, slice] = {}
@@ -104,7 +110,10 @@ class Buffer:
             self._in_shards[bucket.start] = slice(shard, shard := shard + own.stop - own.start)
         self.data = torch.zeros(0 if self.zero == 3 else total, dtype=dtype, device=device)
         held = 0 if self.lone else shard if self.zero >= 2 else total
-        self.grad = torch.zeros(held, dtype=main_dtype, device=device)
+        self.grad = torch.zeros(held, dtype=dtype if self.narrow else main_dtype, device=device)
+        self._main_dtype = main_dtype
+        self.wide: Tensor | None = None
+        self._narrow_pieces: list[tuple[Piece, slice]] = []
         has_main = self.zero == 3 or dtype != main_dtype
         self.main = torch.zeros(shard, dtype=main_dtype, device=device) if has_main else None
         self._whole: dict[int, Tensor] = {}
@@ -143,6 +152,31 @@ class Buffer:
         """The gradient of `shard`."""
         return self.grad[self._in_shards[bucket.start] if self.zero >= 2 else self.own(bucket)]
 
+    def stepped_grad(self, bucket: Bucket) -> Tensor:
+        """What the optimizer steps with: `grad_shard`, or its wide copy."""
+        return self.grad_shard(bucket) if self.wide is None else self.wide[self._in_shards[bucket.start]]
+
+    def widen(self) -> None:
+        """Gradients are summed: what is narrow gets its copy."""
+        if not self.narrow:
+            return
+        shard = sum(part.stop - part.start for part in self._in_shards.values())
+        self.wide = torch.empty(shard, dtype=self._main_dtype, device=self.grad.device)
+        for bucket in self.buckets:
+            self.stepped_grad(bucket).copy_(self.grad_shard(bucket))
+        for piece, at in self._narrow_pieces:
+            piece.grad = self.wide[at]
+
+    def narrow_again(self) -> None:
+        """The step is over: the copy goes, what was scaled stays, rounded."""
+        if self.wide is None:
+            return
+        for bucket in self.buckets:
+            self.grad_shard(bucket).copy_(self.stepped_grad(bucket))
+        for piece, _ in self._narrow_pieces:
+            piece.param.grad, piece.grad = None, piece.grad.new_empty(0)
+        self.wide = None
+
     def pieces(self, counts: bool) -> list[Piece]:
         """The optimizer's views, in buffer order."""
         result = []
@@ -155,6 +189,10 @@ class Buffer:
                     at = slice(part.start - own.start, part.stop - own.start)
                     param, start = nn.Parameter(shard[at]), part.start - slot.start
                     result.append(Piece(slot.name, param, grad[at], counts, start))
+                    if self.narrow:
+                        result[-1].grad = shard.new_empty(0)
+                        first = self._in_shards[bucket.start].start
+                        self._narrow_pieces.append((result[-1], slice(first + at.start, first + at.stop)))
         return result
 
     # ---- values ----
@@ -185,13 +223,13 @@ class Buffer:
 
     def empty_gradient(self, bucket: Bucket) -> Tensor:
         """Room for the gradients of a bucket, flat."""
-        return torch.empty(bucket.stop - bucket.start, dtype=self.grad.dtype, device=self.grad.device)
+        return torch.empty(bucket.stop - bucket.start, dtype=self._summed_in, device=self.grad.device)
 
     def gradients(self) -> dict[str, Tensor]:
         """The step's reduced gradients, whole over dp. A collective."""
         result: dict[str, Tensor] = {}
         for bucket in self.buckets:
-            whole = self.empty_gradient(bucket)
+            whole = self.grad.new_empty(bucket.stop - bucket.start)
             self.group.all_gather_later(whole, self.grad_shard(bucket).clone()).wait()
             result |= {slot.name: self.view(whole, bucket, slot.name) for slot in bucket.slots}
         return result

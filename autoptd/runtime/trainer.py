@@ -224,6 +224,7 @@ class Trainer:
         for piece in self._pieces:
             piece.param.grad = piece.grad if piece.name in self._used else None
         self.optimizer.step()
+        self._buffers.end_step()
         return agreed[0].to(self.layout.main_dtype)
 
     # Full tensors

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster
-from autoptd.lockstep import train_in_lockstep
+from autoptd.lockstep import Trained, train_in_lockstep
 from autoptd.parallel import Parallel
 from autoptd.passes.loss import loss_of
 from autoptd.progress import Silent
@@ -21,9 +21,11 @@ from autoptd.search.wishes import read_wishes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CASES = (
-    ("llama", "bf16", (Mesh(1, 4, 2),)),
-    ("nanogpt", "bf16", (Mesh(8, 1, 1), Mesh(2, 2, 2))),
-    ("nanogpt", "fp16", (Mesh(2, 2, 2), Mesh(1, 2, 4))),
+    ("llama", "bf16", (Mesh(1, 4, 2),), "main"),
+    ("nanogpt", "bf16", (Mesh(8, 1, 1), Mesh(2, 2, 2)), "main"),
+    ("nanogpt", "fp16", (Mesh(2, 2, 2), Mesh(1, 2, 4)), "main"),
+    ("nanogpt", "bf16", (Mesh(2, 2, 2), Mesh(1, 2, 4)), "compute"),
+    ("nanogpt", "fp16", (Mesh(2, 2, 2),), "compute"),
 )
 
 
@@ -48,7 +50,7 @@ def of_one_process(name: str, precision: str) -> float:
     return error(found, alone(name, "sgd").gradients)
 
 
-def of_a_plan(name: str, precision: str, mesh: Mesh) -> float:
+def planned(name: str, precision: str, mesh: Mesh, clip_norm: float | None = None, **more: object) -> Parallel:
     origin = traced(name, precision)
     plan = make_plan(
         origin,
@@ -57,17 +59,41 @@ def of_a_plan(name: str, precision: str, mesh: Mesh) -> float:
         batch=16,
         precision=precision,
         optimizer="sgd",
-        wishes=read_wishes({"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro": 2}),
+        wishes=read_wishes({"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro": 2} | more),
         progress=Silent(),
     )
-    made = Parallel(plan, origin, make_program(origin, plan, read_sharding(origin, plan)), "sgd", {"lr": 0.1}, None, 0)
+    program = make_program(origin, plan, read_sharding(origin, plan))
+    return Parallel(plan, origin, program, "sgd", {"lr": 0.1}, clip_norm, 0)
+
+
+def of_a_plan(name: str, precision: str, mesh: Mesh, gradients: str) -> float:
+    made = planned(name, precision, mesh, gradients=gradients)
     return error(train_in_lockstep(made, batches(name)[:1]).gradients, alone(name, "sgd").gradients)
 
 
-@pytest.mark.parametrize(("name", "precision", "meshes"), CASES)
-def test_as_near_the_truth_as_one_process(name: str, precision: str, meshes: tuple[Mesh, ...]) -> None:
+@pytest.mark.parametrize(("name", "precision", "meshes", "gradients"), CASES)
+def test_as_near_the_truth_as_one_process(name: str, precision: str, meshes: tuple[Mesh, ...], gradients: str) -> None:
     limit = 3 * of_one_process(name, precision)
     assert 1e-5 < limit < 0.1
     for mesh in meshes:
-        found = of_a_plan(name, precision, mesh)
+        found = of_a_plan(name, precision, mesh, gradients)
         assert found <= limit, (mesh, found, limit)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_of_the_compute_type_are_widened_to_step(zero: int) -> None:
+    """What is added to nothing and summed with nobody is the same in both types; sums of microbatches are not.
+
+    ZeRO 3 adds them up in the main type in any case, as FSDP does: what is narrow there is what dp ranks sum.
+    """
+
+    def trained(gradients: str, micro: int) -> Trained:
+        made = planned("nanogpt", "bf16", Mesh(), clip_norm=0.5, micro=micro, gradients=gradients, zero=zero)
+        return train_in_lockstep(made, batches("nanogpt")[:3])
+
+    one, same = trained("main", 16), trained("compute", 16)
+    assert one.losses == same.losses and one.norms == same.norms and min(one.norms) > 0.5
+    assert all(torch.equal(x, same.state[name]) for name, x in one.state.items())
+    several, rounded = trained("main", 2), trained("compute", 2)
+    assert several.losses[0] == rounded.losses[0] and (several.norms[0] != rounded.norms[0]) == (zero < 3)
+    assert abs(several.norms[0] / rounded.norms[0] - 1) < 0.01

@@ -130,8 +130,7 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
         ({"overlap": []}, "overlap of nothing"),
         ({"kernels": "fused"}, "fused kernels"),
         ({"attention": "cudnn"}, "cudnn attention"),
-        ({"gathers": "again"}, "gathering again"),
-        ({"gradients": "compute"}, "gradients in the compute type"),
+        ({"gradients": "both"}, "gradients in both types"),
     ],
     ids=str,
 )
@@ -156,6 +155,9 @@ RUNS = [
     {"loss": "in_place"},
     {"recompute": "selective"},
     {"recompute": "ops"},
+    {"recompute": "ops", "cp": 2, "dp": 1},
+    {"gathers": "again"},
+    {"gradients": "compute"},
 ]
 
 
