@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -26,12 +26,14 @@ from autoptd.passes.prove import as_list, frozen
 from autoptd.runtime import ops
 
 aten = torch.ops.aten
+T = TypeVar("T")
 ATTENTION = frozenset({aten.scaled_dot_product_attention.default, ops.attention})
 DROPOUT = frozenset({aten.dropout.default, ops.dropout})
 RMS_NORM = frozenset({aten.rms_norm.default})
 
 # Values for symbols on meta tensors: distinct, unlikely as a model's sizes, and divisible by all small numbers.
 SYMBOL_VALUES = (55440, 50400, 45360, 75600, 83160, 98280)
+SMALL_VALUES = ((44, 28, 52, 36, 20, 12), (10, 6, 14, 12, 4, 8))  # where a model limits a size: tokens by a table
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,28 @@ def _rms_norm(call: OpCall) -> Saved:
     return Saved(tuple(range(len(call.operands))), (), (TensorInfo(rows, torch.float32, False),))
 
 
+def at_sizes_that_work(look: Callable[[Sequence[int]], T]) -> T:
+    """What a look at an op on meta tensors finds, its symbols large or, where it does not run like that, small.
+
+    Raises what the op raises at large sizes where it runs at none.
+    """
+    errors = []
+    for numbers in (SYMBOL_VALUES, *SMALL_VALUES):
+        try:
+            return look(numbers)
+        except RuntimeError as error:
+            errors.append(error)
+    raise errors[0]
+
+
 @cache
 def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Saved:
     call = OpCall(target, args, dict(kwargs), outputs)
-    run, operands, values = meta_call(call)
+    return at_sizes_that_work(lambda numbers: _saved_of(call, numbers))
+
+
+def _saved_of(call: OpCall, numbers: Sequence[int]) -> Saved:
+    run, operands, values = meta_call(call, numbers)
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -103,11 +123,13 @@ def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[
     )
 
 
-def meta_call(call: OpCall) -> tuple[Callable[[], Any], list[Tensor], dict[sympy.Symbol, int]]:
-    """The call on meta tensors, its tensor operands, and the numbers that stand for its symbols."""
+def meta_call(
+    call: OpCall, numbers: Sequence[int] = SYMBOL_VALUES
+) -> tuple[Callable[[], Any], list[Tensor], dict[sympy.Symbol, int]]:
+    """The call on meta tensors, its tensor operands, and which of the numbers stand for its symbols."""
     symbols = sorted(set(_symbols((call.args, tuple(call.kwargs.values()), call.outputs))), key=str)
-    assert len(symbols) <= len(SYMBOL_VALUES), f"{call.target} has more symbols than there are values: {symbols}"
-    values = dict(zip(symbols, SYMBOL_VALUES, strict=False))
+    assert len(symbols) <= len(numbers), f"{call.target} has more symbols than there are values: {symbols}"
+    values = dict(zip(symbols, numbers, strict=False))
     operands: list[Tensor] = []
     concrete = [_concrete(a, values, operands) for a in call.args]
     named = {k: _concrete(v, values, operands) for k, v in call.kwargs.items()}

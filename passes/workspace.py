@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoptd.passes.opcall import OpCall, TensorInfo
 from autoptd.passes.prove import as_list, frozen
-from autoptd.passes.saved import ATTENTION, DROPOUT, RMS_NORM, meta_call, name_sizes
+from autoptd.passes.saved import ATTENTION, DROPOUT, RMS_NORM, at_sizes_that_work, meta_call, name_sizes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,11 @@ class Watch(TorchDispatchMode):
 @cache
 def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Workspace:
     call = OpCall(target, args, dict(kwargs), outputs)
-    run, operands, values = meta_call(call)
+    return at_sizes_that_work(lambda numbers: _workspace_of(call, numbers))
+
+
+def _workspace_of(call: OpCall, numbers: Sequence[int]) -> Workspace:
+    run, operands, values = meta_call(call, numbers)
     kept: set[int] = set()
 
     def keep(x: Tensor) -> Tensor:

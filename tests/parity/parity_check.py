@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_models import DROPOUT, FEW_MESHES, MODELS, Case
+from parity_models import DROPOUT, FEW_MESHES, MODELS, SINGLE_LOSS, Case
 from torch import Tensor
 
 from autoptd.api import Parallel
@@ -67,7 +67,7 @@ def bulk(cluster: Cluster) -> Cluster:
 
 @cache
 def case(name: str) -> Case:
-    return {**MODELS, **DROPOUT, **FEW_MESHES}[name]()
+    return {**MODELS, **DROPOUT, **FEW_MESHES, **SINGLE_LOSS}[name]()
 
 
 @cache

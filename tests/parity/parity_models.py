@@ -142,6 +142,16 @@ def t5() -> Case:
     return Case(randomised(T5ForConditionalGeneration(config)), {"input_ids": ids.flip(1), "labels": labels})
 
 
+def mpt() -> Case:
+    """Position biases from the end of a table, as long as the longest sequence: more tokens cannot be."""
+    from transformers import MptConfig, MptForCausalLM
+
+    torch.manual_seed(0)
+    config = MptConfig(d_model=WIDTH, n_heads=8, n_layers=2, vocab_size=VOCAB, max_seq_len=2 * TOKENS)
+    ids, labels = tokens()
+    return Case(randomised(MptForCausalLM(config)), {"input_ids": ids, "labels": labels})
+
+
 def bert(*, dropout: float = 0.0) -> Case:
     """Padding masks, ragged labels, a tied decoder with a bias, a parameter that is not used (the pooler has none)."""
     from transformers import BertConfig, BertForMaskedLM
@@ -482,6 +492,9 @@ OFTEN = ("gpt2", "llama", "bert", "vit", "nanogpt")  # trained in every way; the
 
 # Held to on one mesh: what they add to the others shows there.
 FEW_MESHES: dict[str, Callable[[], Case]] = {"mixtral": mixtral, "t5": t5}
+
+# Computes its loss in float32 whatever the precision, so that how samples are shared shows in its eighth digit.
+SINGLE_LOSS: dict[str, Callable[[], Case]] = {"mpt": mpt}
 
 DROPOUT: dict[str, Callable[[], Case]] = {
     "gpt2_dropout": lambda: gpt2(dropout=0.2),

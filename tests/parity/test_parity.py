@@ -66,6 +66,15 @@ def test_mixtures_and_encoder_decoders(name: str) -> None:
     assert not {n for n, p in placed.items() if p in ("B", "Bp") and not n.endswith(("norm.weight", "gate.weight"))}
 
 
+def test_a_table_that_limits_the_sequence() -> None:
+    """Sizes such as min(16, s), which no op has at the large sizes at which ops are looked at otherwise."""
+    plan = planned("mpt", Mesh(2, 2, 2), Variant(bulk=True, recompute="selective"))
+    found, expected = train_in_lockstep(parallel("mpt", plan, "sgd"), batches("mpt")), alone("mpt", "sgd")
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, x in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], x, rtol=1e-9, atol=1e-12)
+
+
 def test_every_way_of_communicating_occurs() -> None:
     """Plans for tiny models use the same collectives and vocabulary-parallel ops as those for large ones."""
     missing = {"all_gather", "all_gather_whole", "all_reduce", "reduce_scatter", "all_to_all", "slice", "pad"}
