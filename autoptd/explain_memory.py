@@ -74,7 +74,7 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
     blocks = []
     for segments in _blocks(source):
         policy = next((held[s.index] for s in segments if s.index in held), "none")
-        blocks.append(_block(segments, sharding, policy, names, number, plan.mesh.cp))
+        blocks.append(_block(segments, sharding, policy, names, number, plan))
     stages, schedule = plan.mesh.pp, plan.schedule
     flying = [in_flight(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]
     return {
@@ -92,11 +92,12 @@ def _block(
     sharding: Sharding,
     policy: str,
     names: Mapping[int, sympy.Expr],
-    number: Any,
-    cp: int,
+    number: Sizes,
+    plan: Plan,
 ) -> dict[str, Any]:
-    found = kept(segments, sharding.kinds, policy)
-    moments = walk(segments, sharding.kinds, policy)
+    cp, again, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
+    found = kept(segments, sharding.kinds, policy, regather=again)
+    moments = walk(segments, sharding.kinds, policy, regather=again, in_place_loss=in_place)
     where, _ = moments.fullest(number, sharding.ranks, cp)
     formula = symbolic_bytes(found, names)
     if cp > 1:  # of scores too a rank has its tokens' rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -40,6 +41,19 @@ def test_data_are_formulas_with_their_values(planned: tuple[Plan, TracedModel, S
     values = {"b": 2, "s": 64, "h": 192, "a": 6, "t": 2}
     assert eval(layer["kept"], {}, values) == layer["kept_bytes"] > 0
     assert layer["recompute"] == "none" and layer["fullest"]
+
+
+def test_formulas_are_those_of_the_method() -> None:
+    """What is gathered, activations and weights, stays or does not."""
+    model, batch = gpt2(), 1024
+    fix: dict[str, Any] = {"tp": 2, "pp": 1, "dp": 1, "recompute": "none", "micro": batch}
+    found = []
+    for gathers in ("kept", "again"):
+        plan = autoptd.plan(model, world=2, cluster="dgx-h100", batch=batch, seq=64, fix=fix | {"gathers": gathers})
+        data = memory_data(plan, *traced(plan, model, Silent()))
+        found.append(next(b["kept"] for b in data["blocks"] if b["block"].startswith("transformer.h")))
+    assert "h**2" in found[0] and re.search(r"^2\*b\*h\*s", found[0])
+    assert re.fullmatch(r"b\*\([^()]*\)/t", found[1])
 
 
 def test_formulas_of_a_cp_rank() -> None:

@@ -4,7 +4,7 @@ selective       def core(q, k, v): …           a function within forward for e
                 out = recompute(core, q, k, v)
 ops             x = keep(F.linear, x, w)       the whole block runs again, but for what is kept
 gathers again   def core(x): …                 a run of ops that read a tensor which tp gathers: it is gathered again,
-                    x = tp.gather(x, dim=1)    the ops are not
+                    x = tp.all_gather(x, …)    the ops are not
                     return spare(F.linear, x, w)
 """
 
@@ -33,7 +33,8 @@ Placed = tuple[int, fx.Node]  # position in the segment, node
 class Again:
     """Nodes and conversions of a piece: those of the core, those whose results are kept.
 
-    `spare`: of the core, those that do not run again either, and whose results nobody there reads.
+    `spare`: of the core, those that do not run again either, and whose results nobody there reads; `views`: those that
+    stand in one run with who reads them.
     """
 
     core: frozenset[fx.Node] = frozenset()
@@ -41,6 +42,7 @@ class Again:
     kept: frozenset[fx.Node] = frozenset()
     kept_conversions: frozenset[Converted] = frozenset()
     spare: frozenset[fx.Node] = frozenset()
+    views: frozenset[fx.Node] = frozenset()
 
     @property
     def reads(self) -> bool:
@@ -80,8 +82,9 @@ def _with_gathers(segments: Sequence[Segment], sharding: Sharding, again: Again)
     gathered = {s.outputs[0].storage for s in steps if s.node is None and s.outputs[0].storage.gathered_from}
     conversions = [s for s in steps if s.node is None and s.outputs[0].storage in gathered]
     readers = _nodes([s for s in steps if any(v.storage in gathered for v in s.operands)], segments) - again.core
-    views = {s.node.name for s in steps if s.node and s.view and s.outputs[0].storage in gathered}
-    core = again.core | readers | {n for s in segments for n in s.nodes if n.name in views}
+    names = {s.node.name for s in steps if s.node and s.view and s.outputs[0].storage in gathered}
+    views = frozenset(n for s in segments for n in s.nodes if n.name in names)
+    core = again.core | readers | views
     spare = frozenset(n for n in readers if not isinstance(n.meta["info"], tuple) and core.isdisjoint(n.users))
     return replace(
         again,
@@ -89,6 +92,7 @@ def _with_gathers(segments: Sequence[Segment], sharding: Sharding, again: Again)
         core_conversions=again.core_conversions | _conversions(conversions),
         kept=again.kept | (readers - spare),
         spare=spare,
+        views=views,
     )
 
 
@@ -115,19 +119,32 @@ def _conversions(steps: Sequence[Step]) -> frozenset[Converted]:
     return frozenset((s.outputs[0].name, str(s.outputs[0].placement)) for s in steps if s.node is None)
 
 
-def runs_of(nodes: Sequence[Placed], core: Collection[fx.Node]) -> list[tuple[bool, list[Placed]]]:
-    """The ops in an order that brings those of the core together: what they do not lead to goes before them."""
+def runs_of(
+    nodes: Sequence[Placed], core: Collection[fx.Node], views: Collection[fx.Node] = ()
+) -> list[tuple[bool, list[Placed]]]:
+    """The ops in an order that brings those of the core together: what they do not lead to goes before them.
+
+    `views`: of the core, those that wait until somebody can read them.
+    """
     if not core:
         return [(False, list(nodes))]
     left, done = list(nodes), list[tuple[bool, Placed]]()
     inside = {n for _, n in nodes}
     made: set[fx.Node] = set()
     turn = False
+
+    def there(node: fx.Node) -> bool:
+        return _owner(node) in made or _owner(node) not in inside
+
+    def is_due(node: fx.Node) -> bool:
+        if node in views:
+            return not node.users or any(user not in inside or is_due(user) for user in node.users)
+        return all(there(o) or o in views for o in operands(node))
+
     while left:
         for placed in list(left):
             node = placed[1]
-            ready = all(_owner(o) in made or _owner(o) not in inside for o in operands(node))
-            if (node in core) == turn and ready:
+            if (node in core) == turn and all(map(there, operands(node))) and is_due(node):
                 left.remove(placed)
                 made.add(node)
                 done.append((turn, placed))

@@ -95,7 +95,7 @@ class Body:
         if self.loss_in_place and not self.again.reads:  # what runs again in part may read its logits again
             self.overwritten = losses_in_place(segment, decided)
         before = set(self.held)
-        runs = runs_of(list(ops_of(segment)), self.again.core)
+        runs = runs_of(list(ops_of(segment)), self.again.core, self.again.views)
         last_use = {o: i for _, run in runs for i, n in run for o in operands(n)}
         local = set(segment.nodes) - set(segment.sends)
 

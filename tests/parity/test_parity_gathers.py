@@ -18,6 +18,7 @@ AGAIN = Variant(bulk=True, gathers="again")
 NOT_BY_SEQUENCE = ("vit",)  # tp does not divide its sequence
 CASES = [
     ("gpt2", CUBE, replace(AGAIN, zero=3)),
+    ("gpt2", Mesh(1, 2, 1), replace(AGAIN, micro=16)),  # weights are gathered as well
     ("llama", CUBE, replace(AGAIN, schedule="zero-bubble")),
     ("llama", Mesh(2, 4, 1), replace(AGAIN, recompute="selective", loss="in_place")),
     ("llama", Mesh(1, 2, 2, cp=2), AGAIN),
