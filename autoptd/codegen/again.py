@@ -43,15 +43,20 @@ class Again:
     kept_conversions: frozenset[Converted] = frozenset()
     spare: frozenset[fx.Node] = frozenset()
     views: frozenset[fx.Node] = frozenset()
+    products: frozenset[fx.Node] = frozenset()  # of those that are kept, those that a policy keeps: calls all of them
 
     @property
     def reads(self) -> bool:
         """Whether ops read their operands again."""
         return bool(self.kept or self.core - self.spare)
 
-    def call(self, node: fx.Node) -> str:
-        """What its call is written in: `keep`, `spare`, or nothing."""
-        return "spare" if node in self.spare else "keep" if node in self.kept else ""
+    def written(self, node: fx.Node, text: str) -> str:
+        """An op's text: `keep(F.linear, x, w)`, `spare(F.linear, x, w)`, or as it is.
+
+        What reads a gathered tensor and is no call of a function (a sum, a cast) does run again: that costs little.
+        """
+        by = "spare" if node in self.spare else "keep" if node in self.kept else ""
+        return kept_text(text, by) if by and (node in self.products or _is_function(text)) else text
 
 
 def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str, gathers_again: bool = False) -> Again:
@@ -73,7 +78,8 @@ def _of_policy(segments: Sequence[Segment], sharding: Sharding, policy: str) -> 
         return Again(core=_with_tokens(segments, _nodes(again, segments)), core_conversions=_conversions(again))
     rest = set(map(id, again))
     kept = [s for s in steps if id(s) not in rest and not s.view]
-    return Again(kept=_nodes(kept, segments), kept_conversions=_conversions(kept))
+    nodes = _nodes(kept, segments)
+    return Again(kept=nodes, kept_conversions=_conversions(kept), products=nodes)
 
 
 def _with_gathers(segments: Sequence[Segment], sharding: Sharding, again: Again) -> Again:
@@ -182,6 +188,15 @@ def _reads(lines: Sequence[str], known: Collection[str]) -> list[str]:
                 found[name.id] = None
         assigned |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
     return list(found)
+
+
+def _is_function(text: str) -> bool:
+    """Whether a text is a call of a function that is given all its tensors."""
+    called = ast.parse(text, mode="eval").body
+    function = called.func if isinstance(called, ast.Call) else None
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return isinstance(function, ast.Name) and function.id in ("F", "ops", "torch")
 
 
 def kept_text(call: str, by: str = "keep") -> str:

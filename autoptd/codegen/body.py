@@ -149,7 +149,7 @@ class Body:
         """Write one op; `done` are the operands that nobody reads after it."""
         texts = [Text(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
         text = self.op_text(node, strategy, texts)
-        text = kept_text(text, by) if (by := self.again.call(node)) else text
+        text = self.again.written(node, text)
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
         outputs = _outputs(node)
         for output, placement in zip(outputs, strategy.gives, strict=True):

@@ -6,11 +6,17 @@ import re
 from dataclasses import replace
 
 import pytest
-from parity_check import Variant, check, planned, source, with_files
+import torch
+from parity_check import Variant, check, complaints, planned, source, with_files
+from parity_models import VOCAB, WIDTH, randomised, tokens
 from test_parity_dropout import is_alone, trained
 from test_parity_recompute import KINDS, made_for, measured, predicted
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import autoptd
 from autoptd.compile import make_program, read_sharding
+from autoptd.lockstep import train_alone, train_in_lockstep
 from autoptd.runtime.mesh import Mesh
 
 CUBE = Mesh(2, 2, 2)
@@ -41,6 +47,31 @@ def test_gathering_again_changes_no_number(name: str, mesh: Mesh, variant: Varia
     )  # where everything is gathered again, or nothing
     assert ("spare(F.linear, " in text) != whole
     assert not check(name, mesh, variant, "adamw")
+
+
+class Sums(nn.Module):
+    """What tp gathers is read by a sum, which is no call, and by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        y = self.up(x) + x.sin()
+        return F.cross_entropy(self.down(y).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("up", ["S0", "S1", "B"])
+@pytest.mark.parametrize("table", ["S0", "S1"])
+def test_what_is_no_call_runs_again(table: str, up: str) -> None:
+    torch.manual_seed(0)
+    model, (ids, labels) = randomised(Sums()), tokens()
+    batch = {"ids": ids, "labels": labels}
+    fix = {"tp": 4, "gathers": "again", "splits": {"table.weight": table, "up.weight": up}}
+    made = autoptd.parallelize(model, world=4, batch=16, inputs=batch, precision="fp64", optimizer="sgd", fix=fix)
+    found, expected = train_in_lockstep(made, [batch]), train_alone(model, [batch], optimizer="sgd")
+    assert not complaints("sums", found, expected)
 
 
 def test_what_is_not_done_again_drops_the_same() -> None:

@@ -24,6 +24,7 @@ from autoptd.plans import Plan
 SEQ, TOLERANCE, STEPS = 8, 1e-10, 2
 Fix = dict[str, Any]
 FIXES: list[Fix] = [{}, {}, {}, {"recompute": "full"}, {"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}]
+FIXES += [{"tp": 2, "gathers": "again"}, {"tp": 2, "recompute": "selective", "gathers": "again"}]
 SGD = {"lr": 0.05, "momentum": 0.9}
 
 
