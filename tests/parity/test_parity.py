@@ -68,11 +68,7 @@ def test_mixtures_and_encoder_decoders(name: str) -> None:
 
 def test_a_table_that_limits_the_sequence() -> None:
     """Sizes such as min(16, s), which no op has at the large sizes at which ops are looked at otherwise."""
-    plan = planned("mpt", Mesh(2, 2, 2), Variant(bulk=True, recompute="selective"))
-    found, expected = train_in_lockstep(parallel("mpt", plan, "sgd"), batches("mpt")), alone("mpt", "sgd")
-    assert found.gradients.keys() == expected.gradients.keys()
-    for name, x in expected.gradients.items():
-        torch.testing.assert_close(found.gradients[name], x, rtol=1e-9, atol=1e-12)
+    assert not check("mpt", Mesh(2, 2, 2), Variant(bulk=True, recompute="selective"), "sgd")
 
 
 def test_every_way_of_communicating_occurs() -> None:

@@ -42,10 +42,8 @@ def test_gathering_again_changes_no_number(name: str, mesh: Mesh, variant: Varia
     plan = planned(name, mesh, variant)
     text = "".join(make_program(source(name), plan, read_sharding(source(name), plan)).files.values())
     assert plan.not_runnable == ()
-    whole = (
-        variant.recompute in ("ops", "full") or name in NOT_BY_SEQUENCE
-    )  # where everything is gathered again, or nothing
-    assert ("spare(F.linear, " in text) != whole
+    beside_the_block = variant.recompute in ("none", "selective") and name not in NOT_BY_SEQUENCE
+    assert ("spare(F.linear, " in text) == beside_the_block
     assert not check(name, mesh, variant, "adamw")
 
 
