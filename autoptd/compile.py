@@ -43,6 +43,7 @@ from autoptd.progress import Progress
 from autoptd.runtime.footprint import elements_of
 from autoptd.runtime.layout import InputSpec, Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
+from autoptd.search.footprints import loss_of
 from autoptd.search.known import Known
 from autoptd.search.pins import pin_notes
 from autoptd.search.planner import EFFORT, Answer, Planner, Task, alternatives
@@ -264,7 +265,7 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
             recompute=_common_policy(staged),  # type: ignore[arg-type]
             overlap=method.overlap,  # type: ignore[arg-type]
             kernels=method.kernels,  # type: ignore[arg-type]
-            loss=method.loss,  # type: ignore[arg-type]
+            loss=loss_of(method, folded, sharding),  # type: ignore[arg-type]
             attention=method.attention,  # type: ignore[arg-type]
             gathers=method.gathers,  # type: ignore[arg-type]
             gradients=method.gradients,  # type: ignore[arg-type]

@@ -17,13 +17,12 @@ from functools import cached_property
 
 import sympy
 import torch
-from torch import fx
 
 from autoptd.passes.activations import Kept, kept_of, recomputed_steps
 from autoptd.passes.flow import Flow, Number, Step, Storage, Value, flow, op_base
-from autoptd.passes.fold import Segment
+from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.sharding import KindSharding
+from autoptd.passes.sharding import KindSharding, Sharding, ops_of
 from autoptd.passes.workspace import workspace
 from autoptd.runtime import ops
 
@@ -190,13 +189,10 @@ def is_loss(step: Step) -> bool:
     return step.call is not None and step.call.target is ops.cross_entropy
 
 
-def losses_in_place(segment: Segment, decided: KindSharding) -> frozenset[fx.Node]:
-    """The losses of a segment that may overwrite their logits."""
-    if not any(node.target is ops.cross_entropy for node in segment.nodes):
-        return frozenset()
-    region = flow([segment], {segment.kind: decided})
+def losses_in_place(region: Flow) -> frozenset[str]:
+    """Names of the nodes that are losses and may overwrite their logits."""
     found = (s.node for i, s in enumerate(region.steps) if is_loss(s) and writes_logits(region, i))
-    return frozenset(node for node in found if node is not None)
+    return frozenset(node.name for node in found if node is not None)
 
 
 def writes_logits(region: Flow, at: int) -> bool:
@@ -236,3 +232,12 @@ def _passes(step: Step, operand: Value) -> bool:
     if step.call is None or op_base(step.call) not in _PASSING:
         return False
     return same and result.info.shape == operand.info.shape and result.placement == operand.placement
+
+
+def cuts_logits(folded: Folded, sharding: Sharding) -> bool:
+    """Whether a cross entropy reads logits whose vocabulary lies over several ranks."""
+    return any(
+        node.target is ops.cross_entropy and sharding.kinds[kind].strategies[i].implementation
+        for kind, segment in folded.representatives.items()
+        for i, node in ops_of(segment)
+    )

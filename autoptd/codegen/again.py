@@ -20,7 +20,7 @@ from torch import fx
 
 from autoptd.passes.activations import recomputed_steps
 from autoptd.passes.cut_tokens import convert
-from autoptd.passes.flow import Step, flow
+from autoptd.passes.flow import Flow, Step, flow
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import operands
 from autoptd.passes.sharding import Sharding
@@ -72,7 +72,7 @@ def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str, gathe
 def _of_policy(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Again:
     if policy not in ("selective", "ops"):
         return Again()
-    steps = steps_of(segments, sharding)
+    steps = flow_of(segments, sharding).steps
     again = recomputed_steps(steps, policy)
     if policy == "selective":
         return Again(core=_with_tokens(segments, _nodes(again, segments)), core_conversions=_conversions(again))
@@ -84,7 +84,7 @@ def _of_policy(segments: Sequence[Segment], sharding: Sharding, policy: str) -> 
 
 def _with_gathers(segments: Sequence[Segment], sharding: Sharding, again: Again) -> Again:
     """And what reads a gathered tensor: the conversions run again there, the ops do not."""
-    steps = steps_of(segments, sharding)
+    steps = flow_of(segments, sharding).steps
     gathered = {s.outputs[0].storage for s in steps if s.node is None and s.outputs[0].storage.gathered_from}
     conversions = [s for s in steps if s.node is None and s.outputs[0].storage in gathered]
     readers = _nodes([s for s in steps if any(v.storage in gathered for v in s.operands)], segments) - again.core
@@ -102,15 +102,18 @@ def _with_gathers(segments: Sequence[Segment], sharding: Sharding, again: Again)
     )
 
 
-def steps_of(segments: Sequence[Segment], sharding: Sharding) -> tuple[Step, ...]:
-    """The steps of segments as the memory model counts them: at full length, also where they are those of a cp rank."""
+def flow_of(segments: Sequence[Segment], sharding: Sharding) -> Flow:
+    """The steps of segments as the memory model counts them: at full length, also where they are those of a cp rank.
+
+    Their nodes are then others, of the same names: a cut of the tokens leaves names as they are.
+    """
     if sharding.whole is None:
-        return flow(segments, sharding.kinds).steps
-    return flow([sharding.whole.segments[s.index] for s in segments], sharding.whole.kinds).steps
+        return flow(segments, sharding.kinds)
+    return flow([sharding.whole.segments[s.index] for s in segments], sharding.whole.kinds)
 
 
 def _nodes(steps: Sequence[Step], segments: Sequence[Segment]) -> frozenset[fx.Node]:
-    """The nodes of these segments that do the steps; a cut of the tokens leaves names as they are."""
+    """The nodes of these segments that do the steps."""
     names = {s.node.name for s in steps if s.node is not None and not s.view}
     return frozenset(n for s in segments for n in s.nodes if n.name in names)
 

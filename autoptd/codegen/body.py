@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.codegen.again import Again, core_lines, kept_text, runs_of
+from autoptd.codegen.again import Again, core_lines, flow_of, kept_text, runs_of
 from autoptd.codegen.expressions import Text, expression, size_text
 from autoptd.codegen.names import TAKEN, Names, ends_line, wish
 from autoptd.passes.cut_tokens import TOKEN_OPS, before_cut, ring, ulysses
@@ -53,7 +53,7 @@ class Body:
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
     loss_in_place: bool = False  # of the plan's method
-    overwritten: frozenset[fx.Node] = frozenset()  # losses of the segment under way that may write into their logits
+    overwritten: frozenset[str] = frozenset()  # losses of the segment under way that may write into their logits
 
     @property
     def ranks(self) -> int:
@@ -92,8 +92,9 @@ class Body:
         given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
-        if self.loss_in_place and not self.again.reads:  # what runs again in part may read its logits again
-            self.overwritten = losses_in_place(segment, decided)
+        has_loss = any(node.target is ops.cross_entropy for node in segment.nodes)
+        if has_loss and self.loss_in_place and not self.again.reads:  # what runs again may read its logits again
+            self.overwritten = losses_in_place(flow_of([segment], self.sharding))
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.again.core, self.again.views)
         last_use = {o: i for _, run in runs for i, n in run for o in operands(n)}
@@ -183,7 +184,7 @@ class Body:
         self._note_sizes((args, tuple(kwargs.values())))
         if self.loss_in_place and node.target is ops.cross_entropy:
             kwargs = {**kwargs, "in_place": True}
-            if node not in self.overwritten and info(operands(node)[0]).dtype in WIDE:  # others are copied anyway
+            if node.name not in self.overwritten and info(operands(node)[0]).dtype in WIDE:  # others are copied anyway
                 args = (Text(f"{args[0]}.clone()"), *args[1:])
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autoptd.codegen.again import steps_of
+from autoptd.codegen.again import flow_of
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.activations import recomputed_steps
 from autoptd.passes.fold import Folded, Segment, Unit
@@ -204,7 +204,7 @@ def _refuse_several(groups: Sequence[tuple[Segment, ...]], recompute: Mapping[in
 
 def settled(segments: tuple[Segment, ...], sharding: Sharding, policy: str) -> str:
     """The policy, or "none" where nothing of these segments is what it runs again."""
-    if policy == "selective" and not recomputed_steps(steps_of(segments, sharding), policy):
+    if policy == "selective" and not recomputed_steps(flow_of(segments, sharding).steps, policy):
         return "none"
     return policy
 

@@ -29,7 +29,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "kernels": ("eager", "fused", "compiled"),
     "attention": ("flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
-    "loss": ("kept", "in_place"),
+    "loss": ("auto", "kept", "in_place"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
     "bucket_bytes": int,

@@ -44,7 +44,7 @@ def pack(
 ) -> list[Bucket]:
     """Lay (name, elements) out in order. A bucket closes once it holds `bucket_elements` or the parameters end.
 
-    `blocks`: by name, what is gathered together; a bucket then closes where another block begins.
+    `blocks`: by name, the block that it is a part of; a bucket then closes where another begins.
     """
     buckets: list[Bucket] = []
     start = end = 0

@@ -40,7 +40,7 @@ class Packed:
     shards: int  # ranks that share one copy; 1 without ZeRO
     buffers: tuple[tuple[Bucket, ...], ...]
     idle: frozenset[str] = frozenset()  # names of slots that no gradient reaches: they have no moments
-    units: tuple[Unit, ...] = ()  # by slot, where parameters are sharded
+    units: tuple[Unit, ...] = ()  # by slot, where gradients are sharded
 
     @property
     def laid_out(self) -> tuple[Bucket, ...]:
@@ -100,7 +100,8 @@ def packed(
     """What (buffer, local elements) of trainable parameters, in forward order, become.
 
     Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `shards`: dp ranks that share
-    one copy. `idle`: positions of those that no gradient reaches. `units`: what each is gathered with (ZeRO 3).
+    one copy. `idle`: positions of those that no gradient reaches. `units`: with ZeRO 2
+    and 3, what shares no bucket with another.
     """
     buffers: dict[Hashable, list[tuple[str, int]]] = {}
     resting = set()
@@ -134,7 +135,7 @@ def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int
                 units.append(spec.unit)
             else:
                 frozen += elements * (spec.dtype or layout.dtype).itemsize
-    given = units if layout.zero == 3 else ()
+    given = units if layout.zero >= 2 else ()
     found = packed(trained, dp, layout.sharing, layout.bucket_elements, idle, given)
     state = model_state(
         found.buckets,

@@ -93,7 +93,7 @@ class Buffer:
         partial = self.partial_over_tp and layout.mesh.tp > 1
         self._alone = layout.zero < 2 and all(group.size == 1 for group in others) and not partial
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
-        blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero == 3 else None
+        blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero >= 2 else None
         self.buckets = pack(sizes, layout.mesh.copies, layout.bucket_elements, blocks)
         self.slots: dict[str, Slot] = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
 

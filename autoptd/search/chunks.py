@@ -317,7 +317,7 @@ class Chunks:
         trained = [(name, h) for name, h in own if not h.frozen]
         idle = {i for i, (name, _) in enumerate(trained) if name in self._unused}
         sizes = [((buffer_class(h.placement), shared.get(name)), h.numel) for name, h in trained]
-        units = [self._unit(name, runs, cut) for name, _ in trained] if self.candidate.zero == 3 else ()
+        units = [self._unit(name, runs, cut) for name, _ in trained] if self.candidate.zero >= 2 else ()
         layout = packed(sizes, self.dp, self.shards, self.bucket, idle, units)
         state = model_state(
             layout.buckets,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoptd.passes.fold import Segment
-from autoptd.passes.liveness import Peak
+from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.liveness import Peak, cuts_logits
+from autoptd.passes.sharding import Sharding
 from autoptd.search.tensors import Sharded, Tensors
 from autoptd.search.wishes import Method
 
@@ -19,7 +20,14 @@ def block_peak(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], 
             sharded.sharding.kinds,
             policy,
             regather=method.gathers == "again",
-            in_place_loss=method.loss == "in_place",
+            in_place_loss=loss_of(method, tensors.folded, sharded.sharding) == "in_place",
         )
         sharded.peaks[key] = found.peak(tensors.number, tensors.ranks, tensors.cp)
     return sharded.peaks[key]
+
+
+def loss_of(method: Method, folded: Folded, sharding: Sharding) -> str:
+    """`"kept"` or `"in_place"`: what is asked for, or what `"auto"` comes to under this sharding."""
+    if method.loss != "auto":
+        return method.loss
+    return "in_place" if cuts_logits(folded, sharding) else "kept"

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
     "kernels": KERNELS,
-    "loss": ("kept", "in_place"),
+    "loss": ("auto", "kept", "in_place"),
     "memory": ("check", "ignore"),
     "recompute": ("auto", "none", "selective", "ops", "full"),
     "schedule": tuple(SCHEDULES),
@@ -44,7 +44,8 @@ class Method:
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
     overlap        communication that runs beside compute: of "dp", "p2p", "tp"
     kernels        "eager", "fused" (by hand, as Megatron-LM's), "compiled"; see passes/fusion.py
-    loss           the gradient of the logits beside the probabilities that are "kept", or "in_place" of them
+    loss           the gradient of the logits beside the probabilities that are "kept", or "in_place" of them; "auto" is
+                   in place where tp cuts the vocabulary, whose kernel is our own, and kept where it is torch's
     attention      implementation of fused attention: "flash" (version 2, as torch's), "triton" (version 1), "cudnn"
     gathers        tensors that tp gathers for a product: "kept" for the backward pass, or gathered "again" in it
     gradients      accumulated and reduced in the "main" type (float32 of bf16 parameters) or the "compute" type;
@@ -66,7 +67,7 @@ class Method:
     schedule: str = "1f1b"
     overlap: tuple[str, ...] = ("p2p",)
     kernels: str = "eager"
-    loss: str = "kept"
+    loss: str = "auto"
     attention: str = "flash"
     gathers: str = "kept"
     gradients: str = "main"

@@ -49,6 +49,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if row.is_megatron or row.torch_compile or "Composer" in row.framework:
         # vocab_parallel_cross_entropy; compiled with its backward; MPT's loss_fn fused_crossentropy (from memory)
         fix["loss"] = "in_place"
+    else:
+        fix["loss"] = "kept"
     if attention := _attention(row):
         fix["attention"] = attention
     if row.tp > 1:

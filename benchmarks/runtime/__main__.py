@@ -21,7 +21,7 @@ from benchmarks.runtime.by_turns import Outcome, Task, by_turns, peak_bytes
 from benchmarks.runtime.model import LAYERS, SEQ, WIDTH, Trained
 
 PAIRS = 15
-PEAKS = 3
+PEAKS = 5
 SAMPLES = 4  # of a dp rank
 
 
@@ -52,6 +52,7 @@ CASES = (
     Case(Mesh(1, 4, 1), 0, "dtensor"),
     Case(Mesh(1, 1, 4), 0, "pipelining"),
     Case(Mesh(2, 2, 1), 1, "fsdp"),
+    Case(Mesh(2, 2, 1), 2, "fsdp"),
     Case(Mesh(2, 1, 2), 1, "ddp+zero"),
     Case(Mesh(1, 2, 2), 0, "pipelining"),
     Case(Mesh(8, 1, 1), 0, "ddp"),
@@ -60,6 +61,7 @@ CASES = (
     Case(Mesh(1, 8, 1), 0, "dtensor"),
     Case(Mesh(1, 1, 8), 0, "pipelining"),
     Case(Mesh(2, 2, 2), 1, "fsdp"),
+    Case(Mesh(2, 2, 2), 2, "fsdp"),
 )
 
 

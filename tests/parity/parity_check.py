@@ -52,7 +52,7 @@ class Variant:
     sends: str = "whole"
     shards: int = 0  # dp ranks that share one copy; 0: all
     context: str = "ring"  # attention over cp ranks
-    loss: str = "kept"
+    loss: str = "auto"
     gathers: str = "kept"
     bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
 

@@ -41,6 +41,14 @@ def test_a_loss_in_place_changes_no_number(name: str, mesh: Mesh, variant: Varia
     assert not check(name, mesh, variant, "sgd")
 
 
+@pytest.mark.parametrize(("tp", "loss", "says"), [(2, "auto", "in_place"), (2, "kept", "kept"), (1, "auto", "kept")])
+def test_a_cut_vocabulary_s_loss_is_in_place_by_itself(tp: int, loss: str, says: str) -> None:
+    plan = planned("nanogpt", Mesh(2, tp, 1), Variant(bulk=True, loss=loss))
+    text = "".join(make_program(source("nanogpt"), plan, read_sharding(source("nanogpt"), plan)).files.values())
+    assert plan.method.loss == says and text.count("in_place=True") == (says == "in_place")
+    assert text.count("vocab_cross_entropy") == (tp > 1)
+
+
 class Twice(nn.Module):
     """Two losses of the same logits, which the op before them keeps as well where `capped`."""
 

@@ -59,7 +59,7 @@ def once(pattern: str, by: str) -> Callable[[str], str]:
             r"tp.all_gather_whole(\1, dim=0)",
             marks=pytest.mark.fault("a bias on every rank"),
         ),
-        pytest.param("nanogpt", r",\s*ignore_index=-1\s*\)", ")", marks=pytest.mark.fault("labels across the cut")),
+        pytest.param("nanogpt", r",\s*ignore_index=-1\b", "", marks=pytest.mark.fault("labels across the cut")),
         pytest.param(
             "llama", r"/ counts\[0\]", "/ loss_counts(labels=labels)[0]", marks=pytest.mark.fault("mean of means")
         ),

@@ -1,0 +1,20 @@
+"""What the runtime benchmark makes of a profiler's events."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.runtime.by_turns import fullest
+
+
+@pytest.mark.parametrize(
+    ("events", "most"),
+    [
+        ([(1, 10), (2, 5), (1, -10), (3, 7)], 15),
+        ([(1, 10), (1, 10), (2, 5)], 15),  # the first was released by a thread that is not watched
+        ([(1, -10), (2, 5)], 5),  # what was there before
+        ([], 0),
+    ],
+)
+def test_the_fullest_moment(events: list[tuple[int, int]], most: int) -> None:
+    assert fullest({"Addr": address, "Bytes": size} for address, size in events) == most
