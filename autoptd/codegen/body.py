@@ -25,10 +25,10 @@ from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.liveness import WIDE, losses_in_place
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
+from autoptd.passes.placements import BP, B, Broadcast, Placement, Split, conversion
 from autoptd.passes.rules import IMPLEMENTATIONS
 from autoptd.passes.samples import SamplePlace, counts_samples, sample_place
-from autoptd.passes.sharding import Sharding, ops_of, tensor_name
+from autoptd.passes.sharding import KindSharding, Sharding, ops_of, tensor_name
 from autoptd.passes.unknown import rule_for
 from autoptd.runtime import ops
 
@@ -53,6 +53,7 @@ class Body:
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
     loss_in_place: bool = False  # of the plan's method
+    wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # what the segment under way makes
     overwritten: frozenset[str] = frozenset()  # losses of the segment under way that may write into their logits
 
     @property
@@ -76,8 +77,10 @@ class Body:
         if not row.function:
             return source
         args = conversion_args(given, needed)
-        base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else wish(node)
-        name = self.names.fresh(f"{base}_{_SUFFIX[str(needed)[0]]}" if str(needed) != "Bp" else f"{base}_whole")
+        once = self._serves_once(node, given, needed)
+        name = source if once else self.names.fresh(_converted(source, node, needed))
+        if once:  # the tensor as given is freed when nobody else holds it
+            del self.held[node, given]
         note = conversion_note(given, needed, info(node).requires_grad)
         call = f"tp.{row.function}({', '.join([source, *args])})"
         if (tensor_name(node), str(needed)) in self.again.kept_conversions:
@@ -85,6 +88,17 @@ class Body:
         self.lines.append(f"{name} = {call}  # {note}")
         self.made.append((name, node, needed))
         return name
+
+    def _serves_once(self, node: fx.Node, given: Placement, needed: Placement) -> bool:
+        """Whether a tensor is read as needed alone: then its variable may hold that, and the tensor as given goes."""
+        source = self.held[node, given]
+        others = (text for key, text in self.held.items() if key != (node, given))
+        return (
+            self.wanted.get(node) == {needed}
+            and not self.again.core  # whose functions tell variables by name
+            and source.isidentifier()
+            and not any(re.search(rf"(?<![\w.]){source}\b", text) for text in others)
+        )
 
     def segment(self, segment: Segment) -> None:
         """Write one segment. What it receives must be bound in the placement it is received in."""
@@ -95,6 +109,7 @@ class Body:
         has_loss = any(node.target is ops.cross_entropy for node in segment.nodes)
         if has_loss and self.loss_in_place and not self.again.reads:  # what runs again may read its logits again
             self.overwritten = losses_in_place(flow_of([segment], self.sharding))
+        self.wanted = _wanted(segment, decided)
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.again.core, self.again.views)
         last_use = {o: i for _, run in runs for i, n in run for o in operands(n)}
@@ -280,6 +295,25 @@ def _outputs(node: fx.Node) -> list[fx.Node | None]:
     for user in node.users:
         assert is_getitem(user)
         found[user.args[1]] = user  # type: ignore[index]
+    return found
+
+
+def _converted(source: str, node: fx.Node, needed: Placement) -> str:
+    """`out_whole`, `x_part`: a name for what a conversion makes of a variable or an attribute."""
+    base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else wish(node)
+    return f"{base}_whole" if needed == BP else f"{base}_{_SUFFIX[str(needed)[0]]}"
+
+
+def _wanted(segment: Segment, decided: KindSharding) -> dict[fx.Node, set[Placement]]:
+    """The placements in which the tensors that a segment makes are read by its ops, and handed on."""
+    found: dict[fx.Node, set[Placement]] = {n: set() for n in segment.nodes}
+    for i, node in ops_of(segment):
+        for operand, placement in zip(operands(node), decided.strategies[i].needs, strict=True):
+            if operand in found:
+                found[operand].add(_plain(operand, placement))
+    for node, placement in zip(segment.sends, decided.sends, strict=True):
+        if node in found:
+            found[node].add(_plain(node, placement))
     return found
 
 

@@ -35,7 +35,7 @@ def test_a_right_plan_is_verified_and_no_line_of_it_is_blamed(name: str) -> None
 
 
 TEXTS = [  # plan, the emitted text, what is planted in its place, what the first fault says
-    ("tensors", "tp.all_reduce_both(out)", "out", rf"blocks\.0.*Bp on ranks \[0, 1\].*\n{BLOCK}out_whole = out"),
+    ("tensors", "tp.all_reduce_both(out)", "out", rf"blocks\.0.*Bp on ranks \[0, 1\].*\n{BLOCK}out = out"),
     ("tensors", "tp.all_reduce_both(down)", "tp.all_reduce(down)", r"gradient of what it makes.*\n.*blocks\.py"),
     ("tensors", "tp.pad(self.down.bias, dim=0)", "torch.cat([self.down.bias] * 2)", rf"{BLOCK}down"),
     ("tensors", "is_causal=True", "is_causal=False", rf"attention: scaled_dot_product_attention.*\n{BLOCK}y = "),
