@@ -31,6 +31,7 @@ from autoptd.passes.loss import Loss
 from autoptd.passes.loss import loss_of as loss_of
 from autoptd.passes.regions import inline_regions
 from autoptd.passes.repeats import Repeats
+from autoptd.passes.silence import silent_export
 from autoptd.passes.unfold import unfold
 
 PRECISIONS: dict[str, torch.dtype] = {
@@ -167,7 +168,7 @@ class _Exporter:
         dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
         found = Repeats(train) if repeats else None
         try:
-            with without_collector():
+            with without_collector(), silent_export():
                 program = torch.export.export(Loss(train, self.loss), (fake,), dynamic_shapes=dynamic, strict=False)
         except InputsError:
             raise

@@ -172,8 +172,11 @@ def test_not_a_module_or_nothing_to_train():
     ],
     ids=["nonzero", "nonzero at the root", "branch", "item"],
 )
-def test_shapes_that_depend_on_data(model: nn.Module, path: str, kind: type, text: str):
+def test_shapes_that_depend_on_data(
+    model: nn.Module, path: str, kind: type, text: str, capfd: pytest.CaptureFixture[str]
+):
     error = refusal(UnsupportedOp, model, **EIGHT, inputs=X)
+    assert "def forward" not in "".join(capfd.readouterr()), "torch shows its graph"
     assert "data" in error.what
     assert error.where.startswith(path)
     assert line_of(kind, text) in error.where
