@@ -1,5 +1,5 @@
-"""torch.export prints the graph so far when it fails, thousands of lines for a large model, and logs what kind of failure
-it was. What went wrong, and in which line, is what the error that follows says."""
+"""torch.export prints the graph so far when it fails, thousands of lines for a large model, and logs what kind it was.
+What went wrong, and in which line, is what the error that follows says."""
 
 from __future__ import annotations
 

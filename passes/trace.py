@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import linecache
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
+from autoptd.passes.bound_sizes import InputDim, bound_dims
 from autoptd.passes.collector import without_collector
 from autoptd.passes.fake import fake_cpu
 from autoptd.passes.loss import Loss
@@ -119,6 +120,9 @@ def trace(
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     exporter = _Exporter(model, specs, loss, precision)
     program = exporter.run(repeats=repeats)
+    if bound := bound_dims(program, specs):
+        exporter = replace(exporter, fixed=bound)
+        program = exporter.run(repeats=repeats)
     if repeats and _writes_through_views(program.graph):
         program = exporter.run(repeats=False)
     if _writes_through_views(program.graph):
@@ -144,6 +148,7 @@ class _Exporter:
     specs: Specs
     loss: Callable[..., Tensor] | None
     precision: str
+    fixed: Collection[InputDim] = ()  # dims of inputs that are no symbols
 
     def run(self, *, repeats: bool) -> torch.export.ExportedProgram:
         """The whole graph. Raises InputsError, UnsupportedOp, TraceError."""
@@ -165,7 +170,8 @@ class _Exporter:
         train = without_caches(skeleton(self.model, self.precision, device, mode).train())
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
-        dynamic = ({name: dict.fromkeys(range(x.ndim), Dim.AUTO) for name, x in fake.items()},)
+        kinds = dict.fromkeys(self.fixed, Dim.STATIC)
+        dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
         found = Repeats(train) if repeats else None
         try:
             with without_collector(), silent_export():

@@ -258,3 +258,25 @@ def test_tracing_twice_gives_the_same_graph() -> None:
 
     batch = {"input_ids": ids(), "labels": ids()}
     assert text(normalised(Tiny(), batch)) == text(normalised(Tiny(), batch))
+
+
+class Picture(nn.Module):
+    """Patches of 4 × 4 with a position each; `fitted`: other numbers of patches have positions of their own."""
+
+    def __init__(self, fitted: bool) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
+        self.positions, self.others = nn.Parameter(torch.ones(1, 6, WIDTH)), nn.Parameter(torch.ones(1, 1, WIDTH))
+        self.fitted = fitted
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patches(pixels).flatten(2).transpose(1, 2)
+        known = self.fitted and x.shape[1] == self.positions.shape[1]
+        return (x + (self.positions if known else self.others)).square().mean()
+
+
+@pytest.mark.parametrize(("fitted", "free"), [(True, set()), (False, {("pixels", 2), ("pixels", 3)})])
+def test_sizes_that_a_branch_ties_to_a_number_are_that_number(fitted: bool, free: set[tuple[str, int]]) -> None:
+    """(h // 4) (w // 4) = 6 of 8 × 12: a graph with h and w in it would run at no other sizes."""
+    traced = trace(Picture(fitted), {"pixels": torch.empty(2, 3, 8, 12)})
+    assert {at for symbol, at in traced.sizes.items() if symbol != BATCH} == free
