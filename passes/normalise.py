@@ -24,6 +24,7 @@ from autoptd.passes.regions import inline_regions as _inline
 from autoptd.passes.spellings import (
     merge_reshapes,
     write_addmm_as_linear,
+    write_casts_with_their_type,
     write_copy_as_source,
     write_equal_splits_as_chunk,
     write_grouped_mm,
@@ -337,6 +338,7 @@ NORMALISE: list[Pass] = [
     annotate,
     write_native_dropout_as_dropout,
     write_copy_as_source,
+    write_casts_with_their_type,
     drop_identities,
     write_views_as_reshape,
     write_equal_splits_as_chunk,

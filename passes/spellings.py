@@ -46,6 +46,14 @@ def write_copy_as_source(graph: fx.Graph, traced: Traced) -> None:
             node.replace_all_uses_with(spread)
 
 
+def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
+    """`x.type_as(y)` and `x.to(y)` read no value of y: they become `x.to(dtype)`."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (aten.type_as.default, aten.to.other):
+            node.target = aten.to.dtype
+            node.args, node.kwargs = (node.args[0], info(node).dtype), {}
+
+
 def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
     """`view`, `flatten`, `unflatten` become `reshape` to the whole output shape; `expand` names every size."""
     for node in graph.nodes:

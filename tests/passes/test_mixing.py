@@ -97,6 +97,7 @@ APART: list[Body] = [
     lambda x, ids, labels: x.sort(1)[0] + x.norm(dim=1, keepdim=True),
     lambda x, ids, labels: x + torch.arange(x.shape[1])[None, :, None].expand(x.shape[0], -1, -1),
     lambda x, ids, labels: x.unflatten(0, (-1, 1)).flatten(0, 1),
+    lambda x, ids, labels: x.double().flatten(0, 1).type_as(x.flatten(0, 1)).view(x.shape),
     lambda x, ids, labels: x.type_as(x) * (x.shape[0] / x.shape[0]),
     lambda x, ids, labels: x.new_zeros(x.shape[1], x.shape[2]) + x,
     lambda x, ids, labels: x.movedim(0, 1).contiguous().movedim(0, 1),
