@@ -24,15 +24,15 @@ def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) ->
     bound = set[sympy.Symbol]()
     for guard in env.guards:
         equation = env.replace(guard.expr)
-        if isinstance(equation, sympy.Eq) and equation.rhs.is_number and not _is_remainder(equation.lhs):
+        if isinstance(equation, sympy.Eq) and equation.rhs.is_number and not _bounds(equation.lhs):
             symbols = equation.free_symbols
             bound |= symbols if symbols.isdisjoint(samples) else set()
     return frozenset(at for at, size in dims.items() if not bound.isdisjoint(size.node.expr.free_symbols))
 
 
-def _is_remainder(expression: sympy.Expr) -> bool:
-    """Of a division: that bounds a size to multiples."""
-    return bool(type(expression).__name__ in ("Mod", "PythonMod"))
+def _bounds(expression: sympy.Expr) -> bool:
+    """Whether an equation with it leaves a range or multiples of a size: `s % 8 == 0`, `min(s, 64) == s`."""
+    return any(type(f).__name__ in ("Mod", "PythonMod", "Min", "Max") for f in sympy.preorder_traversal(expression))
 
 
 def _sizes(program: torch.export.ExportedProgram, names: Collection[str]) -> Iterator[tuple[InputDim, torch.SymInt]]:

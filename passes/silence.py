@@ -21,4 +21,4 @@ def silent_export() -> Iterator[None]:
         yield
     finally:
         log.disabled = was_off
-        del vars(_trace)["print"]
+        vars(_trace).pop("print", None)

@@ -280,3 +280,19 @@ def test_sizes_that_a_branch_ties_to_a_number_are_that_number(fitted: bool, free
     """(h // 4) (w // 4) = 6 of 8 × 12: a graph with h and w in it would run at no other sizes."""
     traced = trace(Picture(fitted), {"pixels": torch.empty(2, 3, 8, 12)})
     assert {at for symbol, at in traced.sizes.items() if symbol != BATCH} == free
+
+
+class Bounded(nn.Module):
+    """Weights for up to eight tokens, in whole pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x.shape[1] % 2 == 0 and min(x.shape[1], 8) == x.shape[1]
+        return ((x if pairs else -x) * self.weights[: x.shape[1]]).square().mean()
+
+
+def test_sizes_that_are_bounded_stay_free() -> None:
+    assert SEQUENCE in trace(Bounded(), {"x": torch.empty(2, 6)}).sizes
