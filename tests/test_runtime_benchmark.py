@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.runtime.by_turns import fullest
+from benchmarks.runtime.by_turns import most_alive
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from benchmarks.runtime.by_turns import fullest
     ],
 )
 def test_the_fullest_moment(events: list[tuple[int, int]], most: int) -> None:
-    assert fullest({"Addr": address, "Bytes": size} for address, size in events) == most
+    assert most_alive({"Addr": address, "Bytes": size} for address, size in events) == most

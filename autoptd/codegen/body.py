@@ -25,7 +25,7 @@ from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.liveness import WIDE, losses_in_place
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.placements import BP, B, Broadcast, Placement, Split, conversion
+from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.passes.rules import IMPLEMENTATIONS
 from autoptd.passes.samples import SamplePlace, counts_samples, sample_place
 from autoptd.passes.sharding import KindSharding, Sharding, ops_of, tensor_name
@@ -53,7 +53,7 @@ class Body:
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
     loss_in_place: bool = False  # of the plan's method
-    wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # what the segment under way makes
+    wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # of what the segment under way makes
     overwritten: frozenset[str] = frozenset()  # losses of the segment under way that may write into their logits
 
     @property
@@ -299,9 +299,9 @@ def _outputs(node: fx.Node) -> list[fx.Node | None]:
 
 
 def _converted(source: str, node: fx.Node, needed: Placement) -> str:
-    """`out_whole`, `x_part`: a name for what a conversion makes of a variable or an attribute."""
+    """`out_whole`, `x_split`: a name for what a conversion makes of a variable or an attribute."""
     base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else wish(node)
-    return f"{base}_whole" if needed == BP else f"{base}_{_SUFFIX[str(needed)[0]]}"
+    return f"{base}_{_SUFFIX[str(needed)[0]]}"
 
 
 def _wanted(segment: Segment, decided: KindSharding) -> dict[fx.Node, set[Placement]]:

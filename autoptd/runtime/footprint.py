@@ -100,8 +100,8 @@ def packed(
     """What (buffer, local elements) of trainable parameters, in forward order, become.
 
     Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `shards`: dp ranks that share
-    one copy. `idle`: positions of those that no gradient reaches. `units`: with ZeRO 2
-    and 3, what shares no bucket with another.
+    one copy. `idle`: positions of those that no gradient reaches. `units`: with ZeRO 2 and 3, what each shares buckets
+    with; nothing else does.
     """
     buffers: dict[Hashable, list[tuple[str, int]]] = {}
     resting = set()

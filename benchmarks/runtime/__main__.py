@@ -91,8 +91,7 @@ def measure(case: Case, pairs: int = PAIRS) -> Outcome:
 def fullest(runs: Sequence[Sequence[int]]) -> int:
     """Bytes of the fullest rank, of each the least of all runs.
 
-    What gloo's own threads free as the last to hold it goes on being counted: the allocator counts in those threads
-    alone that the profiler watches.
+    What gloo's own threads free as the last to hold it goes on being counted until its address is handed out anew.
     """
     return max(map(min, zip(*runs, strict=True)))
 

@@ -121,10 +121,10 @@ def peak_bytes(c: Communicators, task: Task, ours: bool) -> int:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    return fullest(e["args"] for e in sorted(events, key=lambda e: float(e["ts"])))
+    return most_alive(e["args"] for e in sorted(events, key=lambda e: float(e["ts"])))
 
 
-def fullest(events: Iterable[Mapping[str, int]]) -> int:
+def most_alive(events: Iterable[Mapping[str, int]]) -> int:
     """Most bytes alive at once, of allocations and releases (negative "Bytes") in order of time.
 
     The profiler sees no release by a thread that it does not watch, such as gloo's. Memory whose address is handed out
