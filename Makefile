@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 
-.PHONY: demo test lint types bench faults clean
+.PHONY: demo test wheel lint types bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -16,6 +16,10 @@ demo: $(INSTALLED)
 # two processes, one thread each; what shares a trace runs in one of them (tests/conftest.py)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# what people install: built, installed away from the checkout, and run there
+wheel: $(INSTALLED)
+	$(RUN) -m tests.wheel_check
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

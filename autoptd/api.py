@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoptd.boundary import public
 from autoptd.certificates import recheck
 from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster, default_cluster
@@ -17,6 +18,7 @@ from autoptd.errors import AutoptdError, ClusterError, InputsError, PlanError, n
 from autoptd.parallel import Optimizer
 from autoptd.parallel import Parallel as Parallel
 from autoptd.passes.collector import without_collector
+from autoptd.passes.loss import Targets
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
 from autoptd.runtime.beat import Limits
@@ -29,12 +31,15 @@ from autoptd.search.wishes import read_wishes, require_count
 OPTIMIZERS = ("adamw", "sgd")
 
 
+@public
 @without_collector()
 def trace(
     model: nn.Module,
     *,
     inputs: Mapping[str, Tensor] | None = None,
     loss: Callable[..., Tensor] | None = None,
+    targets: Targets | None = None,
+    loss_averaging: str | None = None,
     seq: int | None = None,
     precision: str = "bf16",
     progress: Progress | None = None,
@@ -43,9 +48,19 @@ def trace(
 
     Keywords are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
     """
-    return read_model(model, inputs=inputs, loss=loss, seq=seq, precision=precision, progress=progress or Silent())
+    return read_model(
+        model,
+        inputs=inputs,
+        loss=loss,
+        targets=targets,
+        seq=seq,
+        precision=precision,
+        progress=progress or Silent(),
+        loss_averaging=loss_averaging or "global",
+    )
 
 
+@public
 @without_collector()
 def plan(
     model: nn.Module | TracedModel,
@@ -53,6 +68,8 @@ def plan(
     world: int,
     inputs: Mapping[str, Tensor] | None = None,
     loss: Callable[..., Tensor] | None = None,
+    targets: Targets | None = None,
+    loss_averaging: str | None = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     batch: int | None = None,
     seq: int | None = None,
@@ -68,11 +85,14 @@ def plan(
     """Search for the fastest way to train `model` on `world` devices that fits.
 
     inputs: example keyword tensors of `forward`, dim 0 counting samples (may be meta); made from the configuration
-    for Hugging Face models and for modules with `example_inputs(batch, seq)`. loss: a function of the outputs (and the
-    inputs, if it takes two), where `forward` gives no scalar, `.loss` or `["loss"]`. cluster: a shipped name, a TOML
-    path, a `Cluster`; left out, this machine's GPUs, or dgx-h100. batch: samples per step, all ranks together; left
-    out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made by hand, `wishes.KNOWN`; with
-    some of them a plan can be predicted, but not run (`Plan.not_runnable`).
+    for Hugging Face models and for modules with `example_inputs(batch, seq)`. loss: where `forward` gives no scalar,
+    `.loss` or `["loss"]`: a function of the outputs, of (outputs, inputs), or of outputs and targets, such as
+    nn.CrossEntropyLoss(). targets: example tensors that the loss takes and `forward` never sees: one, which a batch
+    calls "targets", or a mapping by the loss's own keywords.
+
+    cluster: a shipped name, a TOML path, a `Cluster`; left out, this machine's GPUs, or dgx-h100. batch: samples per
+    step, all ranks together; left out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made
+    by hand, `wishes.KNOWN`; with some of them a plan can be predicted, but not run (`Plan.not_runnable`).
 
     include: dimensions to search beyond the usual, of `wishes.INCLUDABLE`, or "all". exact: go on until
     nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
@@ -88,7 +108,7 @@ def plan(
     wishes, chosen, where = read_wishes(fix, include), _optimizer_name(optimizer), _cluster(cluster)
     _check_clip(clip_norm)
     _check_limit(time_limit_s)
-    source = _traced(model, inputs, loss, seq, precision, progress)
+    source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
     return make_plan(
         source,
         exact=exact,
@@ -103,6 +123,7 @@ def plan(
     )
 
 
+@public
 @without_collector()
 def parallelize(
     model: nn.Module | TracedModel | str | os.PathLike[str],
@@ -111,15 +132,20 @@ def parallelize(
     plan: Plan | str | os.PathLike[str] | None = None,
     inputs: Mapping[str, Tensor] | None = None,
     loss: Callable[..., Tensor] | None = None,
+    targets: Targets | None = None,
+    loss_averaging: str | None = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     batch: int | None = None,
     seq: int | None = None,
     precision: str | None = None,
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
     parameter_groups: Sequence[Mapping[str, Any]] = (),
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
+    include: Iterable[str] = (),
+    exact: bool = False,
+    time_limit_s: float | None = None,
     seed: int = 0,
     weights: str | os.PathLike[str] | None = None,
     non_finite: str = "raise",
@@ -129,7 +155,8 @@ def parallelize(
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
 
-    Keywords are those of `plan`; with a plan, its sizes, precision and optimizer hold and nothing is searched.
+    Keywords are those of `plan`. With a plan, its cluster, sizes, precision and optimizer hold: they need not be given,
+    and nothing is searched, so that fix, include, exact and time_limit_s are refused.
     optimizer_options: keywords of the optimizer, such as lr. parameter_groups: parameters with others, by patterns of
     their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
     seed: of the parameters of a meta model, and of dropout. non_finite: what all ranks do with a step whose loss or
@@ -143,7 +170,7 @@ def parallelize(
     killed or stopped ends the job everywhere with the cause, a slow one is reported. False: they do not.
 
     Raises what `plan` raises, and PlanFileError for a plan of another model or one that was changed after it was
-    verified, PlanError for one of another world.
+    verified, PlanError for one that was made for something else than is asked for.
     """
     progress = progress or Silent()
     running = _running_world()
@@ -155,8 +182,13 @@ def parallelize(
         if world is None:
             raise PlanError("world was not given", where="world", fix="pass world=, or start under torchrun")
     _check_sizes(world, batch)
+    _check_limit(time_limit_s)
+    include = [include] if isinstance(include, str) else list(include)
+    where = None if cluster is None and plan is not None else _cluster(cluster)
     if plan is not None:
         plan.check_world(world)
+        _check_nothing_to_search(fix=fix, include=include, exact=exact, time_limit_s=time_limit_s)
+        _check_as_planned(plan, cluster=where, batch=batch, seq=seq, precision=precision, optimizer=optimizer)
     if running is not None and running != world:
         raise PlanError(
             f"{running} processes are running, but the plan is for a world of {world}",
@@ -166,14 +198,17 @@ def parallelize(
     _check_clip(clip_norm)
     Finite(non_finite, None)  # or it is refused
     limits = None if watch is False else Limits.of({} if watch is True else watch)
-    if plan is not None and not callable(optimizer):
-        optimizer = _planned_optimizer(plan)
+    if optimizer is None:
+        optimizer = "adamw" if plan is None else _planned_optimizer(plan)
     chosen = _optimizer_name(optimizer, optimizer_options)
     if plan is None:
-        wishes, where = read_wishes({"kernels": "compiled", **(fix or {})} if compile else fix), _cluster(cluster)
-        source = _traced(model, inputs, loss, seq, precision, progress)
+        assert where is not None
+        wishes = read_wishes({"kernels": "compiled", **(fix or {})} if compile else fix, include)
+        source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
         plan = make_plan(
             source,
+            exact=exact,
+            time_limit_s=time_limit_s,
             world=world,
             cluster=where,
             batch=batch,
@@ -186,8 +221,9 @@ def parallelize(
     else:
         length = seq if seq is not None else plan.sizes.get("s")
         plan.check_runnable()
-        source = _traced(model, inputs, loss, length, plan.precision, progress)
-    stored = None if weights is None else _stored(weights, source.model)
+        averaging = loss_averaging or plan.loss_averaging
+        source = _traced(model, inputs, loss, targets, length, plan.precision, progress, averaging)
+    stored = None if weights is None else _stored(weights, source)
     groups = read_groups(parameter_groups, [n for n, p in source.model.named_parameters() if p.requires_grad])
     _optimizer_name(optimizer, optimizer_options, groups)
     with progress.stage("emit the program"):
@@ -207,9 +243,11 @@ def _traced(
     model: nn.Module | TracedModel,
     inputs: Mapping[str, Tensor] | None,
     loss: Callable[..., Tensor] | None,
+    targets: Targets | None,
     seq: int | None,
     precision: str | None,
     progress: Progress,
+    loss_averaging: str | None = None,
 ) -> TracedModel:
     """The model traced, now or before. Raises InputsError where a traced model is asked to be another."""
     if not isinstance(model, TracedModel):
@@ -217,17 +255,24 @@ def _traced(
             model,
             inputs=inputs,
             loss=loss,
+            targets=targets,
             seq=seq,
             precision="bf16" if precision is None else precision,
             progress=progress,
+            loss_averaging=loss_averaging or "global",
         )
-    traced_as = {"seq": model.seq, "precision": model.precision}
-    asked = {"inputs": inputs, "loss": loss, "seq": seq, "precision": precision}
-    others = [
-        n for n, value in asked.items() if value is not None and (n in ("inputs", "loss") or value != traced_as[n])
-    ]
+    traced_as = {"seq": model.seq, "precision": model.precision, "loss_averaging": model.loss_averaging}
+    asked = {
+        "inputs": inputs,
+        "loss": loss,
+        "targets": targets,
+        "seq": seq,
+        "precision": precision,
+        "loss_averaging": loss_averaging,
+    }
+    others = [n for n, value in asked.items() if value is not None and (n not in traced_as or value != traced_as[n])]
     if others:
-        given = ", ".join(name if name in ("inputs", "loss") else f"{name} {asked[name]!r}" for name in others)
+        given = ", ".join(f"{name} {asked[name]!r}" if name in traced_as else name for name in others)
         raise InputsError(
             f"the model was traced before, with seq {model.seq} and {model.precision}; it is now given {given}",
             where=", ".join(others),
@@ -251,11 +296,11 @@ def _opened(
     return load_model(name)[0], weights
 
 
-def _stored(weights: str | os.PathLike[str], model: nn.Module) -> Mapping[str, Stored]:
+def _stored(weights: str | os.PathLike[str], source: TracedModel) -> Mapping[str, Stored]:
     from autoptd.checkpoint.huggingface import Weights
 
-    found = Weights(Path(weights), model)
-    found.check(name for name, _ in model.named_parameters())
+    found = Weights(Path(weights), source.model)
+    found.check(name for name, _ in source.model.named_parameters() if not source.objective.owns(name))
     return found
 
 
@@ -313,6 +358,35 @@ def _planned_optimizer(plan: Plan) -> str:
             fix="pass the same optimizer= again",
         )
     return plan.optimizer
+
+
+def _check_nothing_to_search(**wishes: Any) -> None:
+    """Raise PlanError for wishes for a search beside a plan."""
+    if given := [name for name, wish in wishes.items() if wish]:
+        raise PlanError(
+            f"a plan is given, so nothing is searched, and {' and '.join(given)} can change nothing",
+            where=", ".join(["plan", *given]),
+            fix=f"leave out {', '.join(given)}; or leave out plan, and search again",
+        )
+
+
+def _check_as_planned(plan: Plan, **asked: Any) -> None:
+    """Raise PlanError for a plan that was made for something else than is asked for; None asks for nothing."""
+    held = {"cluster": plan.cluster, "batch": plan.batch, "seq": plan.sizes.get("s"), "precision": plan.precision}
+    if not callable(asked["optimizer"]):
+        held["optimizer"] = plan.optimizer
+    others = [n for n, value in held.items() if None not in (asked[n], value) and asked[n] != value]
+    if not others:
+        return
+    planned = {name: f"{name} {getattr(held[name], 'name', held[name])}" for name in others}
+    wanted = {name: f"{name} {getattr(asked[name], 'name', asked[name])}" for name in others}
+    if "cluster" in others and planned["cluster"] == wanted["cluster"]:
+        wanted["cluster"] += " with other figures"
+    raise PlanError(
+        f"the plan is for {', '.join(planned.values())}; asked for is {', '.join(wanted.values())}",
+        where=", ".join(["plan", *others]),
+        fix=f"leave out {', '.join(others)}, and the plan's hold; or leave out plan, and search again",
+    )
 
 
 def _check_sizes(world: object, batch: object) -> None:

@@ -1,6 +1,6 @@
 """The command line: `autoptd plan | explain | compare | simulate | emit | verify | models | clusters`.
 
-Exit codes: 0 done; 1 the answer is no (nothing fits, plans or results differ); 2 bad usage or bad input.
+Exit codes: 0 done; 1 the answer is no (nothing fits, plans or results differ); 2 bad usage or input, or a fault.
 With `--json` standard output holds one JSON value, an `{"error": …}` object if things went wrong.
 
 Whatever needs torch is imported inside the command that needs it, so that `--help` answers at once.
@@ -36,6 +36,7 @@ from autoptd.commands.arguments import (
     seconds,
 )
 from autoptd.commands.explain import run_compare, run_explain
+from autoptd.commands.fault import internal_error, show_traceback
 from autoptd.commands.output import error_data, model_of, print_json, progress_of, width
 from autoptd.commands.plan import run_plan
 from autoptd.commands.verify import add_arguments as add_verify_arguments
@@ -62,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)  # or Python looks for garbage once more as it leaves, for 1.5 s
     try:
         arguments = _parser().parse_args(argv)
-        with without_collector():
-            code: int = arguments.run(arguments)
+        code = _run(arguments)
         sys.stdout.flush()
         return code
     except AutoptdError as error:
+        show_traceback(error)
         _tell(error, as_json="--json" in argv)
         return NO if isinstance(error, DoesNotFit) else BAD
     except BrokenPipeError:  # the reader, such as `head`, has left
@@ -75,6 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("autoptd: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:  # noqa: BLE001  at the edge of the program: Python's 1 is "no"
+        show_traceback(error)
+        _tell(internal_error(error), as_json="--json" in argv)
+        return BAD
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """The command's exit code. Raises InternalError where the model's own code would leave the process with another."""
+    try:
+        with without_collector():
+            code: int = arguments.run(arguments)
+            return code
+    except SystemExit as error:
+        raise internal_error(error) from error
 
 
 def _tell(error: AutoptdError, *, as_json: bool) -> None:
@@ -213,7 +228,7 @@ def _parser() -> _Parser:
 
     parser = _Parser(prog="autoptd", allow_abbrev=False)
     parser.description = "Plan how to train a PyTorch model on many devices, see what it costs, and write the program."
-    parser.epilog = "exit codes: 0 done; 1 the answer is no (nothing fits, the plans differ); 2 bad usage"
+    parser.epilog = "exit codes: 0 done; 1 the answer is no (nothing fits, the plans differ); 2 bad usage, or a fault"
     parser.add_argument("--version", action="version", version=f"autoptd {version('autoptd')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -231,6 +246,12 @@ def _parser() -> _Parser:
     plan.add_argument("--seq", type=count, metavar="N", help="tokens per sample (default the model's own, up to 4096)")
     plan.add_argument(
         "--precision", choices=["bf16", "fp16", "fp32", "fp64"], default="bf16", help="default %(default)s"
+    )
+    plan.add_argument(
+        "--loss-averaging",
+        choices=["global", "per-microbatch"],
+        default="global",
+        help="of a loss that cannot be the whole batch's: refuse it, or take the mean of microbatches' own",
     )
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default %(default)s")
     plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXABLE)}")

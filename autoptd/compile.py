@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autoptd import kept_plans
 from autoptd.codegen.emit import Program, StageSpec, emit_program
@@ -20,10 +19,12 @@ from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.cost_models.step_times import times_to_data
 from autoptd.derived import check_derived, check_sizes, collectives, modules
 from autoptd.errors import InputsError, PlanError, nearest
-from autoptd.models.inputs import example_inputs, model_name
+from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.passes.cut_tokens import cut_tokens
-from autoptd.passes.fold import Folded, fold, graph_hash, is_count, needed_prelude
+from autoptd.passes.fold import Folded, fold, graph_hash, held_tensors
 from autoptd.passes.graph import infos
+from autoptd.passes.loss import Objective, Targets, name_targets, read_objective
+from autoptd.passes.modes import eval_notes
 from autoptd.passes.normalise import normalise
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.placements import parse_placement
@@ -31,27 +32,29 @@ from autoptd.passes.sharding import (
     Sharding,
     activation_splits,
     from_text,
-    ops_of,
     parameter_splits,
     to_text,
 )
 from autoptd.passes.token_splits import TokenSplits, split_tokens
-from autoptd.passes.trace import BATCH, SEQUENCE, trace
-from autoptd.passes.unknown import discovery
+from autoptd.passes.trace import BATCH, PRECISIONS, SEQUENCE, trace
+from autoptd.passes.unwrap import compiled_notes, refuse_unsuitable, unwrap
+from autoptd.plan_notes import answer_notes, device_of, discovered
 from autoptd.plans import Collectives, Mesh, Method, Plan, Predicted, Schedule, Splits, Stage
 from autoptd.progress import Progress
 from autoptd.runtime.footprint import elements_of
 from autoptd.runtime.layout import InputSpec, Layout, TensorSpec
 from autoptd.runtime.mesh import Mesh as RankMesh
 from autoptd.search.footprints import loss_of
+from autoptd.search.held import parameter_dtypes
+from autoptd.search.idle import idle_notes
 from autoptd.search.known import Known
 from autoptd.search.pins import pin_notes
-from autoptd.search.planner import EFFORT, Answer, Planner, Task, alternatives
-from autoptd.search.staged import Staged, rank_times
+from autoptd.search.planner import EFFORT, Answer, Planner, Task
+from autoptd.search.staged import Staged, rank_times, sums_of
 from autoptd.search.wishes import Wishes
 
-_TRACE_BATCH = 2  # samples in the example inputs that are made here
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+AVERAGINGS = ("global", "per-microbatch")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,17 @@ class TracedModel:
     sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
     precision: str
     known: Known = field(compare=False, repr=False)
+    notes: tuple[str, ...] = ()  # what its plans say of the module that was given
+
+    @property
+    def objective(self) -> Objective:
+        """How its loss is made of a batch."""
+        return self.folded.traced.objective
+
+    @property
+    def loss_averaging(self) -> str:
+        """What was asked for of a loss that cannot be that of the whole batch."""
+        return self.folded.traced.averaging
 
     @property
     def seq(self) -> int | None:
@@ -80,33 +94,49 @@ def read_model(
     model: nn.Module,
     *,
     inputs: Mapping[str, Tensor] | None,
-    loss: Callable[..., Tensor] | None,
+    loss: Callable[..., Tensor] | Objective | None,
+    targets: Targets | None = None,
     seq: int | None,
     precision: str,
     progress: Progress,
+    loss_averaging: str = "global",
 ) -> TracedModel:
     """Trace and fold. Raises InputsError without inputs and no way to make them; TraceError, UnsupportedOp."""
     if precision not in _PRECISIONS:
         raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
+    if loss_averaging not in AVERAGINGS:
+        raise InputsError(
+            f"loss_averaging is {loss_averaging!r}",
+            where="loss_averaging",
+            fix=nearest(str(loss_averaging), AVERAGINGS),
+        )
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model is {type(model).__name__}, not an nn.Module", fix="pass the module itself")
+    notes = compiled_notes(model)
+    model = unwrap(model)
+    notes += eval_notes(model)
+    refuse_unsuitable(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise InputsError("the model has no trainable parameter", fix="leave requires_grad=True on what is to train")
     if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool) or seq < 1):
         raise InputsError(f"seq is {seq!r}", where="seq", fix="give the tokens of a sample, at least 1")
-    if loss is not None and not callable(loss):
-        raise InputsError(
-            f"loss is of type {type(loss).__name__}", where="loss", fix="give a function of the model's outputs"
-        )
     if inputs is not None and not isinstance(inputs, Mapping):
         raise InputsError(
             f"inputs is of type {type(inputs).__name__}, not a mapping",
             where="inputs",
             fix="pass inputs={'name': tensor, …} with the keywords that forward takes",
         )
-    given = dict(inputs) if inputs is not None else _made_inputs(model, seq)
+    given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
+    objective, named = read_objective(loss, given, targets)
+    objective, model = objective.joined(model)
     with progress.stage(f"trace {type(model).__name__}"):
-        traced = trace(model, given, loss=loss, precision=precision)
+        traced = trace(
+            model,
+            {**given, **named},
+            loss=objective,
+            precision=precision,
+            averaging=loss_averaging,  # type: ignore[arg-type]
+        )
     with progress.stage("normalise and fold the graph"):
         folded = fold(normalise(traced))
         digest = graph_hash(traced)
@@ -114,11 +144,7 @@ def read_model(
     sizes = {s: n for s, n in traced.example.items() if s != BATCH}
     if seq is not None and SEQUENCE in sizes:
         sizes[SEQUENCE] = seq
-    return TracedModel(model, model_name(model), folded, digest, sizes, precision, known)
-
-
-def _made_inputs(model: nn.Module, seq: int | None) -> dict[str, Tensor]:
-    return example_inputs(model, _TRACE_BATCH, seq)
+    return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, tuple(notes))
 
 
 def make_plan(
@@ -135,7 +161,9 @@ def make_plan(
     time_limit_s: float | None = None,
 ) -> Plan:
     """Search, and write the answer down; or find it written down. Raises PlanError, DoesNotFit."""
-    notes = [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
+    notes = list(source.notes)
+    notes += [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
+    notes += idle_notes(wishes, world)
     size = batch or 8 * world
     task = Task(
         source.folded,
@@ -149,100 +177,26 @@ def make_plan(
         effort=None if exact else EFFORT,
         time_limit_s=time_limit_s or math.inf,
     )
-    own = all(_discovered(source).values())  # what another's op does may change with nothing of ours
+    own = all(discovered(source).values())  # what another's op does may change with nothing of ours
     key = kept_plans.key_of(source, task, notes) if own else ""
     if key and (found := kept_plans.find(key)):
         with progress.stage("take the plan that was found before"):
             return found
+    _check_loss(source, dp=wishes.mesh.get("dp"), microbatches=size / int(wishes.mesh.get("micro", 1)))
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, wishes, answer.staged.candidate.tp)
-    notes += _notes(source, answer)
+    notes += answer_notes(source, answer)
     plan = _written(source, task, answer, tuple(notes))
     if key:
         kept_plans.keep(key, plan)
     return plan
 
 
-def _discovered(source: TracedModel) -> dict[str, bool]:
-    """What was found out about ops that have no row in the rule table -> whether torch's own, not somebody's."""
-    calls = [op.call for op in source.known.facts.ops.values()]
-    return {
-        str(what): getattr(call.target, "namespace", "") == "aten"
-        for call in calls
-        if (what := discovery(call)) is not None
-    }
-
-
-def _notes(source: TracedModel, answer: Answer) -> list[str]:
-    notes = list(source.folded.traced.graph.meta.get("loss_notes", ()))
-    notes += [f"no row in the rule table: {text}" for text in _discovered(source)]
-    if answer.staged.candidate.pools:
-        order = dict.fromkeys(
-            _device_of(answer.staged, answer.staged.chunks.cluster, k) for k in range(answer.staged.candidate.pp)
-        )
-        notes.append(f"the pipeline runs on {', then '.join(order)}: number the processes' nodes in this order")
-    unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
-    if unused:
-        notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
-    notes += _embedding_notes(source, answer)
-    notes += _context_notes(source, answer)
-    notes.append(
-        f"{answer.considered} ways to run considered, {answer.visited} cut into stages; "
-        f"by this cost model none is faster by more than {answer.gap:.1%}"
-    )
-    return notes
-
-
-def _context_notes(source: TracedModel, answer: Answer) -> list[str]:
-    """Why tokens that are to be cut over cp ranks cannot be."""
-    c, tokens = answer.staged.candidate, source.sizes.get(SEQUENCE, 1)
-    try:
-        if c.cp > 1:
-            split_tokens(source.folded, c.cp, tokens, answer.staged.method.context, c.tp)
-    except PlanError as error:
-        return [f"the plan is a prediction: {error.what} ({error.where})"]
-    return []
-
-
-def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
-    """Why each embedding table lies as it does: what a microbatch takes under each placement.
-
-    Not where tensors were placed by hand: each placement costs a solution of the splits ILP, as long as the prediction.
-    """
-    if answer.tensors.ranks == 1 or answer.question.pins:
-        return []
-    names = source.folded.traced.parameters
-    placed = parameter_splits(source.folded, answer.staged.sharded.sharding)
-    notes = []
-    for segment in source.folded.segments:
-        for _, node in ops_of(segment):
-            if node.target is torch.ops.aten.embedding.default:
-                table = node.args[0]
-                assert isinstance(table, fx.Node)
-                if table.name not in names:  # made of a table, as by a dropout of it
-                    continue
-                rows, width = infos(table)[0].shape
-                name = names[table.name]
-                notes.append(_embedding_note(f"{name} [{rows}, {width}]", placed[name], alternatives(answer, name)))
-                if int(rows) % answer.tensors.ranks:
-                    notes[-1] += f"; its {rows} rows do not divide by tp {answer.tensors.ranks}"
-    return notes
-
-
-def _embedding_note(table: str, placed: str, costs: list[tuple[str, float | None]]) -> str:
-    """`embedding w [8, 4] is split by rows (S0): 2.00 ms a microbatch through the model; whole (B) 2.10 ms`."""
-    times = dict(costs)
-    mine = times.pop(placed, None)
-    spent = "" if mine is None else f": {mine * 1e3:.2f} ms a microbatch through the model"
-    others = [
-        f"{_SPLIT_WORDS.get(p, 'whole')} ({p}) " + ("impossible" if t is None else f"{t * 1e3:.2f} ms")
-        for p, t in times.items()
-    ]
-    against = f"; {', '.join(others)}" if others else ""
-    return f"embedding {table} is {_SPLIT_WORDS.get(placed, 'whole')} ({placed}){spent}{against}"
-
-
-_SPLIT_WORDS = {"S0": "split by rows", "S1": "split by hidden size"}
+def _check_loss(source: TracedModel, dp: object, microbatches: float) -> None:
+    """Raise what was found against a loss that only a batch in one microbatch has, unless it is one."""
+    refused = source.folded.loss_form.refused
+    if refused and not (dp == 1 and microbatches == 1):
+        raise refused[0]
 
 
 def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
@@ -261,6 +215,7 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         mesh=Mesh(dp=candidate.dp, tp=candidate.tp, pp=candidate.pp, cp=method.cp),
         schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
         zero=candidate.zero,
+        loss_averaging="per-microbatch" if folded.traced.averaged else "global",
         method=Method(
             recompute=_common_policy(staged),  # type: ignore[arg-type]
             overlap=method.overlap,  # type: ignore[arg-type]
@@ -273,9 +228,10 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
             shards=method.shards,
             sends=method.sends,  # type: ignore[arg-type]
             context=method.context,  # type: ignore[arg-type]
+            sums=sums_of(folded.loss_form, candidate),
         ),
         stages=tuple(
-            _stage(folded, run, policies, _common_policy(staged), _device_of(staged, task.cluster, k))
+            _stage(folded, run, policies, _common_policy(staged), device_of(staged, task.cluster, k))
             for k, (run, policies) in enumerate(zip(staged.solution.boundaries, staged.solution.policies, strict=True))
         ),
         segments=tuple(s.name for s in folded.segments),
@@ -292,12 +248,6 @@ def _common_policy(staged: Staged) -> str:
     """What most recomputed segments run again."""
     counts = Counter(policy for stage in staged.solution.policies for policy in stage.values())
     return min(counts, key=lambda policy: (-counts[policy], policy), default="full")
-
-
-def _device_of(staged: Staged, cluster: Cluster, stage: int) -> str:
-    """The type of device of a stage, where the cluster has several."""
-    pools = staged.candidate.pools
-    return cluster.pools[pools[staged.route.holder(stage)]].device.name if pools else ""
 
 
 def _stage(folded: Folded, run: tuple[int, int], policies: Mapping[int, str], common: str, device: str) -> Stage:
@@ -329,7 +279,7 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
         "tp_communication": m * tp,
         "dp_communication": m * sharding + end.reduce_s + end.gather_s,
         "optimizer": end.step_s,
-    }
+    } | ({"loss_sums": staged.ahead_s} if staged.ahead_s else {})
     idle = staged.seconds - sum(parts.values())
     parts["pipeline_bubble"] = idle if idle > 1e-9 * staged.seconds else 0.0  # or the rounding of the sum
     flop = source.known.flops(tuple(task.sizes.items())) * task.batch
@@ -354,6 +304,7 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
 def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
     """The plan's tensor-level decisions on this graph. Raises PlanFileError."""
     plan.check_graph(source.graph_hash)
+    _check_loss(source, plan.mesh.dp, plan.schedule.microbatches)
     check_sizes(plan, source.folded)
     by_name = {str(s): s for s in source.folded.traced.sizes}
     values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
@@ -386,7 +337,7 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
         loss_in_place=plan.method.loss == "in_place",
         gathers_again=plan.method.gathers == "again" and plan.mesh.tp > 1,
     )
-    return Program({**program.files, "plan.json": plan.to_json()}, program.stages)
+    return replace(program, files={**program.files, "plan.json": plan.to_json()})
 
 
 def token_splits(source: TracedModel, plan: Plan) -> TokenSplits:
@@ -421,6 +372,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
     """What the runtime needs to know of the plan."""
     folded, traced = source.folded, source.folded.traced
     shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
+    dtypes = parameter_dtypes(folded)
     held: dict[str, list[int]] = {}
     buffers: dict[str, TensorSpec] = {}
     for index, stage in enumerate(plan.stages):
@@ -430,14 +382,13 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             names += [traced.parameters[n.name] for n in folded.unused_parameters]
         for name in dict.fromkeys(names):
             held.setdefault(name, []).append(index)
-        for node in needed_prelude(folded, segments):
-            if node.op == "placeholder" and node.name not in traced.inputs and not is_count(node):
-                name = traced.buffers.get(node.name, node.name)
-                tensor = infos(node)[0]
-                stages = (*(buffers[name].stages if name in buffers else ()), index)
-                buffers[name] = TensorSpec(
-                    parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
-                )
+        for node in held_tensors(folded, stage.first, stage.last):
+            name = traced.buffers.get(node.name, node.name)
+            tensor = infos(node)[0]
+            stages = (*(buffers[name].stages if name in buffers else ()), index)
+            buffers[name] = TensorSpec(
+                parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
+            )
     again = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
     recomputed = {traced.parameters[p.name] for i in again for p in folded.segments[i].parameters}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
@@ -449,6 +400,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             shapes[name],
             tuple(held[name]),
             name not in traced.frozen,
+            dtype=None if dtypes[name] == PRECISIONS[plan.precision] else dtypes[name],  # integers, frozen
             recomputed=name in recomputed,
             block=name.removesuffix(owned.get(name, name)).rstrip("."),
             idle=name in unused,
@@ -469,6 +421,8 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         precision=plan.precision,
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
+        sums_ahead=plan.method.sums == "ahead",
+        one_microbatch=bool(folded.loss_form.refused),
         zigzag=zigzag,
         multiples=multiples,
         specs=_input_specs(source, plan),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class AutoptdError(Exception):
@@ -36,6 +36,10 @@ class PlanError(AutoptdError, ValueError):
     """A plan, or a wish given with `fix=`, that is not possible for this model and world."""
 
 
+class CannotVerify(AutoptdError, RuntimeError):
+    """A plan that could not be held to the plain model: it is neither verified nor found wrong."""
+
+
 class PlanFileError(AutoptdError, ValueError):
     """A plan file that is corrupt, foreign, of another version, or of another model."""
 
@@ -64,9 +68,14 @@ class OutOfMemory(RuntimeFault):
     """A rank ran out of memory; it says which category is more than was predicted, and which change would fit."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'a' or 'b'? known: a, b, c`, for a name that was not found."""
+def nearest(name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
+    """`did you mean 'a' or 'b'? known: a, b, c`, for a name that was not found.
+
+    meant: part of a name that is used elsewhere -> the known name for it; the first that is found counts.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    plain = name.lower().replace("-", "_")
+    close = [ours for part, ours in (meant or {}).items() if part in plain and ours in names][:1]
+    close = close or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     guess = "did you mean " + " or ".join(repr(c) for c in close) + "? " if close else ""
     return f"{guess}known: {', '.join(names)}"

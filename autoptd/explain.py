@@ -123,6 +123,12 @@ def method(plan: Plan) -> str:
         parts.append(f"shards of {asked.shards} ranks")
     if asked.sends == "slices":
         parts.append("sends in slices")
+    if asked.sums == "ahead":
+        parts.append("forward passes of the whole batch ahead, for sums that the loss is a function of")
+    elif asked.sums == "held":
+        parts.append("sums that the loss is a function of added up before the first backward pass")
+    if plan.loss_averaging == "per-microbatch":
+        parts.append("the loss averaged over microbatches")
     said = f"carried out with {', '.join(parts)}"
     return f"{said}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else said
 

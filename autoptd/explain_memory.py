@@ -56,7 +56,15 @@ def size_names(config: Any) -> dict[int, sympy.Expr]:
 def traced(plan: Plan, model: nn.Module, progress: Progress) -> tuple[TracedModel, Sharding]:
     """The model's graph, and the plan's decisions for it. Raises PlanFileError for the plan of another model."""
     seq = plan.sizes.get("s")
-    source = read_model(model, inputs=None, loss=None, seq=seq, precision=plan.precision, progress=progress)
+    source = read_model(
+        model,
+        inputs=None,
+        loss=None,
+        seq=seq,
+        precision=plan.precision,
+        progress=progress,
+        loss_averaging=plan.loss_averaging,
+    )
     return source, read_sharding(source, plan)
 
 

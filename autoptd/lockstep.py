@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autoptd.passes.loss import Targets, read_objective
 from autoptd.passes.placements import Split
-from autoptd.passes.trace import loss_of
+from autoptd.passes.trace import computed_tensors
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.layout import Layout
 from autoptd.runtime.lockstep import run_lockstep
@@ -79,18 +80,24 @@ def train_alone(
     batches: Sequence[Batch],
     *,
     loss: Callable[..., Tensor] | None = None,
+    targets: Targets | None = None,
     optimizer: str = "adamw",
     optimizer_options: Mapping[str, Any] | None = None,
     groups: Sequence[ParameterGroup] = (),
     clip_norm: float | None = None,
 ) -> Trained:
-    """The same steps in plain PyTorch, on a copy of the model: whole batches, one process."""
-    model = copy.deepcopy(model).train()
+    """The same steps in plain PyTorch, on a copy of the model and its loss: whole batches, one process.
+
+    Keywords are those of `autoptd.parallelize`; batches hold the targets beside the inputs.
+    """
+    objective, _ = read_objective(loss, {}, targets)
+    objective, model = objective.joined(model)
+    model = copy.deepcopy(model, {id(x): x.detach() for x in computed_tensors(model)})
     stepper = NAMED[optimizer](grouped(model.named_parameters(), groups), **(optimizer_options or {}))
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()
-        value = loss_of(model(**batch), loss, batch)
+        value = objective.value(model, batch)
         value.backward()
         parameters = list(model.parameters())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoptd.boundary import public_methods
 from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile import TracedModel, make_layout, named_values
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.out_of_memory import explained, resident_bytes
+from autoptd.passes.own_ops import described
 from autoptd.plans import Plan
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators, Watcher
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
 
+@public_methods
 class Parallel:
     """A plan with its program. Under torchrun (or for a world of one) it trains; anywhere it emits."""
 
@@ -80,7 +83,16 @@ class Parallel:
         self._communicators: Communicators | None = None
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the stage modules and the plan. Raises PlanFileError where that cannot be done."""
+        """Write the stage modules and the plan. Raises PlanFileError where that cannot be done.
+
+        Raises PlanError where the program calls a function of the user's own that no other process could import.
+        """
+        if self.program.objects:
+            raise PlanError(
+                "the program calls functions of yours that cannot be imported by a name",
+                where="\n".join(described(what) for what in self.program.objects.values()),
+                fix="define them at the top level of a module other than the script that is run",
+            )
         return self.program.write(Path(directory))
 
     def stage_module(self, rank: int, chunk: int = 0) -> Stage:
@@ -390,4 +402,5 @@ def _meter(plan: Plan) -> Meter:
     peak = sum(
         n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
     )
-    return Meter(plan.batch * plan.sizes.get("s", 1), plan.predicted.model_flops_per_step, peak)
+    averaged = plan.loss_averaging == "per-microbatch"
+    return Meter(plan.batch * plan.sizes.get("s", 1), plan.predicted.model_flops_per_step, peak, averaged)

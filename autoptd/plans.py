@@ -93,6 +93,7 @@ class Method(_Part):
     shards: Index = 0
     sends: Literal["whole", "slices"] = "whole"
     context: Literal["ring", "ulysses"] = "ring"  # attention over cp ranks
+    sums: Literal["none", "held", "ahead"] = "none"  # how sums that the loss is a function of are known: `search.sums`
 
 
 class Stage(_Part):
@@ -174,6 +175,7 @@ class Plan(_Part):
     mesh: Mesh
     schedule: Schedule
     zero: Annotated[int, Field(ge=0, le=3)]
+    loss_averaging: Literal["global", "per-microbatch"] = "global"  # over what the loss is a mean
     method: Method = Method()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -223,7 +225,7 @@ class Plan(_Part):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise _refusal(_mistakes(error), where) from error
+            raise _refusal(_mistakes(error), where) from None  # which tells all of it
 
     def check_graph(self, graph_hash: str) -> None:
         """Raise PlanFileError, naming both hashes, unless this plan was made for the graph with this hash."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, time
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
 from autoptd.plans import Plan
-from autoptd.schedule import Schedule, chunks_of, in_flight, route_of, row_of, step_lists
+from autoptd.schedule import Route, Schedule, chunks_of, in_flight, route_of, row_of, step_lists
 
 LEAST_COLUMNS = 3  # of the shortest forward, for a picture that can be read
 
@@ -34,30 +35,37 @@ def chunk_times(
     virtual = virtual or row_of(kind).chunks or schedule.virtual
     times = times_from_data(plan.predicted.times, plan.mesh.pp, plan.route.shape)
     if (virtual, row_of(kind).shape) != (len(times[0].chunks), plan.route.shape):
-        sends = [(c.send_forward_s, c.send_backward_s) for rank in times for c in rank.chunks]
-        forward_s, backward_s = map(max, zip(*sends, strict=True))
-        times = tuple(_cut_again(rank, virtual, forward_s, backward_s) for rank in times)
+        times = _cut_again(times, plan.route, route_of(kind, plan.mesh.pp, virtual))
     lists = step_lists(kind, plan.mesh.pp, schedule.microbatches, virtual)
     # a plan's tp seconds are those that computing does not hide, op by op; hiding them again would count that twice
     return lists, times, Overlap.of(set(plan.method.overlap) - {"tp"})
 
 
-def _cut_again(times: StageTimes, virtual: int, send_forward_s: float, send_backward_s: float) -> StageTimes:
-    """The rank's work in `virtual` equal chunks. Each sends: the last rank's first chunks have a successor too."""
+def _cut_again(times: Sequence[StageTimes], old: Route, new: Route) -> tuple[StageTimes, ...]:
+    """Each rank's work in as many equal chunks as another route has.
 
-    def part(name: str) -> float:
-        return sum(getattr(chunk, name) for chunk in times.chunks) / virtual
+    A message between two ranks takes what it took; where the plan has none between them, as long as its longest.
+    """
+    known: dict[frozenset[int], float] = {}
+    for stage in range(old.stages - 1):
+        rank, chunk = old.place(stage)
+        ends = frozenset((rank, old.holder(stage + 1)))
+        known[ends] = max(known.get(ends, 0.0), times[rank].chunks[chunk].send_forward_s)
+    longest = max(known.values(), default=0.0)
 
-    chunk = ChunkTimes(
-        forward_s=part("forward_s"),
-        backward_s=part("backward_s"),
-        weight_s=part("weight_s"),
-        forward_tp_s=part("forward_tp_s"),
-        backward_tp_s=part("backward_tp_s"),
-        send_forward_s=send_forward_s,
-        send_backward_s=send_backward_s,
-    )
-    return replace(times, chunks=(chunk,) * virtual)
+    def send_s(stage: int) -> float:
+        if not 0 <= stage < new.stages - 1:
+            return 0.0
+        return known.get(frozenset((new.holder(stage), new.holder(stage + 1))), longest)
+
+    def chunk_of(stage: int) -> ChunkTimes:
+        whole = times[new.holder(stage)].chunks
+        parts = ("forward_s", "backward_s", "weight_s", "forward_tp_s", "backward_tp_s")
+        each = {name: sum(getattr(chunk, name) for chunk in whole) / new.virtual for name in parts}
+        return ChunkTimes(**each, send_forward_s=send_s(stage), send_backward_s=send_s(stage - 1))
+
+    chunks = [chunk_of(stage) for stage in range(new.stages)]
+    return tuple(replace(own, chunks=new.of(chunks, rank)) for rank, own in enumerate(times))
 
 
 def simulate_plan(plan: Plan, kind: str | None = None, virtual: int | None = None) -> tuple[Schedule, Timeline]:

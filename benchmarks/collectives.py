@@ -68,7 +68,7 @@ class Curve:
     def predicted_s(self, nbytes: int) -> float:
         if self.collective == "p2p":
             return p2p_s(nbytes, self.cluster, 1)
-        found = ways(self.collective, self.cluster, self.ranks, 1)
+        (found,) = ways(self.collective, self.cluster, self.ranks, 1)
         held = [way for way in found if way.name.partition(" ")[0] == self.forced]
         return min(way.seconds(nbytes) for way in held or found)
 

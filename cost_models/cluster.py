@@ -283,7 +283,7 @@ class Cluster(_Frozen):
                 f"the description of the cluster is wrong in {error.error_count()} place(s)",
                 where=f"{where}\n" + describe_mistakes(error, Cluster),
                 fix=f"mend these fields; docs/clusters.md explains them, and {Cluster.names()[0]} is an example",
-            ) from error
+            ) from None  # all of it is told above
 
     @staticmethod
     def _parse(text: str, where: str) -> Cluster:

@@ -1,19 +1,30 @@
-"""What a group of ranks crosses: which levels, by how many hops, side by side over how many links.
+"""What groups of ranks cross: which levels, by how many hops, side by side over how many links.
 
-A group is `ranks` members, `stride` ranks apart. Its ring visits the members of a node one after the other, so on each
-level it crosses between neighbouring units; with k members in each unit, k such rings run at once, each leaving through
-its own member's link: 8 of 8 GPUs of a node leave through 8 NICs together. Where the stride leaves room between the
-members of a unit, as many groups work side by side (tp 4: four data-parallel groups with two members a node each), and
-share what the unit's ranks share.
+A group's ring visits the members of a node one after the other, so on each level it crosses between neighbouring units;
+with k members in each unit, k such rings run at once, each leaving through its own member's link: 8 of 8 GPUs of a node
+leave through 8 NICs together. All groups of one kind work at the same time, and share what the ranks of a unit share
+(tp 4: four data-parallel groups with two members a node each).
+
+Where a group's members are spread unevenly over units, the emptiest one decides: it has the fewest links to leave by.
+Six members on nodes of four are 4 + 2, so that two rings leave. Groups of one kind may differ: of groups of three on
+nodes of four the first lies inside, the second is 1 + 2. Each sort has a path of its own, and the slowest counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoptd.cost_models.cluster import Cluster, Link
-from autoptd.cost_models.wiring import Wiring, links_per_gpu, parallel_rings
+from autoptd.cost_models.wiring import links_per_gpu, parallel_rings
 from autoptd.errors import ClusterError
+
+Ints: TypeAlias = NDArray[np.int64]
+_Row: TypeAlias = tuple[int, int, int, int, float]  # of a crossing: hops, lanes, partners, units, bytes/s of a lane
 
 
 @dataclass(frozen=True)
@@ -23,9 +34,9 @@ class Crossing:
     link: Link
     innermost: bool  # the cluster's first level, within a node
     hops: int  # edges of the ring on this level; over all levels they add up to the number of ranks
-    lanes: int  # members that leave one unit of the level below side by side
-    partners: int  # ranks that a member reaches over this level
-    units: int  # units of the level below that this level joins
+    lanes: int  # members that leave one unit of the level below side by side: of the unit that is the slowest to leave
+    partners: int  # ranks that a member reaches over this level, at the most
+    units: int  # units of the level below that this level joins, at the most
     lane_bytes_per_s: float  # sustained, of one lane, while all groups of this kind are at work
 
     @property
@@ -34,63 +45,158 @@ class Crossing:
         return self.lanes * self.lane_bytes_per_s
 
 
-def crossings(cluster: Cluster, ranks: int, stride: int) -> tuple[Crossing, ...]:
-    """The levels that a group of `ranks` members, `stride` apart, communicates over, innermost first.
+Path: TypeAlias = tuple[Crossing, ...]  # innermost first; empty for one rank alone
 
+
+def is_even(cluster: Cluster, ranks: int, stride: int) -> bool:
+    """Whether groups of `ranks` members, `stride` apart, that fill a world one after the other lie alike everywhere."""
+    span = ranks * stride
+    return all(
+        level.ranks is None or (_divide(span, level.ranks) and _divide(stride, level.ranks)) for level in cluster.levels
+    )
+
+
+def _divide(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
+
+
+@lru_cache(maxsize=4096)
+def crossings(cluster: Cluster, ranks: int, stride: int, world: int = 0) -> tuple[Path, ...]:
+    """Every path that groups of `ranks` members, `stride` apart, take in a world that they fill.
+
+    `world`: left out, one group for each rank of a stride, from rank 0 on. It matters where groups lie unevenly.
     Raises ValueError for fewer than one rank, ClusterError for a group larger than the cluster.
     """
     if ranks < 1 or stride < 1:
         raise ValueError(f"a group needs ranks >= 1 and stride >= 1, got ranks={ranks}, stride={stride}")
-    found = []
-    inside = 1  # members in one unit of the level below
-    sharers = 1  # ranks in one unit of the level below
-    for depth, level in enumerate(cluster.levels):
-        here = ranks if level.ranks is None else min(ranks, max(inside, level.ranks // stride))
-        if here > inside:
-            units = -(-ranks // inside)
-            outer = -(-ranks // here)
-            hops = units - (outer if outer > 1 else 0)
-            lanes = ranks % inside or inside
-            active = min(sharers, lanes * min(stride, sharers))
-            lane_bytes_per_s = level.lane_bytes_per_s(sharers, active) * _wired_share(level.wiring, here, stride)
-            crossing = Crossing(level, depth == 0, hops, lanes, here - inside, -(-here // inside), lane_bytes_per_s)
-            found.append(crossing)
-        inside = here
-        sharers = level.ranks or sharers
-    if inside < ranks:
+    if ranks == 1:
+        return ((),)
+    even = is_even(cluster, ranks, stride)
+    blocks = 1 if even else max(1, world // (ranks * stride))
+    members = np.arange(blocks * ranks * stride).reshape(blocks, ranks, stride).transpose(0, 2, 1).reshape(-1, ranks)
+    size = cluster.levels[-1].ranks
+    if size is not None and members[-1, -1] >= size:
         raise ClusterError(
-            f"a group of {ranks} ranks with stride {stride} is larger than cluster {cluster.name!r} "
-            f"({cluster.levels[-1].ranks} ranks)",
+            f"a group of {ranks} ranks with stride {stride} is larger than cluster {cluster.name!r} ({size} ranks)",
             fix="use fewer ranks, or leave out `ranks` of the cluster's last level",
         )
-    return tuple(found)
+    return paths_of(cluster, members, 1 if even else None)
 
 
-def _wired_share(wiring: Wiring | None, members: int, stride: int) -> float:
-    """The fraction of a GPU's links that carries a ring of this group; all of them where there is a switch."""
-    if wiring is None:
-        return 1.0
-    rings = parallel_rings(wiring, tuple(range(0, members * stride, stride)))
-    return (rings or 1.0) / links_per_gpu(wiring)
+@lru_cache(maxsize=1024)
+def crossings_between(cluster: Cluster, firsts: tuple[int, ...], width: int) -> tuple[Path, ...]:
+    """Every path of `width` groups side by side: the i-th has the i-th rank from each of `firsts` on, ascending."""
+    return paths_of(cluster, np.arange(width)[:, None] + np.array(firsts)[None, :])
 
 
-def message_lane(cluster: Cluster, distance_ranks: int, first_rank: int) -> tuple[Link, float]:
-    """The innermost level that two ranks have in common, and the sustained rate between them in bytes/s.
+def paths_of(cluster: Cluster, members: Ints, count: int | None = None) -> tuple[Path, ...]:
+    """Every path of these groups, [group, member] with ascending ranks, while all of them are at work.
 
-    Every rank of a unit is taken to send as far at once, as in a pipeline: of stages that are a rank apart only the
-    last of a node leaves it, of stages a node apart all do. Raises ClusterError for a rank outside the cluster.
+    `count`: so many groups stand for all.
     """
-    sharers = 1
+    rows, below = [], 1
     for level in cluster.levels:
-        if level.ranks is None or first_rank % level.ranks + distance_ranks < level.ranks:
-            rate = level.lane_bytes_per_s(sharers, min(distance_ranks, sharers))
-            if level.wiring is not None:
-                first = first_rank % len(level.wiring)
-                rings = parallel_rings(level.wiring, (first, first + distance_ranks))
-                rate *= (rings or 1.0) / links_per_gpu(level.wiring)
-            return level, rate
-        sharers = level.ranks
-    raise ClusterError(
-        f"rank {first_rank + distance_ranks} is outside cluster {cluster.name!r} ({cluster.levels[-1].ranks} ranks)",
-        fix="use fewer ranks, or leave out `ranks` of the cluster's last level",
+        rows.append(_rows(level, members, below)[:count])
+        below = level.ranks or below
+    return tuple(
+        tuple(
+            Crossing(level, depth == 0, *row)
+            for depth, (level, row) in enumerate(zip(cluster.levels, path, strict=True))
+            if row is not None
+        )
+        for path in dict.fromkeys(zip(*rows, strict=True))
     )
+
+
+def _rows(level: Link, members: Ints, below: int) -> list[_Row | None]:
+    """What each group crosses on one level, whose units are made of units of `below` ranks; None where nothing."""
+    groups, ranks = members.shape
+    lower, upper = members // below, members // level.ranks if level.ranks else np.zeros_like(members)
+    part, whole = _starts(lower), _starts(upper)  # of a group's members in each unit below, and in each unit
+    inside, around = np.bincount(part // ranks), np.bincount(whole // ranks)
+    if (inside == around).all():
+        return [None] * groups
+    group, unit = part // ranks, np.searchsorted(whole, part, side="right") - 1
+    size = np.diff(part, append=members.size)
+    joined = np.bincount(unit)[unit]  # parts in the same unit
+    place = lower.ravel()[part]
+    leaving = np.where(inside[group] > 1, size if below > 1 else 1, 0)
+    busy = np.bincount(place, weights=leaving)[place].astype(int)  # ranks of a unit below that leave it
+    lane = np.array([level.lane_bytes_per_s(below, max(1, n)) for n in range(int(busy.max()) + 1)])[busy]
+    partners = np.diff(whole, append=members.size)[unit] - size
+
+    first = np.searchsorted(group, np.arange(groups))  # part of each group
+    least = np.minimum.reduceat(np.where(joined > 1, size * lane, np.inf), first)
+    slowest = (joined > 1) & (size * lane == least[group])
+    lanes = np.minimum.reduceat(np.where(slowest, size, ranks), first)
+    rates = np.maximum.reduceat(np.where(slowest & (size == lanes[group]), lane, 0.0), first)
+    rates *= _wired_shares(level, members)
+    most = (np.maximum.reduceat(n, first).tolist() for n in (partners, joined))
+    hops = inside - np.where(around > 1, around, 0)
+    found = zip(hops.tolist(), lanes.tolist(), *most, rates.tolist(), strict=True)
+    return [row if crosses else None for row, crosses in zip(found, inside != around, strict=True)]
+
+
+def _starts(units: Ints) -> Ints:
+    """Where the members of another unit begin, or of another group, in all members one after the other."""
+    changes = np.ones(units.shape, dtype=bool)
+    changes[:, 1:] = units[:, 1:] != units[:, :-1]
+    return np.flatnonzero(changes)
+
+
+def _wired_shares(level: Link, members: Ints) -> NDArray[np.float64]:
+    """The fraction of a GPU's links that carries a ring of each group; all of them where there is a switch."""
+    shares = np.ones(len(members))
+    if level.wiring is None:
+        return shares
+    for g, group in enumerate(members.tolist()):
+        units: dict[int, list[int]] = {}
+        for rank in group:
+            units.setdefault(rank // len(level.wiring), []).append(rank % len(level.wiring))
+        rings = [parallel_rings(level.wiring, tuple(unit)) or 1.0 for unit in units.values() if len(unit) > 1]
+        shares[g] = min(rings, default=links_per_gpu(level.wiring)) / links_per_gpu(level.wiring)
+    return shares
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What a message crosses: the innermost level that its two ends have in common, and the sustained rate there."""
+
+    link: Link
+    innermost: bool
+    bytes_per_s: float
+
+
+def message_lanes(cluster: Cluster, senders: Ints, receivers: Ints) -> tuple[list[Lane], Ints]:
+    """The lanes of messages that are all under way at once, and which of them each takes.
+
+    As many messages share a unit's links as leave it, or come to it, whichever are more: it passes on a message of
+    each of its ranks at most. Gradients take the same lane the other way. Raises ClusterError for a rank outside.
+    """
+    sizes = [level.ranks for level in cluster.levels]
+    depth = sum((senders // n != receivers // n for n in sizes if n is not None), np.zeros_like(senders))
+    if (depth == len(sizes)).any():
+        raise ClusterError(
+            f"rank {max(senders.max(), receivers.max())} is outside cluster {cluster.name!r} ({sizes[-1]} ranks)",
+            fix="use fewer ranks, or leave out `ranks` of the cluster's last level",
+        )
+    busy = np.ones_like(senders)
+    for level, below in enumerate(sizes[:-1], 1):
+        leaving = depth >= level
+        units = [ends // (below or 1) for ends in (senders, receivers)]
+        counts = [np.bincount(unit, weights=leaving)[unit] for unit in units]
+        busy = np.where(depth == level, np.maximum(*counts).astype(int), busy)
+    wired = len(cluster.levels[0].wiring or (0,))
+    which = np.stack([depth, busy, senders % wired, receivers % wired])
+    codes = np.ravel_multi_index(tuple(which), tuple(which.max(axis=1) + 1))
+    _, first, at = np.unique(codes, return_index=True, return_inverse=True)
+    return [_lane(cluster, *map(int, which[:, i])) for i in first], at
+
+
+def _lane(cluster: Cluster, depth: int, busy: int, sender: int, receiver: int) -> Lane:
+    """Of `busy` messages that cross a level at once, between these places of a node."""
+    level = cluster.levels[depth]
+    rate = level.lane_bytes_per_s((cluster.levels[depth - 1].ranks or 1) if depth else 1, busy)
+    if level.wiring is not None:
+        rate *= (parallel_rings(level.wiring, (sender, receiver)) or 1.0) / links_per_gpu(level.wiring)
+    return Lane(level, depth == 0, rate)

@@ -61,6 +61,7 @@ class Rule:
     linear: Callable[[OpCall], Sequence[frozenset[int]]] = lambda call: ()  # operands that may be P together
     local: Callable[[OpCall, Strategy, int], Mapping[int | str, Any]] = lambda call, strategy, ranks: {}
     implementations: tuple[Implementation, ...] = ()
+    linear_backward: bool = True  # else no rank can have an addend of the gradient: a backward pass of the user's own
 
     def text(self, call: OpCall) -> str:
         """The notation for this call."""
@@ -72,7 +73,7 @@ def expand(rule: Rule | None, call: OpCall, ranks: int, sizes: Sizes, groups: Gr
 
     `groups` offers group counts besides 1 for the dims of operands (numbered from 0) and outputs (after them).
     """
-    found = list(_whole(call))
+    found = list(_whole(call, rule is None or rule.linear_backward))
     if rule is not None and ranks > 1:
         found += _splits(rule, call, ranks, sizes, groups or {})
         found += _linear(rule, call)
@@ -86,8 +87,8 @@ def _broadcast(tensor: TensorInfo, partial_grad: bool) -> Placement:
     return BP if partial_grad and tensor.requires_grad else B
 
 
-def _whole(call: OpCall) -> Iterator[Strategy]:
-    for partial in (False, True):
+def _whole(call: OpCall, linear: bool) -> Iterator[Strategy]:
+    for partial in (False, True) if linear else (False,):
         needs = tuple(_broadcast(t, partial) for t in call.operands)
         yield Strategy(needs, tuple(_broadcast(t, partial) for t in call.outputs))
 

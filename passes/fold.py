@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.graph import ancestors, infos, is_getitem, module_path, operands, substitute
-from autoptd.passes.reduce_loss import COUNT
+from autoptd.passes.loss_form import LossForm, is_count, loss_form
 from autoptd.passes.signature import Structure, Text, shapes_text, signature_of
 from autoptd.passes.trace import Traced
 
@@ -102,6 +102,11 @@ class Folded:
     def __post_init__(self) -> None:
         for segment in self.segments:
             self.representatives.setdefault(segment.kind, segment)
+
+    @property
+    def loss_form(self) -> LossForm:
+        """What the loss is, of the counts and sums of a batch."""
+        return loss_form(self.traced.graph)
 
     def multiplicity(self, kind: str) -> int:
         return sum(s.kind == kind for s in self.segments)
@@ -340,10 +345,20 @@ def _names_repeat(unit: Unit, shift: int, segments: tuple[Segment, ...], traced:
 
 
 def graph_hash(traced: Traced) -> str:
-    """sha256 of the normalised graph: ops, arguments, shapes, wiring and parameter names."""
+    """sha256 of the normalised graph: ops, arguments, shapes, wiring and parameter names; its loss's form as well."""
+    form = loss_form(traced.graph)
+    lines = _hashed(traced, traced.graph.graph)
+    if form.outer is not None:
+        lines += ["outer", *_hashed(traced, form.outer)]
+    if set(form.combines) - {"sum"} or form.notes:
+        lines += [f"counts {form.combines}", *form.notes]
+    return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _hashed(traced: Traced, graph: fx.Graph) -> list[str]:
     lines = []
     names: dict[fx.Node, str] = {}
-    for i, node in enumerate(traced.graph.graph.nodes):
+    for i, node in enumerate(graph.nodes):
         names[node] = f"%{i}"
         if node.op == "placeholder":
             source = traced.parameters.get(node.name) or traced.buffers.get(node.name) or traced.inputs.get(node.name)
@@ -352,12 +367,7 @@ def graph_hash(traced: Traced) -> str:
             args: Any = substitute(node.args, lambda n: Text(names[n]))
             kwargs = {k: substitute(v, lambda n: Text(names[n])) for k, v in node.kwargs.items()}
             lines.append(f"%{i} {_base(node)} {args} {kwargs} {shapes_text(node) if node.op != 'output' else ''}")
-    return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def is_count(node: fx.Node) -> bool:
-    """Whether a placeholder is a global loss count, which only the last stage is given."""
-    return node.op == "placeholder" and node.name.startswith(COUNT)
+    return lines
 
 
 def needed_prelude(folded: Folded, segments: Iterable[Segment]) -> list[fx.Node]:
@@ -365,6 +375,26 @@ def needed_prelude(folded: Folded, segments: Iterable[Segment]) -> list[fx.Node]
     program order."""
     wanted = ancestors(n for s in segments for n in s.prelude)
     return [n for n in folded.traced.graph.graph.nodes if n in wanted]
+
+
+def reads_counts(folded: Folded, first: int, last: int) -> bool:
+    """Whether a stage of these segments is given the counts of the batch: any that reads one, and the last."""
+    segments = folded.segments[first : last + 1]
+    return last == len(folded.segments) - 1 or any(map(is_count, needed_prelude(folded, segments)))
+
+
+def held_tensors(folded: Folded, first: int, last: int) -> list[fx.Node]:
+    """Buffers and constants, as placeholders, that a stage reads in its segments, for its counts and for its loss."""
+    wanted = set(needed_prelude(folded, folded.segments[first : last + 1]))
+    if reads_counts(folded, first, last):
+        wanted |= ancestors(folded.counts)
+    names = {n.name for n in wanted if n.op == "placeholder"}
+    if last == len(folded.segments) - 1 and folded.loss_form.outer is not None:
+        names |= {n.name for n in folded.loss_form.outer.nodes if n.op == "placeholder"}
+    traced = folded.traced
+    known = {*traced.inputs, *traced.parameters}
+    graph = traced.graph.graph.nodes
+    return [n for n in graph if n.op == "placeholder" and n.name in names - known and not is_count(n)]
 
 
 def crossing(folded: Folded, place: int) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -78,6 +78,16 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
     return value
 
 
+WRITTEN_FOR = "written for"  # in a node's meta: the op of the user's that it is a part of
+
+
+def user_op_name(node: fx.Node) -> str:
+    """The name of the op that the user wrote, where a pass has written it otherwise."""
+    name = node.meta.get(WRITTEN_FOR) or op_name(node)
+    assert isinstance(name, str)
+    return name
+
+
 def op_name(node: fx.Node) -> str:
     """`linear` for `aten.linear.default`, the function's name for any other target."""
     if isinstance(node.target, torch._ops.OpOverload):
@@ -145,6 +155,27 @@ def plain(size: Any) -> Size:
     if isinstance(size, sympy.Basic) and size.is_Integer:
         return int(size)
     return size
+
+
+def write_op(
+    graph: fx.Graph,
+    like: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    shape: tuple[Size, ...],
+    dtype: torch.dtype | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """A new node at the graph's insert point, from the same place in the model as `like`; `dtype` left out: like its.
+
+    A gradient flows to it where one flows to an operand.
+    """
+    new = graph.call_function(target, args, dict(kwargs or {}))
+    new.meta = {key: value for key, value in like.meta.items() if key in ("nn_module_stack", "stack_trace")}
+    kind = infos(like)[0].dtype if dtype is None else dtype
+    grad = is_float(kind) and any(t.requires_grad for o in operands(new) for t in infos(o))
+    new.meta["info"] = TensorInfo(tuple(map(plain, shape)), kind, grad)
+    return new
 
 
 def is_float(dtype: torch.dtype) -> bool:

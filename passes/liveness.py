@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
-import torch
 
 from autoptd.passes.activations import Kept, kept_of, recomputed_steps
 from autoptd.passes.flow import Flow, Number, Step, Storage, Value, flow, op_base
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.overwriting import losses_in_place
 from autoptd.passes.sharding import KindSharding, Sharding, ops_of
 from autoptd.passes.workspace import workspace
 from autoptd.runtime import ops
-
-WIDE = (torch.float32, torch.float64)  # in which losses are computed
 
 _PASSING = ("add", "sub")  # ops whose gradient is the incoming one, where no operand is broadcast
 _Moment = tuple[str, frozenset[Storage]]
@@ -100,16 +98,17 @@ def walk(
     """The moments of consecutive segments (one block, or one segment) under a recompute policy. Raises ValueError.
 
     `in_place_loss`: a hand-written cross entropy makes probabilities of the logits, and of these their gradient, in
-    place (Megatron-LM, vocab_parallel_cross_entropy).
+    place (Megatron-LM, vocab_parallel_cross_entropy), or in a copy where others may read them.
     """
     region = flow(segments, kinds)
     held = kept_of(region, policy, regather=regather)
     everything = kept_of(region, "none", regather=regather)
-    forward = tuple(_forward(region, {k.storage for k in held}, in_place_loss))
+    in_place = losses_in_place(region, policy, regather=regather) if in_place_loss else {}
+    forward = tuple(_forward(region, {k.storage for k in held}, in_place))
     if policy != "none":  # the pass that computes again keeps everything
-        again = _forward(region, {k.storage for k in everything}, in_place_loss)
+        again = _forward(region, {k.storage for k in everything}, in_place)
         inputs = frozenset(k.storage for k in held)
-    backward = tuple(_backward(region, held, everything, policy, in_place_loss))
+    backward = tuple(_backward(region, held, everything, policy, in_place))
     if policy in ("full", "ops"):
         backward += tuple((f"recomputing {text}", alive | inputs) for text, alive in again)
     return Walk(held, forward, backward)
@@ -128,7 +127,8 @@ def stage_peak(parts: Iterable[Peak], in_flight: int) -> int:
     return (in_flight - 1) * before + max(fullest, before)
 
 
-def _forward(region: Flow, held: set[Storage], in_place_loss: bool) -> Iterator[_Moment]:
+def _forward(region: Flow, held: set[Storage], in_place: Mapping[str, bool]) -> Iterator[_Moment]:
+    """`in_place`: the losses that are, and whether they overwrite their logits or a copy."""
     last: dict[Storage, int] = {}
     for i, step in enumerate(region.steps):
         for value in (*step.operands, *step.outputs):
@@ -137,10 +137,10 @@ def _forward(region: Flow, held: set[Storage], in_place_loss: bool) -> Iterator[
     alive = {v.storage for v in region.received}
     for i, step in enumerate(region.steps):
         alive |= {s for s in step.kept if s in held} | {v.storage for v in step.outputs}
-        in_place = in_place_loss and is_loss(step)
-        if in_place and writes_logits(region, i):  # what it keeps of the logits' size is where they were
+        name = step.node.name if step.node is not None else ""
+        if in_place.get(name):  # what it keeps of the logits' size is where they were
             alive.discard(step.operands[0].storage)
-        own = step.call is not None and not step.view and not in_place
+        own = step.call is not None and not step.view and name not in in_place
         extra = _extra(step, workspace(step.call).forward if step.call and own else ())
         yield step.name, frozenset(s for s in (*alive, *extra) if s.origin not in ("parameter", "prelude"))
         alive = {s for s in alive if s in held or last.get(s, -1) > i}
@@ -151,7 +151,7 @@ def _extra(step: Step, tensors: Sequence[TensorInfo]) -> set[Storage]:
 
 
 def _backward(
-    region: Flow, held: Sequence[Kept], everything: Sequence[Kept], policy: str, in_place_loss: bool
+    region: Flow, held: Sequence[Kept], everything: Sequence[Kept], policy: str, in_place: Mapping[str, bool]
 ) -> Iterator[_Moment]:
     steps = region.steps
     first = {s: i for i, step in reversed(list(enumerate(steps))) for s in step.kept}  # its last use, going back
@@ -171,7 +171,7 @@ def _backward(
             made = {k: incoming[0] if _passes(step, v) else v.gradient for k, v in wanted.items()}
         needed = {s for s in step.kept if s.origin not in ("parameter", "prelude")} if incoming else set()
         own = _extra(step, workspace(step.call).backward if step.call and incoming and not step.view else ())
-        if in_place_loss and is_loss(step):
+        if step.node is not None and step.node.name in in_place:
             made, own = {k: _overwritten(step, gradient) for k, gradient in made.items()}, set()
         yield (
             f"backward of {step.name}",
@@ -182,30 +182,6 @@ def _backward(
             if key not in parameters:
                 gradients.setdefault(key, gradient)
         alive = {s for s in alive if first.get(s, -1) < i}
-
-
-def is_loss(step: Step) -> bool:
-    """Whether a step is the cross entropy that may be in place."""
-    return step.call is not None and step.call.target is ops.cross_entropy
-
-
-def losses_in_place(region: Flow) -> frozenset[str]:
-    """Names of the nodes that are losses and may overwrite their logits."""
-    found = (s.node for i, s in enumerate(region.steps) if is_loss(s) and writes_logits(region, i))
-    return frozenset(node.name for node in found if node is not None)
-
-
-def writes_logits(region: Flow, at: int) -> bool:
-    """Whether the loss that is this step may overwrite its logits: as wide as it, and nobody else's."""
-    loss, logits = region.steps[at], region.steps[at].operands[0].storage
-    others = [step for step in region.steps if step is not loss]
-    return (
-        logits.origin == "made"
-        and logits.dtype in WIDE
-        and not any(logits in step.kept for step in others)
-        and not any(v.storage == logits for step in region.steps[at + 1 :] for v in step.operands)
-        and not any(v.storage == logits for v in region.sent)
-    )
 
 
 def _overwritten(step: Step, gradient: Storage) -> Storage:

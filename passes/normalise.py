@@ -3,24 +3,33 @@
 After `normalise`, each node is a placeholder (parameter, buffer, constant, input, or a global loss count), a
 functional ATen op or an op of `autoptd.runtime.ops`; sizes in arguments are ints or sympy expressions of b, s …;
 `meta["info"]` holds global shape, dtype and whether a gradient flows; nothing is computed that does not reach the
-loss; views are `reshape` with the whole output shape. `NORMALISE` is read top to bottom.
+loss; views are `reshape` with the whole output shape. `PREPARE`, `EXACT_LOSS` and `FINISH` are read top to bottom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autoptd.errors import TraceError, UnsupportedOp
-from autoptd.passes.graph import info, infos, is_float, op_name, operands, plain, source_line
+from autoptd.passes.batch_counts import take_counts_over_batch
+from autoptd.passes.graph import info, infos, is_float, is_getitem, op_name, operands, plain, source_line
+from autoptd.passes.loss_form import loss_form
+from autoptd.passes.loss_spellings import write_sums_over_samples
 from autoptd.passes.masks import name_causal_masks
 from autoptd.passes.mixing import refuse_mixed_samples
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.reduce_loss import rewrite_loss
+from autoptd.passes.own_calls import write_own_calls
+from autoptd.passes.own_ops import OwnFunction
+from autoptd.passes.own_proof import prove_own
+from autoptd.passes.reduce_loss import average_over_microbatches, check_loss, rewrite_loss
 from autoptd.passes.regions import inline_regions as _inline
+from autoptd.passes.scalar_types import settle_scalar_types
 from autoptd.passes.spellings import (
     merge_reshapes,
     write_addmm_as_linear,
@@ -28,24 +37,47 @@ from autoptd.passes.spellings import (
     write_copy_as_source,
     write_equal_splits_as_chunk,
     write_grouped_mm,
+    write_masked_put_as_where,
     write_native_dropout_as_dropout,
     write_views_as_reshape,
 )
-from autoptd.passes.trace import Traced
+from autoptd.passes.trace import KEEP_TENSORS, NUMBER_READ, Traced
+from autoptd.passes.types import refuse_mixed_types, write_frozen_batch_norm_in_one_type
 
 aten = torch.ops.aten
 Pass = Callable[[fx.Graph, Traced], None]
 
 
 def normalise(traced: Traced) -> Traced:
-    """Run every pass of `NORMALISE` over the graph, checking it after each. Changes `traced.graph` in place."""
+    """Run every pass over the graph, checking it after each. Changes `traced.graph` in place."""
+    _run(PREPARE, traced)
+    averaged = traced.averaging == "per-microbatch" and not _is_exact(traced)
+    traced.averaged = averaged
+    _run(AVERAGED_LOSS if averaged else EXACT_LOSS, traced)
+    _run(FINISH, traced)
+    _check(traced.graph.graph)
+    return traced
+
+
+def _run(steps: Sequence[Pass], traced: Traced) -> None:
     graph = traced.graph.graph
-    for step in NORMALISE:
+    for step in steps:
         step(graph, traced)
         _drop_dead(graph)
         graph.lint()
-    _check(graph)
-    return traced
+
+
+def _is_exact(traced: Traced) -> bool:
+    """Whether the loss can be that of the whole batch; tried on a copy of the graph."""
+    copied: fx.Graph = fx.Graph()
+    made = copied.graph_copy(traced.graph.graph, {})
+    copied.output(made)
+    trial = replace(traced, graph=fx.GraphModule(nn.Module(), copied))
+    try:
+        _run(EXACT_LOSS, trial)
+    except UnsupportedOp:
+        return False
+    return not loss_form(trial.graph).refused
 
 
 def _drop_dead(graph: fx.Graph) -> None:
@@ -58,6 +90,11 @@ def _drop_dead(graph: fx.Graph) -> None:
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
     """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies."""
     _inline(graph, traced.graph)
+
+
+def write_own(graph: fx.Graph, traced: Traced) -> None:
+    """Write calls of the user's own backward passes with the functions themselves as targets."""
+    write_own_calls(graph, traced.own)
 
 
 def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
@@ -90,10 +127,11 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
         return traced.resolved[expr]
     unknown = [s for s in expr.free_symbols if s not in traced.symbol]
     if unknown:
+        reads = op_name(node) in ("item", "_local_scalar_dense")
         raise UnsupportedOp(
-            f"{node.target} has a size that depends on data ({', '.join(map(str, unknown))})",
+            NUMBER_READ if reads else f"{node.target} has a size that depends on data ({', '.join(map(str, unknown))})",
             where=source_line(node),
-            fix="use a fixed-capacity form such as torch.topk, or a mask with torch.where",
+            fix=KEEP_TENSORS if reads else "use a fixed-capacity form such as torch.topk, or a mask with torch.where",
         )
     return traced.resolved.setdefault(expr, plain(_clean(expr.subs(traced.symbol))))
 
@@ -165,13 +203,19 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
             continue
         if not node.target._schema.is_mutable:
             continue
-        written = node.args[0]
-        assert isinstance(written, fx.Node)
+        written = _written(node)
         if written.name in state:
             raise UnsupportedOp(
                 f"{node.target} writes to {state[written.name]}",
                 where=source_line(node),
                 fix="compute a new tensor instead",
+            )
+        if written is not node.args[0]:
+            raise UnsupportedOp(
+                f"{node.target} writes to the tensor given as out=",
+                where=source_line(node),
+                fix="take what it returns; a module that updates buffers so in training, such as a spectral norm, can "
+                "be put in eval mode",
             )
         functional = _functional(node.target)
         if functional is None:
@@ -183,6 +227,16 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
         result = _keep_dtype(graph, node, written)
         for user in later:
             user.replace_input_with(written, result)
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The tensor that an op writes to: its first one, or the one given as `out`."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = {a.name: x for a, x in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    found = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = next((x for x in found if isinstance(x, fx.Node)), node.args[0])
+    assert isinstance(written, fx.Node)
+    return written
 
 
 def _keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
@@ -203,7 +257,7 @@ def _refuse_running_statistics(graph: fx.Graph) -> None:
             raise UnsupportedOp(
                 f"{node.target} computes statistics over this batch, which no split of the batch can reproduce",
                 where=source_line(node),
-                fix="use GroupNorm or LayerNorm",
+                fix="use GroupNorm or LayerNorm; or put it in eval mode, where it takes its running statistics",
             )
 
 
@@ -221,7 +275,11 @@ def annotate(graph: fx.Graph, traced: Traced) -> None:
         grad = node.name in traced.parameters and traced.parameters[node.name] not in traced.frozen
         if node.op == "call_function" and op_name(node) != "detach":
             grad = any(t.requires_grad for o in operands(node) for t in infos(o))
+        if is_getitem(node) and isinstance(node.args[0].target, OwnFunction):  # type: ignore[union-attr]
+            grad = infos(node.args[0])[node.args[1]].requires_grad  # type: ignore[arg-type, index]
         node.meta["info"] = _with_grad(node.meta["shapes"], grad)
+        if isinstance(node.target, OwnFunction):
+            node.meta["info"] = _where_differentiable(node.meta["info"], node.target.differentiable)
 
 
 def _with_grad(shapes: object, grad: bool) -> object:
@@ -229,6 +287,14 @@ def _with_grad(shapes: object, grad: bool) -> object:
         return TensorInfo(shapes.shape, shapes.dtype, grad and is_float(shapes.dtype))
     assert isinstance(shapes, tuple)
     return tuple(_with_grad(s, grad) for s in shapes if s is not None)
+
+
+def _where_differentiable(found: object, differentiable: Sequence[bool]) -> object:
+    """Infos of outputs, without a gradient where none can flow."""
+    if isinstance(found, TensorInfo):
+        return found if differentiable[0] else replace(found, requires_grad=False)
+    assert isinstance(found, tuple)
+    return tuple(map(_where_differentiable, found, ([flows] for flows in differentiable)))
 
 
 def drop_identities(graph: fx.Graph, traced: Traced) -> None:
@@ -308,15 +374,43 @@ def _is_random(node: fx.Node) -> bool:
 def refuse_random(graph: fx.Graph, traced: Traced) -> None:
     """Only dropout may be random: its numbers are drawn by place in the model, the same under any plan."""
     for node in graph.nodes:
-        if node.op == "call_function" and _is_random(node) and op_name(node) not in _KEYED:
+        if node.op == "call_function" and _is_random(node) and _draws(node) and op_name(node) not in _KEYED:
             raise UnsupportedOp(
                 f"{node.target} draws random numbers",
                 where=source_line(node),
-                fix="draw them outside the model and pass them as an input; nn.Dropout is supported",
+                fix="draw them outside the model and pass them as an input; nn.Dropout is supported, and may take the "
+                "place of a dropout= between the layers of an LSTM or GRU",
             )
 
 
+_DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_layers": 1}  # dropout is between layers
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call of a random op draws: an LSTM without dropout has the op of one with dropout."""
+    given = _given(node)
+    return not any(name in given and given[name] == value for name, value in _DRAWS_NOTHING.items())
+
+
 _KEYED = ("dropout", "scaled_dot_product_attention")  # their numbers are keyed by place
+
+
+def refuse_sparse(graph: fx.Graph, traced: Traced) -> None:
+    """Flat buffers, their reduction and the global norm are of dense gradients."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _given(node).get("sparse"):
+            raise UnsupportedOp(
+                f"{node.target} with sparse=True gives its weight a sparse gradient",
+                where=source_line(node),
+                fix="leave out sparse=True: the same values, as a dense gradient",
+            )
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op's call by name, defaults included."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    names = [a.name for a in schema]
+    return {a.name: a.default_value for a in schema} | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _check(graph: fx.Graph) -> None:
@@ -329,8 +423,9 @@ def _check(graph: fx.Graph) -> None:
         assert "info" in node.meta, node.name
 
 
-NORMALISE: list[Pass] = [
+PREPARE: list[Pass] = [
     inline_regions,
+    write_own,
     drop_asserts,
     fold_sizes,
     drop_asserts,
@@ -338,6 +433,7 @@ NORMALISE: list[Pass] = [
     annotate,
     write_native_dropout_as_dropout,
     write_copy_as_source,
+    write_masked_put_as_where,
     write_casts_with_their_type,
     drop_identities,
     write_views_as_reshape,
@@ -346,9 +442,22 @@ NORMALISE: list[Pass] = [
     write_grouped_mm,
     merge_reshapes,
     drop_identities,
+    write_frozen_batch_norm_in_one_type,
+    refuse_mixed_types,
     name_causal_masks,
+    prove_own,
+    check_loss,
+    refuse_sparse,
+]
+EXACT_LOSS: list[Pass] = [
+    write_sums_over_samples,
+    take_counts_over_batch,
     refuse_mixed_samples,
     rewrite_loss,
+]
+AVERAGED_LOSS: list[Pass] = [refuse_mixed_samples, average_over_microbatches]
+FINISH: list[Pass] = [
+    settle_scalar_types,
     share_repeated,
     refuse_random,
 ]

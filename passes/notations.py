@@ -96,6 +96,35 @@ def loss(reduction: int) -> Notation:
     return notation
 
 
+def row_loss(reduction: int, weight: int | None = None) -> Notation:
+    """A loss per row [n, c]: of each (0), their mean (1, whole) or their sum (2). `weight`: the operand [c], if any."""
+
+    def notation(call: OpCall) -> str:
+        how = call.arg(reduction, "reduction", 1)
+        if how not in (0, 2) or call.operands[0].ndim < 2:
+            return whole(call)
+        rows = [["."] if i == weight else ["n", *["."] * (t.ndim - 1)] for i, t in enumerate(call.operands)]
+        return arrow(rows, [["n"] if how == 0 else []])
+
+    return notation
+
+
+def class_loss(call: OpCall) -> str:
+    """Cross entropy of logits [n, c, …] and labels [n, …] (or [n, c, …]): its sum adds up over all but the classes."""
+    logits, labels, *weight = call.operands
+    if call.arg(3, "reduction", 1) != 2 or logits.ndim < 2:
+        return whole(call)
+    dims = names(logits.ndim)
+    dims[1] = "."
+    rows = dims if labels.ndim == logits.ndim else [dims[0], *dims[2:]]
+    return arrow([dims, rows, *[["."]] * len(weight)], [[]])
+
+
+def counted(call: OpCall) -> str:
+    """valid_count: labels of any dims, and maybe a weight per class."""
+    return "... -> " if len(call.operands) == 1 else "..., . -> "
+
+
 def permutation(order: Callable[[OpCall, int], Sequence[int]]) -> Notation:
     """Dims moved: `order` gives, for each dim of the result, where it was."""
 
@@ -199,6 +228,8 @@ def repeat(call: OpCall) -> str:
 def repeat_interleave(call: OpCall) -> str:
     """repeat_interleave(count, dim): `d -> (d 3)`."""
     dims, dim = names(call.operands[0].ndim), call.arg(2, "dim", None)
+    if dim is None and len(dims) == 1:
+        dim = 0
     if dim is None or not isinstance(call.args[1], int):
         return whole(call)
     dim %= len(dims)

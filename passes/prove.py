@@ -67,12 +67,13 @@ def prove(
     ranks: int,
     *,
     seed: int = 0,
+    magnitude: float = 1.0,
     on_ranks: OnRanks | None = None,
 ) -> Counterexample | None:
-    """None if the strategy computes what the whole op does, in value and gradient."""
+    """None if the strategy computes what the whole op does, in value and gradient; incoming ones of this magnitude."""
     call = example.call()
     rng = torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(t.shape, generator=rng, dtype=torch.float64).to(t.dtype) for t in call.outputs]
+    upstream = _incoming(call.outputs, rng, magnitude)
     values, gradients = _differentiate(example.target, example.args, example.kwargs, upstream)
     held = [_lay_out(x, p, ranks, rng) for x, p in zip(example.operands, strategy.needs, strict=True)]
     pulled = [_lay_out(g, _conjugate(p), ranks, rng) for g, p in zip(upstream, strategy.gives, strict=True)]
@@ -109,6 +110,16 @@ def in_turn(ranks: int, strategy: Strategy, target: Callable[..., Any], run: Ran
     """Ranks that need not talk to each other."""
     assert not strategy.implementation, f"{strategy} is distributed itself: run its ranks together"
     return [run(rank, target) for rank in range(ranks)]
+
+
+def _incoming(outputs: Sequence[TensorInfo], rng: torch.Generator, magnitude: float) -> list[Tensor]:
+    return [(torch.randn(t.shape, generator=rng, dtype=torch.float64) * magnitude).to(t.dtype) for t in outputs]
+
+
+def differentiate(example: Example) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs of a call, and the gradient of each operand, of a random gradient of the outputs."""
+    upstream = _incoming(example.call().outputs, torch.Generator().manual_seed(0), 1.0)
+    return _differentiate(example.target, example.args, example.kwargs, upstream)
 
 
 def _differentiate(
@@ -177,7 +188,9 @@ def _difference(x: Tensor, y: Tensor, tolerance: float) -> float | None:
         return float("inf")
     if not (x.is_floating_point() or x.is_complex()):
         return None if torch.equal(x, y) else float((x.double() - y.double()).abs().max())
-    if torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True):
+    largest = float(y.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if y.numel() else 0.0
+    # relative to the largest: a product of many factors is tiny, and so must the difference be
+    if torch.allclose(x, y, rtol=tolerance, atol=tolerance * (largest or 1.0), equal_nan=True):
         return None
     return float((x - y).abs().nan_to_num(float("inf")).max())
 

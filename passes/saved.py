@@ -12,6 +12,7 @@ Three ops are told apart from what meta tensors show, because the kernels of an 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
@@ -21,7 +22,9 @@ import sympy
 import torch
 from torch import Tensor
 
+from autoptd.passes.fake import fake_cpu
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.own_ops import is_own
 from autoptd.passes.prove import as_list, frozen
 from autoptd.runtime import ops
 
@@ -104,6 +107,11 @@ def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[
 
 
 def _saved_of(call: OpCall, numbers: Sequence[int]) -> Saved:
+    with surroundings(call):
+        return _saved_within(call, numbers)
+
+
+def _saved_within(call: OpCall, numbers: Sequence[int]) -> Saved:
     run, operands, values = meta_call(call, numbers)
     kept: list[Tensor] = []
 
@@ -123,34 +131,43 @@ def _saved_of(call: OpCall, numbers: Sequence[int]) -> Saved:
     )
 
 
+def surroundings(call: OpCall) -> AbstractContextManager[object]:
+    """Around a call of `meta_call` and its backward pass: what the user wrote makes tensors of its own on the CPU."""
+    return fake_cpu() if is_own(call.target) else nullcontext()
+
+
 def meta_call(
     call: OpCall, numbers: Sequence[int] = SYMBOL_VALUES
 ) -> tuple[Callable[[], Any], list[Tensor], dict[sympy.Symbol, int]]:
-    """The call on meta tensors, its tensor operands, and which of the numbers stand for its symbols."""
+    """The call on meta tensors, its tensor operands, and which of the numbers stand for its symbols.
+
+    To be made, and run, within the `surroundings` of the call.
+    """
     symbols = sorted(set(_symbols((call.args, tuple(call.kwargs.values()), call.outputs))), key=str)
     assert len(symbols) <= len(numbers), f"{call.target} has more symbols than there are values: {symbols}"
     values = dict(zip(symbols, numbers, strict=False))
     operands: list[Tensor] = []
-    concrete = [_concrete(a, values, operands) for a in call.args]
-    named = {k: _concrete(v, values, operands) for k, v in call.kwargs.items()}
-    named |= {"device": torch.device("meta")} if "device" in named else {}
+    device = torch.device("cpu" if is_own(call.target) else "meta")
+    concrete = [_concrete(a, values, operands, device) for a in call.args]
+    named = {k: _concrete(v, values, operands, device) for k, v in call.kwargs.items()}
+    named |= {"device": device} if "device" in named else {}
     return (lambda: call.target(*concrete, **named)), operands, values
 
 
-def _concrete(value: Any, values: Mapping[sympy.Symbol, int], operands: list[Tensor]) -> Any:
+def _concrete(value: Any, values: Mapping[sympy.Symbol, int], operands: list[Tensor], device: torch.device) -> Any:
     """Arguments with meta tensors for shapes (collected in `operands`) and numbers for symbols."""
     match value:
         case TensorInfo(shape, dtype, requires_grad):
             differentiable = requires_grad and (dtype.is_floating_point or dtype.is_complex)
             sizes = [_number(n, values) for n in shape]
-            operands.append(torch.empty(sizes, dtype=dtype, device="meta").requires_grad_(differentiable))
+            operands.append(torch.empty(sizes, dtype=dtype, device=device).requires_grad_(differentiable))
             return operands[-1]
         case tuple():
-            return [_concrete(v, values, operands) for v in value]
+            return [_concrete(v, values, operands, device) for v in value]
         case sympy.Expr():
             return _number(value, values)
         case torch.device():
-            return torch.device("meta")
+            return device
     return value
 
 
@@ -182,4 +199,12 @@ def name_sizes(call: OpCall, values: Mapping[sympy.Symbol, int]) -> dict[int, Si
 
 
 def _symbolic(x: Tensor, known: Mapping[int, Size]) -> TensorInfo:
-    return TensorInfo(tuple(known.get(n, n) for n in x.shape), x.dtype, False)
+    return TensorInfo(tuple(size_named(n, known) for n in x.shape), x.dtype, False)
+
+
+def size_named(number: int, known: Mapping[int, Size]) -> Size:
+    """A number as what it stands for: a size that is known, or a multiple of the largest that divides it."""
+    if number in known:
+        return known[number]
+    largest = max((n for n in known if number % n == 0), default=0)
+    return number // largest * known[largest] if largest else number

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoptd.passes.graph import info, infos, op_name
+from autoptd.passes.graph import info, infos, op_name, write_op
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.trace import Traced
 from autoptd.runtime import ops
@@ -44,6 +44,30 @@ def write_copy_as_source(graph: fx.Graph, traced: Traced) -> None:
                 spread = graph.call_function(aten.expand.default, (source, list(like.shape)))
                 spread.meta = {**node.meta, "info": TensorInfo(like.shape, like.dtype, info(source).requires_grad)}
             node.replace_all_uses_with(spread)
+
+
+def write_masked_put_as_where(graph: fx.Graph, traced: Traced) -> None:
+    """`x[mask] = y`, where y has no dim of the elements that the mask picks, is `where(mask, y, x)`."""
+    for node in list(graph.nodes):
+        if (
+            node.op != "call_function"
+            or node.target is not aten.index_put.default
+            or node.args[3:] not in ((), (False,))
+        ):
+            continue
+        x, (mask, *others), value = node.args[:3]
+        if others or mask is None or info(mask).dtype is not torch.bool or node.kwargs.get("accumulate"):
+            continue
+        picked, rest = info(mask).ndim, info(x).ndim - info(mask).ndim
+        if info(mask).shape != info(x).shape[:picked] or info(value).ndim > rest:
+            continue
+        with graph.inserting_before(node):
+            spread = (*info(mask).shape, *(1,) * rest)
+            wide = write_op(graph, node, aten.reshape.default, (mask, list(spread)), spread, torch.bool)
+            if info(value).dtype != info(x).dtype:
+                value = write_op(graph, node, aten.to.dtype, (value, info(x).dtype), info(value).shape, info(x).dtype)
+            made = write_op(graph, node, aten.where.self, (wide, value, x), info(node).shape, info(x).dtype)
+        node.replace_all_uses_with(made)
 
 
 def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -24,12 +24,15 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from autoptd.errors import InputsError, TraceError, UnsupportedOp
+from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.bound_sizes import InputDim, bound_dims
 from autoptd.passes.collector import without_collector
 from autoptd.passes.fake import fake_cpu
-from autoptd.passes.loss import Loss
+from autoptd.passes.input_types import inputs_to_cast
+from autoptd.passes.loss import Loss, Objective, read_objective
 from autoptd.passes.loss import loss_of as loss_of
+from autoptd.passes.own_hooks import refuse_recording_hooks, refuse_unseen_hooks
+from autoptd.passes.own_trace import OwnCalls, keep_own
 from autoptd.passes.regions import inline_regions
 from autoptd.passes.repeats import Repeats
 from autoptd.passes.silence import silent_export
@@ -41,6 +44,8 @@ PRECISIONS: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+
+Averaging = Literal["global", "per-microbatch"]
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
@@ -66,22 +71,35 @@ class Traced:
     frozen: frozenset[str] = frozenset()  # parameters with requires_grad=False
     resolved: dict[sympy.Expr, Any] = field(default_factory=dict)  # sizes in torch's symbols -> in ours, as met
     transient: frozenset[str] = frozenset()  # buffers that are not part of the state dict
+    averaging: Averaging = "global"  # what of the loss may be averaged, if it cannot be that of the whole batch
+    averaged: bool = False  # whether it is
+    objective: Objective = field(default_factory=Objective)  # what the loss is made of
+    own: OwnCalls = field(default_factory=OwnCalls)  # backward passes of the user's own
 
 
 def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContextManager[Any]) -> nn.Module:
     """A copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
 
-    Parameters and buffers are made under `mode`; tensors that are neither keep their values.
+    Parameters and buffers are made under `mode`; tensors that are neither keep their values, but for those that are
+    computed from others (the weight of a weight-normed layer): these are computed anew, or refused when they are read.
     """
     dtype = PRECISIONS[precision]
     memo: dict[int, Any] = {}
     with mode:
+        for x in computed_tensors(model):
+            memo[id(x)] = nn.Parameter(torch.empty(x.shape, dtype=dtype, device=device))
         for p in model.parameters():
             kept = dtype if p.is_floating_point() else p.dtype
             memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=kept, device=device), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
     return copy.deepcopy(model, memo)
+
+
+def computed_tensors(model: nn.Module) -> list[Tensor]:
+    """Attributes of modules that need a gradient and are no parameters."""
+    values = [value for module in model.modules() for value in vars(module).values()]
+    return [x for x in values if isinstance(x, Tensor) and x.requires_grad]
 
 
 def without_caches(model: nn.Module) -> nn.Module:
@@ -103,32 +121,40 @@ def trace(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     *,
-    loss: Callable[..., Tensor] | None = None,
+    loss: Callable[..., Tensor] | Objective | None = None,
     precision: str = "fp32",
     repeats: bool = True,
+    averaging: Averaging = "global",
 ) -> Traced:
     """Trace `model(**inputs)` to its scalar loss.
 
-    `inputs` are example keyword tensors whose dim 0 counts samples; only shapes and dtypes are read. With `repeats`,
+    `inputs` are example keyword tensors whose dim 0 counts samples, those of the `targets` of an objective among them;
+    only shapes and dtypes are read. The model holds what `Objective.joined` put there. With `repeats`,
     equal modules are traced once and written out for every call, which gives the same graph in less time.
     Raises InputsError (inputs that do not suit), UnsupportedOp (a size depends on data), TraceError (all else).
     """
     _check_inputs(inputs)
+    _check_modules(model)
+    refuse_unseen_hooks(model)
     names = canonical_names(model)
     batch = _batch_size(inputs)
     shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
-    exporter = _Exporter(model, specs, loss, precision)
-    program = exporter.run(repeats=repeats)
-    if bound := bound_dims(program, specs):
-        exporter = replace(exporter, fixed=bound)
-        program = exporter.run(repeats=repeats)
-    if repeats and _writes_through_views(program.graph):
-        program = exporter.run(repeats=False)
-    if _writes_through_views(program.graph):
-        program = program.run_decompositions({})
+    objective, _ = read_objective(loss, inputs)
+    exporter, own = _Exporter(model, specs, objective, precision), OwnCalls()
+    with keep_own(own):
+        exporter, program = exporter.with_casts(repeats=repeats)
+        if bound := bound_dims(program, specs):
+            exporter = replace(exporter, fixed=bound)
+            program = exporter.run(repeats=repeats)
+        if repeats and _to_decompose(program.graph):
+            program = exporter.run(repeats=False)
+        if _to_decompose(program.graph):
+            program = program.run_decompositions({})
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    traced = _collect(program, list(inputs), names, frozen, batch)
+    traced = _collect(program, list(inputs), names, frozen, batch, objective)
+    traced.averaging = averaging
+    traced.own = own
     values = dict(model.named_buffers(remove_duplicate=False))
     traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
     traced.constants |= {
@@ -146,9 +172,45 @@ class _Exporter:
 
     model: nn.Module
     specs: Specs
-    loss: Callable[..., Tensor] | None
+    objective: Objective
     precision: str
     fixed: Collection[InputDim] = ()  # dims of inputs that are no symbols
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # of inputs, as they enter the model
+
+    def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
+        """The whole graph, and what it was exported by: inputs in the type of the parameters given are cast where they
+        meet products of another. Some ops refuse that while traced: then a graph in the type given tells which."""
+        given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        computed = PRECISIONS[self.precision]
+        names = [
+            n for n, (_, dtype) in self.specs.items() if dtype in given - {computed} and n not in self.objective.targets
+        ]
+        try:
+            program = self.run(repeats=repeats)
+            odd = self._inputs_to_cast(program, names, given - {computed}, computed)
+        except TraceError as error:
+            written = next((name for name, dtype in PRECISIONS.items() if {dtype} == given), None)
+            if isinstance(error, UnsupportedOp) or not names or written is None:
+                raise
+            program = replace(self, precision=written).run(repeats=repeats)
+            odd = self._inputs_to_cast(program, names, given, PRECISIONS[written])
+            if not odd:
+                raise
+        if not odd:
+            return self, program
+        exporter = replace(self, casts=dict.fromkeys(odd, computed))
+        return exporter, exporter.run(repeats=repeats)
+
+    def _inputs_to_cast(
+        self,
+        program: torch.export.ExportedProgram,
+        names: Collection[str],
+        given: Collection[torch.dtype],
+        computed: torch.dtype,
+    ) -> set[str]:
+        arguments = dict(zip(program.graph_signature.user_inputs, self.specs, strict=True))
+        own = {argument: name for argument, name in arguments.items() if name in names}
+        return inputs_to_cast(program.graph, own, given, computed)
 
     def run(self, *, repeats: bool) -> torch.export.ExportedProgram:
         """The whole graph. Raises InputsError, UnsupportedOp, TraceError."""
@@ -167,17 +229,23 @@ class _Exporter:
     def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
         """Without data. Sizes of 1 would be baked in, and inputs that are one object merged: these are new ones."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
-        train = without_caches(skeleton(self.model, self.precision, device, mode).train())
+        try:
+            model = without_caches(skeleton(self.model, self.precision, device, mode))
+        except _FAILURES as error:
+            raise _not_copied(error) from error
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        root = Loss(model, self.objective.in_precision(PRECISIONS[self.precision]), names, self.casts)
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
-        found = Repeats(train) if repeats else None
+        refuse_recording_hooks(model)
+        found = Repeats(model) if repeats else None
         try:
             with without_collector(), silent_export():
-                program = torch.export.export(Loss(train, self.loss), (fake,), dynamic_shapes=dynamic, strict=False)
-        except InputsError:
-            raise
+                program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
+        except AutoptdError as error:
+            raise _placed(error) from None
         except _FAILURES as error:
             raise _explain(error) from error
         if found is not None:
@@ -187,6 +255,17 @@ class _Exporter:
 
 
 _FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError)
+
+
+def _placed(error: AutoptdError) -> AutoptdError:
+    """With the user's line, where an error does not say where."""
+    return error if error.where else type(error)(error.what, where=_user_line(error), fix=error.fix)
+
+
+def _to_decompose(graph: fx.Graph) -> bool:
+    """Whether torch has to write a graph in other ops: writes through views, and transforms of torch.func."""
+    transforms = (getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
+    return _writes_through_views(graph) or any(transforms)
 
 
 def _writes_through_views(graph: fx.Graph) -> bool:
@@ -216,6 +295,17 @@ def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
         raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
 
 
+def _check_modules(model: nn.Module) -> None:
+    """Raise TraceError for modules whose code torch has compiled already: nothing of it passes by the trace."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{name or 'the model'} was compiled by torch.jit.script or torch.jit.trace, and cannot be traced",
+                where=name,
+                fix="pass the module that was given to torch.jit, before it was",
+            )
+
+
 def _batch_size(inputs: Mapping[str, Tensor]) -> int:
     return next(x.shape[0] for x in inputs.values() if x.ndim)
 
@@ -224,17 +314,30 @@ def _counts_samples(x: Tensor, batch: int) -> bool:
     return x.ndim > 0 and x.shape[0] == batch
 
 
+def _not_copied(error: Exception) -> TraceError:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return TraceError(
+        f"the model cannot be copied without its data: {type(error).__name__}: {first[:300]}",
+        fix="keep on modules only what copy.deepcopy(model) copies",
+    )
+
+
+NUMBER_READ = "a number is read out of a tensor's data, and is not known before the values are"
+_FIXED_SHAPES = "use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)"
+KEEP_TENSORS = (
+    "keep it a tensor: x / x.max(), not x / float(x.max()); no .item(), .tolist(), int() or float(). "
+    "Where it is a size, " + _FIXED_SHAPES
+)
+
+
 def _explain(error: Exception) -> TraceError:
     """Turn torch.export's report into one sentence with module path and the user's line."""
     text = str(error)
     where = _user_line(error) or _user_line_in(text)
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
     if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
-        return UnsupportedOp(
-            _what_depends(text),
-            where=where,
-            fix="use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)",
-        )
+        what = _what_depends(text)
+        return UnsupportedOp(what, where=where, fix=KEEP_TENSORS if what == NUMBER_READ else _FIXED_SHAPES)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return TraceError(
         f"the model cannot be traced: {type(error).__name__}: {first[:300]}",
@@ -246,10 +349,11 @@ def _explain(error: Exception) -> TraceError:
 def _what_depends(text: str) -> str:
     """What of a model depends on data, from the first line of torch's report."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    if first.startswith("Could not guard on data-dependent"):
-        return "a branch depends on data: which way it goes is not known before the values are"
-    if first.startswith("Could not extract specialized integer"):
-        return "a number is read out of a tensor's data, and is not known before the values are"
+    guarded = re.match(r"Could not guard on data-dependent expression (.*) \(unhinted", first)
+    if first.startswith("Could not extract specialized") or (guarded and re.fullmatch(r"z?u[fi]?\d+", guarded[1])):
+        return NUMBER_READ
+    if guarded:
+        return "a branch or a loop depends on data: which way it goes is not known before the values are"
     return f"a size or a branch depends on data: {first[:200]}"
 
 
@@ -261,13 +365,16 @@ def _user_line(error: BaseException) -> str:
     while tb is not None:
         frame, file = tb.tb_frame, Path(tb.tb_frame.f_code.co_filename)
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and not isinstance(owner, Loss):
+        if isinstance(owner, nn.Module) and not type(owner).__module__.startswith(_WRAPPING):
             path = _module_path(tb.tb_frame, owner)
         if file.exists() and not str(file).startswith(foreign):
             source = linecache.getline(str(file), tb.tb_lineno).strip()
             where = f"{path} ({file.name}:{tb.tb_lineno})  {source}"
         tb = tb.tb_next
     return where
+
+
+_WRAPPING = (Loss.__module__, "torch.export", "torch._export")  # of modules that are none of the user's
 
 
 def _module_path(frame: FrameType | None, owner: nn.Module) -> str:
@@ -291,8 +398,10 @@ def _collect(
     names: Mapping[str, str],
     frozen: set[str],
     batch: int,
+    objective: Objective,
 ) -> Traced:
     graph = program.graph_module
+    of_loss = dict(objective.loss.named_buffers(prefix="loss")) if isinstance(objective.loss, nn.Module) else {}
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
     inputs: dict[str, str] = {}
@@ -303,6 +412,8 @@ def _collect(
         if spec.kind == InputKind.PARAMETER:
             assert spec.target is not None
             parameters[arg] = names[spec.target.removeprefix("model.")]
+        elif spec.kind == InputKind.BUFFER and spec.target in of_loss:
+            constants[arg] = of_loss[spec.target].detach().cpu()
         elif spec.kind == InputKind.BUFFER:
             assert spec.target is not None
             buffers[arg] = spec.target.removeprefix("model.")
@@ -325,6 +436,7 @@ def _collect(
         example=example,
         aliases={n: c for n, c in names.items() if n != c},
         frozen=frozenset(names[n] for n in frozen),
+        objective=objective,
     )
 
 

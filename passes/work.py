@@ -18,6 +18,7 @@ from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
 
 from autoptd.passes.loops import bind
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.own_ops import OwnFunction, OwnHook
 from autoptd.passes.rules import RULES
 from autoptd.passes.saved import ATTENTION
 from autoptd.runtime import ops
@@ -94,6 +95,8 @@ def _four(shape: tuple[Size, ...]) -> tuple[Size, ...]:
 
 def _is_view(call: OpCall) -> bool:
     """Results that alias an operand: by the op's schema, or a cast to the same type."""
+    if isinstance(call.target, (OwnFunction, OwnHook)):
+        return call.target.view
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
     if call.target in CASTS:

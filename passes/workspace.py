@@ -25,7 +25,16 @@ from torch.utils._pytree import tree_leaves
 
 from autoptd.passes.opcall import OpCall, TensorInfo
 from autoptd.passes.prove import as_list, frozen
-from autoptd.passes.saved import ATTENTION, DROPOUT, RMS_NORM, at_sizes_that_work, meta_call, name_sizes
+from autoptd.passes.saved import (
+    ATTENTION,
+    DROPOUT,
+    RMS_NORM,
+    at_sizes_that_work,
+    meta_call,
+    name_sizes,
+    size_named,
+    surroundings,
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,11 @@ def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[
 
 
 def _workspace_of(call: OpCall, numbers: Sequence[int]) -> Workspace:
+    with surroundings(call):
+        return _workspace_within(call, numbers)
+
+
+def _workspace_within(call: OpCall, numbers: Sequence[int]) -> Workspace:
     run, operands, values = meta_call(call, numbers)
     kept: set[int] = set()
 
@@ -105,12 +119,15 @@ def _workspace_of(call: OpCall, numbers: Sequence[int]) -> Workspace:
     second: list[tuple[torch.Size, torch.dtype]] = []
     if wanted and given:
         incoming = [torch.empty_like(y) for y in given]
-        with Watch() as backward:
-            gradients = torch.autograd.grad(given, wanted, incoming, allow_unused=True)
+        try:
+            with Watch() as backward:
+                gradients = torch.autograd.grad(given, wanted, incoming, allow_unused=True)
+        except NotImplementedError:  # its backward has no meta version: as much as the forward pass
+            return Workspace(_named(first, known), _named(first, known))
         outgoing = {g.untyped_storage()._cdata for g in gradients if g is not None}
         second = backward.fullest(stores | kept | outgoing | {x.untyped_storage()._cdata for x in incoming})
     return Workspace(_named(first, known), _named(second, known))
 
 
 def _named(found: Sequence[tuple[torch.Size, torch.dtype]], known: Any) -> tuple[TensorInfo, ...]:
-    return tuple(TensorInfo(tuple(known.get(n, n) for n in shape), dtype, False) for shape, dtype in found)
+    return tuple(TensorInfo(tuple(size_named(n, known) for n in shape), dtype, False) for shape, dtype in found)

@@ -21,6 +21,8 @@ PAGE = TESTS.parent / "docs" / "faults.md"
 FAULTS: dict[str, dict[str, str]] = {
     "loss": {
         "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
+        "ratio by samples": "a loss that something else normalises is weighed by samples: class weights, ratios",
+        "sums of a rank": "a function of sums over the batch is differentiated at the sums of a rank or microbatch",
         "one rank's count": "the loss is divided by the valid tokens of one data-parallel rank",
         "divided twice": "data parallel averages gradients whose loss was divided by the whole batch's count already",
         "a factor too many": "a constant factor in the loss, or none where one belongs",
@@ -29,7 +31,9 @@ FAULTS: dict[str, dict[str, str]] = {
         "norm of scaled gradients": "norm, clipping or update take gradients with the loss scale still in them",
         "NaN of one rank": "a rank with a NaN or an infinity steps, and the others too, or wait for it",
         "narrow sums": "gradients are summed over microbatches or ranks in 16 bits",
+        "logits read after their loss": "a loss in place overwrites logits, or a view of them, that others still read",
         "samples mixed": "a model that mixes samples mixes those of a microbatch and rank alone (it is refused)",
+        "moves on trust": "rows that computed indices move are taken to stay with their samples (proved, or refused)",
     },
     "clipping": {
         "tied copies in the norm": "a parameter held by two stages counts twice",
@@ -56,6 +60,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a bucket never ready": "a bucket waits for ever for the gradient of a parameter that was not used",
         "buckets in another order": "ranks reduce buckets as they become ready, and add up different ones",
         "reduced too early": "a bucket is reduced when its first microbatch is done",
+        "frozen parameters whole": "under ZeRO 3 every rank holds all of what is not trained",
         "no gather": "updated shards are not collected",
         "gather into gradients": "collected parameters land in the gradient buffer",
         "shards of another group": "shards are cut for more ranks than there are: some elements nobody updates",
@@ -92,6 +97,14 @@ FAULTS: dict[str, dict[str, str]] = {
         "masks of local positions": "a split tensor's mask is drawn for positions, or a dim, that only the rank knows",
         "masks of conversions": "the key of an op counts the conversions that a plan writes before it",
         "masks of local samples": "samples are counted within the microbatch or the data-parallel rank",
+    },
+    "backward passes of one's own": {
+        "only the forward traced": "of a Function or hook of the user's own only the forward's ops are differentiated",
+        "hooks in another order": "of two hooks on one tensor the later one is applied first",
+        "gradients of samples mixed": "a backward pass that mixes samples sees one microbatch of them (it is refused)",
+        "parts of gradients clipped": "a parameter's gradient is clipped in parts, one per microbatch (it is refused)",
+        "backward hooks ignored": "hooks on modules and parameters are not part of the program (it is refused)",
+        "another function of that name": "a program calls another function of the same name and text",
     },
     "recomputation": {
         "kept after all": "a policy keeps what it should recompute, or computes again what it should keep",

@@ -19,6 +19,7 @@ import autoptd
 from autoptd.models.nanogpt import NanoGPT, Sizes
 from autoptd.plans import Plan
 from autoptd.progress import Silent
+from autoptd.search.planner import Planner
 
 PAIR = {"all_gather": 2, "reduce_scatter": 2}
 
@@ -131,6 +132,29 @@ def test_a_plan_that_is_given_is_not_searched_for(planned: autoptd.Parallel, tmp
     again = autoptd.parallelize(llama(), plan=tmp_path / "plan.json", progress=steps)
     assert again.program.files == planned.program.files
     assert not any("mesh" in step or "split tensors" in step for step in steps.seen)
+
+
+SEARCHED: list[dict[str, Any]] = [
+    {"include": "all"},
+    {"include": ["virtual", "zero"], "exact": True},
+    {"time_limit_s": 60},
+]
+
+
+@pytest.mark.parametrize("wishes", SEARCHED, ids=str)
+def test_both_calls_search_alike(wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """`parallelize` without a plan finds what `plan` finds, and hands on what it was asked for."""
+    tasks: list[Any] = []
+    honest = Planner.__init__
+    monkeypatch.setattr(
+        Planner, "__init__", lambda self, task, *r, **k: tasks.append(task) or honest(self, task, *r, **k)
+    )
+    traced = autoptd.trace(gpt())
+    asked: dict[str, Any] = {"world": 4, "cluster": "dgx-h100", "batch": 16, **wishes}
+    plan = autoptd.plan(traced, **asked)
+    assert autoptd.parallelize(traced, **asked).plan == plan
+    ours, theirs = tasks
+    assert ours == theirs
 
 
 def test_no_plan_needs_more_than_a_device_has(planned: autoptd.Parallel):

@@ -32,6 +32,8 @@ from autoptd.errors import (
 from autoptd.models import load_model
 from autoptd.models.nanogpt import NanoGPT, Sizes
 from autoptd.plans import Plan
+from autoptd.search.idle import idle_notes
+from autoptd.search.wishes import read_wishes
 
 EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 16}
 X = {"x": torch.empty(4, 8)}
@@ -69,6 +71,42 @@ class Number(Scalar):
     def forward(self, x: Tensor) -> Tensor:
         count = int(x.sum().item())
         return self.layer(x)[:count].sum()
+
+
+class Factor(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) / float(x.max())).sum()
+
+
+class Scaled(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * x.sum().item()
+
+
+class Loop(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        while y.norm() > 1:
+            y = y / 2
+        return y.sum()
+
+
+class Rows(Scalar):
+    def __init__(self, rows: nn.Module) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.rows(ids)).square().mean()
+
+
+class Recurrent(Scalar):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.layer(x))[0].square().mean()
 
 
 class Holder(nn.Module):
@@ -168,20 +206,50 @@ def test_not_a_module_or_nothing_to_train():
         (Holder(Router()), "body.1", Router, ".nonzero()"),
         (Router(), "", Router, ".nonzero()"),
         (Holder(Branch()), "body.1", Branch, "if y.sum() > 0"),
+        (Holder(Loop()), "body.1", Loop, "while y.norm() > 1"),
         (Holder(Number()), "body.1", Number, ".item()"),
+        (Holder(Factor()), "body.1", Factor, "float(x.max())"),
+        (Holder(Scaled()), "body.1", Scaled, ".item()"),
     ],
-    ids=["nonzero", "nonzero at the root", "branch", "item"],
+    ids=["nonzero", "nonzero at the root", "branch", "loop", "size by item", "float", "factor by item"],
 )
 def test_shapes_that_depend_on_data(
     model: nn.Module, path: str, kind: type, text: str, capfd: pytest.CaptureFixture[str]
 ):
     error = refusal(UnsupportedOp, model, **EIGHT, inputs=X)
-    assert "def forward" not in "".join(capfd.readouterr()), "torch shows its graph"
+    assert capfd.readouterr() == ("", ""), "torch shows its graph, or logs"
+    said = "a branch or a loop" if kind in (Branch, Loop) else "nonzero" if kind is Router else "a number is read"
+    assert error.what.startswith(said) or (kind is Router and said in error.what)
     assert "data" in error.what
     assert error.where.startswith(path)
     assert line_of(kind, text) in error.where
     assert text in error.where
     assert "torch.where" in error.fix
+
+
+@pytest.mark.parametrize("rows", [nn.Embedding(16, 8, sparse=True), nn.EmbeddingBag(16, 8, sparse=True)])
+def test_sparse_gradients(rows: nn.Module):
+    ids = {"ids": torch.zeros(4, 6, dtype=torch.int64)}
+    error = refusal(UnsupportedOp, Rows(rows), **EIGHT, inputs=ids)
+    assert "with sparse=True gives its weight a sparse gradient" in error.what
+    assert error.where.startswith("rows (")
+    assert "leave out sparse=True" in error.fix
+
+
+def test_modules_that_torch_has_compiled():
+    inner = torch.jit.script(nn.Linear(8, 8))
+    error = refusal(TraceError, Holder(inner), **EIGHT, inputs=X)
+    assert error.what.startswith("body.1 was compiled by torch.jit.script")
+    root = torch.jit.trace(Scalar(), X["x"])
+    assert refusal(TraceError, root, **EIGHT, inputs=X).what.startswith("the model was compiled by torch.jit")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase]):
+    model, inputs = Recurrent(kind(8, 8, 2, batch_first=True, dropout=0.5)), {"x": torch.empty(4, 6, 8)}
+    error = refusal(UnsupportedOp, model, **EIGHT, inputs=inputs, precision="fp32")
+    assert "draws random numbers" in error.what
+    assert "dropout= between the layers" in error.fix
 
 
 def test_sequences_that_are_none_or_too_long():
@@ -208,6 +276,7 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
     ("wishes", "what", "where", "fix"),
     [
         ({"fix": {"dp": 3}}, "world 8 is not divisible by dp 3", "fix['dp']", "use dp 2 or 4"),
+        ({"world": 32, "fix": {"tp": 3}}, "world 32 is not divisible by tp 3", "fix['tp']", "use tp 2 or 4"),
         ({"world": 6, "fix": {"tp": 4}}, "world 6 is not divisible by tp 4", "fix['tp']", "use tp 3 or 6"),
         (
             {"fix": {"tp": 2, "dp": 8}},
@@ -259,6 +328,15 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
     ("fix", "what", "way_out"),
     [
         ({"tpp": 2}, "'tpp' cannot be fixed", "did you mean 'tp'"),
+        ({"tensor_parallel": 2}, "'tensor_parallel' cannot be fixed", "did you mean 'tp'? known"),
+        ({"pipeline-model-parallel-size": 2}, "cannot be fixed", "did you mean 'pp'? known"),
+        ({"data_parallel": 2}, "'data_parallel' cannot be fixed", "did you mean 'dp'? known"),
+        ({"microbatch_size": 2}, "'microbatch_size' cannot be fixed", "did you mean 'micro'? known"),
+        ({"gradient_checkpointing": True}, "cannot be fixed", "did you mean 'recompute'? known"),
+        ({"dp": 1, "zero": 3}, "zero 3 can have no effect: it acts along dp × cp, which is 1", "leave out zero"),
+        ({"tp": 4, "pp": 2, "zero": 2}, "zero 2 can have no effect", "leave out zero"),
+        ({"dp": 1, "zero": 3, "shards": 2}, "zero 3 can have no effect", "leave out zero, shards"),
+        ({"zero": 0, "shards": 2}, "shards 2 with zero 0", "or leave shards out"),
         ({3: 2}, "3 cannot be fixed", "known: attention, bucket_bytes, context, cp, cuts, dp"),
         ({"tp": "2"}, "tp is '2'", "a whole number of at least 1"),
         ({"tp": True}, "tp is True", "a whole number of at least 1"),
@@ -270,7 +348,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
         ({"recompute": "some"}, "recompute 'some' is not possible", "'auto', 'none', 'selective', 'ops', 'full'"),
         ({"recompute": ["full"]}, "recompute ['full'] is not possible", "'none', 'selective'"),
         ({"cp": 0}, "cp is 0", "a whole number of at least 1"),
-        ({"cp": 3}, "world 8 is not divisible by cp 3", "use a divisor"),
+        ({"cp": 3}, "world 8 is not divisible by cp 3", "use cp 2 or 4"),
         ({"schedule": "gpipes"}, "schedule 'gpipes' is not possible", "'1f1b', 'gpipe'"),
         ({"schedule": "interleaved"}, "schedule 'interleaved' with virtual 1", "several chunks per rank"),
         ({"virtual": 2, "schedule": "1f1b"}, "schedule '1f1b' with virtual 2", "several chunks per rank"),
@@ -322,6 +400,35 @@ def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
 
 
 @pytest.mark.parametrize(
+    ("world", "fix", "note"),
+    [
+        (8, {"max_tp": 1, "sends": "slices"}, "sends slices can have no effect: it acts along tp, which is 1"),
+        (8, {"pp": 1, "sends": "slices"}, "sends slices can have no effect: it acts along pp, which is 1"),
+        (8, {"pp": 1, "virtual": 2}, "virtual 2 can have no effect: it acts along pp, which is 1"),
+        (8, {"dp": 1, "zero": 1}, "zero 1 can have no effect: it acts along dp × cp, which is 1"),
+        (8, {"pp": 1, "schedule": "gpipe"}, "schedule gpipe can have no effect: it acts along pp, which is 1"),
+        (1, {"zero": 3}, "zero 3 can have no effect: it acts along dp × cp, which is 1"),
+        (8, {"dp": 2, "zero": 3, "schedule": "gpipe"}, ""),
+        (8, {"dp": 1, "cp": 2, "zero": 3}, ""),
+        (8, {"tp": 1, "sequence_parallel": False, "sends": "whole"}, ""),
+    ],
+    ids=str,
+)
+def test_wishes_without_effect_that_do_no_harm(world: int, fix: dict[str, Any], note: str):
+    wishes = read_wishes(fix)
+    assert idle_notes(wishes, world) == ([note] if note else [])
+    if "cp" not in fix:
+        plan = autoptd.plan(gpt(), **EIGHT | {"world": world}, fix=fix)
+        assert [n for n in plan.notes if "no effect" in n] == ([note] if note else [])
+
+
+def test_an_axis_that_is_searched_may_have_an_effect():
+    assert idle_notes(read_wishes({"dp": 1, "zero": 3}, ["cp"]), 8) == []
+    with pytest.raises(PlanError, match="zero 3 can have no effect"):
+        idle_notes(read_wishes({"dp": 1, "cp": 1, "zero": 3}, ["cp"]), 8)
+
+
+@pytest.mark.parametrize(
     ("wishes", "what", "way_out"),
     [
         ({"precision": "bfloat16"}, "unknown precision 'bfloat16'", "did you mean 'bf16'"),
@@ -338,6 +445,8 @@ def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
         ({"world": "8"}, "world is '8'", "at least 1"),
         ({"batch": 0}, "batch is 0", "at least 1"),
         ({"batch": 16.0}, "batch is 16.0", "at least 1"),
+        ({"include": "chunks"}, "'chunks' cannot be included", "known: all, cp"),
+        ({"time_limit_s": 0}, "time_limit_s is 0", "positive"),
     ],
 )
 def test_wrong_keywords(wishes: dict[str, Any], what: str, way_out: str):
@@ -499,6 +608,41 @@ def test_a_plan_for_another_world(small_plan: Plan):
     with pytest.raises(PlanError, match="world was not given") as caught:
         autoptd.parallelize(gpt())
     complete(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"fix": {"tp": 2}}, "fix can change nothing"),
+        ({"include": "all", "exact": True, "time_limit_s": 5.0}, "include and exact and time_limit_s can change"),
+        ({"batch": 32}, "the plan is for batch 16; asked for is batch 32"),
+        ({"seq": 8}, "the plan is for seq 16; asked for is seq 8"),
+        ({"cluster": "p5"}, "the plan is for cluster dgx-h100; asked for is cluster p5"),
+        (
+            {"precision": "fp32", "optimizer": "sgd"},
+            "precision bf16, optimizer adamw; asked for is precision fp32, opt",
+        ),
+    ],
+    ids=str,
+)
+def test_a_plan_with_wishes_that_it_cannot_heed(small_plan: Plan, wishes: dict[str, Any], said: str):
+    with pytest.raises(PlanError) as caught:
+        autoptd.parallelize(gpt(), plan=small_plan, **wishes)
+    complete(caught.value)
+    assert said in caught.value.what
+    assert all(name in caught.value.where and name in caught.value.fix for name in ("plan", *wishes))
+
+
+def test_a_plan_with_what_it_says_itself(small_plan: Plan):
+    nothing: dict[str, Any] = {"fix": {}, "include": (), "exact": False, "time_limit_s": None}
+    same: dict[str, Any] = {**EIGHT, "seq": 16, "precision": "bf16", "optimizer": "adamw"}
+    assert autoptd.parallelize(gpt(), plan=Plan.from_json(small_plan.to_json()), **same, **nothing).plan == small_plan
+
+
+def test_a_plan_of_a_cluster_that_has_changed(small_plan: Plan):
+    changed = small_plan.cluster.model_copy(update={"source": "another"})
+    with pytest.raises(PlanError, match="asked for is cluster dgx-h100 with other figures"):
+        autoptd.parallelize(gpt(), plan=small_plan, cluster=changed)
 
 
 def test_a_plan_with_an_optimizer_that_a_file_cannot_hold():

@@ -153,7 +153,7 @@ def test_what_the_machine_decides_is_not_kept(kept: Path, searches: list[int]) -
 def test_what_anothers_op_decides_is_not_kept(kept: Path, searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """How an op without a rule may be split is found by running it, and its code is none of ours."""
     for own, files in ((False, 0), (True, 1)):
-        monkeypatch.setattr(autoptd.compile, "_discovered", lambda _, own=own: {"an op": own})
+        monkeypatch.setattr(autoptd.compile, "discovered", lambda _, own=own: {"an op": own})
         plan()
         assert len(list(kept.glob("*"))) == files
 

@@ -90,13 +90,18 @@ def test_sums_of_the_mixtures_and_of_t5():
 
 
 @pytest.mark.parametrize(
-    ("name", "seq"), [("llama3.1-8b", 131072), ("t5-3b", 512), ("mixtral-8x7b", 4096), ("llama3-405b", 4096)]
+    ("name", "seq"), [("llama3.1-8b", 4096), ("t5-3b", 512), ("mixtral-8x7b", 4096), ("llama3-405b", 4096)]
 )
 def test_the_sequence_of_a_shipped_model(name: str, seq: int):
     model, _ = load_model(name)
     assert default_sequence(model) == seq
     assert example_inputs(model, 1)["labels"].shape == (1, seq)
     assert example_inputs(model, 1, 256)["labels"].shape == (1, 256)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_sequence_that_nobody_gave_is_at_most_what_the_help_says(name: str):
+    assert default_sequence(load_model(name)[0]) <= min(LIMITS[name] or 4096, 4096)
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "bert-large"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,7 @@ PLACES = places(as_data())
 def test_a_mutated_plan_is_refused_or_still_round_trips(mutations: list[tuple[tuple[Any, ...], str, Any]]):
     data = as_data()
     for path, how, junk in mutations:
-        mutate(data, path, how, junk)
+        mutate(data, path, how, deepcopy(junk))  # a second mutation may reach into the first's
     loads_or_refuses(json.dumps(data))
 
 

@@ -122,6 +122,7 @@ def test_ci_runs_what_the_readme_says():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "make test" in lines
     assert "make lint" in lines
+    assert "make wheel" in lines
     assert "set -euo pipefail" in lines
 
 

@@ -14,8 +14,8 @@ from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_to_data
 from autoptd.errors import PlanError
 from autoptd.plans import Method, Plan
-from autoptd.schedule import SCHEDULES, step_lists
-from autoptd.simulate import chunk_times, picture
+from autoptd.schedule import SCHEDULES, route_of, step_lists
+from autoptd.simulate import _cut_again, chunk_times, picture
 from tests.sample_plan import sample_plan
 
 Run = Callable[..., tuple[int, str, str]]
@@ -99,7 +99,27 @@ def test_chunks_share_the_work_of_their_rank():
             assert sum(getattr(c, name) for c in cut.chunks) == pytest.approx(getattr(whole.chunks[0], name))
         assert (cut.reduce_s, cut.step_s, cut.gather_s) == (whole.reduce_s, whole.step_s, whole.gather_s)
     # the last rank sent nothing on; now its first chunk does
-    assert [chunk.send_forward_s for rank in times for chunk in rank.chunks] == [0.0005] * 4
+    assert [chunk.send_forward_s for rank in times for chunk in rank.chunks] == [0.0005] * 3 + [0.0]
+
+
+def test_messages_between_two_ranks_take_what_they_took():
+    """Three ranks, of which the second and third talk over a slow link; so do the last and first, as far as known."""
+    old = (0.001, 0.005, 0.0)
+    times = tuple(StageTimes(forward_s=0.01, backward_s=0.02, send_forward_s=x) for x in old)
+
+    def sends(kind: str, virtual: int) -> list[float]:
+        route = route_of(kind, 3, virtual)
+        cut = _cut_again(times, route_of("1f1b", 3, 1), route)
+        ahead, back = (
+            [getattr(cut[rank].chunks[chunk], name) for rank, chunk in map(route.place, range(route.stages))]
+            for name in ("send_forward_s", "send_backward_s")
+        )
+        assert back[0] == ahead[-1] == 0.0 and back[1:] == ahead[:-1]
+        return ahead[:-1]
+
+    assert sends("interleaved", 2) == [0.001, 0.005, 0.005, 0.001, 0.005]
+    down, (_, *up) = sends("zero-bubble-v", 2)[:2], sends("zero-bubble-v", 2)[2:]  # it turns on a rank
+    assert (down, up) == ([0.001, 0.005], [0.005, 0.001])
 
 
 def test_the_trace_is_saved(run: Run, saved: str, tmp_path: Path):

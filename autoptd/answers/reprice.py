@@ -7,6 +7,7 @@ from dataclasses import fields
 from autoptd.compile import TracedModel, read_sharding
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
+from autoptd.cost_models.paths import is_even
 from autoptd.passes.trace import SEQUENCE
 from autoptd.plans import Plan
 from autoptd.search.chunks import Chunks
@@ -33,6 +34,7 @@ def question_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None)
         kernels=plan.method.kernels,
         attention=plan.method.attention,
         policies=tuple(policy for policy in PARTIAL if policy in plan.partial),
+        world=0 if is_even(cluster or plan.cluster, plan.mesh.tp, 1) else plan.world,
     )
 
 
@@ -50,6 +52,7 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
         microbatches=plan.schedule.microbatches,
         zero=plan.zero,
         recompute="auto",
+        cp=plan.mesh.cp,
         schedule=plan.schedule.kind,
         virtual=plan.schedule.virtual,
     )

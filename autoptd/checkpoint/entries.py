@@ -38,11 +38,12 @@ class Entry:
 
 def model_entries(trainer: Trainer, still: Collection[str]) -> Iterator[Entry]:
     """Trained parameters, then those of `still` that are here: frozen parameters and persistent buffers."""
-    for piece in trainer.pieces:
+    sharded = [piece for piece in trainer.frozen_pieces if piece.name in still]
+    for piece in (*trainer.pieces, *sharded):
         yield _of_piece(trainer, piece, f"model.{piece.name}", piece.param.detach())
-    c = trainer.communicators
+    c, shared = trainer.communicators, trainer.layout.parameters if trainer.layout.zero == 3 else {}
     for name, local in trainer.tensors.items():
-        if name in still:
+        if name in still and name not in shared:
             spec = trainer.layout.parameters.get(name) or trainer.layout.buffers[name]
             split = isinstance(spec.placement, Split)
             first = c.stage == c.mesh.holder(spec.stages[0]) and c.data.rank == 0

@@ -23,7 +23,9 @@ from autoptd.passes.cut_tokens import convert
 from autoptd.passes.flow import Flow, Step, flow
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import operands
+from autoptd.passes.overwriting import losses_in_place
 from autoptd.passes.sharding import Sharding
+from autoptd.runtime import ops
 
 Converted = tuple[str, str]  # a tensor's name and the placement that it is brought into
 Placed = tuple[int, fx.Node]  # position in the segment, node
@@ -45,11 +47,6 @@ class Again:
     views: frozenset[fx.Node] = frozenset()
     products: frozenset[fx.Node] = frozenset()  # of those that are kept, those that a policy keeps: calls all of them
 
-    @property
-    def reads(self) -> bool:
-        """Whether ops read their operands again."""
-        return bool(self.kept or self.core - self.spare)
-
     def written(self, node: fx.Node, text: str) -> str:
         """An op's text: `keep(F.linear, x, w)`, `spare(F.linear, x, w)`, or as it is.
 
@@ -67,6 +64,15 @@ def again_of(segments: Sequence[Segment], sharding: Sharding, policy: str, gathe
     if gathers_again and policy in ("none", "selective"):
         return _with_gathers(segments, sharding, _of_policy(segments, sharding, policy))
     return _of_policy(segments, sharding, policy)
+
+
+def in_place_of(
+    segments: Sequence[Segment], sharding: Sharding, policy: str, gathers_again: bool = False
+) -> dict[str, bool]:
+    """The losses of these segments that a plan may have in place, as `passes.liveness` counts them."""
+    if not any(node.target is ops.cross_entropy for s in segments for node in s.nodes):
+        return {}
+    return losses_in_place(flow_of(segments, sharding), policy, regather=gathers_again)
 
 
 def _of_policy(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Again:

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.codegen.again import again_of
+from autoptd.codegen.again import again_of, in_place_of
 from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.names import Names, wish
@@ -91,7 +91,9 @@ def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
     own = owned_by(layout, piece)
     foreign = [p for p in piece.parameters if p not in own]
     again = again_of(piece.segments, sharding, piece.policy, layout.gathers_again)
-    body = Body(sharding, Names(), first=piece.first, again=again, loss_in_place=layout.loss_in_place)
+    body = Body(sharding, Names(), first=piece.first, again=again)
+    if layout.loss_in_place:
+        body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.gathers_again)
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
     for node in piece.receives:
         body.bind(node, placement_of(sharding, folded, node), given[node])

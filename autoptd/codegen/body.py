@@ -16,21 +16,20 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.codegen.again import Again, core_lines, flow_of, kept_text, runs_of
+from autoptd.codegen.again import Again, core_lines, kept_text, runs_of
 from autoptd.codegen.expressions import Text, expression, size_text
 from autoptd.codegen.names import TAKEN, Names, ends_line, wish
 from autoptd.passes.cut_tokens import TOKEN_OPS, before_cut, ring, ulysses
 from autoptd.passes.factors import Strategy, local_args, local_shape
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
-from autoptd.passes.liveness import WIDE, losses_in_place
 from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.overwriting import WIDE
 from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.passes.rules import IMPLEMENTATIONS
 from autoptd.passes.samples import SamplePlace, counts_samples, sample_place
 from autoptd.passes.sharding import KindSharding, Sharding, ops_of, tensor_name
 from autoptd.passes.unknown import rule_for
-from autoptd.runtime import ops
 
 aten = torch.ops.aten
 Held = tuple[fx.Node, Placement]
@@ -52,9 +51,8 @@ class Body:
     uses_device: bool = False
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
-    loss_in_place: bool = False  # of the plan's method
+    in_place: Mapping[str, bool] = field(default_factory=dict)  # losses that are; whether in their logits or a copy
     wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # of what the segment under way makes
-    overwritten: frozenset[str] = frozenset()  # losses of the segment under way that may write into their logits
 
     @property
     def ranks(self) -> int:
@@ -106,9 +104,6 @@ class Body:
         given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
-        has_loss = any(node.target is ops.cross_entropy for node in segment.nodes)
-        if has_loss and self.loss_in_place and not self.again.reads:  # what runs again may read its logits again
-            self.overwritten = losses_in_place(flow_of([segment], self.sharding))
         self.wanted = _wanted(segment, decided)
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.again.core, self.again.views)
@@ -197,9 +192,9 @@ class Body:
         args = _with_texts(args, source)
         kwargs = {k: _with_texts(v, source) for k, v in kwargs.items()}
         self._note_sizes((args, tuple(kwargs.values())))
-        if self.loss_in_place and node.target is ops.cross_entropy:
+        if node.name in self.in_place:
             kwargs = {**kwargs, "in_place": True}
-            if node.name not in self.overwritten and info(operands(node)[0]).dtype in WIDE:  # others are copied anyway
+            if not self.in_place[node.name] and info(operands(node)[0]).dtype in WIDE:  # others are copied anyway
                 args = (Text(f"{args[0]}.clone()"), *args[1:])
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]

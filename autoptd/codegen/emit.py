@@ -2,6 +2,7 @@
 
 out/__init__.py     what this is
 out/blocks.py       one class per distinct block, and the loss counts
+out/own.py          where backward passes of the user's own come from, if it has any
 out/stage_0.py …    one class per distinct stage; stages that differ in layer numbers alone share a file
 out/plan.json       the plan that it was written from
 """
@@ -24,6 +25,9 @@ from types import ModuleType
 from typing import Any
 
 from autoptd.codegen.lines import in_docstring, wrapped
+from autoptd.codegen.loss import FUNCTIONS
+from autoptd.codegen.own_file import NAME as OWN
+from autoptd.codegen.own_file import own_file
 from autoptd.codegen.pieces import lay_out
 from autoptd.codegen.stage import StageSource, write_stage
 from autoptd.errors import PlanFileError
@@ -51,7 +55,7 @@ _IMPORTS = {
     r"\bTokens\b": "from autoptd.runtime.tokens import Tokens",
     r"\bDropoutKey\b": "from autoptd.runtime.randomness import DropoutKey",
 }
-_STAGE_NAMES = ("Stage", "Wire", "buffer", "parameter", "submodule")
+_STAGE_NAMES = ("Count", "Stage", "Wire", "buffer", "parameter", "submodule")
 _DTYPES = {"BF16": "torch.bfloat16", "FP16": "torch.float16", "FP32": "torch.float32", "FP64": "torch.float64"}
 
 
@@ -66,10 +70,14 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Program:
-    """File name -> source, and for every stage its file and class."""
+    """File name -> source, and for every stage its file and class.
+
+    `objects`: functions of the user's own that no file can import, by their names in `own.py`.
+    """
 
     files: dict[str, str]
     stages: tuple[tuple[str, str], ...]
+    objects: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, directory: str | Path) -> Path:
         """Write all files. Raises PlanFileError when the directory cannot be written."""
@@ -106,10 +114,12 @@ def emit_program(
     for stage in written:
         for name, source in stage.blocks.items():
             assert blocks.setdefault(name, source) == source, f"two blocks are called {name}"
-    counts = blocks.pop("loss_counts")
+    functions = [blocks.pop(name) for name in FUNCTIONS if name in blocks]
     files = {"__init__.py": f'"""{title}, written by autoptd."""\n'}
     head = partial(_header, ranks=sharding.ranks, cut=folded.cut)
-    files["blocks.py"] = _file(head(f"Blocks of {title}."), "\n\n".join([*blocks.values(), counts]))
+    files["blocks.py"] = _file(head(f"Blocks of {title}."), "\n\n".join([*blocks.values(), *functions]))
+    own = own_file(folded.traced.graph.graph)
+    files |= {OWN: own.source} if own.source else {}
     where: list[tuple[str, str]] = [("", "")] * len(stages)
     for members in _same_but_for_numbers(written):
         label = _label(members)
@@ -119,7 +129,7 @@ def emit_program(
         files[name] = _file(head(f"{word} of {title}."), source, uses=blocks)
         for i in members:
             where[i] = (name, cls)
-    return Program(files, tuple(where))
+    return Program(files, tuple(where), own.objects)
 
 
 def _same_but_for_numbers(written: Sequence[StageSource]) -> list[list[int]]:
@@ -178,17 +188,17 @@ def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
     ]
     again = [n for n in ("keep", "recompute", "spare") if re.search(rf"(?<!\.)\b{n}\(", code)]
     lines += [f"from autoptd.runtime.recompute import {', '.join(again)}"] if again else []
-    stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(|\({n}\):", code)]
+    stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(|\({n}\):|: {n}\b", code)]
     lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []
     torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})
     lines = [line for line in lines if not line.startswith("from torch import ")]
     lines += [f"from torch import {', '.join(torch_names)}"] if torch_names else []
     third = sorted((line for line in lines if "autoptd" not in line), key=lambda x: (not x.startswith("import"), x))
     ours = sorted(line for line in lines if "autoptd" in line)
-    local = []
+    local = ["from . import own"] if re.search(r"(?<!\.)\bown\.", code) else []
     if uses is not None:
-        used = [n for n in [*sorted(uses), "loss_counts"] if re.search(rf"\b{n}\b", code)]
-        local = [f"from .blocks import {', '.join(used)}"]
+        used = [n for n in [*sorted(uses), *FUNCTIONS] if re.search(rf"\b{n}\b", code)]
+        local += [f"from .blocks import {', '.join(used)}"] if used else []
     sections = ["\n".join(part) for part in (third, ours, local) if part]
     head += "\n\n".join(sections) + "\n"
     return head + ("\n" + "\n".join(constants) + "\n" if constants else "") + "\n\n" + wrapped(source)
@@ -204,12 +214,16 @@ def load_stage(program: Program, stage: int, directory: str | Path | None = None
 
 
 def _load_stage(program: Program, stage: int, directory: str | Path | None) -> Any:
-    digest = hashlib.sha256("\0".join(program.files.values()).encode()).hexdigest()[:16]
+    handed = [f"{name} {id(what)}" for name, what in program.objects.items()]  # alive while the package is loaded
+    digest = hashlib.sha256("\0".join([*program.files.values(), *handed]).encode()).hexdigest()[:16]
     package = f"autoptd_program_{digest}"
     if package not in sys.modules:
         if directory is None:
             directory = Path(_temporary_folder()) / package
-        _import(package, program.write(directory) / "__init__.py")
+        path = program.write(directory)
+        _import(package, path / "__init__.py")
+        if program.objects:
+            vars(_import(f"{package}.own", path / OWN)).update(program.objects)
     name, cls = program.stages[stage]
     module = f"{package}.{name.removesuffix('.py')}"
     if module not in sys.modules:

@@ -14,6 +14,7 @@ import torch
 from sympy.printing.pycode import PythonCodePrinter
 
 from autoptd.passes.cut_tokens import convert, ring, ulysses
+from autoptd.passes.own_ops import OwnFunction, OwnHook
 from autoptd.runtime import ops
 
 aten = torch.ops.aten
@@ -90,6 +91,10 @@ def expression(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     kwargs = {
         k: v for k, v in kwargs.items() if not (k in ("pin_memory", "layout") and v in (None, False, torch.strided))
     }
+    if isinstance(target, OwnFunction):
+        return call_text(f"{target}.apply", args, kwargs)
+    if isinstance(target, OwnHook):
+        return call_text("ops.hooked", (*args, Text(str(target))), kwargs)
     printer = PRINTERS.get(target)
     text = printer(*args, **kwargs) if printer is not None else None
     return text if text is not None else _by_name(target, args, kwargs)
@@ -314,8 +319,9 @@ def _pad(x: Any, pad: Sequence[int], mode: str = "constant", value: float | None
     return call_text("F.pad", (x, tuple(pad)), options)
 
 
-def _valid_count(labels: Any, ignore_index: int = -100) -> str:
-    return call_text("ops.valid_count", (labels,) if ignore_index == -100 else (labels, ignore_index), {})
+def _valid_count(labels: Any, ignore_index: int = -100, weight: Any = None) -> str:
+    options = {} if weight is None else {"weight": weight}
+    return call_text("ops.valid_count", (labels,) if ignore_index == -100 else (labels, ignore_index), options)
 
 
 PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {

@@ -16,7 +16,7 @@ from autoptd.passes.graph import info, is_getitem, module_path
 
 TAKEN = frozenset(
     {"torch", "F", "nn", "ops", "tp", "cp", "self", "b", "s", "s_local", "counts", "device"}
-    | {"keep", "recompute", "submodule", "parameter"}
+    | {"keep", "own", "recompute", "submodule", "parameter"}
 )
 
 
@@ -73,7 +73,7 @@ def wish(node: fx.Node) -> str:
     )
     if name in _SAME_THING and not info(node).requires_grad and node.all_input_nodes:
         return wish(node.all_input_nodes[0])
-    return _SHORT.get(name, name).strip("_")
+    return _SHORT.get(name, name).strip("_").lower()
 
 
 def _target(node: fx.Node, assigned: Sequence[str]) -> str:

@@ -32,8 +32,12 @@ _STAGE_NAMES = _BLOCK_NAMES | {
     "sends",
     "is_last",
     "sizes",
+    "addends",
     "count_inputs",
+    "counted",
     "loss_counts",
+    "loss_of",
+    "reads_counts",
 }
 
 

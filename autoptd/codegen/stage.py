@@ -11,10 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import sympy
 from torch import fx
 
-from autoptd.codegen.again import again_of
+from autoptd.codegen.again import again_of, in_place_of
 from autoptd.codegen.block import (
     BlockClass,
     attribute,
@@ -30,14 +29,16 @@ from autoptd.codegen.block import (
 )
 from autoptd.codegen.body import Body, Made
 from autoptd.codegen.expressions import size_text, value_text
+from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, size_source
 from autoptd.codegen.names import Names, wish
 from autoptd.codegen.pieces import Layout, Piece, pieces_of
 from autoptd.errors import TraceError
-from autoptd.passes.fold import Folded, crossing, is_count, needed_prelude
-from autoptd.passes.graph import ancestors, info
+from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, reads_counts
+from autoptd.passes.graph import info
+from autoptd.passes.loss_form import is_count
 from autoptd.passes.placements import B, Placement
 from autoptd.passes.sharding import Sharding
-from autoptd.passes.trace import SEQUENCE, Traced
+from autoptd.passes.trace import SEQUENCE
 
 _ARGUMENTS = ("self", "counts")  # what forward takes besides
 
@@ -96,22 +97,22 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
     is_last = last == len(folded.segments) - 1
     received = crossing(folded, first)
     sent = [] if is_last else crossing(folded, last + 1)
-    body = Body(sharding, Names(_reserved(folded)), loss_in_place=layout.loss_in_place)
+    body = Body(sharding, Names(_reserved(folded)))
     writer = _Writer(layout, sharding, pieces, body)
-    preludes = _prelude(writer, is_last)
+    preludes = _prelude(writer)
     given = {n: body.names.fresh("x") for n in received}
     for node, text in given.items():
         body.bind(node, placement_of(sharding, folded, node), text)
     inputs = [n for n in preludes if n.op == "placeholder" and n.name in folded.traced.inputs]
     for node in inputs:
         _bind_input(writer, node)
-    _declare(writer, preludes, first)
+    _declare(writer, preludes, first, last)
     body.prelude([n for n in preludes if n.op == "call_function"])
     body.lines += [""] if body.lines else []
     for i, piece in enumerate(pieces):
         _write_piece(writer, piece, pieces[i + 1 :], sent)
     _flush(writer)
-    return _assemble(writer, received, given, inputs, sent, is_last, preludes)
+    return _assemble(writer, received, given, inputs, sent, (first, last))
 
 
 def _reserved(folded: Folded) -> frozenset[str]:
@@ -129,15 +130,12 @@ def _bind_input(writer: _Writer, node: fx.Node) -> None:
     writer.arguments += lines
 
 
-def _prelude(writer: _Writer, is_last: bool) -> list[fx.Node]:
+def _prelude(writer: _Writer) -> list[fx.Node]:
     """All prelude nodes that the stage needs, placeholders included, in program order."""
-    folded = writer.folded
-    found = needed_prelude(folded, (s for p in writer.pieces for s in p.segments))
-    assert is_last or not any(is_count(n) for n in found)
-    return found
+    return needed_prelude(writer.folded, (s for p in writer.pieces for s in p.segments))
 
 
-def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int) -> None:
+def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int, last: int) -> None:
     """Parameters that no block owns, and buffers."""
     folded, traced = writer.folded, writer.folded.traced
     owned = {p for piece in writer.pieces for p in owned_by(writer.layout, piece)}
@@ -158,23 +156,24 @@ def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int) -> None:
                 writer.setup.append(
                     parameter_line(name, node, B, writer.sharding.ranks, name in traced.frozen) + ", unused"
                 )
-    for node in preludes:
-        if node.op != "placeholder" or node.name in traced.inputs:
-            continue
-        if is_count(node):
-            writer.body.bind(node, B, f"counts[{node.name.rpartition('_')[2]}]")
-            continue
+    for node in filter(is_count, preludes):
+        writer.body.bind(node, B, count_text(node))
+    for node in held_tensors(folded, first, last):
         name = traced.buffers.get(node.name) or node.name
         shape = value_text(tuple(info(node).shape))
         keep = ", persistent=False" if name in traced.transient or node.name not in traced.buffers else ""
         writer.setup.append(f'buffer(self, "{name}", {shape}, {dtype_text(info(node).dtype)}{keep})')
-        writer.body.bind(node, B, attribute(name).replace("get_parameter", "get_buffer"))
+        writer.body.bind(node, B, buffer_text(traced, node))
 
 
 def _write_piece(writer: _Writer, piece: Piece, later: Sequence[Piece], sent: Sequence[fx.Node]) -> None:
     if not piece.block:
         _flush(writer)
-        writer.body.again = again_of(piece.segments, writer.sharding, "none", writer.layout.gathers_again)
+        how = piece.segments, writer.sharding, "none", writer.layout.gathers_again
+        writer.body.again, writer.body.in_place = (
+            again_of(*how),
+            in_place_of(*how) if writer.layout.loss_in_place else {},
+        )
         for segment in piece.segments:
             writer.body.segment(segment)
         return
@@ -295,17 +294,17 @@ def _assemble(
     given: dict[fx.Node, str],
     inputs: list[fx.Node],
     sent: Sequence[fx.Node],
-    is_last: bool,
-    preludes: Sequence[fx.Node],
+    run: tuple[int, int],
 ) -> StageSource:
     folded, traced, body, sharding = writer.folded, writer.folded.traced, writer.body, writer.sharding
+    is_last, counts = run[1] == len(folded.segments) - 1, reads_counts(folded, *run)
     symbols = [str(s) for s in traced.sizes]
     size_lines = _size_lines(writer, inputs)
     if body.uses_device and not inputs:
         _add_input(writer, inputs, next(iter(traced.inputs.values())))
     if body.uses_device:
         size_lines.append(f"device = {body.held[inputs[0], B]}.device")
-    count_inputs, count_source = write_counts(writer.layout, sharding)
+    functions = LossFunctions(folded, sharding, _reserved)
     lines = []
     lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
     for word, wires in (("receives", received), ("sends", sent)):
@@ -320,24 +319,23 @@ def _assemble(
         lines.append("    draws = True")
     where = ", ".join(f'"{s}": ("{name}", {dim})' for s, (name, dim) in traced.sizes.items())
     lines.append(f"    sizes = {{{where}}}")
-    lines.append(f"    count_inputs = {value_text(tuple(count_inputs))}")
-    lines.append("    loss_counts = staticmethod(loss_counts)")
+    lines += functions.attributes(is_last) if counts else []
     takes, hands = (", cp: Tokens | None = None", ", cp") if folded.cut is not None else ("", "")
     lines += ["", f"    def __init__(self, tp: Axis, dropout: DropoutKey | None = None{takes}) -> None:"]
     lines += [f"        super().__init__(tp, dropout{hands})", *(f"        {line}" for line in writer.setup)]
     arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]
-    arguments += ["counts: tuple[Tensor, ...]"] if is_last else []
+    arguments += ["counts: tuple[Tensor, ...]"] if counts else []
     result = "Tensor" if is_last else "tuple[Tensor, ...]"
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
     lines += [f"        {axis} = self.{axis}" for axis in ("tp", "cp") if uses_axis(body.lines, axis)]
     lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]
     if is_last:
+        lines += ["        # averaged over microbatches, each weighted by its samples"] * traced.averaged
         lines.append(f"        return {body.read(folded.loss, B, B)}")
     else:
         texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
         lines.append(f"        return ({', '.join(texts)},)")
-    blocks = dict(writer.blocks)
-    blocks["loss_counts"] = count_source
+    blocks = {**writer.blocks, **(functions.sources(is_last) if counts else {})}
     arrived = [(text, n, placement_of(sharding, folded, n)) for n, text in given.items()]
     made = {**writer.made, "": (*arrived, *body.made)}
     return StageSource("\n".join(lines) + "\n", blocks, dropout, made)
@@ -356,7 +354,7 @@ def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
     if cut is not None:
         body.sizes = (body.sizes - {cut.tokens}) | {SEQUENCE}
     for symbol in sorted(body.sizes, key=str):
-        source, dim = _where(traced, symbol, by_name)
+        source, dim = size_source(traced, symbol, by_name)
         if source not in by_name:
             _add_input(writer, inputs, source)
             by_name = {traced.inputs[n.name]: n for n in inputs}
@@ -366,58 +364,10 @@ def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
     return lines
 
 
-def _where(traced: Traced, symbol: sympy.Symbol, have: dict[str, fx.Node]) -> tuple[str, int]:
-    """(input, dim) that has the size, an input that is read anyway first."""
-    for name, node in have.items():
-        if symbol in info(node).shape:
-            return name, info(node).shape.index(symbol)
-    return traced.sizes[symbol]
-
-
 def _add_input(writer: _Writer, inputs: list[fx.Node], source: str) -> None:
-    node = _placeholder(writer.folded.traced, source)
+    node = input_node(writer.folded.traced, source)
     inputs.append(node)
     _bind_input(writer, node)
 
 
-def write_counts(layout: Layout, sharding: Sharding) -> tuple[list[str], str]:
-    """(model inputs, source) of the function that counts what the loss is divided by."""
-    folded, traced = layout.folded, layout.folded.traced
-    body = Body(sharding, Names(_reserved(folded)))
-    wanted = ancestors(folded.counts)
-    nodes = [n for n in traced.graph.graph.nodes if n in wanted]
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    assert all(n.name in traced.inputs for n in inputs), "loss counts depend on inputs alone"
-    renames: list[str] = []
-
-    def bind(node: fx.Node) -> None:
-        variable, lines = body.names.argument(traced.inputs[node.name])
-        body.bind(node, B, variable)
-        renames.extend(lines)
-
-    for node in inputs:
-        bind(node)
-    body.prelude([n for n in nodes if n.op == "call_function"])
-    by_name = {traced.inputs[n.name]: n for n in inputs}
-    sizes = []
-    for symbol in sorted(body.sizes, key=str):
-        source, dim = _where(traced, symbol, by_name)
-        if source not in by_name:
-            by_name[source] = _placeholder(traced, source)
-            bind(by_name[source])
-        sizes.append(f"{symbol} = {body.held[by_name[source], B]}.size({dim})")
-    arguments = ", ".join(f"{name}: Tensor" for name in by_name)
-    first = [f"device = {body.held[next(iter(by_name.values())), B]}.device"] if body.uses_device else []
-    results = [body.held[n, B] for n in folded.counts]
-    lines = [f"def loss_counts({arguments}) -> tuple[Tensor, ...]:"]
-    lines.append('    """What one microbatch adds to each count that the loss is divided by."""')
-    lines += [f"    {line}" for line in [*renames, *sizes, *first, *body.lines]]
-    lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
-    return list(by_name), "\n".join(lines) + "\n"
-
-
-def _placeholder(traced: Traced, source: str) -> fx.Node:
-    return next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == source)
-
-
-__all__ = ["StageSource", "wish", "write_counts", "write_stage"]
+__all__ = ["StageSource", "wish", "write_stage"]

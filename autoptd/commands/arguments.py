@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 from autoptd.errors import AutoptdError, nearest
+from autoptd.search.other_names import MEANT
 
 SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
 
@@ -66,7 +67,7 @@ def read_fix(text: str) -> dict[str, object]:
         if not equals or not value:
             raise argparse.ArgumentTypeError(f"{item!r} is not NAME=VALUE, for example tp=8")
         if name not in FIXABLE:
-            raise argparse.ArgumentTypeError(f"{name!r} cannot be fixed; {nearest(name, FIXABLE)}")
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be fixed; {nearest(name, FIXABLE, MEANT)}")
         if name in fixed:
             raise argparse.ArgumentTypeError(f"{name!r} is fixed twice")
         fixed[name] = _fixed_value(name, value)
@@ -79,7 +80,7 @@ def read_sweep(text: str) -> tuple[str, tuple[object, ...]]:
     if not equals or not values:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE,…, for example world=8,16,32")
     if name not in SWEPT:
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be swept; {nearest(name, SWEPT)}")
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be swept; {nearest(name, SWEPT, MEANT)}")
     points: list[object] = []
     for value in (part.strip() for part in values.split(",")):
         if not value:

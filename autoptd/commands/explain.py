@@ -55,7 +55,13 @@ def _op(arguments: argparse.Namespace, plan: Plan) -> int:
     import autoptd.api
     from autoptd.answers.why import why, why_text
 
-    traced = autoptd.api.trace(model, seq=plan.sizes.get("s"), precision=plan.precision, progress=progress)
+    traced = autoptd.api.trace(
+        model,
+        seq=plan.sizes.get("s"),
+        precision=plan.precision,
+        progress=progress,
+        loss_averaging=plan.loss_averaging,
+    )
     found, left = why(plan, traced, arguments.op, progress)
     if arguments.json:
         print_json({"found": [one.to_data() for one in found], "left_out": [slot.node for slot in left]})

@@ -93,7 +93,10 @@ def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     cluster = clusters[0] if clusters else default_cluster()
     read_wishes(arguments.fix, arguments.include)
     seq = max(swept["seq"]) if "seq" in swept else arguments.seq
-    traced = autoptd.api.trace(model, seq=seq, precision=arguments.precision, progress=progress)
+    averaging = arguments.loss_averaging
+    traced = autoptd.api.trace(
+        model, seq=seq, precision=arguments.precision, progress=progress, loss_averaging=averaging
+    )
     world = max((arguments.world or 0, *swept.get("world", ())))
     batch = arguments.batch or 8 * world  # of a sweep over devices the same at every point
     options = {

@@ -5,6 +5,7 @@ Each is a meta tensor of its own: two inputs that are one tensor object would be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ _TEXT = {
     "masked": ("input_ids", "attention_mask", "labels"),
     "conditional": ("input_ids", "decoder_input_ids", "labels"),
 }
-_CAP = 4096  # tokens per sample of a model that says no more than how many positions it has
+_SAMPLES = 2  # of a batch to trace with
+_CAP = 4096  # tokens per sample at most where nobody says
 _HOW = "pass inputs={'name': tensor, …} as forward takes them, or define example_inputs(batch, seq) on the model"
 
 
@@ -55,6 +57,12 @@ def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict
     return {name: _meta_ids(batch, seq) for name in _TEXT[str(task)]}
 
 
+def inputs_beside(model: nn.Module, seq: int | None, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs made to trace a model with: as many samples as its targets, and none of those by their names."""
+    samples = next((x.shape[0] for x in targets.values() if x.ndim), _SAMPLES)
+    return {name: x for name, x in example_inputs(model, samples, seq).items() if name not in targets}
+
+
 def model_name(model: nn.Module) -> str:
     """What to call a model: the last part of its configuration's name or path, or else its class."""
     path = getattr(getattr(model, "config", None), "name_or_path", "")
@@ -73,9 +81,10 @@ def sequence_limit(model: nn.Module) -> int | None:
 
 
 def default_sequence(model: nn.Module) -> int:
-    """Tokens per sample where nobody says: those of the shipped configuration, else the limit up to 4,096."""
+    """Tokens per sample where nobody says: the model's own maximum, or what its shipped configuration says (a T5 has no
+    maximum), up to 4,096."""
     own = getattr(model, "default_seq", None)
-    return own if isinstance(own, int) else min(sequence_limit(model) or _CAP, _CAP)
+    return min(own if isinstance(own, int) else sequence_limit(model) or _CAP, _CAP)
 
 
 def _task(model: nn.Module) -> str | None:

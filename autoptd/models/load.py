@@ -52,7 +52,10 @@ def describe_models() -> dict[str, str]:
 
 
 def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
-    """The module, in training mode with parameters on `device`, and a short name for it. Raises ModelError."""
+    """The module, with parameters on `device`, and a short name for it; one that is made here is in training mode.
+
+    Raises ModelError.
+    """
     path = Path(name)
     if name == _NANOGPT:
         import torch
@@ -128,6 +131,27 @@ def _config_field(data: dict[str, Any], field: str, path: Path) -> str:
     return first
 
 
+def load_callable(name: str) -> Callable[..., Any]:
+    """What `module:callable` names, found as a model is. Raises ModelError."""
+    if ":" not in name:
+        raise ModelError(f"{name!r} is not module:callable", where=name, fix="name a function of a Python file")
+    with _importing_from(str(Path.cwd())):
+        return _find_callable(name)
+
+
+def load_inputs(name: str) -> dict[str, Any]:
+    """Example inputs that a `module:callable` returns. Raises ModelError."""
+    build = load_callable(name)
+    try:
+        made = build()
+    except _USER_ERRORS as error:
+        raise ModelError(f"{name} failed: {_first_line(error)}", where=_place(error)) from error
+    if not isinstance(made, dict):
+        fix = "return {'name': tensor, …} as forward takes them"
+        raise ModelError(f"{name} returned {type(made).__name__}, not a mapping of tensors", where=name, fix=fix)
+    return made
+
+
 def _from_callable(name: str, device: str) -> nn.Module:
     """`module:callable`, found from the current folder as well as among the installed packages."""
     with _importing_from(str(Path.cwd())):
@@ -142,10 +166,10 @@ def _from_callable(name: str, device: str) -> nn.Module:
     if not isinstance(model, torch.nn.Module):
         fix = "return the nn.Module to be planned"
         raise ModelError(f"{name} returned {type(model).__name__}, not an nn.Module", where=name, fix=fix)
-    return model.train()
+    return model
 
 
-def _find_callable(name: str) -> Callable[[], object]:
+def _find_callable(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name.removesuffix(".py").replace("/", "."))

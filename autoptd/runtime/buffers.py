@@ -1,8 +1,9 @@
 """Parameters and gradients in contiguous buffers, shared out over the data-parallel ranks (ZeRO 0 to 3).
 
-A buffer (`storage.py`) holds the trainable parameters of one (dtype, gradient class over tp, pipeline ranks), in
-forward order reversed. The model's parameters are views of it; autograd's gradients are added up in float32 at least
-(or, where a plan says so, in the parameters' type) by a hook and freed. Per step and bucket:
+A buffer (`storage.py`) holds the trainable parameters, or with ZeRO 3 the frozen ones, of one (dtype, gradient class
+over tp, pipeline ranks), in forward order reversed. The model's parameters are views of it; autograd's gradients are
+added up in float32 at least (or, where a plan says so, in the parameters' type) by a hook and freed. Per step and
+bucket, of trainable ones:
 
     backward  gradients ready → reduce-scatter over dp (all-reduce with zero 0): once a step, or with ZeRO 2 and 3 in
               each backward pass (`reduction.py`)
@@ -36,7 +37,10 @@ from autoptd.runtime.storage import Buffer, Piece, Sharing
 
 
 class Buffers:
-    """All trainable parameters of a pipeline rank. Replaces the modules' parameters by views of its buffers."""
+    """The parameters of a pipeline rank: all trainable ones, and with ZeRO 3 the frozen ones.
+
+    Replaces the modules' parameters by views of its buffers.
+    """
 
     def __init__(
         self,
@@ -64,15 +68,17 @@ class Buffers:
         self._live_of = {name: live for live in self._live for name in live.names}
         idle = {name for name, spec in layout.parameters.items() if spec.idle}
         reached = [frozenset(held) - idle for held in holders or (set(parameters),)]
-        summed = [live for live in self._live if not live.buffer.lone]
-        self._reduction = Reduction(summed, reached, layout.overlap, layout.zero)
+        self._reduction = Reduction(self._summed(), reached, layout.overlap, layout.zero)
         self._lone = Lone()
         self._wholes = Gathering(ahead=layout.overlap) if layout.zero == 3 else None
         # `.data`: a count of writes of its own, or collecting one bucket would spoil what autograd kept of another
-        self.parameters = {name: nn.Parameter(self._view(name).data) for name in self._buffer_of}
+        self.parameters = {
+            name: nn.Parameter(self._view(name).data, not buffer.frozen) for name, buffer in self._buffer_of.items()
+        }
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            self._listen(name, parameter)
+            if parameter.requires_grad:
+                self._listen(name, parameter)
 
     def _view(self, name: str) -> Tensor:
         live = self._live_of[name]
@@ -86,11 +92,20 @@ class Buffers:
 
     def pieces(self, pipeline_rank: int) -> list[Piece]:
         """What this rank's optimizer updates."""
+        result = self._pieces(pipeline_rank, frozen=False)
+        self._lone.adopt(piece for piece in result if self._buffer_of[piece.name].lone)
+        return result
+
+    def frozen_pieces(self, pipeline_rank: int) -> list[Piece]:
+        """This rank's elements of the frozen parameters that are sharded."""
+        return self._pieces(pipeline_rank, frozen=True)
+
+    def _pieces(self, pipeline_rank: int, *, frozen: bool) -> list[Piece]:
         result = []
         for buffer in self._buffers:
-            counts = (buffer.split or self._tp.rank == 0) and buffer.first_rank == pipeline_rank
-            result += buffer.pieces(counts and buffer.sharing.across.rank == 0)
-        self._lone.adopt(piece for piece in result if self._buffer_of[piece.name].lone)
+            if buffer.frozen == frozen:
+                counts = (buffer.split or self._tp.rank == 0) and buffer.first_rank == pipeline_rank
+                result += buffer.pieces(counts and buffer.sharing.across.rank == 0)
         return result
 
     # ---- gradients ----
@@ -135,7 +150,7 @@ class Buffers:
         return self._reduction.used | self._lone.used
 
     def _summed(self) -> list[Live]:
-        return [live for live in self._live if not live.buffer.lone]
+        return [live for live in self._live if live.buffer.summed]
 
     def scale_gradients(self, factor: Tensor) -> None:
         for live in self._summed():
@@ -149,7 +164,7 @@ class Buffers:
 
     def gradients(self) -> dict[str, Tensor]:
         """The step's reduced gradients of this stage's local parameters, whole over dp. A collective over dp."""
-        summed = (buffer for buffer in self._buffers if not buffer.lone)
+        summed = (buffer for buffer in self._buffers if buffer.summed)
         return {name: x for buffer in summed for name, x in buffer.gradients().items()} | self._lone.gradients()
 
     # ---- parameters ----
@@ -173,7 +188,7 @@ class Buffers:
                 handle.wait()
 
     def _lives(self, names: Iterable[str]) -> list[Live]:
-        """The buckets of those that are trainable."""
+        """The buckets of those that lie in one."""
         return list(dict.fromkeys(self._live_of[name] for name in names if name in self._live_of))
 
     def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -210,7 +225,7 @@ class Buffers:
             self._wholes.release(unit)
 
     def write(self, name: str, value: Tensor) -> None:
-        """Give a parameter, trainable and of local shape, a value."""
+        """Give a parameter of a bucket a value of its local shape."""
         live = self._live_of[name]
         live.buffer.write(live.bucket, name, value)
 
@@ -240,15 +255,18 @@ def _build(
     sharing: Sharing,
     tied: Mapping[tuple[int, ...], Group],
 ) -> list[Buffer]:
-    """One per (dtype, gradient class over tp, pipeline ranks), in the model's order: the same on all that share it."""
-    classes: dict[tuple[torch.dtype, str, tuple[int, ...]], dict[str, TensorSpec]] = {}
+    """One per (trainable, dtype, gradient class over tp, pipeline ranks), in the model's order.
+
+    The same on all that share it.
+    """
+    classes: dict[tuple[bool, torch.dtype, str, tuple[int, ...]], dict[str, TensorSpec]] = {}
     for name, spec in layout.parameters.items():
-        if name in parameters and spec.trainable:
+        if name in parameters and (spec.trainable or layout.zero == 3):
             kind = "split" if isinstance(spec.placement, Split) else str(spec.placement)
             ranks = layout.mesh.holders(spec.stages)
-            classes.setdefault((parameters[name].dtype, kind, ranks), {})[name] = spec
+            classes.setdefault((spec.trainable, parameters[name].dtype, kind, ranks), {})[name] = spec
     buffers = []
-    for (dtype, _, ranks), specs in classes.items():
+    for (_, dtype, _, ranks), specs in classes.items():
         shapes = {name: parameters[name].shape for name in specs}
         buffer = Buffer(specs, shapes, layout, sharing, tied[ranks] if len(ranks) > 1 else Alone())
         buffer.allocate(dtype, device)

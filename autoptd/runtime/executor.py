@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.comm import Channel, Communicators, Group, Handle
 from autoptd.runtime.halves import Later, Root, backward_of_inputs
 from autoptd.runtime.handshake import exchange
+from autoptd.runtime.loss_of_sums import LossOfSums
 from autoptd.runtime.randomness import DropoutKey
 from autoptd.runtime.ranges import in_ranges
 from autoptd.runtime.stage import Stage, Wire
@@ -144,14 +145,17 @@ class Executor:
         gradients: Gradients | None = None,
         counted: int | None = None,
         scale: float = 1.0,
+        of_sums: LossOfSums | None = None,
     ) -> None:
-        """Every action in order. The last stage adds its share of the loss to `loss`, 0-dim float64.
+        """Every action in order. The last stage adds its share of the loss, or its addends, to `loss`, float64.
+
+        `of_sums`: the function of the addends that the loss is, where it is none of them.
 
         `gradients` is told of each action that makes gradients of parameters. Of the losses, those of the first
         `counted` microbatches are added; left out, of all. `scale`: the loss's gradient, by which all gradients are
         larger.
         """
-        run = _Run(self, actions, microbatches, counts, loss, gradients, counted, scale)
+        run = _Run(self, actions, microbatches, counts, loss, gradients, counted, scale, of_sums)
         lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
         if not self._shaken and lasts:
             run.shake_hands()
@@ -209,7 +213,9 @@ class _Run:
         gradients: Gradients | None,
         counted: int | None,
         scale: float,
+        of_sums: LossOfSums | None,
     ) -> None:
+        self.of_sums = of_sums
         self.of_parameters = gradients
         self.counted = len(microbatches) if counted is None else counted
         self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
@@ -306,10 +312,12 @@ class _Run:
         self.dropout.sample = self.first[i]
         if (own := self._own(chunk, -1)) is not None:
             self._take((i, chunk), tuple(x.detach() for x in self.outputs[i, own]))
-        given = {name: self.microbatches[i][name] for name in stage.inputs}
+        given: dict[str, Any] = {name: self.microbatches[i][name] for name in stage.inputs}
+        if stage.is_last or stage.reads_counts:
+            given["counts"] = self.counts()
         received = self.received.get((i, chunk), ())
         if stage.is_last:
-            share = stage(*received, **given, counts=self.counts())
+            share = stage(*received, **given)
             if i < self.counted:
                 self.loss += share.detach()
             self.outputs[i, chunk] = (share,)
@@ -351,7 +359,7 @@ class _Run:
         outputs = self.outputs.pop((i, chunk))
         if stage.is_last:
             (share,) = outputs
-            roots: list[Root] = [(share, None if self.scale == 1 else torch.full_like(share, self.scale))]
+            roots: list[Root] = [(share, self._gradient_of(share))]
         else:
             if (own := self._own(chunk, 1)) is not None:
                 self.gradients[i, chunk] = self._returned(i, own)
@@ -364,6 +372,12 @@ class _Run:
             self.left[i, chunk] = backward_of_inputs(roots, inputs, self.at_once)
         elif roots:
             torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
+
+    def _gradient_of(self, share: Tensor) -> Tensor | None:
+        """Of the loss, for what a microbatch adds to it."""
+        if self.of_sums is not None:
+            return (self.of_sums.gradient(self.loss) * self.scale).to(share.dtype)
+        return None if self.scale == 1 else torch.full_like(share, self.scale)
 
     def weights(self, action: Action) -> None:
         later = self.left.pop(_at(action), None)

@@ -74,6 +74,8 @@ class Layout:
     precision: str = "fp32"
     schedule: str = "1f1b"
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
+    sums_ahead: bool = False  # forward passes of the whole batch first, for sums that the loss is a function of
+    one_microbatch: bool = False  # of a loss that no more than one microbatch and rank can have
     gather_later: bool = False  # collect updated parameters while the next step begins
     zigzag: bool = False  # which tokens of a sample a cp rank has: see `tokens.py`
     multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> what must divide its size

@@ -9,7 +9,7 @@ takes one all-reduce of M and one of the pair (Σ exp, x_label); the gradient so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int, smoothing: float, in_place: bool
     ) -> Tensor:
         width = logits.shape[-1]
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # detached: what is saved is no view that autograd would have to follow to a base that was written to
+        x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         largest = tp.max(x.amax(-1)).unsqueeze(-1)
         x = x.sub_(largest) if in_place else x - largest
         valid = own = labels != ignore_index
@@ -116,9 +117,12 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None
 
 
-def valid_count(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """How many labels count, 0-dim float64: exact for any batch."""
-    return (labels != ignore_index).sum().to(torch.float64)
+def valid_count(labels: Tensor, ignore_index: int = -100, weight: Tensor | None = None) -> Tensor:
+    """How many labels count, 0-dim float64: exact for any batch. With a weight per class [c], these added up."""
+    valid = labels != ignore_index
+    if weight is None:
+        return valid.sum().to(torch.float64)
+    return (weight.to(torch.float64)[labels.masked_fill(~valid, 0)] * valid).sum()
 
 
 def dropout(
@@ -139,6 +143,15 @@ def dropout(
     if p == 1:
         return x * 0
     return x * rng.elements(x.shape, key, samples, parts, x.device).keep(p) * (1 / (1 - p))
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    """x, whose gradient goes through `hook` on its way to what x was computed from."""
+    if not x.requires_grad:
+        return x
+    x = x.view_as(x)
+    x.register_hook(hook)
+    return x
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ NOWHERE = "all forward passes are finite when run again: a backward pass, or a v
 
 
 @torch.no_grad()
-def origin(stages: Sequence[nn.Module], c: Communicators, forward_passes: Callable[[], None]) -> str:
+def origin(stages: Sequence[nn.Module], c: Communicators, forward_passes: Callable[[], object]) -> str:
     """In words, the same on every rank. A collective."""
     found: list[Seen] = []
     with _watched(stages, c.watch.place, found):

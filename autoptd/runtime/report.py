@@ -22,15 +22,17 @@ class StepReport:
     tokens_per_s: float
     mfu: float
     memory_bytes: int
+    averaged: bool = False  # the loss is a mean of microbatches' own, not that of the batch
 
     def to_data(self) -> dict[str, float]:
         """For a logger: `for name, value in report.to_data().items(): writer.add_scalar(name, value, report.step)`."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "averaged"}
 
     def __str__(self) -> str:
         memory = f"  {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
+        loss = f"loss {self.loss:.4f}" + " per microbatch" * self.averaged
         return (
-            f"step {self.step:6}  loss {self.loss:.4f}  |g| {self.grad_norm:.3g}  lr {self.learning_rate:.3g}  "
+            f"step {self.step:6}  {loss}  |g| {self.grad_norm:.3g}  lr {self.learning_rate:.3g}  "
             f"{self.seconds:.3g} s  {_count(self.tokens_per_s)} tokens/s  MFU {self.mfu:.1%}{memory}"
         )
 
@@ -38,9 +40,12 @@ class StepReport:
 class Meter:
     """Counts steps and seconds between reports."""
 
-    def __init__(self, tokens: float, flops: float, peak_flops_per_s: float) -> None:
-        """Of one step: tokens and model FLOPs over all devices, and what these devices could do together."""
-        self.step = 0
+    def __init__(self, tokens: float, flops: float, peak_flops_per_s: float, averaged: bool = False) -> None:
+        """Of one step: tokens and model FLOPs over all devices, and what these devices could do together.
+
+        `averaged`: the loss is a mean of microbatches' own.
+        """
+        self.step, self._averaged = 0, averaged
         self._tokens, self._flops, self._peak = tokens, flops, peak_flops_per_s
         self._since, self._from = 0, time.perf_counter()
 
@@ -68,6 +73,7 @@ class Meter:
             tokens_per_s=self._tokens / seconds,
             mfu=self._flops / (seconds * self._peak),
             memory_bytes=torch.cuda.max_memory_allocated(loss.device) if on_gpu else 0,
+            averaged=self._averaged,
         )
 
 

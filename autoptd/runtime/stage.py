@@ -15,6 +15,16 @@ from autoptd.runtime.tokens import Tokens
 
 
 @dataclass(frozen=True)
+class Count:
+    """A number of the whole batch, or several: how those of microbatches combine, their shape, and in which round of
+    collectives it is known: counts of round 1 are computed from those of round 0."""
+
+    combine: str = "sum"  # or "max", "min"
+    shape: tuple[int, ...] = ()
+    round: int = 0
+
+
+@dataclass(frozen=True)
 class Wire:
     """One tensor that crosses from a stage to the next, the same on both sides.
 
@@ -37,7 +47,8 @@ class Stage(nn.Module):
     """One pipeline stage of an emitted program; a subclass per distinct stage.
 
     `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`, or on the last stage,
-    given `counts` too, the 0-dim share of the global loss of this microbatch (the same on all tp ranks).
+    given `counts` too, the 0-dim share of the global loss of this microbatch (the same on all tp ranks); where the loss
+    is a function of sums over the batch, what this microbatch adds to them, [addends], and `loss_of` is that function.
     Parameters have local shapes and the original model's dotted names; the class is built on the meta device.
     """
 
@@ -47,7 +58,10 @@ class Stage(nn.Module):
     is_last: ClassVar[bool] = False
     draws: ClassVar[bool] = False  # whether forward draws random numbers
     sizes: ClassVar[dict[str, tuple[str, int]]] = {}  # symbol -> (model input, dim)
+    reads_counts: ClassVar[bool] = False  # whether forward is given `counts`; that of the last stage is anyway
     count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
+    counted: ClassVar[tuple[Count, ...]] = ()  # left out where all counts are single numbers, summed in one round
+    addends: ClassVar[int] = 0  # elements of the sums that the loss is a function of; 0: it is a sum itself
 
     def __init__(self, tp: Axis, dropout: DropoutKey | None = None, cp: Tokens | None = None) -> None:
         super().__init__()
@@ -56,10 +70,16 @@ class Stage(nn.Module):
             self.cp = cp
         self.dropout = dropout
 
-    @staticmethod
-    def loss_counts(**inputs: Tensor) -> tuple[Tensor, ...]:
-        """The 0-dim counts of one microbatch by which the loss is divided, from the model inputs `count_inputs`."""
+    def loss_counts(self, **inputs: Any) -> tuple[Tensor, ...]:
+        """What one microbatch adds to each count of the batch, from the model inputs `count_inputs`.
+
+        Where a count is computed from others, it is given those so far known as `counts`.
+        """
         return ()
+
+    def loss_of(self, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:
+        """The loss, 0-dim, from sums over the batch, float64 [addends]."""
+        raise NotImplementedError("this loss is a sum itself")
 
     # nn.Module.__call__ types forward as Any; emitted classes give it their own arguments
     forward: Callable[..., Any]

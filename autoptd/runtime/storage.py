@@ -7,8 +7,10 @@ With n elements (padding included) on d ranks that share one copy, in the comput
     2       `data`, c n, whole       `grad`, g n / d      the same
     3       c per bucket, on demand  `grad`, m n / d      `main`, m n / d, always: the parameters themselves
 
-What is sharded holds this rank's shard of every bucket, one after the other. Gradients that nobody else has a part of,
-and that autograd makes in the main dtype, stay where it adds them up (`lone`): a copy would be made for nothing.
+Frozen parameters are sharded with ZeRO 3, in a buffer of their own: c n / d of their own dtype, without gradients or a
+main copy. What is sharded holds this rank's shard of every bucket, one after the other. Gradients that nobody else has
+a part of, and that autograd makes in the main dtype, stay where it adds them up (`lone`): a copy would be made for
+nothing.
 
 Gradients are added up and summed in g: m, or c where the layout says so. Then they are `narrow`, and while the
 optimizer steps there is a copy of this rank's shard in m, `wide`, which is what is scaled, clipped and stepped with.
@@ -85,6 +87,7 @@ class Buffer:
         first = next(iter(specs.values()))
         self.sharing, self.group, self.tied = sharing, sharing.inside, tied
         self.partial_over_tp = first.placement == BP
+        self.frozen = not first.trainable
         self.split = isinstance(first.placement, Split)
         self.first_rank = layout.mesh.holder(first.stages[0])
         self.shapes = dict(shapes)
@@ -99,17 +102,17 @@ class Buffer:
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Zeros everywhere; under ZeRO 3 nothing is whole yet."""
-        main_dtype = torch.promote_types(dtype, torch.float32)
+        main_dtype = dtype if self.frozen else torch.promote_types(dtype, torch.float32)
         self._summed_in = dtype if self._in_compute else main_dtype
         self.narrow = self._summed_in != main_dtype and self.zero < 3
-        self.lone = self._alone and dtype == main_dtype
+        self.lone = self._alone and dtype == main_dtype and not self.frozen
         total, shard = self.buckets[-1].stop, 0
         self._in_shards: dict[int, slice] = {}
         for bucket in self.buckets:
             own = self.own(bucket)
             self._in_shards[bucket.start] = slice(shard, shard := shard + own.stop - own.start)
         self.data = torch.zeros(0 if self.zero == 3 else total, dtype=dtype, device=device)
-        held = 0 if self.lone else shard if self.zero >= 2 else total
+        held = 0 if self.lone or self.frozen else shard if self.zero >= 2 else total
         self.grad = torch.zeros(held, dtype=dtype if self.narrow else main_dtype, device=device)
         self._main_dtype = main_dtype
         self.wide: Tensor | None = None
@@ -123,6 +126,11 @@ class Buffer:
                 self.free(bucket)
             else:
                 self._whole[bucket.start] = self.data[bucket.start : bucket.stop]
+
+    @property
+    def summed(self) -> bool:
+        """Whether its gradients are added up here, and summed over ranks."""
+        return not (self.lone or self.frozen)
 
     # ---- where things lie ----
 
@@ -178,16 +186,16 @@ class Buffer:
         self.wide = None
 
     def pieces(self, counts: bool) -> list[Piece]:
-        """The optimizer's views, in buffer order."""
+        """Views of this rank's elements, and of their gradients, in buffer order."""
         result = []
         for bucket in self.buckets:
             own, shard = self.own(bucket), self.shard(bucket)
-            grad = self.grad if self.lone else self.grad_shard(bucket)
+            grad = self.grad_shard(bucket) if self.summed else self.grad
             for slot in bucket.slots:
                 part = overlap(slot, own)
                 if part is not None:
                     at = slice(part.start - own.start, part.stop - own.start)
-                    param, start = nn.Parameter(shard[at]), part.start - slot.start
+                    param, start = nn.Parameter(shard[at], not self.frozen), part.start - slot.start
                     result.append(Piece(slot.name, param, grad[at], counts, start))
                     if self.narrow:
                         result[-1].grad = shard.new_empty(0)

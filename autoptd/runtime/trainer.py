@@ -2,7 +2,8 @@
 
 The loss is plan-invariant: Σ_i c_i S_i / N_i with counts N_i over the whole global batch, known before the first
 loss. Each microbatch's loss is its addend, so gradients are summed over microbatches and dp ranks and nobody divides
-by either. A count that is zero in the whole batch (no valid label anywhere) is taken as one: loss and gradients are 0.
+by either. A loss that is a function of sums takes its derivatives at those of the whole batch (`loss_of_sums.py`). As
+in torch, a mean over no valid label at all is no number, and the step is one that `non_finite` is about.
 
 At the end of a step one all-reduce over the world carries the loss, the squared gradient norm and, per parameter,
 whether anyone had a gradient for it; what nobody used is not stepped, as in torch with `.grad is None`.
@@ -11,7 +12,6 @@ whether anyone had a gradient for it; what nobody used is not stepped, as in tor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from autoptd.passes.placements import Split
 from autoptd.runtime.agreement import NUMBERS, Agreement
 from autoptd.runtime.axis import from_slices, own_slice
 from autoptd.runtime.batch import Microbatch, sample_count
+from autoptd.runtime.batch_counts import counts_under_way
 from autoptd.runtime.buffers import Buffers, Piece, squared_norm
 from autoptd.runtime.comm import Communicators, Group
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.finite import Finite, LossScale
 from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.runtime.loss_of_sums import LossOfSums
 from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
 from autoptd.runtime.origin import origin
 from autoptd.runtime.randomness import DropoutKey
@@ -68,6 +70,7 @@ class Trainer:
         self._loaded = not any(p.is_meta for stage in self.stages for p in stage.parameters())
         self._buffers, self._tensors = _materialise(self.stages, layout, communicators, tied)
         self._pieces = self._buffers.pieces(communicators.stage)
+        self._frozen_pieces = self._buffers.frozen_pieces(communicators.stage)
         given = grouped([(piece.name, piece.param) for piece in self._pieces], groups)
         self.optimizer = make_optimizer(optimizer, given, **optimizer_kwargs)
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
@@ -91,6 +94,11 @@ class Trainer:
         return self._pieces
 
     @property
+    def frozen_pieces(self) -> Sequence[Piece]:
+        """This rank's elements of the frozen parameters that are sharded: with ZeRO 3 all of them."""
+        return self._frozen_pieces
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """This rank's part of each parameter and buffer of its stages, by name; without values, where it is sharded."""
         return self._tensors
@@ -110,20 +118,25 @@ class Trainer:
         self._buffers.start_step()
         counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
-        share = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
+        share, of_sums = self._zero_loss(), self._of_sums(counts)
+        if self.layout.sums_ahead:
+            ahead = self._forward(microbatches, counts)
+            if of_sums is not None:
+                of_sums.take(ahead)
         first: list[str] = []
 
         def finish() -> None:
-            outcome.append(self._finish(share))
+            outcome.append(self._finish(share if of_sums is None else of_sums.share()))
             if self.finite.fatal:  # before parameters are gathered, which are still each rank's own
-                first.append(origin(self.stages, self.communicators, lambda: self._forward_again(microbatches, counts)))
+                first.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
 
         end = {
             "REDUCE": self._buffers.finish_reduction,
             "STEP": finish,
             "GATHER": self._buffers.gather_parameters,
         }
-        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, scale=self.finite.scale)
+        scale = self.finite.scale
+        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, None, scale, of_sums)
         if not self._inputs.holds(self._agreed):
             self._inputs.refuse(self._agreed)
         if self.finite.fatal:
@@ -133,26 +146,38 @@ class Trainer:
         self._dropout.step += 1
         return outcome[0]
 
-    def _forward_again(self, microbatches: list[Microbatch], counts: Callable[[], tuple[Tensor, ...]]) -> None:
-        """The forward passes of this step, for looking at."""
-        mesh = self.layout.mesh
+    def _zero_loss(self) -> Tensor:
+        """What the last stage adds its share of the loss to, or its addends."""
+        addends = self.stages[-1].addends
+        return torch.zeros((addends,) if addends else (), dtype=torch.float64, device=self.communicators.device)
+
+    def _of_sums(self, counts: Callable[[], tuple[Tensor, ...]]) -> LossOfSums | None:
+        last = self.stages[-1]
+        return LossOfSums(last, self.communicators, counts) if last.is_last and last.addends else None
+
+    @torch.no_grad()
+    def _forward(
+        self, microbatches: list[Microbatch], counts: Callable[[], tuple[Tensor, ...]], counted: int | None = None
+    ) -> Tensor:
+        """The forward passes alone; gives what the last stage adds to the loss, over the first `counted` of them."""
+        mesh, loss = self.layout.mesh, self._zero_loss()
         lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
-        loss = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
-        self._executor.run(lists[self.communicators.stage], microbatches, counts, loss, {})
+        self._executor.run(lists[self.communicators.stage], microbatches, counts, loss, {}, counted=counted)
+        return loss
 
     @torch.no_grad()
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss over the global batch, without dropout, gradient or update; any number of samples per dp rank."""
         self._check_loaded()
-        microbatches = self._inputs.take(batch, None)
+        microbatches = self._inputs.take(batch, 1 if self.layout.one_microbatch else None)
         self._dropout.active = False
-        mesh, own = self.layout.mesh, len(microbatches)
+        own = len(microbatches)
         counts = self._global_counts(microbatches)
         microbatches += microbatches[-1:] * (self._most_microbatches(own) - own)
-        lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
-        actions = lists[self.communicators.stage]
-        loss = torch.zeros((), dtype=torch.float64, device=self.communicators.device)
-        self._executor.run(actions, microbatches, counts, loss, {}, counted=own)
+        loss = self._forward(microbatches, counts, counted=own)
+        if (of_sums := self._of_sums(counts)) is not None:
+            of_sums.take(loss)
+            loss = of_sums.share()
         if self.communicators.tp.rank != 0:
             loss.zero_()
         summed = self.communicators.world.all_reduce(torch.cat((loss.view(1), self._inputs.row())))
@@ -175,29 +200,8 @@ class Trainer:
         return shares[: dp.rank].sum()
 
     def _global_counts(self, microbatches: list[Microbatch]) -> Callable[[], tuple[Tensor, ...]]:
-        """The loss's counts over all microbatches and dp ranks, float64; () where no loss is computed.
-
-        They are under way until the first loss asks for them: no rank waits for the others at the start of a step.
-        """
-        last = self.stages[-1]
-        if not last.is_last:
-            return tuple
-        each = [last.loss_counts(**{name: mb[name] for name in last.count_inputs}) for mb in microbatches]
-        if not each[0]:
-            return tuple
-        # on a CPU where a count comes from sizes alone
-        rows = [torch.stack([count.to(self.communicators.device, torch.float64) for count in row]) for row in each]
-        own, dp = torch.stack(rows).sum(0), self.communicators.dp
-        every = own.new_empty(dp.size * own.numel())
-        under_way = dp.all_gather_later(every, own)
-
-        @cache
-        def counts() -> tuple[Tensor, ...]:
-            under_way.wait()
-            total = every.view(dp.size, -1).sum(0)
-            return torch.where(total == 0, 1.0, total).unbind()
-
-        return counts
+        """Counts over all microbatches and dp ranks; () where no stage reads any."""
+        return counts_under_way(self.stages, microbatches, self.communicators.dp, self.communicators.device)
 
     @torch.no_grad()
     def _finish(self, share: Tensor) -> Tensor:
@@ -368,7 +372,7 @@ def _tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int
 def _materialise(
     stages: Sequence[Stage], layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
 ) -> tuple[Buffers, dict[str, Tensor]]:
-    """Give the stages real tensors: trainable parameters in flat buffers, the rest on their own. Values are kept.
+    """Give the stages real tensors: parameters in flat buffers, what these do not hold on its own. Values are kept.
 
     Returns the buffers and every local tensor by name. What several stages of a rank hold is one tensor.
     """

@@ -26,7 +26,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from autoptd.errors import CheckpointError, OutOfMemory, RuntimeFault
+from autoptd.errors import AutoptdError, CheckpointError, OutOfMemory, RuntimeFault
 from autoptd.runtime.beat import Beat, Cause, Limits, Process
 from autoptd.runtime.messenger import Messenger
 from autoptd.runtime.place import Place, Seen, ranks
@@ -99,7 +99,8 @@ class Watch:
             return Cause(self._rank, f"ran {error.what}", here, self._rank, error.fix)
         root = error.__cause__ if isinstance(error, RuntimeFault) and error.__cause__ is not None else error
         frames = traceback.extract_tb(root.__traceback__)
-        line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        told = isinstance(root, AutoptdError) or not frames  # ours say where
+        line = "" if told else f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
         fix = getattr(error, "fix", "")
         return Cause(self._rank, f"raised {type(root).__name__}: {_first_line(root)}{line}", here, self._rank, fix)
 

@@ -80,6 +80,16 @@ class Route:
         found = {self.edge(k): (self.holder(k), self.holder(k + 1)) for k in range(self.stages - 1)}
         return {edge: ends for edge, ends in sorted(found.items()) if ends[0] != ends[1]}
 
+    def rounds(self) -> list[dict[int, tuple[int, int]]]:
+        """The edges in sets that are in use at the same time: each rank sends over one of a set, and so does its node.
+
+        Those of a loop are one set; a vee's go down and up again.
+        """
+        sets: dict[int, dict[int, tuple[int, int]]] = {}
+        for edge, ends in self.edges().items():
+            sets.setdefault(edge // self.ranks, {})[edge] = ends
+        return list(sets.values())
+
 
 def step_of(kind: str) -> int:
     """Where the other end of a send or receive lies from its stage: behind it (1) or before it (-1)."""

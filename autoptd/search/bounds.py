@@ -2,19 +2,26 @@
 
 The chain of actions that ends last is a path through the schedule, and every path is a bound. With T = f + b of a
 microbatch on a stage, p stages and m microbatches, stage k is busy for m T_k; its first forward follows those of all
-stages before it, and its last backward is followed by theirs:
+stages before it, and its last backward is followed by theirs. With messages of x_j seconds behind stage j, each way:
 
-    any schedule         m T_k + Σ_{j<k} T_j                                                        (1)
+    any schedule         m T_k + Σ_{j<k} (T_j + 2 x_j)                                              (1)
     with w forwards before the first backward on stage k (1F1B: min(m, p - k); GPipe: m), a microbatch that goes to
     the last stage and returns, with what stage k does before it (its last microbatch) or after it (its first):
-                         Σ_j T_j + (m - 1) T_k - (w - 1) min(f_k, b_k)                              (2)
+                         Σ_j (T_j + 2 x_j) + (m - 1) T_k - (w - 1) min(f_k, b_k)                    (2)
 
     the same (1F1B) as often as it goes round: the forward of microbatch i + w on stage k follows the backward of i, so
-    that of every w microbatches one goes there and back alone, with messages of x_j seconds behind stage j:
+    that of every w microbatches one goes there and back alone:
                          ⌈m / w⌉ Σ_{j>=k} (T_j + 2 x_j) + Σ_{j<k} (T_j + 2 x_j) + ((m - 1) mod w) b_k        (3)
 
-For all cuts: the T_k that make every bound (2), or (1), as small as the others' sum to T = Σ T_k. In (2) min(f, b) is
-at most r T_k, r being the least share of a pass in any segment (1/2 at the most), which gives
+    neighbours by turns (1F1B): after the backward of microbatch i stage k does the forward of i + w, stage k + 1 the
+    backward of i + 2, so that every two microbatches there are two messages one after the other:
+                         Σ_j (T_j + 2 x_j) + ⌊(m + 1 - w) / 2⌋ (T_k + T_k+1 + 2 x_k)                 (4)
+    an edge sends one message after the other, each way, here behind the first and before the rest of the last:
+                         Σ_j (T_j + 2 x_j) + (m - 1) x_k            GPipe, both ways: + 2 (m - 1) x_k (5)
+    several chunks, or backward passes in two halves: m Σ x over the stages whose messages take an edge   (6)
+
+For all cuts, without messages: the T_k that make every bound (2), or (1), as small as the others' sum to T = Σ T_k. In
+(2) min(f, b) is at most r T_k, r being the least share of a pass in any segment (1/2 at the most), which gives
 
     (1)    T / (1 - (1 - 1/m)^p)                (2)    T + T / Σ_k 1 / (m - 1 - r (w_k - 1))
 """
@@ -44,6 +51,29 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
     return max(ramp, seconds + seconds / sum(1 / x for x in left))
 
 
+def edges_s(sends_s: Sequence[float], schedule: str, ranks: int, microbatches: int) -> float:
+    """Bound (6): the busiest edge alone. `sends_s`: of a message behind each stage but the last."""
+    route = route_of(schedule, ranks, (len(sends_s) + 1) // ranks)
+    busy = dict.fromkeys(route.edges(), 0.0)  # none where both ends are one rank
+    for stage, seconds in enumerate(sends_s):
+        if route.edge(stage) in busy:
+            busy[route.edge(stage)] += microbatches * seconds
+    return max(busy.values(), default=0.0)
+
+
+def beside_s(sends_s: Sequence[float], schedule: str, microbatches: int) -> float:
+    """What messages add to all work of a microbatch in bound (5); one chunk per rank, backward passes in one piece."""
+    both = 2 if schedule == "gpipe" else 1
+    return 2 * sum(sends_s) + both * (microbatches - 1) * max(sends_s, default=0.0)
+
+
+def turns(schedule: str, stage: int, stages: int, microbatches: int) -> int:
+    """How often a stage and the next wait for each other's messages in bound (4)."""
+    if schedule != "1f1b" or stage == stages - 1:
+        return 0
+    return max(0, (microbatches + 1 - warm_up(schedule, stage, stages, microbatches)) // 2)
+
+
 def cut_bound_s(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
@@ -56,16 +86,19 @@ def cut_bound_s(
     m, total = microbatches, [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     route = route_of(schedule, ranks, len(total) // ranks)
     busy = [m * sum(route.of(total, rank)) for rank in range(ranks)]
+    messages = [*sends_s, *[0.0] * (len(total) - len(sends_s))]
+    edges = edges_s(messages[:-1], schedule, ranks, m)
     if row_of(schedule).halves:
-        return max(busy[k] + sum(forward_s[:k]) for k in range(ranks))
-    found = max(busy[k] + sum(total[:k]) for k in range(ranks))
+        return max(edges, *(busy[k] + sum(forward_s[:k]) + sum(messages[:k]) for k in range(ranks)))
+    found = max(edges, *(busy[k] + sum(total[:k]) + 2 * sum(messages[:k]) for k in range(ranks)))
     if len(total) > ranks:
         return found
-    messages = [*sends_s, *[0.0] * (ranks - len(sends_s))]
     after = list(accumulate((t + 2 * x for t, x in zip(total[::-1], messages[::-1], strict=True))))[::-1]
     for k, t in enumerate(total):
         w = warm_up(schedule, k, ranks, m)
-        there_and_back = sum(total) + (m - 1) * t - (w - 1) * min(forward_s[k], backward_s[k])
+        there_and_back = after[0] + (m - 1) * t - (w - 1) * min(forward_s[k], backward_s[k])
         rounds = after[0] + (-(-m // w) - 1) * after[k] + (m - 1) % w * backward_s[k]
-        found = max(found, there_and_back, rounds)
-    return found
+        after_next = total[k + 1] if k + 1 < ranks else 0.0
+        by_turns = after[0] + turns(schedule, k, ranks, m) * (t + after_next + 2 * messages[k])
+        found = max(found, there_and_back, rounds, by_turns)
+    return max(found, sum(total) + beside_s(messages, schedule, m))

@@ -10,17 +10,19 @@ fewer multiprocessors for kernels (`Device.collective_multiprocessors`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
+import torch
 from torch import fx
 
 from autoptd.codegen.pieces import lay_out
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.collectives import collective_s, p2p_s, sum_in_shards_s
+from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, Memory, model_state, optimizer_step_bytes
 from autoptd.cost_models.op_time import memory_s
 from autoptd.passes.fold import Folded
@@ -28,8 +30,11 @@ from autoptd.passes.graph import infos
 from autoptd.passes.placements import BP, B, Placement, Split
 from autoptd.runtime.flat import ALIGN
 from autoptd.runtime.footprint import Unit, buffer_class, elements_of, packed
-from autoptd.search.kinds import KindCost, price
+from autoptd.search.held import Held, kinds_with_gradient, parameter_dtypes
+from autoptd.search.kinds import ChunkCost as ChunkCost
+from autoptd.search.kinds import KindCost, exposed_s, price
 from autoptd.search.meshes import Candidate
+from autoptd.search.messages import Messages
 from autoptd.search.tensors import Sharded, Tensors
 from autoptd.search.wishes import Method
 
@@ -37,29 +42,6 @@ _CLASSES = 8  # buffers of a stage at the most: parameters of one dtype, placeme
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ChunkCost:
-    """Seconds of one microbatch. `forward_s` and `backward_s` hold all that the others name."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float = 0.0
-    forward_tp_s: float = 0.0  # not hidden by compute
-    backward_tp_s: float = 0.0
-    weight_s: float = 0.0  # of backward_s: gradients of parameters, which a schedule may put off
-    sharding_s: float = 0.0  # exchange of sharded parameters and gradients, not hidden
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A parameter on a stage: its place in forward order, local elements, how it is stored, whether it is frozen."""
-
-    order: int
-    numel: int
-    placement: Placement
-    frozen: bool
 
 
 class Chunks:
@@ -84,9 +66,11 @@ class Chunks:
         """The same chunks on another cluster."""
         other = copy(self)
         other.cluster = cluster
-        costs = {kind: price(cost.work, cluster, self.candidate.tp) for kind, cost in self.sharded.costs.items()}
+        ranks, world = self.candidate.tp, self.tensors.world
+        costs = {kind: price(cost.work, cluster, ranks, world) for kind, cost in self.sharded.costs.items()}
         other.sharded, other._passes = replace(self.sharded, costs=costs), {}
-        other.__dict__.pop("_of_pools", None)
+        for worked_out in ("_of_pools", "messages"):
+            other.__dict__.pop(worked_out, None)
         return other
 
     def on(self, rank: int) -> Chunks:
@@ -163,7 +147,7 @@ class Chunks:
             ring = self._ring_s(cost)
             return ring, 2 * ring
         ranks, nbytes = self.method.cp, cost.work.exchanged_bytes * self.method.cp
-        exchange = collective_s("all_to_all", nbytes, self.cluster, ranks, self.candidate.tp) if nbytes else 0.0
+        exchange = self._collective_s("all_to_all", nbytes, ranks) if nbytes else 0.0
         return exchange, exchange
 
     def _ring_s(self, cost: KindCost) -> float:
@@ -171,7 +155,7 @@ class Chunks:
         if self.method.cp == 1 or not cost.work.ring_bytes:
             return 0.0
         ranks = self.method.cp
-        comm_s = collective_s("all_gather", cost.work.ring_bytes * ranks, self.cluster, ranks, self.candidate.tp)
+        comm_s = self._collective_s("all_gather", cost.work.ring_bytes * ranks, ranks)
         return exposed_s(comm_s, cost.attention_s, ranks)
 
     def _accumulate_s(self, first: int, last: int) -> float:
@@ -192,10 +176,12 @@ class Chunks:
         if c.zero < 2 or self.dp == 1:
             return 0.0, 0.0
         trained = self.numel(first, last)[1]
-        stride, blocks = c.tp, max(1, last - first)
-        gather = collective_s("all_gather", trained * self.compute / blocks, self.cluster, self.shards, stride) * blocks
-        scatter = blocks * sum_in_shards_s(trained * self.gradient / blocks, self.cluster, self.dp, self.shards, stride)
-        back = scatter + (gather if c.zero == 3 else 0.0)
+        blocks = max(1, last - first)
+        still = [self.frozen_bytes(first, last, backward=back) if c.zero == 3 else 0 for back in (False, True)]
+        each = ((trained * self.compute + frozen) / blocks for frozen in still)
+        gather, again = (self._collective_s("all_gather", n, self.shards) * blocks for n in each)
+        back = blocks * self._sum_s(trained * self.gradient / blocks)
+        back += again if c.zero == 3 else 0.0
         if "dp" not in self.method.overlap:
             return gather, back
         tax = self.cluster.device.collective_share
@@ -204,17 +190,19 @@ class Chunks:
             exposed_s(back, backward_s, blocks) + tax * min(back, backward_s),
         )
 
-    def send_s(self, place: int) -> float:
-        """Seconds to send what crosses a place, one way."""
-        whole, split = self._crossing_bytes[place] if place < len(self._crossing_bytes) else (0, 0)
+    def _collective_s(self, name: str, nbytes: float, ranks: int) -> float:
+        """Of neighbours on the data axis."""
+        return collective_s(name, nbytes, self.cluster, ranks, self.candidate.tp, self.candidate.world)
+
+    def _sum_s(self, nbytes: float) -> float:
+        """To sum gradients over the ranks that hold the same parameters."""
         c = self.candidate
-        if c.pp == 1 or not whole + split:
-            return 0.0
-        stride = c.tp * self.dp
-        if self.method.sends == "slices" and c.tp > 1 and whole:
-            gathered = collective_s("all_gather", whole, self.cluster, c.tp)
-            return p2p_s(whole / c.tp + split, self.cluster, stride) + gathered
-        return p2p_s(whole + split, self.cluster, stride)
+        return sum_in_shards_s(nbytes, self.cluster, self.dp, self.shards, c.tp, c.world)
+
+    @cached_property
+    def messages(self) -> Messages:
+        """Between stages."""
+        return Messages(self.cluster, self.candidate, self.method, tuple(self._crossing_bytes))
 
     @property
     def _crossing_bytes(self) -> list[tuple[int, int]]:
@@ -274,6 +262,16 @@ class Chunks:
                     frozen, trained = (frozen + count, trained) if is_frozen else (frozen, trained + count)
         return frozen, trained
 
+    def frozen_bytes(self, first: int, last: int, *, backward: bool = False) -> int:
+        """Local bytes of frozen parameters, whole; `backward`: of those that gradients pass on their way."""
+        alone, passed = (
+            first == last and self.candidate.pp == 1,
+            self._noted("passed", lambda: kinds_with_gradient(self.folded)),
+        )
+        segments = [i for i in range(first, last + 1) if not backward or self.folded.segments[i].kind in passed]
+        held = [p for i in segments for p in self._parameters[i] if p[3] and (p[4] or not alone)]
+        return sum(count * self._dtypes[name].itemsize for name, count in {p[0]: p[1] for p in held}.items())
+
     def _list_parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
         """Of each segment: (name, local elements, placement, frozen, whether read here first)."""
         traced = self.folded.traced
@@ -303,22 +301,23 @@ class Chunks:
         they hold most. `cut`: the segments of all stages, where known: a parameter that several hold lies in a buffer
         of its own.
         """
-        held: dict[str, _Held] = {}
+        held: dict[str, Held] = {}
         for first, last in runs:
             alone = first == last and self.candidate.pp == 1
             for i in range(first, last + 1):
                 for name, count, stored, frozen, is_first in self._parameters[i]:
                     if is_first or not alone:
-                        held.setdefault(name, _Held(self._order[name], count, stored, frozen))
+                        held.setdefault(name, Held(self._order[name], count, stored, frozen))
         own = sorted(held.items(), key=lambda item: item[1].order)
         if any(first == 0 for first, _ in runs):  # the first stage keeps what nobody reads
             own += self._unused.items()
         shared = self._sharers(cut)
-        trained = [(name, h) for name, h in own if not h.frozen]
-        idle = {i for i, (name, _) in enumerate(trained) if name in self._unused}
-        sizes = [((buffer_class(h.placement), shared.get(name)), h.numel) for name, h in trained]
-        units = [self._unit(name, runs, cut) for name, _ in trained] if self.candidate.zero >= 2 else ()
-        layout = packed(sizes, self.dp, self.shards, self.bucket, idle, units)
+        laid = [(name, h) for name, h in own if not (h.frozen and self.candidate.zero < 3)]
+        idle = {i for i, (name, h) in enumerate(laid) if name in self._unused and not h.frozen}
+        still = {i: self._dtypes[name].itemsize for i, (name, h) in enumerate(laid) if h.frozen}
+        sizes = [((buffer_class(h.placement), shared.get(name), self._dtypes[name]), h.numel) for name, h in laid]
+        units = [self._unit(name, runs, cut) for name, _ in laid] if self.candidate.zero >= 2 else ()
+        layout = packed(sizes, self.dp, self.shards, self.bucket, idle, units, still)
         state = model_state(
             layout.buckets,
             precision=self.precision,
@@ -328,10 +327,15 @@ class Chunks:
             shards=self.shards,
             gradients=self.method.gradients,
             whole_numel=layout.whole,
-            gathered_numel=layout.gathered,
             stepped=layout.most_stepped,
         )
-        return state + Memory(parameters=sum(h.numel for _, h in own if h.frozen) * self.compute)
+        nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
+        nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
+        return state + Memory(parameters=nbytes)
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return self._noted("dtypes", lambda: parameter_dtypes(self.folded))
 
     def _unit(self, name: str, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> Unit:
         """What a parameter is gathered with: the block that owns it, or the stages that read it themselves."""
@@ -352,9 +356,8 @@ class Chunks:
     def state_at_least(self, segment: int) -> Memory:
         """Of a segment, without padding, and without parameters that another one reads first."""
         mine = [p for p in self._parameters[segment] if p[4]]
-        trained = sum(p[1] for p in mine if not p[3])
         state = model_state(
-            [trained],
+            [sum(p[1] for p in mine if not p[3])],
             precision=self.precision,
             optimizer=self.optimizer,
             zero=self.candidate.zero,
@@ -363,13 +366,14 @@ class Chunks:
             shards=self.shards,
             gradients=self.method.gradients,
         )
-        return state + Memory(parameters=sum(p[1] for p in mine if p[3]) * self.compute)
+        frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in mine if p[3])
+        return state + Memory(parameters=frozen // (self.shards if self.candidate.zero == 3 else 1))
 
     def state_at_most(self, first: int, last: int) -> Memory:
         """The same of one run, without ZeRO 2 and 3 not laid out: with all the padding that there may be."""
-        frozen, trained = self.numel(first, last)
+        frozen, trained = self.frozen_bytes(first, last), self.numel(first, last)[1]
         if first == 0:
-            frozen += sum(h.numel for h in self._unused.values() if h.frozen)
+            frozen += sum(h.numel * self._dtypes[name].itemsize for name, h in self._unused.items() if h.frozen)
             trained += sum(h.numel for h in self._unused.values() if not h.frozen)
         if self.candidate.zero >= 2:  # buckets of blocks are many, and some are whole at a time
             spare = _CLASSES * self.dp * ALIGN
@@ -385,15 +389,17 @@ class Chunks:
             shards=self.shards,
             gradients=self.method.gradients,
         )
-        return state + Memory(parameters=frozen * self.compute)
+        return state + Memory(parameters=frozen)
 
     def _sharers(self, cut: Sequence[tuple[int, int]]) -> dict[str, frozenset[int]]:
         """Parameters that several pipeline ranks hold -> those ranks."""
-        if self.candidate.pp == 1 or not cut:
+        if self.candidate.pp == 1 or not cut or not self._tied:
             return {}
-        holder = self.candidate.route.holder
-        rank = {i: holder(at) for at, (first, last) in enumerate(cut) for i in range(first, last + 1)}
-        found = {name: frozenset(rank[i] for i in readers) for name, readers in self._tied.items()}
+        starts, holder = [first for first, _ in cut], self.candidate.route.holder
+        found = {
+            name: frozenset(holder(bisect_right(starts, i) - 1) for i in readers)
+            for name, readers in self._tied.items()
+        }
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
     @property
@@ -406,16 +412,16 @@ class Chunks:
         return {name: i for i, name in enumerate(names)}
 
     @property
-    def _unused(self) -> dict[str, _Held]:
+    def _unused(self) -> dict[str, Held]:
         return self._noted("unused", self._find_unused)
 
-    def _find_unused(self) -> dict[str, _Held]:
+    def _find_unused(self) -> dict[str, Held]:
         """Parameters that do not reach the loss."""
         traced, found = self.folded.traced, {}
         for node in self.folded.unused_parameters:
             name, tensor = traced.parameters[node.name], infos(node)[0]
             count = self.tensors.nbytes(tensor) // tensor.dtype.itemsize
-            found[name] = _Held(len(self._order), count, B, name in traced.frozen)
+            found[name] = Held(len(self._order), count, B, name in traced.frozen)
         return found
 
     def upcast_bytes(self, runs: list[tuple[int, int]]) -> int:
@@ -426,17 +432,22 @@ class Chunks:
 
     # ---- the end of a step ----
 
-    def reduce_s(self, runs: list[tuple[int, int]]) -> float:
-        """Seconds to sum the gradients of these runs of segments over the ranks that share them."""
+    def reduce_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> float:
+        """Seconds to sum the gradients of these runs of segments over the ranks that share them.
+
+        `cut`: the segments of all stages, which say what is tied over several.
+        """
         c = self.candidate
         trained = sum(self.numel(*run)[1] for run in runs)
         partial = sum(self.numel(*run, BP)[1] for run in runs)
-        found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1) if partial else 0.0
+        found = 0.0
+        if partial:
+            found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1, c.world)
         if c.zero < 2 and self.dp > 1:
             buckets = self.buckets(trained)
             each = trained * self.gradient / buckets
-            found += buckets * sum_in_shards_s(each, self.cluster, self.dp, self.shards, c.tp)
-        return found + self._tied_s(runs)
+            found += buckets * self._sum_s(each)
+        return found + self._tied_s(runs, cut)
 
     def buckets(self, trained: int) -> int:
         """Into how many parts the gradients of so many elements are cut to be reduced."""
@@ -448,7 +459,7 @@ class Chunks:
         trained = sum(self.numel(*run)[1] for run in runs)
         if self.candidate.zero != 1 or self.dp == 1:
             return 0.0
-        return collective_s("all_gather", trained * self.compute, self.cluster, self.shards, self.candidate.tp)
+        return self._collective_s("all_gather", trained * self.compute, self.shards)
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
         """Seconds of the optimizer on this rank's share."""
@@ -456,16 +467,21 @@ class Chunks:
         nbytes = optimizer_step_bytes(shard, precision=self.precision, optimizer=self.optimizer)
         return memory_s(self.cluster.device, nbytes)
 
-    def _tied_s(self, runs: list[tuple[int, int]]) -> float:
-        """The sum over stages of gradients of parameters that other stages hold too."""
-        if self.candidate.pp == 1:
-            return 0.0
+    def _tied_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> float:
+        """The sums over stages of gradients of parameters that other stages hold too, each among those that do."""
+        width = self.candidate.tp * self.dp
         inside = {i for first, last in runs for i in range(first, last + 1)}
         mine = {p[0]: p[1] for i in inside for p in self._parameters[i] if not p[3]}
-        numel = sum(mine.get(name, 0) for name, readers in self._tied.items() if readers & inside and readers - inside)
-        stride = self.candidate.tp * self.dp * (self.candidate.pp - 1)
-        shard = numel * self.gradient / self.shards
-        return collective_s("all_reduce", shard, self.cluster, 2, stride) if numel else 0.0
+        numel: dict[frozenset[int], int] = {}
+        for name, holders in self._sharers(cut).items():
+            if name in mine:
+                numel[holders] = numel.get(holders, 0) + mine[name]
+        return sum(
+            all_reduce_between_s(
+                count * self.gradient / self.shards, self.cluster, tuple(k * width for k in sorted(holders)), width
+            )
+            for holders, count in numel.items()
+        )
 
     @property
     def _tied(self) -> dict[str, set[int]]:
@@ -482,9 +498,3 @@ class Chunks:
             for name, *_ in parameters:
                 readers.setdefault(name, set()).add(i)
         return readers
-
-
-def exposed_s(comm_s: float, compute_s: float, pieces: int) -> float:
-    """What compute of that length does not hide: one of so many pieces, and what is longer than the compute."""
-    first = comm_s / pieces
-    return first + max(0.0, comm_s - first - compute_s)

@@ -85,7 +85,7 @@ class _Search:
         line = self.line
         base = line.least_s
         total = float(base.sum())
-        least = total + (line.stages - 1) * float(line.send_s[:-1].min() if line.stages > 1 else 0.0)
+        least = total + float(line.least_sends_s.sum())
         width = 2.0 * max(total / line.stages, float(base.max()))
         if leanest(line).value > 0:
             return None

@@ -61,11 +61,24 @@ class KindCost:
         return self.work.temporary_bytes
 
 
-def price(work: KindWork, cluster: Cluster, ranks: int) -> KindCost:
-    """What the work takes on `ranks` tensor-parallel ranks, neighbours in the cluster."""
+@dataclass(frozen=True)
+class ChunkCost:
+    """Seconds of one microbatch. `forward_s` and `backward_s` hold all that the others name."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float = 0.0
+    forward_tp_s: float = 0.0  # not hidden by compute
+    backward_tp_s: float = 0.0
+    weight_s: float = 0.0  # of backward_s: gradients of parameters, which a schedule may put off
+    sharding_s: float = 0.0  # exchange of sharded parameters and gradients, not hidden
+
+
+def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindCost:
+    """What the work takes on `ranks` tensor-parallel ranks, neighbours in the cluster, of groups that fill `world`."""
     device = cluster.device
     forward_comm, backward_comm = (
-        sum(collective_s(name, nbytes, cluster, ranks, 1) for name, nbytes in each)
+        sum(collective_s(name, nbytes, cluster, ranks, 1, world) for name, nbytes in each)
         for each in (work.forward_collectives, work.backward_collectives)
     )
     return KindCost(
@@ -107,3 +120,9 @@ def work_s(device: Device, works: Iterable[OpWork]) -> float:
         busy_s += op_s(device, work)
         launches += work.launches
     return max(busy_s, device.dispatch_s * launches)
+
+
+def exposed_s(comm_s: float, compute_s: float, pieces: int) -> float:
+    """What compute of that length does not hide: one of so many pieces, and what is longer than the compute."""
+    first = comm_s / pieces
+    return first + max(0.0, comm_s - first - compute_s)

@@ -52,6 +52,7 @@ class Question:
     sequence_parallel: bool = True
     policies: tuple[str, ...] = PARTIAL
     second_per_byte: float = 0.0  # that is kept, per microbatch
+    world: int = 0  # where it makes a difference: groups of tp ranks that lie unevenly over nodes
 
 
 class Known:
@@ -105,6 +106,7 @@ class Known:
             legal=self.legal(q.tp, q.values, q.sequence_parallel),
             sequence_parallel=q.sequence_parallel,
             policies=q.policies,
+            world=q.world,
         )
         if len(self._tensors) > _KEPT:
             self._tensors.popitem(last=False)

@@ -37,6 +37,10 @@ class Candidate:
     pools: tuple[int, ...] = ()  # of each pipeline rank, which type of the cluster's devices; empty: the first
 
     @property
+    def world(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
     def route(self) -> Route:
         """Which pipeline rank holds which stages."""
         return route_of(self.schedule, self.pp, self.virtual)
@@ -102,12 +106,12 @@ def _with_cp(limits: Limits, wish: Mapping[str, int | str], cp: int) -> Iterator
 
 
 def _ways(limits: Limits, c: Candidate, strict: bool) -> Iterator[Candidate]:
-    """Schedules, chunks and groups of shards that a mesh allows; without a pipeline all schedules are one.
+    """Schedules, chunks and groups of shards that a mesh allows; without a pipeline all but GPipe are one.
 
     `strict`: leave out what the schedule refuses, where another microbatch may do."""
     groups = [n for n in limits.shards if n == 0 or (c.zero and n < c.dp * c.cp and c.dp * c.cp % n == 0)]
     alone = c.pp == 1 and len(limits.schedules) > 1
-    for schedule in limits.schedules[:1] if alone else limits.schedules:
+    for schedule in [s for s in limits.schedules if not alone or s in (limits.schedules[0], "gpipe")]:
         row = row_of(schedule)
         for virtual in (row.chunks,) if row.chunks else [v for v in limits.virtuals if v > 1]:
             if virtual > 1 and c.pp * virtual > limits.segments:
@@ -186,12 +190,12 @@ def _check_together(limits: Limits, wish: Mapping[str, int | str]) -> None:
             raise PlanError(
                 f"world {limits.world} is not divisible by {name} {value}",
                 where=f"fix[{name!r}]",
-                fix=f"use {name} {_around(value, sizes)}",
+                fix=f"use {name} {around(value, sizes)}",
             )
     tp = fixed.get("tp")
     if tp is not None and tp not in limits.tp_sizes:
         sizes = [d for d in limits.tp_sizes if limits.world % d == 0]
-        raise PlanError(f"the model cannot be split by tp {tp}", where="fix['tp']", fix=f"use tp {_around(tp, sizes)}")
+        raise PlanError(f"the model cannot be split by tp {tp}", where="fix['tp']", fix=f"use tp {around(tp, sizes)}")
     if fixed.get("pp", 1) > limits.segments:
         raise PlanError(
             f"pp {fixed['pp']} is more than the {limits.segments} pieces the model can be cut into",
@@ -208,7 +212,7 @@ def _check_together(limits: Limits, wish: Mapping[str, int | str]) -> None:
         raise PlanError(
             f"world {limits.world} is not divisible by {text} = {product}",
             where="fix",
-            fix=f"use a world of {_around(limits.world, _multiples(product, limits.world))}, or leave one of them out",
+            fix=f"use a world of {around(limits.world, _multiples(product, limits.world))}, or leave one of them out",
         )
     _check_batch(limits, wish)
 
@@ -224,7 +228,7 @@ def _check_batch(limits: Limits, wish: Mapping[str, int | str]) -> None:
         raise PlanError(
             f"batch {limits.batch} is {problem} {text}" + (f" = {product}" if len(fixed) > 1 else ""),
             where="batch",
-            fix=f"use a batch of {_around(limits.batch, _multiples(product, limits.batch))}",
+            fix=f"use a batch of {around(limits.batch, _multiples(product, limits.batch))}",
         )
 
 
@@ -232,7 +236,7 @@ def _multiples(step: int, near: int) -> list[int]:
     return [value for value in (near // step * step, near // step * step + step) if value]
 
 
-def _around(value: int, known: Sequence[int]) -> str:
+def around(value: int, known: Sequence[int]) -> str:
     """The nearest below and above."""
     below, above = [k for k in known if k < value], [k for k in known if k > value]
     return " or ".join(str(k) for k in (*([max(below)] if below else []), *([min(above)] if above else [])))
@@ -255,5 +259,5 @@ def _nothing_left(limits: Limits, wish: Mapping[str, int | str]) -> PlanError:
         f"batch {limits.batch} is {'smaller than' if limits.batch < steps[0] else 'not divisible by'} "
         f"dp x micro of any mesh of world {limits.world} with {asked}",
         where=f"dp x micro may be {', '.join(map(str, steps))}, as far as this model can be split by tp and pp",
-        fix=f"use a batch of {_around(limits.batch, batches)}",
+        fix=f"use a batch of {around(limits.batch, batches)}",
     )

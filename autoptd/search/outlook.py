@@ -58,13 +58,14 @@ class Outlook:
         numel, inside = self.room.numel[0] / c.tp, c.sharing
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         compute, gradient = (numel * table[self.task.precision] for table in (COMPUTE_BYTES, width))
-        gather = collective_s("all_gather", compute, self.task.cluster, inside, c.tp)
-        return (c.zero - 1) * gather + sum_in_shards_s(gradient, self.task.cluster, dp, inside, c.tp)
+        gather = collective_s("all_gather", compute, self.task.cluster, inside, c.tp, c.world)
+        return (c.zero - 1) * gather + sum_in_shards_s(gradient, self.task.cluster, dp, inside, c.tp, c.world)
 
     def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
         """The same with the end of the step, which a rank may begin while the first ones do their last microbatch.
 
-        `microbatch_s`: of both passes over all stages; with recomputation the backward passes take no longer than that.
+        `microbatch_s`: of both passes over all stages, with messages where `passes_s` has them; with recomputation the
+        backward passes take no longer than that.
         """
         if c.pools:
             return passes_s
@@ -80,8 +81,9 @@ class Outlook:
         if c.zero > 1 or dp == 1 or "dp" in self.method.overlap:
             return seconds
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
-        seconds += sum_in_shards_s(numel * width[task.precision], cluster, dp, c.sharing, c.tp)
-        return seconds + collective_s("all_gather", numel * COMPUTE_BYTES[task.precision], cluster, c.sharing, c.tp)
+        seconds += sum_in_shards_s(numel * width[task.precision], cluster, dp, c.sharing, c.tp, c.world)
+        gathered = numel * COMPUTE_BYTES[task.precision]
+        return seconds + collective_s("all_gather", gathered, cluster, c.sharing, c.tp, c.world)
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
         """By the model's work on one rank, `whole`, however tensors are split."""

@@ -28,7 +28,7 @@ from autoptd.progress import Progress
 from autoptd.schedule import period_of, prove, prove_memory, route_of, row_of
 from autoptd.search.bounds import cut_bound_s
 from autoptd.search.known import Known, Question
-from autoptd.search.meshes import Candidate, Limits, candidates, divisors
+from autoptd.search.meshes import Candidate, Limits, around, candidates, divisors
 from autoptd.search.outlook import Outlook
 from autoptd.search.pins import allowed, read_pins
 from autoptd.search.refine import Effort, refine
@@ -274,7 +274,7 @@ class Planner:
     def _raised(self, w: _Waiting, passes_s: Callable[[], float]) -> float:
         assert w.stages is not None
         if w.candidate.pp > 1 and not w.stages.fixed:
-            microbatch_s = w.stages.sharded.seconds
+            microbatch_s = w.stages.sharded.seconds + 2 * sum(w.stages.least_sends_s)
             w.bound_s = max(w.bound_s, self._outlook.with_end_s(w.candidate, passes_s(), microbatch_s))
             if w.bound_s == float("inf"):
                 self._hopeless.append(w)
@@ -333,14 +333,16 @@ class Planner:
             cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
         if task.world % cps[0]:
             raise PlanError(
-                f"world {task.world} is not divisible by cp {cps[0]}", where="fix['cp']", fix="use a divisor"
+                f"world {task.world} is not divisible by cp {cps[0]}",
+                where="fix['cp']",
+                fix=f"use cp {around(cps[0], divisors(task.world))}",
             )
         node = task.cluster.gpus_per_node or task.world
         widest = max(node, -(-task.world // task.batch))  # across nodes only where there are fewer samples than nodes
         tp_sizes = {d for d in divisors(task.world) if d <= (task.wishes.max_tp or widest)}
         if isinstance(wish.get("tp"), int):
             tp_sizes.add(int(wish["tp"]))
-        schedules, virtuals = schedules_and_chunks(task.wishes)
+        schedules, virtuals = schedules_and_chunks(task.wishes, task.folded.loss_form.outer is not None)
         zeros = (1, 0, 2, 3) if "zero" in wish or "zero" in include else (1, 0)
         groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
         limits = Limits(

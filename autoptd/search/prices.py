@@ -25,13 +25,20 @@ Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
 class Prices:
     """What things cost on `ranks` ranks of `cluster`, for given sizes.
 
-    `cp`: ranks that share a sample's tokens; sizes are those of one of them, but attention looks at all keys.
+    `cp`: ranks that share a sample's tokens; sizes are those of one of them, but attention looks at all keys. `world`:
+    of all groups of ranks, where they lie unevenly over nodes.
     """
 
     def __init__(
-        self, workbook: Workbook, cluster: Cluster, ranks: int, values: Mapping[sympy.Symbol, int], cp: int = 1
+        self,
+        workbook: Workbook,
+        cluster: Cluster,
+        ranks: int,
+        values: Mapping[sympy.Symbol, int],
+        cp: int = 1,
+        world: int = 0,
     ) -> None:
-        self.workbook, self.cluster, self.ranks, self.cp = workbook, cluster, ranks, cp
+        self.workbook, self.cluster, self.ranks, self.cp, self.world = workbook, cluster, ranks, cp, world
         self.values = dict(values)
         self.sizes = Sizes(self.values, BATCH)
         self._numbers: dict[Size, int] = {}
@@ -166,7 +173,7 @@ class Prices:
         return forward, backward
 
     def collective(self, name: str, nbytes: float) -> float:
-        return collective_s(name, nbytes, self.cluster, self.ranks, 1)
+        return collective_s(name, nbytes, self.cluster, self.ranks, 1, self.world)
 
     def conversion_seconds(self, tensor: TensorInfo, source: Placement, target: Placement) -> tuple[float, float]:
         """(forward, backward) of one conversion."""

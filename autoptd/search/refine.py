@@ -14,7 +14,7 @@ import numpy as np
 
 from autoptd.errors import DoesNotFit
 from autoptd.schedule import row_of
-from autoptd.search.bounds import cut_bound_s, warm_up
+from autoptd.search.bounds import beside_s, cut_bound_s, warm_up
 from autoptd.search.cuts import Cuts
 from autoptd.search.staged import Staged, simulated
 from autoptd.search.stages import Stages
@@ -66,9 +66,11 @@ class _Walk:
         self.before = np.concatenate([[0.0], np.cumsum(stages.line.least_s)]).tolist()
 
     def leaves(self) -> Iterator[tuple[float, Cuts]]:
-        yield from self._from((), [], [])
+        yield from self._from((), [], [], [])
 
-    def _from(self, cuts: Cuts, forward: list[float], backward: list[float]) -> Iterator[tuple[float, Cuts]]:
+    def _from(
+        self, cuts: Cuts, forward: list[float], backward: list[float], sends: list[float]
+    ) -> Iterator[tuple[float, Cuts]]:
         at, k, n = (cuts[-1][1] + 1 if cuts else 0), len(cuts), len(self.stages.line.names)
         last = k == self.stages.count - 1
         for end in (n - 1,) if last else range(at, n - (self.stages.count - 1 - k)):
@@ -77,33 +79,38 @@ class _Walk:
                 continue
             chosen = (*cuts, (at, end))
             f, b = [*forward, passes[0]], [*backward, passes[1]]
-            bound = self._bound_s(f, b, self.before[n] - self.before[end + 1])
+            x = [*sends, float(self.stages.line.send_s[k, end]) / 2]
+            bound = self._bound_s(f, b, x, self.before[n] - self.before[end + 1])
             if bound >= self.best_s:
                 continue
             if last:
                 yield bound, chosen
             else:
-                yield from self._from(chosen, f, b)
+                yield from self._from(chosen, f, b, x)
 
-    def _bound_s(self, forward: list[float], backward: list[float], rest_s: float) -> float:
-        """Of all cuts that begin with these stages and have so much work left."""
+    def _bound_s(self, forward: list[float], backward: list[float], sends: list[float], rest_s: float) -> float:
+        """Of all cuts that begin with these stages and have so much work left. `sends`: of a message behind each."""
         c, method = self.stages.candidate, self.stages.method
         left = self.stages.count - len(forward)
         if not left:
-            return cut_bound_s(forward, backward, method.schedule, c.pp, c.microbatches)
+            return cut_bound_s(forward, backward, method.schedule, c.pp, c.microbatches, sends)
         m, total = c.microbatches, [f + b for f, b in zip(forward, backward, strict=True)]
         whole = sum(total) + rest_s
         busy = [m * sum(c.route.of(total, rank)) for rank in range(min(c.pp, len(total)))]
         if row_of(method.schedule).halves:
-            return max(m * whole / c.pp, *(x + sum(forward[:k]) for k, x in enumerate(busy)))
-        found = max(m * whole / c.pp, *(x + sum(total[:k]) for k, x in enumerate(busy)))
+            return max(m * whole / c.pp, *(x + sum(forward[:k]) + sum(sends[:k]) for k, x in enumerate(busy)))
+        found = max(m * whole / c.pp, *(x + sum(total[:k]) + 2 * sum(sends[:k]) for k, x in enumerate(busy)))
         if method.virtual > 1:
             return found
         passes = zip(total, forward, backward, strict=True)
+        messages = [*sends, *self.stages.least_sends_s[len(sends) :]]
+        there_and_back = whole + 2 * sum(messages)
         paths = [
-            whole + (m - 1) * t - (warm_up(method.schedule, k, c.pp, m) - 1) * min(f, b)
+            there_and_back + (m - 1) * t - (warm_up(method.schedule, k, c.pp, m) - 1) * min(f, b)
             for k, (t, f, b) in enumerate(passes)
         ]
         share = rest_s / left
         most = warm_up(method.schedule, len(forward), c.pp, m) - 1
-        return max(found, *paths, m * share + sum(total), whole + (m - 1 - most / 2) * share)
+        first = m * share + sum(total) + 2 * sum(sends)
+        found = max(found, whole + beside_s(messages, method.schedule, m))
+        return max(found, *paths, first, there_and_back + (m - 1 - most / 2) * share)

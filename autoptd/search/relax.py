@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoptd.schedule import row_of
-from autoptd.search.bounds import warm_up
+from autoptd.search.bounds import beside_s, edges_s, turns, warm_up
 from autoptd.search.solver import Program, minimise
 
 _GROUPS = 16  # of stages, at the most
@@ -48,7 +48,7 @@ class Blocks:
 @dataclass(frozen=True)
 class Pipeline:
     """Of each rank, `alive`: microbatches (chunks, of which each is 1 / `virtual` of its work) in flight; `pools`: its
-    type of device; `rooms`: bytes."""
+    type of device; `rooms`: bytes. `sends_s`: of a message behind each stage but the last, at the least."""
 
     schedule: str
     microbatches: int
@@ -56,6 +56,7 @@ class Pipeline:
     alive: tuple[int, ...]
     pools: tuple[int, ...]
     rooms: tuple[float, ...]
+    sends_s: tuple[float, ...] = ()
 
 
 def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> float:
@@ -95,8 +96,8 @@ def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> 
         for row in rows:
             program.add_row(row, low=same.count, high=same.count)
     for rank, group in enumerate(groups):
-        for path in _paths(rank, group, times, forwards, pipeline):
-            program.add_row({least: 1.0, **{name: -value for name, value in path.items()}}, low=0.0)
+        for path, constant in _paths(rank, group, times, forwards, pipeline):
+            program.add_row({least: 1.0, **{name: -value for name, value in path.items()}}, low=constant)
     outcome = minimise(program)
     if outcome.status == "infeasible":
         return math.inf
@@ -114,15 +115,23 @@ def _groups(pools: Sequence[int]) -> Iterator[range]:
 
 def _paths(
     at: int, group: range, times: Sequence[int], forwards: Sequence[int], pipeline: Pipeline
-) -> list[dict[int, float]]:
-    """Seconds of paths that a stage of this group is the busiest of, in the variables."""
+) -> list[tuple[dict[int, float], float]]:
+    """Seconds of paths that a stage of this group is the busiest of, in the variables, and what is added to them."""
     m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
     if pipeline.virtual > 1:  # what comes before a rank's first chunk is any small part of the others
-        return [{times[at]: m * share}]
+        return [({times[at]: m * share}, 0.0), ({}, edges_s(pipeline.sends_s, pipeline.schedule, stages, m))]
     if row_of(pipeline.schedule).halves:
-        return [{times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}]
+        busy = {times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}
+        return [(busy, 0.0), ({}, edges_s(pipeline.sends_s, pipeline.schedule, stages, m))]
     ramp = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
     through = dict.fromkeys(times, 1.0)
     through[times[at]] += (m - 1) * share
     waits = warm_up(pipeline.schedule, group[0], stages, m) - 1
-    return [ramp, {**through, forwards[at]: -waits * share}]
+    sends = pipeline.sends_s or (0.0,) * (stages - 1)
+    paths = [(ramp, 0.0), ({**through, forwards[at]: -waits * share}, 2 * sum(sends))]
+    once = dict.fromkeys(times, 1.0)
+    paths.append((once, beside_s(sends, pipeline.schedule, m)))
+    if len(times) == stages and (often := turns(pipeline.schedule, at, stages, m)):
+        both = {times[at]: 1.0 + often, times[at + 1]: 1.0 + often}
+        paths.append(({**once, **both}, 2 * sum(sends) + 2 * often * sends[at]))
+    return paths

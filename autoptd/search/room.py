@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import COMPUTE_BYTES, Memory, model_state
+from autoptd.cost_models.memory import Memory, model_state
 from autoptd.errors import DoesNotFit
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
@@ -53,9 +53,18 @@ class Room:
 
     def _state(self, shards: int, zero: int = 0) -> Memory:
         optimizer = self.optimizer if self.optimizer in ("adamw", "sgd") else "adamw"
-        trained, frozen = self.numel
+        trained, _ = self.numel
         state = model_state([trained], precision=self.precision, optimizer=optimizer, zero=zero, dp=shards)
-        return state + Memory(parameters=frozen * COMPUTE_BYTES[self.precision])
+        return state + Memory(parameters=self.frozen_bytes // (shards if zero == 3 else 1))
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """Of the frozen parameters of the whole model in their own dtypes, tied ones once."""
+        traced = self.folded.traced
+        nodes = {traced.parameters[n.name]: infos(n)[0] for s in self.folded.segments for n in s.parameters}
+        return sum(
+            math.prod(map(int, x.shape)) * x.dtype.itemsize for name, x in nodes.items() if name in traced.frozen
+        )
 
     @cached_property
     def numel(self) -> tuple[int, int]:

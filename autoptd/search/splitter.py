@@ -11,6 +11,7 @@ import sympy
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
+from autoptd.cost_models.paths import is_even
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.graph import info, op_call, source_line
 from autoptd.passes.sharding import Sharding, ops_of
@@ -55,6 +56,8 @@ class Splitter:
                 if self._pins.keeps(node):
                     continue
                 if work(op_call(node)).kind == "attention" and all(s.ranks == 1 for s in options[i]):
+                    if info(node).ndim < 4:  # without a dim of heads there is none to split
+                        continue
                     heads = info(node).shape[1]
                     sizes = [d for d in divisors(int(heads)) if self.task.world % d == 0]
                     raise PlanError(
@@ -106,6 +109,7 @@ class Splitter:
             policies=tuple(
                 p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
             ),
+            world=0 if is_even(self._roomy, c.tp, 1) else task.world,
         )
 
     def solve_between(self, grid: Sequence[Candidate]) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory
 from autoptd.cost_models.steady import makespan_s
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
-from autoptd.schedule import Route, Schedule, period_of, step_lists
+from autoptd.passes.loss_form import LossForm
+from autoptd.schedule import Route, Schedule, forward_only, period_of, step_lists, with_communication
 from autoptd.search.chunks import ChunkCost, Chunks
 from autoptd.search.cuts import Cuts
 from autoptd.search.meshes import Candidate
 from autoptd.search.tensors import Sharded
 from autoptd.search.wishes import Method
+
+Sums = Literal["none", "held", "ahead"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Staged:
     memory: tuple[Memory, ...]  # of each pipeline rank
     ends: tuple[RankEnd, ...]
     seconds: float  # of a step: by the bound at first, by simulation for the best few
+    ahead_s: float = 0.0  # of them, forward passes of the whole batch before all else, once simulated
 
     @property
     def route(self) -> Route:
@@ -64,14 +69,15 @@ def timed(chunks: Chunks, solution: StageSolution, memory: tuple[Memory, ...]) -
     c, method, route = chunks.candidate, chunks.method, chunks.candidate.route
     cuts = enumerate(zip(solution.boundaries, solution.policies, strict=True))
     stages = tuple(chunks.on(route.holder(k)).chunk(*run, again) for k, (run, again) in cuts)
-    ends = tuple(_end(chunks.on(rank), list(route.of(solution.boundaries, rank))) for rank in range(c.pp))
-    sends = tuple(chunks.send_s(last + 1) for _, last in solution.boundaries[:-1])
+    ends = tuple(_end(chunks.on(rank), solution.boundaries, rank) for rank in range(c.pp))
+    sends = tuple(chunks.messages.send_s(k, last + 1) for k, (_, last) in enumerate(solution.boundaries[:-1]))
     seconds = _bound_s(stages, c, method) + max(e.reduce_s + e.step_s + e.gather_s for e in ends)
     return Staged(c, method, chunks, solution, stages, sends, memory, ends, seconds)
 
 
-def _end(chunks: Chunks, runs: list[tuple[int, int]]) -> RankEnd:
-    return RankEnd(chunks.reduce_s(runs), chunks.step_s(runs), chunks.gather_s(runs))
+def _end(chunks: Chunks, cut: Cuts, rank: int) -> RankEnd:
+    runs = list(chunks.candidate.route.of(cut, rank))
+    return RankEnd(chunks.reduce_s(runs, cut), chunks.step_s(runs), chunks.gather_s(runs))
 
 
 def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:
@@ -113,6 +119,38 @@ def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
     )
 
 
+def sums_of(form: LossForm, c: Candidate) -> Sums:
+    """How the sums of a batch that its loss is a function of are known before the first backward pass.
+
+    none    the loss is a sum itself
+    held    by then the last stage has done all its forward passes: it holds them, and the ranks add up
+    ahead   forward passes of the whole batch go ahead of the step, which does them again
+    """
+    if form.outer is None:
+        return "none"
+    return "held" if c.schedule == "gpipe" or c.microbatches == 1 else "ahead"
+
+
+@lru_cache(maxsize=32)
+def _forward_lists(ranks: int, microbatches: int, virtual: int, route: Route) -> Schedule:
+    return with_communication(forward_only(ranks, microbatches, virtual), route)
+
+
+def _ahead_s(staged: Staged) -> float:
+    """Seconds of the forward passes of a whole batch."""
+    c, method = staged.candidate, staged.method
+    if sums_of(staged.chunks.folded.loss_form, c) != "ahead":
+        return 0.0
+    return makespan_s(
+        lambda microbatches: _forward_lists(c.pp, microbatches, method.virtual, staged.route),
+        c.microbatches,
+        rank_times(staged),
+        Overlap.of(set(method.overlap) - {"tp"}),
+        c.pp,
+        staged.route,
+    )
+
+
 @lru_cache(maxsize=32)  # they take longer to make than to simulate
 def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
     """`schedule.step_lists`, kept."""
@@ -130,4 +168,5 @@ def simulated(staged: Staged) -> Staged:
         period_of(method.schedule, c.pp),
         staged.route,
     )
-    return replace(staged, seconds=seconds)
+    ahead_s = _ahead_s(staged)
+    return replace(staged, seconds=seconds + ahead_s, ahead_s=ahead_s)

@@ -14,7 +14,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.schedule import Alive, row_of
-from autoptd.search.bounds import warm_up
+from autoptd.search.bounds import beside_s, edges_s, warm_up
 from autoptd.search.chunks import Chunks
 from autoptd.search.cuts import Cuts, leanest, refuse, solve_cuts
 from autoptd.search.even import even_cuts
@@ -150,13 +150,12 @@ class Stages:
     @cached_property
     def line(self) -> Line:
         """What is to be cut."""
-        sends = [2 * self.chunks.send_s(i + 1) for i in range(len(self.chunks.names) - 1)]
         first, v = self.sites[0], self.method.virtual
         kept, lean = first.kept
         return Line(
             names=self.chunks.names,
             base_s=tuple(site.base_s for site in self.sites),
-            send_s=np.array([*sends, 0.0]),
+            send_s=2 * self.chunks.messages.everywhere(),
             alive=tuple(self.alive(k) for k in range(self.count)),
             pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
             state=first.state * v,
@@ -188,10 +187,11 @@ class Stages:
     def contiguous_bound_s(self) -> float:
         """Of all cuts, by the slowest stage of the best of them, were memory as `Line` counts it.
 
-        The slowest takes B: path (1) of `search/bounds.py` is m B, path (2) T + (m - 1) B - (w - 1) B / 2 at the least.
+        The slowest takes B: path (1) of `search/bounds.py` is m B, path (2) T + (m - 1) B - (w - 1) B / 2 at the least,
+        and the messages of one microbatch there and back.
         """
         c, method = self.candidate, self.method
-        line = replace(self.line, send_s=np.zeros(len(self.line.send_s)))  # messages may overlap with passes
+        line = replace(self.line, send_s=np.zeros_like(self.line.send_s))  # messages may overlap with passes
         if method.virtual > 1:  # other chunks of the rank may keep less
             line = replace(line, room=(math.inf,) * len(line.room))
         base: Floats = line.least_s
@@ -207,16 +207,23 @@ class Stages:
             return math.inf
         slowest, m = found.value, c.microbatches
         if method.virtual > 1 or row_of(method.schedule).halves:
-            return m * slowest
+            return max(m * slowest, edges_s(self.least_sends_s, method.schedule, c.pp, m))
         waits = warm_up(method.schedule, 0, c.pp, m) - 1
-        return max(m * slowest, total + (m - 1 - waits / 2) * slowest)
+        there_and_back = total + 2 * sum(self.least_sends_s) + (m - 1 - waits / 2) * slowest
+        return max(m * slowest, there_and_back, total + beside_s(self.least_sends_s, method.schedule, m))
+
+    @cached_property
+    def least_sends_s(self) -> tuple[float, ...]:
+        """Of a message behind each stage but the last, wherever stages end."""
+        return tuple((self.line.least_sends_s[:-1] / 2).tolist())
 
     def relaxed_bound_s(self) -> float:
         """Of all cuts; infinite where none fits. See `search/relax.py`."""
         c, method = self.candidate, self.method
         held = tuple(self.held(rank).least for rank in range(c.pp))
         rooms = tuple(self.site(rank).room for rank in range(c.pp))
-        pipeline = Pipeline(method.schedule, c.microbatches, method.virtual, held, self._pools, rooms)
+        shape = method.schedule, c.microbatches, method.virtual
+        pipeline = Pipeline(*shape, held, self._pools, rooms, self.least_sends_s)
         return relaxed_bound_s([site.relaxed() for site in self.sites], pipeline)
 
     # ---- refusal ----

@@ -77,13 +77,14 @@ class Tensors(Prices):
         legal: Mapping[str, dict[int, list[Strategy]]] | None = None,
         sequence_parallel: bool = True,
         policies: Iterable[str] = PARTIAL,
+        world: int = 0,
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
         `policies`: those of recomputation that costs are to be told for. `pins`: parameter-name pattern -> placement;
         `whole`: names of parameters that are not split. Equal segments lie alike: one that is named stands for all.
         """
-        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp)
+        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
@@ -340,7 +341,7 @@ class Tensors(Prices):
         self, sharding: Sharding, works: Mapping[str, KindWork], solution: SplitSolution | None = None
     ) -> Sharded:
         """The works of every kind, priced."""
-        costs = {k: price(w, self.cluster, self.ranks) for k, w in works.items()}
+        costs = {k: price(w, self.cluster, self.ranks, self.world) for k, w in works.items()}
         total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
         comm = sum(self.folded.multiplicity(k) * (c.forward_comm_s + c.backward_comm_s) for k, c in costs.items())
         every = tuple((self.folded.multiplicity(k), c) for k, c in costs.items())

@@ -26,8 +26,8 @@ class Line:
     """What is to be cut into so many stages.
 
     `names`: equal for segments that are alike wherever they are; `base_s`: what each takes at the least, by type of
-    device; `send_s`: added to a stage that ends there, 0 for the last. Of each stage, `alive`: microbatches (chunks) in
-    flight; `pools`: its type of device.
+    device; `send_s`: added to a stage that ends there, [stage, segment], 0 for the last of either. Of each stage,
+    `alive`: microbatches (chunks) in flight; `pools`: its type of device.
 
     What memory adds: a stage holds at the least the `state` of its segments, and `kept` per microbatch in flight less
     what recomputation saves, which takes `again_s` for every byte and leaves `lean`. Of all that, `room` bytes may be
@@ -49,6 +49,12 @@ class Line:
     @property
     def stages(self) -> int:
         return len(self.alive)
+
+    @cached_property
+    def least_sends_s(self) -> Floats:
+        """Of each stage: what it adds to it wherever it ends."""
+        ends = self.send_s[:, :-1]
+        return ends.min(axis=1) if ends.size else np.zeros(self.stages)
 
     @property
     def least_s(self) -> Floats:
@@ -92,7 +98,7 @@ class Windows:
         with np.errstate(invalid="ignore"):
             again = np.where(over > 0, np.where(over > kept, np.inf, over * line.of_stages(line.again_s)), 0.0)
         base = np.stack([self._sums(base) for base in line.base_s])[list(line.pools)]
-        return np.where(self.possible, base + line.send_s[:, None] + again, np.inf)
+        return np.where(self.possible, base + line.send_s[:, :, None] + again, np.inf)
 
     @cached_property
     def least_over(self) -> Floats:
@@ -108,7 +114,7 @@ class Windows:
 
     def times_s(self, cap_s: float, seconds: Measure) -> Floats:
         """Seconds of the windows that some partition with no time above `cap_s` uses; infinite for the others."""
-        return self.measured(self.lower_s <= cap_s * SLACK, seconds) + self.line.send_s[None, :, None]
+        return self.measured(self.lower_s <= cap_s * SLACK, seconds) + self.line.send_s[:, :, None]
 
     def measured(self, wanted: NDArray[np.bool_], measure: Measure) -> Floats:
         """A measure of the wanted windows, as far as they line up: once for each content, on stages that are alike."""

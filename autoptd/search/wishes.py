@@ -11,6 +11,7 @@ from autoptd.errors import PlanError, nearest
 from autoptd.passes.fusion import KERNELS
 from autoptd.passes.placements import parse_placement
 from autoptd.schedule import SCHEDULES, row_of
+from autoptd.search.other_names import MEANT
 
 INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched when asked for
 _COUNTS = ("bucket_bytes", "cp", "dp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
@@ -108,7 +109,7 @@ def read_wishes(fix: Mapping[str, Any] | None, include: Iterable[str] = ()) -> W
     fix = dict(fix or {})
     for name in fix:
         if name not in KNOWN:
-            raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(str(name), KNOWN))
+            raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(str(name), KNOWN, MEANT))
     sequence = fix.get("sequence_parallel", True)
     if not isinstance(sequence, bool):
         raise PlanError(f"sequence_parallel is {sequence!r}", where="fix['sequence_parallel']", fix="True or False")
@@ -137,8 +138,11 @@ def read_wishes(fix: Mapping[str, Any] | None, include: Iterable[str] = ()) -> W
     )
 
 
-def schedules_and_chunks(wishes: Wishes) -> tuple[list[str], list[int]]:
-    """Schedules, and chunks per pipeline rank, that are tried: what is fixed, and what is included beyond 1F1B."""
+def schedules_and_chunks(wishes: Wishes, of_sums: bool = False) -> tuple[list[str], list[int]]:
+    """Schedules, and chunks per pipeline rank, that are tried: what is fixed, and what is included beyond 1F1B.
+
+    `of_sums`: of a loss that is a function of sums over the batch, which GPipe has before its first backward pass.
+    """
     method, free = wishes.method, wishes.include - wishes.fixed
     if "schedule" in wishes.fixed or method.virtual > 1:
         schedules = [method.schedule]
@@ -147,6 +151,7 @@ def schedules_and_chunks(wishes: Wishes) -> tuple[list[str], list[int]]:
         more["zero-bubble-v"] = (
             "zero-bubble-v" in free and "virtual" not in wishes.fixed
         )  # which has its own number of chunks
+        more["gpipe"] = of_sums and method.schedule != "gpipe"
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
     searched = "interleaved" in schedules and "virtual" not in wishes.fixed
     return schedules, list(_CHUNKS) if searched else [method.virtual]

@@ -40,7 +40,8 @@ class Off:
 class Compared:
     """Differences over all steps up to the first that has some.
 
-    `diverged`: tensors of which copies are no longer the same bits, with two ranks.
+    `diverged`: tensors of which copies are no longer the same bits, with two ranks. `missing`: parameters of the plain
+    model that no rank holds, or to which it gives a gradient that no rank's optimizer sees.
     """
 
     loss: Off = field(default_factory=Off)
@@ -48,21 +49,24 @@ class Compared:
     gradients: dict[str, Off] = field(default_factory=dict)
     state: dict[str, Off] = field(default_factory=dict)
     diverged: dict[str, tuple[int, int]] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
     step: int | None = None  # the first with a difference
 
     @property
     def agrees(self) -> bool:
-        return self.step is None and not self.diverged
+        return self.step is None and not self.diverged and not self.missing
 
 
 def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[Step], clip: float) -> Compared:
     """Every rank's steps beside the plain model's."""
-    found = Compared()
+    held, updated = {n for run in runs for n in run.steps[0].state}, {p.name for run in runs for p in run.owned}
+    found = Compared(missing=tuple(n for n in expected[0].state if n not in held))
+    found.missing += tuple(n for n, g in expected[0].gradients.items() if n in held - updated and bool(g.any()))
     for number, step in enumerate(expected):
         mine = [run.steps[number] for run in runs]
         for rank, one in enumerate(mine):
-            found.loss.see(abs(one.loss - step.loss) / abs(step.loss), rank)
-            found.norm.see(abs(one.norm - step.norm) / abs(step.norm), rank)
+            found.loss.see(abs(one.loss - step.loss) / (abs(step.loss) or 1.0), rank)
+            found.norm.see(abs(one.norm - step.norm) / step.norm, rank)
         _gradients(found, layout, mine, step, clip)
         _states(found, layout, mine, step)
         offs = [found.loss, found.norm, *found.gradients.values(), *found.state.values()]
@@ -80,9 +84,10 @@ def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: 
         tp = rank % layout.mesh.tp
         for part in one.parts:
             off = found.gradients.setdefault(part.name, Off())
-            if part.name not in step.gradients:
+            full = step.gradients.get(part.name)
+            if full is None:  # nothing reaches it
+                off.see(part.gradient.norm().item() / (whole or 1.0), rank)
                 continue
-            full = step.gradients[part.name]
             wanted = _local(full, layout.parameters[part.name], layout.mesh.tp, tp).reshape(-1)
             wanted = wanted[part.start : part.start + part.gradient.numel()]
             off.see(difference(part.gradient * undo, wanted, full.norm().item(), whole), rank)

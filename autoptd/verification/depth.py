@@ -83,7 +83,8 @@ def drop_layers(model: nn.Module, folded: Folded, kept: Kept) -> None:
         left = [layer for i, layer in enumerate(layers) if i not in gone]
         owner, _, name = path.rpartition(".")
         made = nn.ModuleList(left) if isinstance(layers, nn.ModuleList) else nn.Sequential(*left)
-        setattr(model.get_submodule(owner), name, made.train(layers.training))
+        made.training = layers.training  # not those inside, which have modes of their own
+        setattr(model.get_submodule(owner), name, made)
 
 
 def _list_of(folded: Folded, unit: Unit) -> tuple[str, list[int]]:

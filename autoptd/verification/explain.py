@@ -26,6 +26,7 @@ def explain(
     layout: Layout, found: Compared, runs: Sequence[RankRun], expected: Sequence[Step], clip: float
 ) -> Iterator[Place]:
     """(where, what), first what comes first."""
+    yield from ((name, "no rank holds it, or none updates it") for name in found.missing[:3])
     step = found.step or 0
     later = f" in step {step + 1}, though step {step} was right: step {step} left something behind" if step else ""
     wrong = {name: off for name, off in found.gradients.items() if off.rank is not None}

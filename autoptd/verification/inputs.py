@@ -1,71 +1,184 @@
-"""Batches to verify with: ids within every table that they index, labels of which each sample counts another number."""
+"""Batches to verify with, uneven on purpose, and proved good by the plain model itself.
+
+No two neighbouring samples have as many tokens that count, one microbatch of the first step has none at all, classes
+are not equally frequent: a loss that is averaged over the wrong thing then comes out wrong.
+
+What an input may hold is read off the graph (`domains`). For each there are several ways to make it, the most telling
+first. The plain model is trained on them; where it refuses, or its loss or gradient is not finite, the next ways are
+tried. Inputs that no way suits cannot be verified with: that is an error, never a verdict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from autoptd.compile import TracedModel
-from autoptd.passes.graph import ancestors, info, op_name
+from autoptd.errors import InputsError
+from autoptd.passes.graph import info
 from autoptd.passes.trace import BATCH
-from autoptd.verification.smaller import inputs_of
+from autoptd.verification.domains import Domain, domains_of
 
-aten = torch.ops.aten
-
-
-def make_batches(source: TracedModel, sizes: dict[str, int], samples: int, steps: int) -> list[dict[str, Tensor]]:
-    """Global batches of `samples` each, the same on every run. `sizes`: of the plan's symbols."""
-    values = {s: sizes.get(str(s), n) for s, n in source.sizes.items()} | {BATCH: samples}
-    bounds, ignored = dict(_bounds(source)), dict(_ignored(source))
-    generator = torch.Generator().manual_seed(2)
-    first: dict[str, Tensor] = {}
-    for name, shape, dtype in inputs_of(source, values):
-        if dtype.is_floating_point:
-            first[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        elif dtype == torch.bool or name not in bounds:
-            first[name] = torch.ones(shape, dtype=dtype)
-        else:
-            first[name] = torch.randint(0, bounds[name], shape, generator=generator, dtype=dtype)
-        if name in ignored and len(shape) > 1:
-            _ignore_some(first[name], ignored[name])
-    return [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)]
+Batch = dict[str, Tensor]
+_TRIES = 60
+USER_ERRORS = (  # what a model may raise of a batch that does not suit it
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
-def _ignore_some(labels: Tensor, value: int) -> None:
-    """Of sample i the first labels, another number of each; never all of a batch."""
-    for i, row in enumerate(labels):
-        row[: (i * 5) % (3 * row.shape[0] // 4 + 1)] = value
+@dataclass(frozen=True)
+class Way:
+    """One way to make an input, in words and as a function of a generator."""
+
+    text: str
+    make: Callable[[torch.Generator], Tensor]
 
 
-def _bounds(source: TracedModel) -> Iterator[tuple[str, int]]:
-    """Input -> one more than the largest number it may hold: the smallest table or number of classes."""
+def refuse_unshared(source: TracedModel) -> None:
+    """Raise InputsError for an input whose dim 0 does not count samples: a training step takes no such batch."""
     traced = source.folded.traced
-    found: dict[str, int] = {}
     for node in traced.graph.graph.nodes:
-        for index, bound in _indexed(node):
-            for reached in ancestors([index]):
-                if reached.op == "placeholder" and (name := traced.inputs.get(reached.name)):
-                    found[name] = min(found.get(name, bound), bound)
-    yield from found.items()
+        if node.op == "placeholder" and node.name in traced.inputs:
+            shape = info(node).shape
+            if not shape or shape[0] != BATCH:
+                name = traced.inputs[node.name]
+                what = f"of shape [{', '.join(map(str, shape))}]" if shape else "a single number"
+                raise InputsError(
+                    f"input {name!r} is {what}, without a dim of samples: it cannot be cut into microbatches",
+                    where=f"inputs: {name}",
+                    fix=f"give a value for each sample, or make {name} a buffer or parameter of the model",
+                )
 
 
-def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Operands of a node that are indices, and how many there are."""
-    if node.op != "call_function":
-        return
-    if node.target is aten.embedding.default:
-        yield node.args[1], int(info(node.args[0]).shape[0])  # type: ignore[misc, arg-type]
-    elif op_name(node).split(".")[0].endswith(("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd")):
-        yield node.args[1], int(info(node.args[0]).shape[-1])  # type: ignore[misc, arg-type]
+def try_batches(
+    source: TracedModel, sizes: Mapping[str, int], samples: int, steps: int
+) -> Iterator[tuple[list[Batch], tuple[str, ...]]]:
+    """Global batches of `samples` each and how they were made, best first; the same on every run.
+
+    `sizes`: of the plan's symbols, `b` the samples of a microbatch. A later step has them one sample further on.
+    """
+    values = {s: sizes.get(str(s), n) for s, n in source.sizes.items()} | {BATCH: samples}
+    domains = domains_of(source, values)
+    ways = [list(ways_of(domain, k, sizes[str(BATCH)])) for k, domain in enumerate(domains)]
+    levels = itertools.product(*(range(len(w)) for w in ways))
+    for chosen in sorted(levels, key=lambda level: (sum(level), level))[:_TRIES]:
+        first, told = Batch(), []
+        for k, (domain, way) in enumerate(zip(domains, (w[i] for w, i in zip(ways, chosen, strict=True)), strict=True)):
+            first[domain.name] = way.make(torch.Generator().manual_seed(2 + k))
+            told.append(f"{domain.name}: {way.text}")
+        yield [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)], tuple(told)
 
 
-def _ignored(source: TracedModel) -> Iterator[tuple[str, int]]:
-    """Inputs of which the loss counts some, and the label that it leaves out."""
-    traced = source.folded.traced
-    for count in source.folded.counts:
-        if op_name(count).split(".")[0].endswith("valid_count"):
-            for reached in ancestors([count]):
-                if reached.op == "placeholder" and (name := traced.inputs.get(reached.name)):
-                    yield name, int(count.args[1])  # type: ignore[arg-type]
+def ways_of(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+    """How an input, the `k`-th, may be made: the most telling way first."""
+    if domain.dtype.is_floating_point or domain.dtype.is_complex:
+        return _floats(domain, k, micro)
+    if domain.dtype == torch.bool:
+        return _flags(domain, k, micro)
+    return _numbers(domain, k, micro) if domain.bound is None else _indices(domain, k, micro)
+
+
+def valid(shape: Sequence[int], k: int, micro: int, *, empty: bool) -> Tensor:
+    """Which elements count: the first ones of each sample, of each another number; with `empty` none of the second
+    microbatch. Of one number per sample, two samples of three. Never none at all.
+    """
+    samples, length = shape[0], shape[-1] if len(shape) > 1 else 1
+    step = next(n for n in (5, 7, 3, 2, 1) if math.gcd(n, length) == 1)
+    index = torch.arange(samples)
+    count = 1 + (step * index + 3 * k) % length if length > 1 else ((index + k) % 3 != 2).long()
+    if empty:
+        count[micro : 2 * micro] = 0
+    if not count.any():
+        count[0] = 1
+    found = torch.arange(length) < count[:, None]
+    return found.view(samples, *[1] * (len(shape) - 2), length).expand(shape) if len(shape) > 1 else found[:, 0]
+
+
+def _floats(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+    shape, wide = domain.shape, torch.complex128 if domain.dtype.is_complex else torch.float64
+
+    def ragged(empty: bool, weighted: bool = False) -> Callable[[torch.Generator], Tensor]:
+        weights = share if weighted else lambda _: 1.0
+        return lambda g: valid(shape, k, micro, empty=empty).to(wide) * weights(g)
+
+    def share(g: torch.Generator) -> Tensor:
+        return 0.05 + 0.9 * torch.rand(shape, generator=g, dtype=torch.float64)
+
+    normal = Way("normal", lambda g: torch.randn(shape, generator=g, dtype=wide))
+    shares, ones = Way("between 0 and 1", share), Way("all 1", lambda _: torch.ones(shape, dtype=wide))
+    masks = [Way("0 or 1, uneven", ragged(True)), Way("0 or 1, uneven, some of each sample 1", ragged(False))]
+    weights = Way("between 0 and 1, uneven", ragged(True, weighted=True))
+    yield from {
+        "value": [normal, shares, masks[1], ones],
+        "share": [shares, ones, normal],
+        "mask": [*masks, shares, ones, normal],
+        "weight": [weights, shares, masks[1], ones],
+    }[domain.role]
+
+
+def _flags(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+    shape = domain.shape
+    yield Way("true or false, uneven", lambda _: valid(shape, k, micro, empty=True).clone())
+    yield Way("true or false, uneven, some of each sample true", lambda _: valid(shape, k, micro, empty=False).clone())
+    yield Way("true or false, uneven, some of each sample false", lambda _: ~valid(shape, k, micro, empty=False))
+    yield Way("all true", lambda _: torch.ones(shape, dtype=torch.bool))
+    yield Way("all false", lambda _: torch.zeros(shape, dtype=torch.bool))
+
+
+def _indices(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+    """Numbers below a bound, low ones more often, and more so in some samples."""
+    shape, bound = domain.shape, domain.bound
+    assert bound is not None
+
+    def body(g: torch.Generator) -> Tensor:
+        skew = 1 + torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)) % 3
+        drawn = bound * torch.rand(shape, generator=g, dtype=torch.float64) ** skew
+        return drawn.long().clamp(0, bound - 1).to(domain.dtype)
+
+    yield from _marked(f"0 to {bound - 1}", body, domain, k, micro)
+    yield Way("all 0", lambda _: torch.zeros(shape, dtype=domain.dtype))
+
+
+def _numbers(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+    """Integers that choose from nothing: a mask, lengths, counts."""
+    shape, dtype = domain.shape, domain.dtype
+
+    def small(g: torch.Generator) -> Tensor:
+        return torch.randint(1, 4, shape, generator=g).to(dtype)
+
+    if set(domain.marks) - {0, 1}:
+        yield from _marked("1 to 3", small, domain, k, micro)
+    elif len(shape) == 1:
+        yield Way("1 to 3", small)
+    yield Way("0 or 1, uneven", lambda _: valid(shape, k, micro, empty=True).to(dtype))
+    yield Way("0 or 1, uneven, some of each sample 1", lambda _: valid(shape, k, micro, empty=False).to(dtype))
+    yield Way("0 or 1, uneven, some of each sample 0", lambda _: (~valid(shape, k, micro, empty=False)).to(dtype))
+    yield Way("all 1", lambda _: torch.ones(shape, dtype=dtype))
+
+
+def _marked(text: str, body: Callable[[torch.Generator], Tensor], domain: Domain, k: int, micro: int) -> Iterator[Way]:
+    """With each of the numbers that the model tells from others, where the sample ends; then without them."""
+    info, inside = torch.iinfo(domain.dtype), range(domain.bound or 0)
+    held = [m for m in domain.marks if info.min <= m <= info.max]
+    for marks, empty in ((held, True), (held, False), ([m for m in held if m in inside], False)):
+        if marks:
+            said = f"{text} and {', '.join(map(str, marks))}, uneven"
+
+            def make(g: torch.Generator, marks: list[int] = marks, empty: bool = empty) -> Tensor:
+                each = torch.tensor(marks)[torch.arange(domain.shape[0]) % len(marks)].to(domain.dtype)
+                rest = each.view(-1, *[1] * (len(domain.shape) - 1)).expand(domain.shape)
+                return torch.where(valid(domain.shape, k, micro, empty=empty), body(g), rest)
+
+            yield Way(said, make)
+    yield Way(text, body)

@@ -27,11 +27,10 @@ from autoptd.passes.graph import module_path, op_name
 from autoptd.passes.placements import BP, Broadcast, PartialSum, Placement, Split
 from autoptd.plans import Plan
 from autoptd.runtime.axis import from_slices
-from autoptd.runtime.batch import cut_batch, sample_count
 from autoptd.runtime.layout import Layout
-from autoptd.verification.plain import Draw
+from autoptd.verification.keyed import Draw
 from autoptd.verification.recorder import Line, Told
-from autoptd.verification.whole import counts_of, run_whole
+from autoptd.verification.whole import drawn_nodes, microbatches, over_batch, run_whole
 
 _TOLERANCE = 1e-8
 
@@ -114,33 +113,19 @@ def first_wrong(
     if layout.mesh.cp > 1:
         return None
     known = meanings(source, plan)
-    drawn = dict(_drawn(source, draws))
+    drawn = drawn_nodes(source, draws)
     wrong: list[Found] = []
-    counts = counts_of(source, batch)
-    first = 0
-    for dp in range(layout.mesh.dp):
-        share = {name: x.tensor_split(layout.mesh.dp)[dp] for name, x in batch.items()}
-        for number, micro in enumerate(
-            cut_batch(share, layout.inputs, layout.micro, layout.microbatches, torch.device("cpu"))
-        ):
-            values, gradients = run_whole(source, micro, counts, drawn, first)
-            first += sample_count(micro)
-            for stage in range(layout.mesh.stages):
-                ranks = tuple(layout.mesh.rank(layout.mesh.holder(stage), dp, tp) for tp in range(layout.mesh.tp))
-                rows = [[t for t in told[r] if (t.stage, t.microbatch) == (stage, number)] for r in ranks]
-                wrong += _stage(stage, number, ranks, rows, known[stage], values, gradients)
+    over = over_batch(source, batch, drawn)
+    for dp, number, first, micro in microbatches(layout, batch):
+        ran = run_whole(source, micro, over, drawn, first)
+        for stage in range(layout.mesh.stages):
+            ranks = tuple(layout.mesh.rank(layout.mesh.holder(stage), dp, tp) for tp in range(layout.mesh.tp))
+            rows = [[t for t in told[r] if (t.stage, t.microbatch) == (stage, number)] for r in ranks]
+            wrong += _stage(stage, number, ranks, rows, known[stage], ran.values, ran.gradients)
     forward = [f for f in wrong if not f.gradient]
     if forward:
         return min(forward, key=lambda f: (f.meaning.at, f.microbatch, f.stage))
     return max(wrong, key=lambda f: (f.meaning.at, -f.microbatch), default=None)
-
-
-def _drawn(source: TracedModel, draws: Sequence[Draw]) -> Iterator[tuple[fx.Node, Draw]]:
-    by_key = {draw.key: draw for draw in draws}
-    for segment in source.folded.segments:
-        for i, node in enumerate(segment.nodes):
-            if (draw := by_key.get(f"{segment.index}.{i}")) is not None:
-                yield node, draw
 
 
 def _stage(

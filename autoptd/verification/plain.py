@@ -1,32 +1,31 @@
 """The plain model in one process, step by step: what the plan's ranks are held to.
 
-Dropout of the plain model draws what the emitted program draws: the k-th call of dropout in a forward pass is the k-th
-node of the graph that drops, and an element's key is that node's (`runtime.randomness`).
+It is the user's module and the user's loss, run as they stand on whole global batches, with torch's own autograd: not
+the traced graph. Dropout draws what the emitted program draws (`keyed`).
 """
 
 from __future__ import annotations
 
-import copy
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from inspect import signature
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from autoptd.codegen.emit import Program
 from autoptd.compile import TracedModel
-from autoptd.errors import RuntimeFault
 from autoptd.passes.graph import info
+from autoptd.passes.loss import Objective
 from autoptd.passes.samples import counts_samples, sample_place
-from autoptd.passes.trace import BATCH, loss_of
+from autoptd.passes.trace import BATCH
 from autoptd.runtime import ops
 from autoptd.runtime.optimizer import NAMED
 from autoptd.runtime.randomness import DropoutKey, Samples, Where
+from autoptd.verification.copies import copied
+from autoptd.verification.keyed import TYPES, Draw, Keyed, MoreDraws
 
 aten = torch.ops.aten
 Batch = Mapping[str, Tensor]
@@ -40,14 +39,6 @@ class Step:
     norm: float  # before clipping
     gradients: dict[str, Tensor]  # before clipping; without those of parameters that nothing reaches
     state: dict[str, Tensor]  # parameters after the step
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A node that drops elements: its key, and where samples lie in what it draws."""
-
-    key: str
-    samples: Where
 
 
 def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
@@ -83,119 +74,61 @@ def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> Where:
     return Samples(place.dim, outer, inner)
 
 
-@dataclass
-class Keyed(TorchFunctionMode):
-    """Meanwhile dropout draws by key, and what asks for a narrower float type gets float64.
-
-    Raises RuntimeFault where the model drops more often than its graph.
-    """
-
-    draws: Sequence[Draw]
-    rng: DropoutKey
-    left: Iterator[Draw] = field(init=False)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self.left = iter(self.draws)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        args = as_float64(tuple(args))
-        options: dict[str, Any] = as_float64(dict(kwargs or {}))
-        func = torch.Tensor.double if func in _NARROW else func
-        if func is torch._grouped_mm:  # whose kernel does not know float64
-            return _each_group(args[0], args[1], options["offs"])
-        if func is F.dropout:
-            given = signature(F.dropout).bind(*args, **options)
-            given.apply_defaults()
-            if given.arguments["training"] and given.arguments["p"]:
-                draw = self._next()
-                x, p = given.arguments["input"], given.arguments["p"]
-                return ops.dropout(x, p, key=draw.key, rng=self.rng, samples=draw.samples)
-        if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            named = dict(zip(names, args, strict=False)) | options
-            if named.get("dropout_p"):
-                draw = self._next()
-                return ops.attention(
-                    named["query"],
-                    named["key"],
-                    named["value"],
-                    named.get("attn_mask"),
-                    named["dropout_p"],
-                    named.get("is_causal", False),
-                    named.get("scale"),
-                    key=draw.key,
-                    rng=self.rng,
-                    samples=draw.samples,
-                    enable_gqa=named.get("enable_gqa", False),
-                )
-        return func(*args, **options)
-
-    def _next(self) -> Draw:
-        draw = next(self.left, None)
-        if draw is None:
-            raise RuntimeFault(f"the model drops elements more than the {len(self.draws)} times of its graph")
-        return draw
-
-
-def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """x [r, k], weight [e, k, n], offs [e], where each group's rows end -> [r, n]; rows after the last are zero."""
-    ends = offs.tolist()
-    parts = [x[a:b] @ w for a, b, w in zip([0, *ends], ends, weight, strict=False)]
-    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
-
-
-_NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def as_float64(value: Any) -> Any:
-    """float64 in place of narrower types among arguments."""
-    if isinstance(value, torch.dtype) and value in _TYPES:
-        return torch.float64
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(map(as_float64, value))
-    return {k: as_float64(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
 def widened(program: Program) -> Program:
     """An emitted program in which every float type is float64, and nothing else is another."""
     return replace(program, files={name: _WORDS.sub("torch.float64", text) for name, text in program.files.items()})
 
 
-_WORDS = re.compile("|".join(rf"{re.escape(str(dtype))}\b" for dtype in _TYPES))
+_WORDS = re.compile("|".join(rf"{re.escape(str(dtype))}\b" for dtype in TYPES))
+
+
+class NoReference(ArithmeticError):
+    """The plain model's loss or gradient on these inputs says nothing: it is not finite, or nothing has a gradient."""
 
 
 def train_plain(
     source: TracedModel,
     batches: Sequence[Batch],
-    loss: Callable[..., Tensor] | None,
     optimizer: str,
     options: Mapping[str, Any],
-    draws: Sequence[Draw],
+    draws: Sequence[Draw] | None,
 ) -> tuple[list[Step], float]:
-    """Steps on whole batches, and the norm to which they were clipped: half the first."""
-    model = copy.deepcopy(source.model).train()
+    """Steps of the user's own model and autograd on whole batches, and the norm to which they were clipped: half the
+    first. `draws`: None where nothing is dropped.
+
+    Raises NoReference where a step is not finite or has no gradient, MoreDraws, and what the model raises.
+    """
+    model, objective = copied(source.model), source.objective.in_precision(torch.float64)
     stepper = NAMED[optimizer](model.parameters(), **options)
     steps: list[Step] = []
     clip = 0.0
     for number, batch in enumerate(batches):
         stepper.zero_grad()
-        rng = DropoutKey(0, step=number)
-        with Keyed(draws, rng):
-            value = loss_of(model(**batch), loss, batch)
-        value.backward()
-        gradients = {n: p.grad.clone() for n, p in _named(model) if p.grad is not None}
-        whole = nn.utils.get_total_norm(list(gradients.values()))
-        clip = clip or float(whole) / 2
+        value = one_pass(model, batch, objective, keyed(source, draws, DropoutKey(0, step=number)))
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        whole = float(nn.utils.get_total_norm(list(gradients.values())))
+        if not math.isfinite(value) or not math.isfinite(whole) or not whole:
+            raise NoReference(f"in step {number + 1} its loss is {value:g}, its gradient norm {whole:g}")
+        clip = clip or whole / 2
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         stepper.step()
-        state = {n: p.detach().clone() for n, p in _named(model)}
-        steps.append(Step(float(value.detach()), float(whole), gradients, state))
+        state = {n: p.detach().clone() for n, p in model.named_parameters()}
+        steps.append(Step(value, whole, gradients, state))
     return steps, clip
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
+def keyed(source: TracedModel, draws: Sequence[Draw] | None, rng: DropoutKey) -> Keyed:
+    """How the plain model's calls of torch are taken."""
+    wide = any(x.dtype == torch.float64 for x in source.folded.traced.constants.values())
+    return Keyed(draws, rng, source.precision, wide)
+
+
+def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed) -> float:
+    """The loss of a batch, its gradient added to the model's own. Raises MoreDraws where the graph drops less often, or
+    more."""
+    with keyed:
+        value = objective.value(model, batch)
+        if keyed.draws is not None and keyed.used < len(keyed.draws):
+            raise MoreDraws(f"{keyed.used} instead of {len(keyed.draws)}")
+        value.backward()
+    return float(value.detach())

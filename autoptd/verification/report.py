@@ -31,8 +31,11 @@ def _ran(verdict: Verdict) -> str:
     return f"{plan.world} rank{'s' if plan.world > 1 else ''} in one process, float64, the emitted code"
 
 
-def _shown(verdict: Verdict) -> list[RenderableType]:
-    return [f"shown smaller: {', '.join(verdict.subject.shown)}"] if verdict.subject.shown else []
+def _shown(verdict: Verdict) -> Iterator[RenderableType]:
+    if verdict.subject.shown:
+        yield f"shown smaller: {', '.join(verdict.subject.shown)}"
+    if verdict.made:
+        yield f"inputs made here: {'; '.join(verdict.made)}"
 
 
 def _lines(lines: tuple[str, ...]) -> Table | None:
@@ -137,6 +140,7 @@ def data(verdict: Verdict) -> dict[str, Any]:
         "ranks": verdict.subject.plan.world,
         "steps": verdict.steps,
         "shown": list(verdict.subject.shown),
+        "inputs": list(verdict.made),
         "proved": list(verdict.proved),
         "faults": [{"where": where, "what": what} for where, what in verdict.faults],
         "largest_difference": verdict.difference if found is not None else None,

@@ -14,8 +14,8 @@ Ranks, stages, cuts, schedule, ZeRO, recomputation and every tensor's placement 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,17 @@ from torch import Tensor, nn
 from autoptd.compile import TracedModel, read_model, read_sharding
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.passes.graph import info
+from autoptd.passes.loss import Targets
+from autoptd.passes.modes import copy_modes
 from autoptd.passes.trace import BATCH, SEQUENCE
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
 from autoptd.runtime.initialise import values_for
 from autoptd.verification.carry import carry
+from autoptd.verification.copies import carry_parameter_hooks, carry_settings, copied
 from autoptd.verification.depth import Kept, drop_layers, keep_segments
+from autoptd.verification.domains import inputs_of
+from autoptd.verification.inputs import refuse_unshared
 from autoptd.verification.widths import Ranks, alike, congruent, narrow, wider
 
 Loss = Callable[..., Tensor]
@@ -54,6 +58,7 @@ def subject_of(
     model: nn.Module,
     *,
     loss: Loss | None = None,
+    targets: Targets | None = None,
     inputs: Mapping[str, Tensor] | None = None,
     full: bool = False,
     progress: Progress | None = None,
@@ -66,36 +71,62 @@ def subject_of(
     plan.check_runnable()
     with progress.stage("trace the model as it was planned"):
         planned = read_model(
-            model, inputs=inputs, loss=loss, seq=plan.sizes.get("s"), precision=plan.precision, progress=Silent()
+            model,
+            inputs=inputs,
+            loss=loss,
+            targets=targets,
+            seq=plan.sizes.get("s"),
+            precision=plan.precision,
+            progress=Silent(),
+            loss_averaging=plan.loss_averaging,
         )
+    refuse_unshared(planned)
     sharding = read_sharding(planned, plan)
     every = Kept(tuple(range(len(planned.folded.segments))), {})
     kept = every if full else keep_segments(planned.folded, plan)
-    ranks = Ranks(plan.mesh.tp, plan.mesh.cp)
     with progress.stage("make it smaller, and carry the plan over"):
-        for attempt in range(_TRIES):
+        tried = list(_attempts(plan, kept, every))
+        for which, ranks in tried:
             sizes = _sizes(plan, ranks, full)
             try:
-                small, changed = _smaller(planned, kept, ranks, sizes, inputs, loss)
-                carried = carry(plan, sharding, planned.folded, kept.segments, small, sizes)
+                small, changed = _smaller(planned, which, ranks, sizes, inputs)
+                carried = carry(plan, sharding, planned.folded, which.segments, small, sizes)
                 read_sharding(small, carried)
                 break
             except AutoptdError:
-                if attempt == _TRIES - 1:
+                if (which, ranks) == tried[-1]:
                     raise
-                ranks = wider(ranks)
     _refuse_large(small.model, carried)
     _set_values(small.model)
-    return Subject(small, carried, planned, (*_shown(plan, carried), *_depth(planned, kept), *changed))
+    return Subject(small, carried, planned, (*_shown(plan, carried), *_depth(planned, which), *changed))
 
 
-def _sizes(plan: Plan, ranks: Ranks, full: bool) -> dict[str, int]:
-    """Tokens, samples and microbatches: the least that are cut as the plan's are."""
-    micro = alike(plan.micro, min(plan.micro, ranks.room), plan.mesh.tp)
+def _attempts(plan: Plan, kept: Kept, every: Kept) -> Iterator[tuple[Kept, Ranks | None]]:
+    """What is tried, smallest first: which segments, and how much room sizes have; None: they are the plan's own."""
+    for which in dict.fromkeys((kept.segments, every.segments)):
+        ranks = Ranks(plan.mesh.tp, plan.mesh.cp)
+        for _ in range(_TRIES):
+            yield (kept if which == kept.segments else every), ranks
+            ranks = wider(ranks)
+        yield (kept if which == kept.segments else every), None
+
+
+def _sizes(plan: Plan, ranks: Ranks | None, full: bool) -> dict[str, int]:
+    """Tokens, samples and microbatches: the least that are cut as the plan's are. No two symbols get one number, which
+    the tracer would take for one symbol.
+    """
+    micro = plan.micro if ranks is None else alike(plan.micro, min(plan.micro, ranks.room), plan.mesh.tp)
     m, pp = plan.schedule.microbatches, plan.mesh.pp
     fewer = m if full else congruent(m, LEAST_MICROBATCHES, pp if plan.schedule.virtual > 1 else 1)
     rest = plan.batch < plan.mesh.dp * plan.micro * m and plan.mesh.dp * micro > 1
-    tokens = {name: congruent(n, 6 * ranks.room, 2 * ranks.all) for name, n in plan.sizes.items() if name != str(BATCH)}
+    tokens: dict[str, int] = {}
+    for name, n in plan.sizes.items():
+        if name != str(BATCH) and ranks is not None:
+            floor, modulus = 6 * ranks.room, 2 * ranks.all
+            options = (congruent(n, floor + i * modulus, modulus) for i in range(len(plan.sizes)))
+            tokens[name] = next(x for x in (*options, n) if x not in tokens.values() or x == n)
+        elif name != str(BATCH):
+            tokens[name] = n
     batch = plan.mesh.dp * micro * fewer - int(rest)
     return {str(BATCH): micro, **tokens, "microbatches": fewer, "batch": batch, "dp": plan.mesh.dp}
 
@@ -103,27 +134,41 @@ def _sizes(plan: Plan, ranks: Ranks, full: bool) -> dict[str, int]:
 def _smaller(
     planned: TracedModel,
     kept: Kept,
-    ranks: Ranks,
+    ranks: Ranks | None,
     sizes: Mapping[str, int],
     inputs: Mapping[str, Tensor] | None,
-    loss: Loss | None,
 ) -> tuple[TracedModel, tuple[str, ...]]:
     """The smaller model, traced, and what of its widths has changed, in words."""
-    model, changed = _narrow(planned.model, ranks, sizes.get(str(SEQUENCE), 1))
+    narrower = None if ranks is None else _narrow(planned.model, ranks, sizes.get(str(SEQUENCE), 1))
+    model, changed = narrower or (copied(planned.model), ())
+    if narrower is not None:
+        carry_settings(model, planned.model)
     drop_layers(model, planned.folded, kept)
-    shapes = None if changed and inputs is None else _examples(planned, sizes)
-    seq = sizes.get(str(SEQUENCE)) if SEQUENCE in planned.sizes else None
-    traced = read_model(model, inputs=shapes, loss=loss, seq=seq, precision=planned.precision, progress=Silent())
+    says = hasattr(model, "example_inputs") or not hasattr(planned.model, "example_inputs")
+    examples, objective = _examples(planned, sizes), planned.objective
+    if objective.outside:
+        objective = replace(objective, loss=copy.deepcopy(objective.loss))  # its parameters get other values
+    shapes = {name: x for name, x in examples.items() if name not in objective.targets}
+    traced = read_model(
+        model,
+        inputs=None if changed and inputs is None and says else shapes,
+        loss=objective,
+        targets={name: examples[name] for name in objective.targets} or None,
+        seq=sizes.get(str(SEQUENCE)) if SEQUENCE in planned.sizes else None,
+        precision=planned.precision,
+        progress=Silent(),
+        loss_averaging=planned.loss_averaging,
+    )
     return traced, changed
 
 
-def _narrow(model: nn.Module, ranks: Ranks, tokens: int) -> tuple[nn.Module, tuple[str, ...]]:
-    """A copy of the model on the CPU, narrower where its configuration says how wide it is."""
+def _narrow(model: nn.Module, ranks: Ranks, tokens: int) -> tuple[nn.Module, tuple[str, ...]] | None:
+    """The model made anew on the CPU, narrower, and what changed; None where no configuration says how wide it is."""
     if isinstance(model, NanoGPT):
         return _narrow_nanogpt(model, ranks, tokens)
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
-        return copy.deepcopy(model), ()
+        return None
     fields = config.to_dict()
     changes = narrow(fields, ranks, tokens)
     made = copy.deepcopy(config)
@@ -131,13 +176,14 @@ def _narrow(model: nn.Module, ranks: Ranks, tokens: int) -> tuple[nn.Module, tup
         setattr(made, name, value)
     try:
         with torch.device("cpu"):
-            smaller: nn.Module = type(model)(made).train(model.training)
+            smaller: nn.Module = type(model)(made)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         what = f"{type(model).__name__} cannot be made with {changes}: {error}"
         raise PlanError(what, where="model", fix="verify a model of your own sizes: --model module:callable") from error
     for name in ("default_seq", "loss_type"):
         if hasattr(model, name):
             setattr(smaller, name, getattr(model, name))
+    copy_modes(model, smaller)
     return smaller, _told(fields, changes)
 
 
@@ -161,7 +207,8 @@ def _narrow_nanogpt(model: NanoGPT, ranks: Ranks, tokens: int) -> tuple[nn.Modul
         bias=first.up.bias is not None,
     )
     with torch.device("cpu"):
-        made = NanoGPT(sizes).train(model.training)
+        made = NanoGPT(sizes)
+    copy_modes(model, made)
     return made, _told(old, {name: n for name, n in new.items() if n != old[name]})
 
 
@@ -171,7 +218,7 @@ def _set_values(model: nn.Module) -> None:
     empty = [n for n, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     for name, value in values_for(model, empty, 0).items():
         _replace(model, name, value)
-    model.double().train()
+    model.cpu().double()
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():
         spread = min(0.1, p.shape[-1] ** -0.5) if p.ndim > 1 else 0.1
@@ -183,7 +230,10 @@ def _replace(model: nn.Module, name: str, value: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, leaf)
-    new = nn.Parameter(value.clone(), old.requires_grad) if isinstance(old, nn.Parameter) else value.clone()
+    new: Tensor = value.clone()
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, old.requires_grad)
+        carry_parameter_hooks(new, old)
     for other in model.modules():
         for table in (other._parameters, other._buffers):
             for key, held in table.items():
@@ -195,16 +245,6 @@ def _examples(planned: TracedModel, sizes: Mapping[str, int]) -> dict[str, Tenso
     """Inputs of the planned model's shapes at other sizes, on meta."""
     values = {s: sizes.get(str(s), n) for s, n in {**planned.sizes, BATCH: 2}.items()} | {BATCH: 2}
     return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in inputs_of(planned, values)}
-
-
-def inputs_of(source: TracedModel, values: Mapping[Any, int]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of each input at given sizes."""
-    traced, found = source.folded.traced, []
-    for node in traced.graph.graph.nodes:
-        if node.op == "placeholder" and node.name in traced.inputs:
-            shape = tuple(n if isinstance(n, int) else int(n.subs(dict(values))) for n in info(node).shape)
-            found.append((traced.inputs[node.name], shape, info(node).dtype))
-    return found
 
 
 def _refuse_large(model: nn.Module, plan: Plan) -> None:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor, nn
 
 from autoptd.api import Parallel
 from autoptd.certificates import program_digest, versions
-from autoptd.codegen.emit import Program
 from autoptd.compile import make_program, read_sharding
 from autoptd.errors import RuntimeFault
+from autoptd.passes.loss import Targets
 from autoptd.plans import Certificate, Plan
 from autoptd.progress import Progress, Silent
 from autoptd.schedule import StuckSchedule, prove, training_step
 from autoptd.verification.compare import TOLERANCE, Compared, compare
 from autoptd.verification.explain import explain
-from autoptd.verification.inputs import make_batches
+from autoptd.verification.graph import first_untrue
+from autoptd.verification.inputs import USER_ERRORS
+from autoptd.verification.keyed import float64_by_default
 from autoptd.verification.locate import first_wrong, tell
 from autoptd.verification.owners import wrong_owners
-from autoptd.verification.plain import Draw, Step, draws_of, train_plain, widened
+from autoptd.verification.plain import Step
 from autoptd.verification.ranks import RankRun, record_ranks, run_ranks
 from autoptd.verification.recorder import recording
 from autoptd.verification.smaller import Loss, Subject, subject_of
+from autoptd.verification.trial import STEPS, Trial, make_trial, replace_text
 
-STEPS = 2  # the second sees what the first left behind: stale gradients, parameters that were not collected
-OPTIONS: dict[str, dict[str, Any]] = {"adamw": {"lr": 3e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.05, "momentum": 0.9}}
 Place = tuple[str, str]  # where, what
 
 
@@ -41,6 +41,7 @@ class Verdict:
     faults: tuple[Place, ...]
     compared: Compared | None  # None where the ranks did not come to an end
     steps: int
+    made: tuple[str, ...] = ()  # how the inputs were made, in words
     certificate: Certificate | None = field(default=None)
 
     @property
@@ -58,45 +59,26 @@ class Verdict:
         return max(off.difference for off in offs)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A subject with its program, about to run."""
-
-    subject: Subject
-    program: Program
-    loss: Loss | None
-    batches: tuple[Mapping[str, Tensor], ...]
-    draws: tuple[Draw, ...]
-    optimizer: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return OPTIONS[self.optimizer]
-
-    def parallel(self, clip: float) -> Parallel:
-        """All that a rank needs."""
-        s = self.subject
-        return Parallel(s.plan, s.source, self.program, self.optimizer, self.options, clip, 0)
-
-
 def verify_plan(
     plan: Plan,
     model: nn.Module,
     *,
     loss: Loss | None = None,
+    targets: Targets | None = None,
     inputs: Mapping[str, Tensor] | None = None,
     full: bool = False,
     progress: Progress | None = None,
 ) -> Verdict:
     """Run all ranks of a plan in this process in float64, beside `model` alone, and say where they part.
 
-    model: the planned one; it may be on meta. inputs, loss: as `autoptd.plan` takes them. full: all layers and
+    model: the planned one; it may be on meta. inputs, loss, targets: as `autoptd.plan` takes them. full: all layers and
     microbatches; without, the model is made as small as the plan's decisions allow (`smaller`).
-    Raises PlanFileError for a plan of another model, PlanError where the model cannot be made small enough.
+    Raises PlanFileError for a plan of another model, PlanError where the model cannot be made small enough, InputsError
+    for an input that has no dim of samples, CannotVerify where the plain model computes nothing to compare with.
     """
     progress = progress or Silent()
-    subject = subject_of(plan, model, loss=loss, inputs=inputs, full=full, progress=progress)
-    found = judge(make_trial(subject, loss), plan, progress)
+    subject = subject_of(plan, model, loss=loss, targets=targets, inputs=inputs, full=full, progress=progress)
+    found = judge(make_trial(subject, progress=progress), plan, progress)
     if not found.agrees:
         return found
     with progress.stage("certify"):
@@ -113,40 +95,20 @@ def verify_plan(
     return replace(found, certificate=certificate)
 
 
-def make_trial(subject: Subject, loss: Loss | None = None, steps: int = STEPS) -> Trial:
-    """What is run of a subject: its emitted program and batches."""
-    plan = subject.plan
-    batches = make_batches(subject.source, plan.sizes, plan.batch, steps)
-    program = widened(make_program(subject.source, plan, read_sharding(subject.source, plan)))
-    draws = draws_of(subject.source, batches[0])
-    if draws is None:  # what is dropped depends on microbatches: on neither side anything is
-        files = {name: text.replace("rng=self.dropout", "rng=None") for name, text in program.files.items()}
-        program = replace(program, files=files)
-    optimizer = plan.optimizer if plan.optimizer in OPTIONS else "sgd"
-    return Trial(subject, program, loss, tuple(batches), tuple(draws or ()), optimizer)
-
-
-def replace_text(trial: Trial, old: str, new: str) -> Trial:
-    """A trial of a program with other text, to see what is said of it. Raises ValueError where `old` is nowhere."""
-    files = {name: text.replace(old, new) for name, text in trial.program.files.items()}
-    if files == trial.program.files:
-        raise ValueError(f"the emitted program has no {old!r}")
-    return replace(trial, program=replace(trial.program, files=files))
-
-
+@float64_by_default()
 def judge(trial: Trial, planned: Plan, progress: Progress | None = None) -> Verdict:
     """Run, compare, and where something differs find out where. `planned`: the plan at its own size."""
     progress = progress or Silent()
     subject, faults = trial.subject, list(_stuck(planned))
     proved = [] if faults else [_schedule_text(planned)]
-    with progress.stage("train the plain model"):
-        expected, clip = train_plain(
-            subject.source, trial.batches, trial.loss, trial.optimizer, trial.options, trial.draws
-        )
+    expected, clip = trial.expected, trial.clip
     parallel, compared = trial.parallel(clip), None
     if not faults:
         with progress.stage(f"run {subject.plan.world} ranks"):
             runs, failed = _attempt(parallel, trial)
+        if failed:
+            with progress.stage("look for the place"):
+                faults += [found] if (found := _untrue(trial, parallel)) else []
         faults += failed
         if runs:
             wrong = list(wrong_owners(parallel.layout, runs))
@@ -156,7 +118,7 @@ def judge(trial: Trial, planned: Plan, progress: Progress | None = None) -> Verd
             if not compared.agrees:
                 with progress.stage("look for the place"):
                     faults += _located(trial, parallel, compared, runs, expected, clip)
-    return Verdict(planned, subject, tuple(proved), tuple(faults), compared, len(expected))
+    return Verdict(planned, subject, tuple(proved), tuple(faults), compared, len(expected), trial.made)
 
 
 def _attempt(parallel: Parallel, trial: Trial) -> tuple[list[RankRun], list[Place]]:
@@ -165,18 +127,28 @@ def _attempt(parallel: Parallel, trial: Trial) -> tuple[list[RankRun], list[Plac
     except RuntimeFault as fault:
         inner = fault.__cause__
         where = getattr(inner, "where", "") or fault.where
-        return [], [(where or "the run", fault.what)]
+        rank = fault.what.partition(": ")[0]
+        return [], [(where or "the run", f"{rank}: {inner.what}" if isinstance(inner, RuntimeFault) else fault.what)]
 
 
 def _located(
-    trial: Trial, parallel: Parallel, compared: Compared, runs: list[RankRun], expected: list[Step], clip: float
+    trial: Trial, parallel: Parallel, compared: Compared, runs: list[RankRun], expected: Sequence[Step], clip: float
 ) -> Iterator[Place]:
     """What explains the differences, first what comes first."""
-    if found := first_line(trial, parallel):
+    if found := first_line(trial, parallel) or _untrue(trial, parallel):
         yield found
     yield from explain(parallel.layout, compared, runs, expected, clip)
 
 
+def _untrue(trial: Trial, parallel: Parallel) -> Place | None:
+    """Where the graph is not the model; None as well where an op cannot be run by itself: what ranks say has to do."""
+    try:
+        return first_untrue(trial, parallel.layout)
+    except USER_ERRORS:
+        return None
+
+
+@float64_by_default()
 def first_line(trial: Trial, parallel: Parallel) -> Place | None:
     """The first line of the emitted program that makes something else than the graph says, in the first step."""
     subject = trial.subject
@@ -198,7 +170,8 @@ def _stuck(plan: Plan) -> Iterator[Place]:
 
 def _schedule_text(plan: Plan) -> str:
     count, stages = plan.schedule.microbatches, len(plan.stages)
-    return f"the {plan.schedule.kind} schedule, {count} microbatches on {stages} stages, ends whatever its parts take"
+    of = f"{count} microbatch{'es' * (count > 1)} on {stages} stage{'s' * (stages > 1)}"
+    return f"the {plan.schedule.kind} schedule, {of}, ends whatever its parts take"
 
 
 def _owners_text(parallel: Parallel) -> str:

@@ -62,8 +62,12 @@ class Made:
 
 @cache
 def source() -> TracedModel:
+    """Its second layer is frozen."""
     torch.manual_seed(0)
-    return autoptd.trace(NanoGPT(SIZES), seq=8, precision="fp32")
+    model = NanoGPT(SIZES)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".1." not in name)
+    return autoptd.trace(model, seq=8, precision="fp32")
 
 
 @cache
@@ -86,7 +90,12 @@ def trainer_of(c: Communicators, job: Made) -> Trainer:
 
 def session_of(trainer: Trainer, plan: Plan) -> Session:
     tensors = {name: list(spec.shape) for name, spec in trainer.layout.parameters.items()}
-    return Session(trainer, plan, frozenset(), {"tensors": tensors, "aliases": {}})
+    return Session(trainer, plan, still(trainer), {"tensors": tensors, "aliases": {}})
+
+
+def still(trainer: Trainer) -> frozenset[str]:
+    """Names of the frozen parameters."""
+    return frozenset(name for name, spec in trainer.layout.parameters.items() if not spec.trainable)
 
 
 def batch(step: int, c: Communicators) -> dict[str, Tensor]:
@@ -110,9 +119,10 @@ def load_and_compare(c: Communicators, job: Made, roots: Mapping[str, str]) -> l
     trainer = trainer_of(c, job)
     session, wrong = session_of(trainer, job.plan), []
     for name, root in roots.items():
+        trainer.load_parameters({n: torch.zeros_like(x) for n, x in job.values.items()})
         session.load(Path(root), {}, optimizer=True)
         whole = whole_of(root)
-        entries = [*model_entries(trainer, ()), *optimizer_entries(trainer)]
+        entries = [*model_entries(trainer, still(trainer)), *optimizer_entries(trainer)]
         wrong += [f"{name}: {key}" for key in differing(entries, whole)]
         used = {f"model.{n}": x for n, x in trainer.state_dict().items()}
         wrong += [f"{name}: {key} as the model has it" for key, x in used.items() if not torch.equal(x, whole[key])]

@@ -125,7 +125,7 @@ class Unknown(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.special.erfcx(self.a(x).tanh())
-        d = torch.cdist(h, self.b(h)) + torch.fft.rfft(h, dim=-1).abs().mean(-1, keepdim=True)
+        d = torch.cdist(h, self.b(h)) + torch.fft.rfft(h.float(), dim=-1).abs().mean(-1, keepdim=True)
         return d.square().mean()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
-from tests.fuzz import loading
+from tests.fuzz import loading, programs
 from tests.fuzz.__main__ import run, run_checkpoints
 from tests.fuzz.bases import planned
 from tests.fuzz.files import cluster_text
@@ -134,3 +134,10 @@ def test_a_cluster_that_is_a_folder_or_a_loop(tmp_path: Path):
     for name in ("folder.toml", "loop.toml"):
         with pytest.raises(ClusterError, match="does not exist"):
             Cluster.load(tmp_path / name)
+
+
+def test_random_programs_train_as_on_one_process_or_are_refused() -> None:
+    """`python -m tests.fuzz.programs --count 2000` draws more of them."""
+    faults: list[str] = []
+    ends = programs.run(range(40), faults.append)
+    assert faults == [] and ends["equal"] > 15 and sum(n for end, n in ends.items() if end.startswith("refused")) > 3

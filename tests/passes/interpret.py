@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autoptd.passes.graph import concrete, substitute
+from autoptd.passes.loss_form import ADDEND, COUNT, LossForm, addend_slices, loss_form
 from autoptd.passes.normalise import normalise
-from autoptd.passes.reduce_loss import COUNT
 from autoptd.passes.trace import Traced, trace
 
 Batch = Mapping[str, Tensor]
@@ -31,12 +31,17 @@ def names_of(traced: Traced) -> list[str]:
 
 
 def run(traced: Traced, state: Mapping[str, Tensor], batch: Batch, counts: Sequence[Tensor] = ()) -> list[Tensor]:
-    """[share of the loss, count 0, count 1, …] of one microbatch; missing global counts are 1."""
+    """[share of the loss or its addends, count 0, count 1, …] of one microbatch; missing global counts are 1."""
     sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
+    return run_graph(traced.graph.graph, lambda name: _given(traced, name, state, batch, counts), sizes)
+
+
+def run_graph(graph: fx.Graph, given: Callable[[str], Tensor], sizes: Mapping[sympy.Symbol, int]) -> list[Tensor]:
+    """What a graph gives for these placeholders."""
     values: dict[object, object] = {}
-    for node in traced.graph.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
-            values[node] = _given(traced, node.name, state, batch, counts)
+            values[node] = given(node.name)
             continue
         args = concrete(substitute(node.args, values.__getitem__), sizes)
         if node.op == "output":
@@ -61,8 +66,7 @@ def _check(promised: object, made: object, sizes: Mapping[sympy.Symbol, int]) ->
 
 def _given(traced: Traced, name: str, state: Mapping[str, Tensor], batch: Batch, counts: Sequence[Tensor]) -> Tensor:
     if name.startswith(COUNT):
-        index = int(name.rpartition("_")[2])
-        return counts[index] if counts else torch.tensor(1.0)
+        return counts[int(name.rpartition("_")[2])]
     if name in traced.inputs:
         return batch[traced.inputs[name]]
     original = traced.parameters.get(name) or traced.buffers.get(name)
@@ -98,14 +102,52 @@ def in_microbatches(model: nn.Module, traced: Traced, batch: Batch, pieces: Sequ
     """The same from the normalised graph, the batch cut into `pieces` samples each; shares are added."""
     split = {n: x.split(list(pieces)) for n, x in batch.items()}
     micro = [{n: x[i] for n, x in split.items()} for i in range(len(pieces))]
-    state = _state(model)
-    found = [run(traced, state, m)[1:] for m in micro]
-    counts = [torch.stack([c.double() for c in column]).sum() for column in zip(*found, strict=True)]
+    state, form = _state(model), loss_form(traced.graph)
+    counts = _counts(traced, state, micro)
     model.zero_grad()
     shares = [run(traced, state, m, counts)[0] for m in micro]
+    if form.outer is None:
+        for share in shares:
+            share.backward()
+        return Outcome(torch.stack([s.detach().double() for s in shares]).sum(), _gradients(model))
+    sums = torch.stack([s.detach().double() for s in shares]).sum(0).requires_grad_()
+    loss = _outer(traced, form, sums, counts, state)
+    (weights,) = torch.autograd.grad(loss, sums)
     for share in shares:
-        share.backward()
-    return Outcome(torch.stack([s.detach().double() for s in shares]).sum(), _gradients(model))
+        share.backward(weights.to(share.dtype))
+    return Outcome(loss.detach(), _gradients(model))
+
+
+def _counts(traced: Traced, state: Mapping[str, Tensor], micro: Sequence[Batch]) -> list[Tensor]:
+    """Of the whole batch, round by round."""
+    form = loss_form(traced.graph)
+    shapes = [
+        n.meta["info"].shape for n in traced.graph.graph.nodes if n.op == "placeholder" and n.name.startswith(COUNT)
+    ]
+    counts = [torch.ones(shape, dtype=torch.float64) for shape in shapes]
+    for _ in range(1 + max(form.rounds, default=-1)):
+        with torch.no_grad():
+            found = [[c.double() for c in run(traced, state, m, counts)[1:]] for m in micro]
+        made = [torch.stack(column) for column in zip(*found, strict=True)]
+        whole = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
+        counts = [whole[how](column) for how, column in zip(form.combines, made, strict=True)]
+    return counts
+
+
+def _outer(
+    traced: Traced, form: LossForm, sums: Tensor, counts: Sequence[Tensor], state: Mapping[str, Tensor]
+) -> Tensor:
+    assert form.outer is not None
+    slices = addend_slices(form.addends)
+
+    def given(name: str) -> Tensor:
+        if name.startswith(ADDEND):
+            start, stop, shape, dtype = slices[int(name.rpartition("_")[2])]
+            return sums[start:stop].view(shape).to(dtype)
+        return _given(traced, name, state, {}, counts)
+
+    (loss,) = run_graph(form.outer, given, {})
+    return loss
 
 
 def assert_same(a: Outcome, b: Outcome, tolerance: float = 1e-12) -> None:

@@ -49,6 +49,14 @@ def labels(high: int, *shape: int) -> Tensor:
     return whole(high, *shape).masked_fill(torch.rand(shape, generator=RNG) < 0.3, -100)
 
 
+def signs(*shape: int) -> Tensor:
+    return flags(*shape).double() * 2 - 1
+
+
+def weights(classes: int) -> Tensor:
+    return torch.linspace(0.5, 2.0, classes, dtype=torch.float64)
+
+
 Sample = tuple[Any, ...]  # positional arguments, and a dict of keyword arguments last if there are any
 X = (4, 8)
 
@@ -103,6 +111,10 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.avg_pool2d.default: [(real(2, 4, 8, 8), [2, 2]), (real(4, 8, 8), [2, 2])],
     aten.baddbmm.default: [(real(8, 2), real(4, 8, 6), real(4, 6, 2)), (real(4, 1, 2), real(4, 8, 6), real(4, 6, 2))],
     aten.batch_norm.default: [(real(4, 8, 3), real(8), real(8), None, None, True, 0.1, 1e-5, False)],
+    aten.binary_cross_entropy.default: [
+        (unit(4, 8), fixed(4, 8).sigmoid()),
+        (unit(4, 8), fixed(4, 8).sigmoid(), None, 2),
+    ],
     aten.binary_cross_entropy_with_logits.default: [(real(*X), unit(*X).detach(), None, None, r) for r in (0, 1, 2)],
     aten.bitwise_not.default: [(flags(*X),)],
     aten.bmm.default: [(real(4, 8, 6), real(4, 6, 2))],
@@ -124,7 +136,15 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     ],
     aten.conv2d.default: [(real(2, 4, 8, 8), real(8, 4, 2, 2), real(8), [2, 2]), (real(4, 4, 5, 5), real(8, 4, 3, 3))],
     aten.conv3d.default: [(real(2, 4, 3, 3, 3), real(4, 4, 2, 2, 2), real(4))],
-    aten.cross_entropy_loss.default: [(real(4, 8), whole(8, 4))],
+    aten.cosine_embedding_loss.default: [
+        (real(4, 8), real(4, 8), signs(4), 0.1, 2),
+        (real(4, 8), real(4, 8), signs(4), 0.1, 0),
+    ],
+    aten.cross_entropy_loss.default: [
+        (real(4, 8), whole(8, 4)),
+        (real(4, 8, 2), whole(8, 4, 2), None, 2),
+        (real(4, 8), positive(4, 8), weights(8), 2),
+    ],
     aten.cumsum.default: [(real(4, 8), -1)],
     aten.div.Scalar: [(real(*X), 3.0)],
     aten.div.Tensor: [(real(*X), positive(8)), (real(*X), 4.0), (3.0, positive(*X))],
@@ -150,7 +170,9 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.gather.default: [(real(4, 8), 1, whole(8, 4, 2)), (real(4, 8), 0, whole(4, 4, 6))],
     aten.glu.default: [(real(4, 8), -1)],
     aten.group_norm.default: [(real(4, 8, 3), 2, real(8), real(8))],
+    aten.hinge_embedding_loss.default: [(real(4, 8), signs(4, 8), 1.0, 2)],
     aten.histc.default: [(fixed(8).abs(), 4, 0, 3)],
+    aten.huber_loss.default: [(real(4, 8), real(4, 8)), (real(4, 8), real(4, 8), 2)],
     aten.index.Tensor: [
         (real(8, 6, 4), [whole(8, 4)]),
         (real(8, 6, 4), [None, whole(6, 4, 2)]),
@@ -163,6 +185,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     ],
     aten.index_put.default: [(real(8, 4), [torch.randperm(8, generator=RNG)], real(8, 4))],
     aten.index_select.default: [(real(8, 6), 0, whole(8, 4))],
+    aten.kl_div.default: [(real(4, 8), unit(4, 8).detach()), (real(4, 8), unit(4, 8).detach(), 2)],
     aten.l1_loss.default: [(real(*X), real(*X), r) for r in (0, 1, 2)],
     aten.layer_norm.default: [
         (real(4, 6, 8), [8], real(8), real(8)),
@@ -177,6 +200,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.log_softmax.int: [(real(4, 8), 1)],
     aten.logical_not.default: [(flags(*X),)],
     aten.logsumexp.default: [(real(4, 8), [1])],
+    aten.margin_ranking_loss.default: [(real(4, 8), real(4, 8), signs(4, 8), 0.1, 2)],
     aten.masked_fill.Scalar: [(real(4, 8), flags(8), 0.0), (real(4, 8), flags(4, 1), -1e4)],
     aten.masked_fill.Tensor: [(real(4, 8), flags(4, 8), torch.tensor(0.5, dtype=torch.float64))],
     aten.matmul.default: [
@@ -202,6 +226,11 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.mse_loss.default: [(real(*X), fixed(*X), r) for r in (0, 1, 2)],
     aten.mul.Scalar: [(real(*X), 3.0)],
     aten.mul.Tensor: [(real(4, 8), real(8)), (real(4, 8), 0.5), (real(4, 1), real(4, 8)), (real(4, 8), flags(4, 8))],
+    aten.multi_margin_loss.default: [
+        (real(8, 4), whole(4, 8), 1, 1, None, 2),
+        (real(8, 4), whole(4, 8), 1, 1, weights(4), 2),
+    ],
+    aten.multilabel_margin_loss.default: [(real(8, 4), whole(4, 8, 4), 2)],
     aten.mv.default: [(real(4, 8), real(8))],
     aten.narrow.default: [(real(4, 8), 1, 0, 4), (real(4, 8), 1, 0, 8)],
     aten.native_layer_norm.default: [(real(4, 6, 8), [8], real(8), real(8), 1e-5)],
@@ -210,7 +239,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.new_ones.default: [(real(*X), [4, 2])],
     aten.new_zeros.default: [(real(*X), [4, 2])],
     aten.nll_loss.default: [(real(4, 8), whole(8, 4))],
-    aten.nll_loss_nd.default: [(real(4, 8), whole(8, 4))],
+    aten.nll_loss_nd.default: [(real(4, 8), whole(8, 4)), (real(4, 8), whole(8, 4), weights(8), 2)],
     aten.one_hot.default: [(whole(4, 2, 6), 4)],
     aten.ones.default: [([4, 2],)],
     aten.pad.default: [
@@ -219,6 +248,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(2, 4, 8), [1, 1], "reflect"),
     ],
     aten.permute.default: [(real(4, 6, 8), [2, 0, -2])],
+    aten.poisson_nll_loss.default: [(real(4, 8), positive(4, 8).detach(), True, False, 1e-8, 2)],
     aten.pow.Scalar: [(2.0, real(*X))],
     aten.pow.Tensor_Scalar: [(real(*X), 3)],
     aten.pow.Tensor_Tensor: [(positive(*X), real(8))],
@@ -251,6 +281,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.slice.Tensor: [(real(4, 8), 1, 2, 6), (real(4, 8), 1, 0, 9223372036854775807), (real(4, 8), 0, 0, 4, 2)],
     aten.slice_scatter.default: [(real(4, 8), real(4, 4), 1, 2, 6), (real(4, 8), real(2, 8), 0, 0, 2)],
     aten.smooth_l1_loss.default: [(real(*X), real(*X), r) for r in (0, 1, 2)],
+    aten.soft_margin_loss.default: [(real(4, 8), signs(4, 8), 2)],
     aten.softmax.int: [(real(4, 8), -1), (real(4, 8, 6), 1)],
     aten.sort.default: [(real(4, 8),)],
     aten.split.Tensor: [(real(4, 24), 8, 1), (real(4, 10), 4, -1)],
@@ -273,6 +304,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.topk.default: [(real(4, 8), 2)],
     aten.transpose.int: [(real(4, 6, 8), -1, 1)],
     aten.tril.default: [(real(4, 8, 8),)],
+    aten.triplet_margin_loss.default: [(real(4, 8), real(4, 8), real(4, 8), 1.0, 2.0, 1e-6, False, 2)],
     aten.triu.default: [(real(4, 8, 8), 1)],
     aten.type_as.default: [(real(*X), fixed(3))],
     aten.unbind.int: [(real(4, 3, 8), 1)],
@@ -302,12 +334,12 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 8), labels(8, 4), -100, 0.1),
         (real(4, 8), whole(8, 4), 3),
     ],
+    ops.dropout: [(real(*X), 0.0, "a", None)],
     ops.grouped_mm: [
         (real(12, 8), real(4, 8, 6), torch.tensor([2, 2, 9, 12], dtype=torch.int32)),
         (real(12, 4), real(8, 4, 8), torch.arange(1, 9, dtype=torch.int32)),
     ],
-    ops.dropout: [(real(*X), 0.0, "a", None)],
-    ops.valid_count: [(labels(4, 4, 8),)],
+    ops.valid_count: [(labels(4, 4, 8),), (labels(8, 4, 8), -100, weights(8))],
 }
 
 

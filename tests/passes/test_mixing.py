@@ -45,12 +45,12 @@ def like_its_samples(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 MIXING: list[tuple[str, Body]] = [
-    ("mean works", lambda x, ids, labels: x - x.mean(0, keepdim=True)),
-    ("mean works", lambda x, ids, labels: x / (1 + x.mean())),
-    ("var works", lambda x, ids, labels: x / (1 + x.var(0))),
+    ("mean adds samples up", lambda x, ids, labels: x - x.mean(0, keepdim=True)),
+    ("mean adds samples up", lambda x, ids, labels: x / (1 + x.mean())),
+    ("var adds samples up", lambda x, ids, labels: x / (1 + x.var(0))),
     ("softmax works", lambda x, ids, labels: x.softmax(0)),
     ("softmax works", lambda x, ids, labels: x.flatten(0, 1).softmax(0).view(x.shape)),
-    ("linalg_vector_norm works", lambda x, ids, labels: x / x.norm(dim=0)),
+    ("linalg_vector_norm adds samples up", lambda x, ids, labels: x / x.norm(dim=0)),
     ("amax works", lambda x, ids, labels: x - x.amax(0)),
     ("sum adds samples up", lambda x, ids, labels: x - x.sum(0)),
     ("cumsum works", lambda x, ids, labels: x.cumsum(0)),
@@ -62,7 +62,7 @@ MIXING: list[tuple[str, Body]] = [
     ("matmul pairs", like_its_samples),
     ("eq pairs", lambda x, ids, labels: x * (ids[:, None, 0] == ids[None, :, 0]).sum(1)[:, None, None]),
     ("scaled_dot_product_attention works", attends_over_samples),
-    ("mul computes with the number of samples", lambda x, ids, labels: x * ids.shape[0]),
+    ("mul computes with the number of samples", lambda x, ids, labels: (x, labels * ids.shape[0])),
     ("roll works", lambda x, ids, labels: (x, labels.roll(1, 0))),
     ("flip works", lambda x, ids, labels: x + ids.flip(0)[..., None]),
     ("index works", lambda x, ids, labels: x + x[[0]]),
@@ -98,6 +98,7 @@ APART: list[Body] = [
     lambda x, ids, labels: x + torch.arange(x.shape[1])[None, :, None].expand(x.shape[0], -1, -1),
     lambda x, ids, labels: x.unflatten(0, (-1, 1)).flatten(0, 1),
     lambda x, ids, labels: x.double().flatten(0, 1).type_as(x.flatten(0, 1)).view(x.shape),
+    lambda x, ids, labels: x * ids.shape[0],  # of the whole batch, as one process has them
     lambda x, ids, labels: x.type_as(x) * (x.shape[0] / x.shape[0]),
     lambda x, ids, labels: x.new_zeros(x.shape[1], x.shape[2]) + x,
     lambda x, ids, labels: x.movedim(0, 1).contiguous().movedim(0, 1),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import info, is_getitem
-from autoptd.passes.normalise import NORMALISE, normalise
+from autoptd.passes.normalise import EXACT_LOSS, FINISH, PREPARE, normalise
 from autoptd.passes.trace import BATCH, SEQUENCE, trace
 
 SAMPLES, LENGTH, WIDTH = 6, 5, 8
@@ -127,6 +127,12 @@ def no_ops(self: nn.Module, h: Tensor) -> Tensor:
     return self.second(h.view(-1, LENGTH, WIDTH).expand(-1, -1, -1))
 
 
+def put_by_mask(self: nn.Module, h: Tensor) -> Tensor:
+    h = h.clone()
+    h[h.detach().sum(-1) > 0] = self.table[0]
+    return self.second(h)
+
+
 def flattened_linear(self: nn.Module, h: Tensor) -> Tensor:
     flat = torch.addmm(self.second.bias, h.view(-1, WIDTH), self.second.weight)
     return flat.view(*h.shape[:-1], WIDTH)
@@ -188,6 +194,7 @@ CASES = [
     Case(keeps_dtype_in_place, "add_"),
     Case(copied, "copy_"),
     Case(no_ops, "contiguous clone slice view cat dropout alias add to expand"),
+    Case(put_by_mask, "index_put", "where"),
     Case(flattened_linear, "addmm view", "linear t"),
     Case(plain_mm, "mm flatten unflatten", "linear t"),
     Case(equal_split, "split split_with_sizes", "chunk"),
@@ -207,8 +214,9 @@ def test_value_and_gradient_stay(case: Case) -> None:
 
 
 def test_order_of_passes_is_checked_after_each() -> None:
-    assert len({p.__name__ for p in NORMALISE}) >= len(NORMALISE) - 2
-    assert all(p.__doc__ for p in NORMALISE)
+    passes = [*PREPARE, *EXACT_LOSS, *FINISH]
+    assert len({p.__name__ for p in passes}) >= len(passes) - 2
+    assert all(p.__doc__ for p in passes)
 
 
 def test_repeated_work_without_gradient_is_done_once() -> None:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoptd.search.windows import Line
+from autoptd.search.windows import Floats, Line
 
 Cuts = tuple[tuple[int, int], ...]
 
@@ -57,7 +57,7 @@ class Problem:
         """Of every stage and run of segments, sending included."""
         n = len(self.line.names)
         return {
-            (k, i, j): self.seconds(k, i, j) + float(self.line.send_s[j])
+            (k, i, j): self.seconds(k, i, j) + float(self.line.send_s[k, j])
             for k in range(self.line.stages)
             for i in range(n)
             for j in range(i, n)
@@ -93,7 +93,7 @@ def random_problem(seed: int) -> Problem:
     line = Line(
         names=names,
         base_s=tuple(np.array([s.base_s[pool] for s in own]) for pool in range(devices)),
-        send_s=np.array([float(rng.choice([0, 1, 4, 12])) for _ in names[:-1]] + [0.0]),
+        send_s=_random_sends(rng, stages, len(names)),
         alive=alive,
         pools=tuple(sorted(rng.randrange(devices) for _ in alive)),
         state=np.array([s.state for s in own]),
@@ -104,6 +104,13 @@ def random_problem(seed: int) -> Problem:
         uncut=frozenset(i for i in range(1, len(names)) if rng.random() < rng.choice([0.0, 0.0, 0.3])),
     )
     return Problem(kinds, line, float(rng.choice([0, 1, 1, 2, 3, 15])), rng.choice([0, seed + 1]))
+
+
+def _random_sends(rng: random.Random, stages: int, segments: int) -> Floats:
+    """By what crosses each place, and by the edge behind each stage; nothing behind the last of either."""
+    places = np.array([float(rng.choice([0, 1, 4, 12])) for _ in range(segments - 1)] + [0.0])
+    edges = np.array([float(rng.choice([1, 1, 3])) for _ in range(stages - 1)] + [0.0])
+    return np.outer(edges, places)
 
 
 def _kind(rng: random.Random, devices: int) -> Kind:

@@ -19,6 +19,7 @@ from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
 from autoptd.schedule import route_of, row_of, step_lists
 from autoptd.search import bounds, refine, relax
+from autoptd.search import stages as stages_module
 from autoptd.search.bounds import cut_bound_s, even_bound_s
 from autoptd.search.relax import Blocks, Part, Pipeline, relaxed_bound_s
 from autoptd.search.stages import Stages
@@ -57,8 +58,8 @@ class Run:
         """The least part that a pass has of any segment, at the most."""
         return max(min(f, b) / (f + b) for f, b, _ in self.segments)
 
-    def seconds(self) -> float:
-        """Simulated, with messages beside computing."""
+    def seconds(self, overlap: Sequence[str] = ("p2p",)) -> float:
+        """Simulated, with messages beside computing or not."""
         weights = [sum(w for _, _, w in self.segments[i : j + 1]) for i, j in self.cuts]
         sends = (*self.sends, 0.0) if self.sends else (0.0,) * len(self.cuts)
         times = zip(self.forward_s, self.backward_s, weights, sends, (0.0, *sends), strict=False)
@@ -66,7 +67,7 @@ class Run:
         lists = step_lists(self.schedule, self.ranks, self.microbatches, self.virtual)
         route = route_of(self.schedule, self.ranks, self.virtual)
         stages = [StageTimes(route.of(chunks, rank)) for rank in range(self.ranks)]
-        return simulate(lists, stages, Overlap.of(["p2p"]), route).makespan_s
+        return simulate(lists, stages, Overlap.of(overlap), route).makespan_s
 
     def bound_s(self, sends: tuple[float, ...] = ()) -> float:
         return cut_bound_s(self.forward_s, self.backward_s, self.schedule, self.ranks, self.microbatches, sends)
@@ -105,7 +106,7 @@ def stages_of(run: Run, rooms: float = math.inf) -> Any:
     line = Line(
         names=tuple(range(n)),
         base_s=(np.array([f + b for f, b, _ in run.segments]),),
-        send_s=np.array([1.0] * (n - 1) + [0.0]),
+        send_s=_sends_everywhere(run),
         alive=(1,) * len(run.cuts),
         pools=(0,) * len(run.cuts),
         state=nothing,
@@ -117,12 +118,25 @@ def stages_of(run: Run, rooms: float = math.inf) -> Any:
     route = route_of(run.schedule, run.ranks, run.virtual)
     candidate = SimpleNamespace(pp=run.ranks, microbatches=run.microbatches, route=route)
     method = SimpleNamespace(schedule=run.schedule, virtual=run.virtual)
-    return SimpleNamespace(candidate=candidate, method=method, line=line, count=len(run.cuts))
+    least_sends_s = tuple((line.least_sends_s[:-1] / 2).tolist())
+    return SimpleNamespace(
+        candidate=candidate, method=method, line=line, count=len(run.cuts), least_sends_s=least_sends_s
+    )
+
+
+def _sends_everywhere(run: Run) -> Any:
+    """[stage, segment] there and back: what a run says where it cuts, and twice that everywhere else."""
+    sends = np.array([*(run.sends or (0.0,) * (len(run.cuts) - 1)), 0.0])
+    found = np.tile(4 * sends[:, None], (1, len(run.segments)))
+    for k, (_, last) in enumerate(run.cuts):
+        found[k, last] = 2 * sends[k]
+    found[:, -1] = 0.0
+    return found
 
 
 def too_high(run: Run) -> Iterator[str]:
     """Bounds that are above the simulated time of a pipeline."""
-    least, found = run.seconds() * SLACK, {}
+    least, found = min(run.seconds(), run.seconds(())) * SLACK, {}
     found["of the cut"] = run.bound_s()
     found["of the cut and its messages"] = run.bound_s(run.sends)
     found["of any cut"] = run.even_s(run.share)
@@ -131,7 +145,9 @@ def too_high(run: Run) -> Iterator[str]:
     walk = refine._Walk(stages_of(run), math.inf)
     for k in range(1, len(run.cuts) + 1):
         rest = sum(f + b for f, b, _ in run.segments[run.cuts[k - 1][1] + 1 :])
-        found[f"of the first {k} stages"] = walk._bound_s(run.forward_s[:k], run.backward_s[:k], rest)
+        found[f"of the first {k} stages"] = walk._bound_s(
+            run.forward_s[:k], run.backward_s[:k], [*run.sends, 0.0][:k], rest
+        )
     yield from (name for name, bound in found.items() if bound > least)
 
 
@@ -194,6 +210,15 @@ def test_messages_to_and_fro_meet_the_bound() -> None:
     assert run.bound_s(run.sends) > 3 * run.bound_s()
 
 
+def test_neighbours_by_turns_meet_the_bound() -> None:
+    """Two stages, and messages that take longer than passes: two microbatches for every two messages and two passes
+    of both. GPipe's are sent one after the other, each way."""
+    run = replace(even("1f1b", 2, 9), sends=(50.0,))
+    assert run.bound_s(run.sends) == pytest.approx(run.seconds()) == pytest.approx(6 + 100 + 4 * (6 + 100))
+    run = replace(even("gpipe", 4, 9), sends=(0.0, 50.0, 0.0))
+    assert run.bound_s(run.sends) == pytest.approx(run.seconds()) == pytest.approx(12 + 18 * 50)
+
+
 def test_one_rank_meets_every_bound() -> None:
     for schedule in ("1f1b", "gpipe", "zero-bubble"):
         run = even(schedule, 1, 7)
@@ -252,9 +277,10 @@ def random_shared(seed: int) -> Shared:
     blocks = tuple(
         Blocks(order.count(k), _together(kind), tuple(kind) if len(kind) > 1 else ()) for k, kind in enumerate(kinds)
     )
-    pipeline = Pipeline(schedule, m, virtual, alive, (0,) * ranks, (room,) * ranks)
+    sends = tuple(rng.choice([0.0, 0.1, 3.0]) for _ in cuts[:-1])
+    pipeline = Pipeline(schedule, m, virtual, alive, (0,) * ranks, (room,) * ranks, sends)
     present = tuple(b for b in blocks if b.count)
-    return Shared(pipeline, present, Run(schedule, ranks, virtual, m, segments, cuts), max(held) <= room)
+    return Shared(pipeline, present, Run(schedule, ranks, virtual, m, segments, cuts, sends), max(held) <= room)
 
 
 def _slice(parts: Sequence[Part], ways: Sequence[tuple[float, float]], i: int, j: int) -> Iterator[Any]:
@@ -325,8 +351,20 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(bounds, "warm_up", lambda schedule, k, p, m: max(1, in_flight(k, p, m, schedule) - 1))
         assert any(run.bound_s(run.sends) > run.seconds() * SLACK for run in RUNS)
     with monkeypatch.context() as patch:  # gradients of parameters that may not wait
-        patch.setattr(refine, "cut_bound_s", lambda f, b, _, p, m: cut_bound_s(f, b, "1f1b", p, m))
+        patch.setattr(refine, "cut_bound_s", lambda f, b, _, p, m, x: cut_bound_s(f, b, "1f1b", p, m, x))
         assert any(any(too_high(run)) for run in RUNS)
+    turn, beside, edges = bounds.turns, bounds.beside_s, bounds.edges_s
+    wrong = {  # twice the turns, both directions of an edge one after the other, an edge that is not there
+        "turns": lambda *args: 2 * turn(*args),
+        "beside_s": lambda x, _, m: beside(x, "gpipe", m),
+        "edges_s": lambda x, _, ranks, m: edges(x, "interleaved", ranks, m),
+    }
+    for name, planted in wrong.items():
+        with monkeypatch.context() as patch:
+            for module in (bounds, relax, refine, stages_module):
+                patch.setattr(module, name, planted, raising=False)
+            assert any(any(too_high(run)) for run in RUNS), name
+            assert name == "edges_s" or _too_high_relaxed(), name
     honest = relax._paths
     with monkeypatch.context() as patch:  # every schedule taken for 1F1B
         patch.setattr(relax, "_paths", lambda *args: honest(*args[:-1], replace(args[-1], schedule="1f1b", virtual=1)))

@@ -80,7 +80,7 @@ def line(base: list[float], stages: int, **extra: Any) -> Line:
     given = {
         "names": tuple(known.index(s) for s in base),
         "base_s": (np.array(base),),
-        "send_s": nothing,
+        "send_s": np.zeros((stages, len(base))),
         "alive": tuple(range(stages, 0, -1)),
         "pools": (0,) * stages,
         "state": nothing,
@@ -134,7 +134,7 @@ def test_a_slower_device_gets_fewer_segments() -> None:
 
 def test_a_place_where_much_crosses_is_avoided() -> None:
     send = np.array([0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
-    crossed = line([1.0] * 6, 2, send_s=send)
+    crossed = line([1.0] * 6, 2, send_s=np.stack([send, 0 * send]))
     assert solve_cuts(crossed, 3.0, asked(crossed)[0]) == ((0, 3), (4, 5))
 
 

@@ -20,8 +20,9 @@ from autoptd.passes.graph import infos
 from autoptd.passes.sharding import ops_of
 from autoptd.plans import Plan
 from autoptd.progress import Silent
-from autoptd.search.chunks import Chunks, exposed_s
+from autoptd.search.chunks import Chunks
 from autoptd.search.even import even_counts, even_cuts
+from autoptd.search.kinds import exposed_s
 from autoptd.search.planner import Planner, Task
 from autoptd.search.tensors import Tensors
 from autoptd.search.wishes import read_wishes
@@ -261,6 +262,25 @@ def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) ->
     assert own.chunk(0, last, {}).sharding_s == 0.0
 
 
+def test_frozen_parameters_are_gathered_and_not_summed() -> None:
+    """Behind a frozen encoder no gradient comes: its parameters are gathered in the forward pass alone."""
+    model = gpt()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("tokens", "positions", "blocks.0", "blocks.3")))
+    frozen = autoptd.trace(model, seq=SEQ)
+    last = len(frozen.folded.segments) - 1
+    shown, _ = chunks(frozen, zero=3, pp=1, tp=1, dp=8, micro=1, overlap=[])
+    still, trained = shown.frozen_bytes(0, last), shown.numel(0, last)[1]
+    behind = shown.frozen_bytes(0, last, backward=True)
+    assert 0 < behind < still and still == 2 * shown.numel(0, last)[0]
+    forward, backward = (last * collective_s("all_gather", (trained * 2 + n) / last, NODE, 8) for n in (still, behind))
+    scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
+    assert shown.chunk(0, last, {}).sharding_s == pytest.approx(forward + backward + scatter)
+    whole, _ = chunks(frozen, zero=2, pp=1, tp=1, dp=8, micro=1, overlap=[])
+    gather = last * collective_s("all_gather", trained * 2 / last, NODE, 8)
+    assert whole.chunk(0, last, {}).sharding_s == pytest.approx(gather + scatter)
+
+
 def test_exposed_by_hand() -> None:
     assert exposed_s(10.0, 100.0, 5) == 2.0  # the first piece
     assert exposed_s(10.0, 3.0, 5) == 2.0 + 8.0 - 3.0  # and what is longer than the compute
@@ -335,9 +355,10 @@ def test_a_tied_embedding_is_summed_over_its_stages() -> None:
     last = len(tied.folded.segments) - 1
     # [512, 64] in two over tp, of each rank's half (ZeRO 1) in fp32, between ranks of the two stages, 4 apart
     nbytes = 512 * 64 / 2 * 4 / 2
-    assert own._tied_s([(0, last // 2)]) == pytest.approx(collective_s("all_reduce", nbytes, NODE, 2, 4))
-    assert own._tied_s([(last // 2 + 1, last)]) == own._tied_s([(0, last // 2)])
-    assert own._tied_s([(0, last)]) == 0.0, "one stage has both"
+    halves = ((0, last // 2), (last // 2 + 1, last))
+    assert own._tied_s([halves[0]], halves) == pytest.approx(collective_s("all_reduce", nbytes, NODE, 2, 4))
+    assert own._tied_s([halves[1]], halves) == own._tied_s([halves[0]], halves)
+    assert own._tied_s([(0, last)], ((0, last),)) == 0.0, "one stage has both"
 
 
 def test_cp_must_divide_the_sequence() -> None:

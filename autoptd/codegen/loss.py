@@ -1,0 +1,162 @@
+"""The functions that say what a loss is over a batch: `loss_counts` of a microbatch, and `loss_of` the batch's sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.codegen.block import attribute
+from autoptd.codegen.body import Body
+from autoptd.codegen.expressions import value_text
+from autoptd.codegen.names import Names
+from autoptd.passes.fold import Folded
+from autoptd.passes.graph import ancestors, info
+from autoptd.passes.loss_form import ADDEND, addend_slices, count_index, is_count
+from autoptd.passes.placements import B
+from autoptd.passes.sharding import Sharding
+from autoptd.passes.trace import Traced
+
+FUNCTIONS = ("loss_counts", "loss_of")
+
+
+def count_text(node: fx.Node) -> str:
+    """A count of the batch, where counts are at hand."""
+    return f"counts[{count_index(node)}]"
+
+
+def buffer_text(traced: Traced, node: fx.Node) -> str:
+    """A buffer or constant, on the stage that holds it."""
+    return attribute(traced.buffers.get(node.name) or node.name).replace("get_parameter", "get_buffer")
+
+
+def size_source(traced: Traced, symbol: sympy.Symbol, have: Mapping[str, fx.Node]) -> tuple[str, int]:
+    """(input, dim) that has the size, an input that is read anyway first."""
+    for name, node in have.items():
+        if symbol in info(node).shape:
+            return name, info(node).shape.index(symbol)
+    return traced.sizes[symbol]
+
+
+def input_node(traced: Traced, name: str) -> fx.Node:
+    """The placeholder of a model input."""
+    return next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == name)
+
+
+class LossFunctions:
+    """Of stages that are given counts; of the last one, whose loss may be a function of sums."""
+
+    def __init__(self, folded: Folded, sharding: Sharding, reserved: Callable[[Folded], frozenset[str]]) -> None:
+        self.folded, self.traced, self.form = folded, folded.traced, folded.loss_form
+        self.sharding, self.reserved = sharding, reserved
+        self.inputs: list[str] = []
+        self.found = {"loss_counts": self._counts()} if folded.counts else {}
+        if self.form.outer is not None:
+            self.found["loss_of"] = self._outer(self.form.outer)
+
+    def sources(self, last: bool) -> dict[str, str]:
+        """By name."""
+        return {name: text for name, text in self.found.items() if last or name != "loss_of"}
+
+    def attributes(self, last: bool) -> list[str]:
+        """Lines of the stage's class."""
+        lines = [] if last else ["    reads_counts = True"]
+        if self.folded.counts:
+            lines.append(f"    count_inputs = {value_text(tuple(self.inputs))}")
+            if not self._plain_counts():
+                lines += ["    counted = (", *(f"        {text}," for text in self._counted()), "    )"]
+            own = self.found["loss_counts"].startswith("def loss_counts(self")
+            lines.append(f"    loss_counts = {'loss_counts' if own else 'staticmethod(loss_counts)'}")
+        if last and self.form.outer is not None:
+            lines += [f"    addends = {self.form.width}", "    loss_of = loss_of"]
+        return lines
+
+    def _plain_counts(self) -> bool:
+        """Whether all are single numbers, summed in one round."""
+        return (
+            not any(self.form.rounds)
+            and set(self.form.combines) <= {"sum"}
+            and not any(map(self._shape, self.folded.counts))
+        )
+
+    def _shape(self, count: fx.Node) -> tuple[int, ...]:
+        return tuple(map(int, info(count).shape))
+
+    def _counted(self) -> Iterable[str]:
+        for node, combine, number in zip(self.folded.counts, self.form.combines, self.form.rounds, strict=True):
+            rest = f", {number}" if number else ""
+            yield f'Count("{combine}", {value_text(self._shape(node))}{rest})'
+
+    def _counts(self) -> str:
+        """What a microbatch adds to the counts."""
+        traced, body = self.traced, Body(self.sharding, Names(self.reserved(self.folded)))
+        wanted = ancestors(self.folded.counts)
+        nodes = [n for n in traced.graph.graph.nodes if n in wanted]
+        renames: list[str] = []
+        by_name: dict[str, fx.Node] = {}
+
+        def bind(node: fx.Node) -> None:
+            name = traced.inputs[node.name]
+            variable, lines = body.names.argument(name)
+            by_name[name] = node
+            body.bind(node, B, variable)
+            renames.extend(lines)
+
+        held = False
+        for node in nodes:
+            if node.op != "placeholder":
+                continue
+            if node.name in traced.inputs:
+                bind(node)
+            elif is_count(node):
+                body.bind(node, B, count_text(node))
+            else:
+                held = True
+                body.bind(node, B, buffer_text(traced, node))
+        body.prelude([n for n in nodes if n.op == "call_function"])
+        sizes = []
+        for symbol in sorted(body.sizes, key=str):
+            source, dim = size_source(traced, symbol, by_name)
+            if source not in by_name:
+                bind(input_node(traced, source))
+            sizes.append(f"{symbol} = {body.held[by_name[source], B]}.size({dim})")
+        self.inputs = list(by_name)
+        first = [f"device = {body.held[next(iter(by_name.values())), B]}.device"] if body.uses_device else []
+        arguments = ["self: Stage"] * held + [f"{name}: Tensor" for name in by_name]
+        arguments += ["counts: tuple[Tensor, ...]"] * any(self.form.rounds)
+        results = [body.held[n, B] for n in self.folded.counts]
+        lines = [f"def loss_counts({', '.join(arguments)}) -> tuple[Tensor, ...]:"]
+        lines.append('    """What one microbatch adds to each count of the whole batch."""')
+        lines += [f"    {line}" for line in [*renames, *sizes, *first, *body.lines]]
+        lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
+        return "\n".join(lines) + "\n"
+
+    def _outer(self, graph: fx.Graph) -> str:
+        """The loss of the sums of the batch."""
+        body = Body(self.sharding, Names(self.reserved(self.folded) | {"sums"}))
+        slices = addend_slices(self.form.addends)
+        for node in graph.nodes:
+            if node.op != "placeholder":
+                continue
+            if node.name.startswith(ADDEND):
+                body.bind(node, B, _part(*slices[int(node.name.rpartition("_")[2])]))
+            else:
+                body.bind(node, B, count_text(node) if is_count(node) else buffer_text(self.traced, node))
+        body.prelude([n for n in graph.nodes if n.op == "call_function"])
+        (loss,) = next(n for n in graph.nodes if n.op == "output").args
+        lines = ["def loss_of(self: Stage, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:"]
+        lines.append('    """The loss, a function of sums over all samples of the whole batch."""')
+        lines += ["    device = sums.device"] if body.uses_device else []
+        lines += [f"    {line}" for line in body.lines]
+        assert isinstance(loss, fx.Node)
+        lines.append(f"    return {body.held[loss, B]}")
+        return "\n".join(lines) + "\n"
+
+
+def _part(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """An addend, out of all side by side."""
+    text = f"sums[{start}]" if not shape else f"sums[{start}:{stop}]"
+    text += f".view{value_text(shape)}" if len(shape) > 1 else ""
+    return text if dtype == torch.float64 else f"{text}.to({dtype})"

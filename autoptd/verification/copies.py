@@ -1,0 +1,76 @@
+"""Copies of a model that train as the model does: with its hooks, which a deep copy of a parameter leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoptd.errors import PlanError
+
+# Where modules keep their hooks (private to torch; seen in 2.13.0).
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy, hooks of parameters included."""
+    made = copy.deepcopy(model)
+    for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
+        carry_parameter_hooks(mine, theirs)
+    return made
+
+
+def carry_parameter_hooks(to: Tensor, of: Tensor) -> None:
+    """Register on `to` what was registered on `of` with register_hook and register_post_accumulate_grad_hook."""
+    for hook in _held(of, "_backward_hooks"):
+        to.register_hook(hook)
+    for hook in _held(of, "_post_accumulate_grad_hooks"):
+        to.register_post_accumulate_grad_hook(hook)
+
+
+def carry_settings(to: nn.Module, of: nn.Module) -> None:
+    """What was set on a model after it was made, by names: hooks, frozen parameters, training modes.
+
+    to: the same class made anew, of other sizes. Raises PlanError where `of` was built on since: other modules, or a
+    `forward` of its own for one of them.
+    """
+    mine, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (to, of))
+    changed = [n for n, m in theirs.items() if type(mine.get(n, m)) is not type(m) or "forward" in vars(m)]
+    if changed or {_form(n) for n in mine} != {_form(n) for n in theirs}:
+        raise PlanError(
+            "the model was changed after it was made, so that its configuration does not say all",
+            where=", ".join(changed[:6]) or "model",
+            fix="verify it at its own widths",
+        )
+    for name in mine.keys() & theirs.keys():
+        mine[name].training = theirs[name].training
+        for kept in _HOOKS:
+            setattr(mine[name], kept, copy.copy(getattr(theirs[name], kept)))
+    held = dict(of.named_parameters(remove_duplicate=False))
+    for name, p in to.named_parameters():
+        if name in held:
+            p.requires_grad_(held[name].requires_grad)
+            if p.requires_grad:
+                carry_parameter_hooks(p, held[name])
+
+
+def _form(name: str) -> str:
+    """A module's name without the numbers of its layers and experts."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _held(x: Tensor, name: str) -> list[Any]:
+    hooks: OrderedDict[int, Any] | None = getattr(x, name, None)
+    return list((hooks or {}).values())

@@ -1,0 +1,193 @@
+"""What a model's inputs may hold, read off its graph.
+
+    indices     one more than the largest: the shortest table, or number of classes, that they choose from
+    marks       numbers that the model tells from all others: the label that a loss leaves out, padding (`ids != 0`)
+    role        of floating-point numbers: "share" between 0 and 1 (a probability, the operand of a logarithm or a
+                root), "mask", "weight" (its sum divides the loss), else "value"
+
+A graph does not say all: whether a guess was good is seen when the plain model runs on it (`inputs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.compile import TracedModel
+from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, op_name, operands
+from autoptd.passes.work import work
+from autoptd.runtime import ops
+
+aten = torch.ops.aten
+Sizes = Mapping[Any, int]
+
+# op -> which arguments are indices, and of which dim of the first argument: a number, or the argument that says it
+_INDICES: dict[str, tuple[int, str]] = {
+    "embedding": (1, "rows"),
+    "gather": (2, "dim"),
+    "index_select": (2, "dim"),
+    "index_add": (2, "dim"),
+    "index_copy": (2, "dim"),
+    "scatter": (2, "dim"),
+    "scatter_add": (2, "dim"),
+    "take_along_dim": (1, "third"),
+    "cross_entropy_loss": (1, "classes"),
+    "nll_loss_nd": (1, "classes"),
+    "cross_entropy": (1, "last"),
+    "one_hot": (0, "count"),
+}
+_LISTS = ("index", "index_put")  # whose second argument is a list with an index of each dim, or None
+_BELOW = {"eq": 0, "ne": 0, "ge": -1, "lt": -1, "gt": 0, "le": 0}  # comparison with c -> c + this is told from others
+_LOOKUPS = ("embedding", "gather", "index", "index_select", "take_along_dim")
+_CARRIERS = (
+    "to",
+    "_to_copy",
+    "clone",
+    "detach",
+    "where",
+    "cat",
+    "masked_fill",
+    "pad",
+    "constant_pad_nd",
+    "roll",
+    "flip",
+)
+_PROPER = ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "xlogy", "logit")
+_TARGETS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "cross_entropy_loss")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One input: its concrete shape, dim 0 the samples."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bound: int | None = None
+    marks: tuple[int, ...] = ()
+    role: str = "value"
+
+
+def domains_of(source: TracedModel, sizes: Sizes) -> list[Domain]:
+    """Of each input. `sizes`: of all symbols, `b` the samples of the whole batch."""
+    traced = source.folded.traced
+    nodes = [n for n in traced.graph.graph.nodes if n.op != "output"]
+    whole, held = _reached(nodes, traced.inputs, through=_integers), _reached(nodes, traced.inputs, through=_carries)
+    bounds, marks, roles = dict[str, int](), dict[str, list[int]](), dict[str, str]()
+    for node in [n for n in nodes if n.op == "call_function"]:
+        for index, bound in _indexed(node, sizes):
+            for name in whole.get(index, ()):
+                bounds[name] = min(bounds.get(name, bound), bound)
+        for operand, mark in _ignored(node, sizes):
+            for name in whole.get(operand, ()):
+                marks.setdefault(name, []).append(mark)
+        for operand, mark in _compared(node):
+            for name in held.get(operand, ()):
+                marks.setdefault(name, []).append(mark)
+        for operand, role in _roles(node):
+            for name in held.get(operand, ()):
+                roles.setdefault(name, role)
+    found = []
+    for name, shape, dtype in inputs_of(source, sizes):
+        role = "mask" if "mask" in name.lower() else roles.get(name, "value")
+        found.append(Domain(name, shape, dtype, bounds.get(name), tuple(dict.fromkeys(marks.get(name, ()))), role))
+    return found
+
+
+def inputs_of(source: TracedModel, values: Sizes) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Name, shape and dtype of each input at given sizes."""
+    traced, found = source.folded.traced, []
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder" and node.name in traced.inputs:
+            shape = tuple(_number(n, values) for n in info(node).shape)
+            found.append((traced.inputs[node.name], shape, info(node).dtype))
+    return found
+
+
+def _number(size: Any, values: Sizes) -> int:
+    return size if isinstance(size, int) else int(size.subs(dict(values)))
+
+
+def _reached(nodes: Sequence[fx.Node], inputs: Mapping[str, str], through: Any) -> dict[fx.Node, frozenset[str]]:
+    """Node -> the inputs that lead to it through nodes of one kind; of a lookup the table counts, not the index."""
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            found[node] = frozenset([inputs[node.name]] if node.name in inputs else ())
+        elif through(node):
+            given = operands(node)[:1] if op_name(node) in _LOOKUPS else operands(node)
+            found[node] = frozenset().union(*(found.get(o, frozenset()) for o in given))
+    return found
+
+
+def _integers(node: fx.Node) -> bool:
+    return not any(t.dtype.is_floating_point or t.dtype == torch.bool for t in infos(node))
+
+
+def _carries(node: fx.Node) -> bool:
+    """Whether the elements of a node's result are those of its operand, in another shape or type."""
+    if is_getitem(node) or op_name(node) in _CARRIERS:
+        return True
+    return work(op_call(node)).kind == "view"
+
+
+def _indexed(node: fx.Node, sizes: Sizes) -> Iterator[tuple[fx.Node, int]]:
+    """Operands of a node that are indices, and how many things they choose from."""
+    name = op_name(node)
+    if name in _LISTS:
+        given = node.args[1]
+        for dim, index in enumerate(given if isinstance(given, (list, tuple)) else ()):
+            if isinstance(index, fx.Node):
+                yield index, _number(info(node.args[0]).shape[dim], sizes)  # type: ignore[arg-type]
+    if name not in _INDICES:
+        return
+    at, how = _INDICES[name]
+    index = node.args[at] if at < len(node.args) else None
+    if not isinstance(index, fx.Node) or info(index).dtype.is_floating_point:
+        return
+    if how == "count":
+        count = node.args[1] if len(node.args) > 1 else -1
+        if isinstance(count, int) and count > 0:
+            yield index, count
+        return
+    shape = info(node.args[0]).shape  # type: ignore[arg-type]
+    said = node.args[1] if how == "dim" else node.args[2] if len(node.args) > 2 else None
+    at_dim = {"rows": 0, "last": -1, "classes": 1 if len(shape) > 1 else 0}.get(how, said)  # type: ignore[arg-type]
+    if isinstance(at_dim, int):
+        yield index, _number(shape[at_dim], sizes)
+
+
+def _compared(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """Operand of a comparison, and the number that it tells from others."""
+    name = op_name(node)
+    if name in _BELOW and len(node.args) > 1 and isinstance(node.args[0], fx.Node):
+        number, whole = node.args[1], not info(node.args[0]).dtype.is_floating_point
+        if whole and isinstance(number, (int, float)) and float(number).is_integer():
+            yield node.args[0], int(number) + _BELOW[name]
+
+
+def _ignored(node: fx.Node, sizes: Sizes) -> Iterator[tuple[fx.Node, int]]:
+    """Labels of a loss, and the one that it leaves out."""
+    if op_name(node) in ("cross_entropy_loss", "nll_loss_nd"):
+        ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
+        yield node.args[1], _number(ignored, sizes)  # type: ignore[misc]
+    elif node.target is ops.cross_entropy:
+        yield node.args[1], _number(node.args[2], sizes)  # type: ignore[misc]
+
+
+def _roles(node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    name = op_name(node)
+    if name in _PROPER and node.all_input_nodes:
+        yield node.all_input_nodes[0], "share"
+    if name in _TARGETS and isinstance(node.args[1], fx.Node) and info(node.args[1]).dtype.is_floating_point:
+        yield node.args[1], "share"
+    if name in ("eq", "ne", "gt", "ge", "lt", "le") and isinstance(node.args[0], fx.Node):
+        yield node.args[0], "mask"
+    if name == "div" and isinstance(node.args[1], fx.Node):
+        for reached in ancestors([node.args[1]]):
+            if reached.op == "call_function" and op_name(reached) in ("sum", "mean") and reached.all_input_nodes:
+                yield reached.all_input_nodes[0], "weight"

@@ -1,0 +1,174 @@
+"""Run the user's own code in float64, with dropout that draws the elements that the emitted program draws.
+
+Every call of torch in the model's forward and backward passes goes through `Keyed`:
+
+    a narrower float type, as an argument       float64
+    a narrower tensor that is no parameter      the same numbers in float64: inputs, constants, tables of a module
+    torch.tensor(0.1)                           the number that float32 has for it, as the graph holds it; with
+                                                dtype=x.dtype the number that the planned type has
+    torch.finfo(x.dtype)                        of the type that was planned
+    the k-th dropout of a forward pass          the elements of the k-th node of the graph that drops
+
+Which dropout is the k-th is read off torch's random state: what checkpointing runs again, it runs from the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autoptd.passes.trace import PRECISIONS
+from autoptd.runtime import ops
+from autoptd.runtime.randomness import DropoutKey, Where
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_LITERALS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A node that drops elements: its key, and where samples lie in what it draws."""
+
+    key: str
+    samples: Where
+
+
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    """What names no type, such as `torch.arange(8) / 8`, is float64: in the plain model and on every rank."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass
+class Keyed(TorchFunctionMode):
+    """See the module. `draws`: None where nothing is dropped. `used`: how many draws there were so far."""
+
+    draws: Sequence[Draw] | None
+    rng: DropoutKey
+    precision: str
+    wide: bool = True  # whether the code itself names float64: else `dtype=x.dtype` is of the type that was planned
+    seen: dict[bytes, int] = field(default_factory=dict)
+    _before: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @property
+    def used(self) -> int:
+        return len(self.seen)
+
+    def __enter__(self) -> Keyed:
+        """Functions of torch that are written in Python call these by name, where a mode does not see it."""
+        self._before = F.dropout, F.scaled_dot_product_attention, torch.finfo, torch.get_rng_state()
+        F.dropout, F.scaled_dot_product_attention, torch.finfo = self._dropout, self._attention, self._finfo  # type: ignore[assignment,misc]
+        torch.default_generator.manual_seed(0)
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        F.dropout, F.scaled_dot_product_attention, torch.finfo, state = self._before  # type: ignore[assignment,misc]
+        torch.set_rng_state(state)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        dropout, attention = self._before[:2]
+        if func in _LITERALS:
+            return self._literal(func, args, dict(kwargs or {}))
+        args, options = as_float64(tuple(args)), as_float64(dict(kwargs or {}))
+        func = torch.Tensor.double if func in _NARROW else func
+        if func is torch._grouped_mm:  # whose kernel does not know float64
+            return _each_group(args[0], args[1], options["offs"])
+        if func is dropout:
+            return self._dropout(*args, **options)
+        if func in (torch.dropout, torch.dropout_):
+            given = dict(zip(("input", "p", "train"), args, strict=False)) | options
+            return self._dropout(given["input"], given["p"], given["train"], func is torch.dropout_)
+        if func is attention:
+            return self._attention(*args, **options)
+        return func(*args, **options)
+
+    def _literal(self, func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """A number written in the model's code, rounded as the tracer rounds it."""
+        made = func(*args, **options)
+        named = options.get("dtype")
+        own = PRECISIONS[self.precision] if func is torch.Tensor.new_tensor or named is not None else torch.float32
+        data = (*args, *options.values())[func is torch.Tensor.new_tensor]
+        unnamed = named is None or (named is torch.float64 and not self.wide)
+        rounded = isinstance(data, (float, list, tuple)) and unnamed and made.is_floating_point()
+        return as_float64(made.to(own) if rounded else made)
+
+    def _finfo(self, dtype: torch.dtype | None = None) -> torch.finfo:
+        return self._before[2](PRECISIONS[self.precision] if dtype in (None, torch.float64) else dtype)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not (training and p) or self.draws is None:
+            return input
+        draw = self._next()
+        made = ops.dropout(input, p, key=draw.key, rng=self.rng, samples=draw.samples)
+        return input.copy_(made) if inplace else made
+
+    def _attention(self, *args: Any, **options: Any) -> Tensor:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        named = as_float64(dict(zip(names, args, strict=False)) | options)
+        if not named.get("dropout_p") or self.draws is None:
+            made: Tensor = self._before[1](**named | {"dropout_p": 0.0})
+            return made
+        draw = self._next()
+        return ops.attention(
+            named["query"],
+            named["key"],
+            named["value"],
+            named.get("attn_mask"),
+            named["dropout_p"],
+            named.get("is_causal", False),
+            named.get("scale"),
+            key=draw.key,
+            rng=self.rng,
+            samples=draw.samples,
+            enable_gqa=named.get("enable_gqa", False),
+        )
+
+    def _next(self) -> Draw:
+        state = torch.get_rng_state().numpy().tobytes()
+        index = self.seen.setdefault(state, len(self.seen))
+        torch.rand(())
+        if self.draws is None or index >= len(self.draws):
+            raise MoreDraws
+        return self.draws[index]
+
+
+class MoreDraws(RuntimeError):
+    """The model drops elements more often than its graph."""
+
+
+def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """x [r, k], weight [e, k, n], offs [e], where each group's rows end -> [r, n]; rows after the last are zero."""
+    ends = offs.tolist()
+    parts = [x[a:b] @ w for a, b, w in zip([0, *ends], ends, weight, strict=False)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
+
+
+def as_float64(value: Any) -> Any:
+    """float64 in place of narrower types among arguments: types, and tensors of one."""
+    if isinstance(value, torch.dtype) and value in TYPES:
+        return torch.float64
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype in TYPES and not isinstance(value, nn.Parameter) else value
+    if type(value) in (tuple, list):
+        return type(value)(map(as_float64, value))
+    return {k: as_float64(v) for k, v in value.items()} if isinstance(value, dict) else value

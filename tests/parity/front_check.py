@@ -1,0 +1,85 @@
+"""A model, a batch and a loss, as a person hands them to `autoptd.parallelize`, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from parity_check import OPTIONS, complaints
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.api import Parallel
+from autoptd.lockstep import train_alone, train_in_lockstep
+from autoptd.passes.loss import Targets
+
+WIDTH, SAMPLES = 16, 15  # of 16 planned: the last microbatch of the last rank is short
+CUBE = (2, 2, 2)  # dp, tp, pp
+MESHES = ((2, 1, 1), (1, 2, 1), (1, 1, 2), CUBE)
+
+
+class Plain(nn.Module):
+    """Three layers, whose outputs are no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(WIDTH, 32), nn.Linear(32, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class Scored(Plain):
+    """The same, returning a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def random(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def x() -> dict[str, Tensor]:
+    return {"x": random(SAMPLES, WIDTH)}
+
+
+def planned(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    loss: Callable[..., Tensor] | None = None,
+    targets: Targets | None = None,
+    mesh: tuple[int, int, int] = CUBE,
+    **options: Any,
+) -> Parallel:
+    """What `parallelize` gives for this mesh; only two samples of inputs and targets are shown to it."""
+    dp, tp, pp = mesh
+    some = targets[:2] if isinstance(targets, Tensor) else targets and {n: t[:2] for n, t in targets.items()}
+    options = {"precision": "fp64", "optimizer": "sgd", "optimizer_options": OPTIONS["sgd"]} | options
+    wishes = {"dp": dp, "tp": tp, "pp": pp, "micro": 2} | options.pop("fix", {})
+    return autoptd.parallelize(
+        model, world=dp * tp * pp, cluster="dgx-h100", batch=16, inputs={n: t[:2] for n, t in inputs.items()},
+        loss=loss, targets=some, fix=wishes, **options,
+    )  # fmt: skip
+
+
+def wrong(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    loss: Callable[..., Tensor] | None = None,
+    targets: Targets | None = None,
+    mesh: tuple[int, int, int] = CUBE,
+    plain: nn.Module | None = None,
+    **options: Any,
+) -> list[str]:
+    """What differs from one process after two steps in float64. `plain`: what that one trains; the model, left out."""
+    made = planned(model, inputs, loss, targets, mesh, **options)
+    named = {"targets": targets} if isinstance(targets, Tensor) else dict(targets or {})
+    batches = [{n: t.roll(step, 0) for n, t in {**inputs, **named}.items()} for step in range(2)]
+    alone = train_alone(
+        plain or model, batches, loss=loss, targets=targets, optimizer="sgd", optimizer_options=OPTIONS["sgd"]
+    )
+    found = train_in_lockstep(made, batches)
+    names = set(alone.state) ^ set(found.state)
+    return [f"{name} on one side only" for name in sorted(names)] + complaints("front", found, alone)
