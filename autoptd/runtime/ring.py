@@ -15,8 +15,11 @@ With dropout a score counts in its row's sum whether it is kept or not, and K = 
 the whole [..., heads, s, s] stands beside p where values are read: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and
 ds = p ∘ (K ∘ (dO Vᵀ) - D). It is made again in the backward pass.
 
+Without a mask and dropout a tile is done by torch's fused kernel, which keeps no scores (`fused.py`): to the sums above it
+is one key, with the log of the tile's sum for a score. Else it is written out, in pieces.
+
 dK and dV travel with the keys that they belong to, and one step further, home. The next block is under way while a rank
-computes. All sums are in float32 at least.
+computes. Sums over tiles are in float32 at least, and so are the products of a tile that is written out.
 
 Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses): an all-to-all gives each rank all tokens of some heads, and back.
 """
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoptd.runtime import fused
 from autoptd.runtime.attention import attention
 from autoptd.runtime.randomness import FIRST_DIM, DropoutKey, Elements, Part, Where
 from autoptd.runtime.tokens import Tokens
@@ -112,19 +116,17 @@ class _Ring(torch.autograd.Function):
         scale: float,
         dropped: _Dropped | None,
     ) -> Tensor:
-        rows = _Rows(q, k, cp, mask, is_causal, scale, dropped)
+        kind = _Fused if fused.takes(q, v, mask is not None, dropped is not None) else _Rows
+        rows = kind(q, k, cp, mask, is_causal, scale, dropped)
         highest = rows.like_q(1).fill_(-math.inf)
         total, out = rows.like_q(1).zero_(), rows.like_q(v.shape[-1]).zero_()
         for owner, (keys, values) in _round(cp, k, v):
-            for query, key, tile in rows.tiles(owner):
-                scores = rows.scores(query, key, tile, keys)
-                before = highest[..., query, :]
-                above = torch.maximum(before, scores.amax(-1, keepdim=True))
-                base = above.masked_fill(above == -math.inf, 0)  # a row that has seen no key yet
-                weights, decay = (scores - base).exp_(), (before - base).exp_()
-                total[..., query, :] = total[..., query, :] * decay + weights.sum(-1, keepdim=True)
-                kept = rows.kept(weights, owner, query, key)
-                out[..., query, :] = out[..., query, :] * decay + kept @ rows.shared(values, key)
+            for tile in rows.tiles(owner):
+                query = tile.query
+                above, sums, part = rows.folded(tile, keys, values, highest[..., query, :])
+                decay = (highest[..., query, :] - _finite(above)).exp_()
+                total[..., query, :] = total[..., query, :] * decay + sums
+                out[..., query, :] = out[..., query, :] * decay + part
                 highest[..., query, :] = above
         unseen = total == 0
         highest, total = highest.masked_fill_(unseen, 0), total.masked_fill_(unseen, 1)
@@ -141,31 +143,30 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, highest, total = ctx.saved_tensors
         rows, cp = ctx.rows, ctx.cp
         rows.q = rows.grouped(q)
-        d_out = rows.grouped(grad)
-        inner = (d_out * rows.grouped(out)).sum(-1, keepdim=True)
-        d_q = torch.zeros_like(rows.q)
+        rows.turn(grad, out, highest, total)
+        d_q = rows.like_q(q.shape[-1]).zero_()
         arriving: _Sent | None = None
         for owner, (keys, values) in _round(cp, k, v):
             sums = _packed(*(torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (k, v)))
             d_k, d_v = _unpacked(sums)
-            for query, key, tile in rows.tiles(owner):
-                scores = rows.scores(query, key, tile, keys)
-                weights = (scores - highest[..., query, :]).exp_() / total[..., query, :]
-                value, d_rows = rows.shared(values, key), d_out[..., query, :]
-                kept = rows.kept(weights, owner, query, key)
-                d_v[..., key, :] += (kept.transpose(-2, -1) @ d_rows).sum(-3)
-                d_scores = kept * (d_rows @ value.transpose(-2, -1)) - weights * inner[..., query, :]
-                d_scores *= rows.scale
-                d_q[..., query, :] += d_scores @ rows.shared(keys, key)
-                d_k[..., key, :] += (d_scores.transpose(-2, -1) @ rows.q[..., query, :]).sum(-3)
+            for tile in rows.tiles(owner):
+                to_q, to_k, to_v = rows.gradients(tile, keys, values)
+                d_q[..., tile.query, :] += to_q
+                d_k[..., tile.key, :] += to_k
+                d_v[..., tile.key, :] += to_v
             if arriving is not None:
                 for mine, theirs in zip(sums, arriving.wait(), strict=True):
                     mine += theirs
             arriving = _Sent(cp, sums)  # with the keys to the next rank; the last time home
         assert arriving is not None
         d_k, d_v = _unpacked(arriving.wait())
-        rows.q = None
-        return d_q.to(q.dtype).flatten(-4, -3), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None, None
+        rows.q = rows.given = None
+        return rows.joined(d_q).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None, None
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """What to subtract: of a row that has seen no key yet, nothing."""
+    return highest.masked_fill(highest == -math.inf, 0)
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,19 @@ class _Dropped:
         return here.narrow(-2, query.start, query.stop).narrow(-1, key.start, key.stop).keep(self.p)
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """Queries of this rank and keys of an owner that meet."""
+
+    owner: int
+    query: slice
+    key: slice  # of the owner's
+    column: int  # the first one of the mask
+    on_diagonal: bool
+
+
 class _Rows:
-    """The queries of this rank, heads that share a key together, and the tiles in which they meet keys."""
+    """The queries of this rank, heads that share a key together, and the tiles in which they meet keys: written out."""
 
     def __init__(
         self,
@@ -199,6 +211,7 @@ class _Rows:
         self.heads, self.length = k.shape[-3], k.shape[-2]
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.q: Any = self.grouped(q)
+        self.given: Any = None  # in the backward pass: gradients, row sums, and what the forward pass kept of rows
         self.mask = mask
         if mask is not None and mask.ndim > 2:  # heads as the queries have them
             self.mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (self.heads, -1))
@@ -211,6 +224,10 @@ class _Rows:
         """The same of the tensor itself."""
         return x.unflatten(-3, (self.heads, -1))
 
+    def joined(self, x: Tensor) -> Tensor:
+        """The inverse of `grouped_view`."""
+        return x.flatten(-4, -3)
+
     def like_q(self, width: int) -> Tensor:
         return torch.empty((*self.q.shape[:-1], width), dtype=self.dtype, device=self.q.device)
 
@@ -218,45 +235,106 @@ class _Rows:
         """Some of the keys or values, for the heads that share them."""
         return x[..., rows, :].to(self.dtype).unsqueeze(-3)
 
-    def kept(self, weights: Tensor, owner: int, query: slice, key: slice) -> Tensor:
-        """A tile's weights where they are kept, scaled; zero where they are dropped."""
-        if self.dropped is None:
-            return weights
-        keep = self.dropped.kept(owner, query, key).unflatten(-3, (self.heads, -1))
-        return weights * keep * (1 / (1 - self.dropped.p))
-
-    def tiles(self, owner: int) -> Iterator[tuple[slice, slice, tuple[int, bool]]]:
-        """(rows of queries, rows of the owner's keys, (first column of the mask, on the diagonal)) that meet."""
+    def tiles(self, owner: int) -> Iterator[_Tile]:
+        """Those of this rank's queries with the keys of an owner."""
         mine, theirs = self.cp.chunks(self.cp.rank), self.cp.chunks(owner)
         width = self.length // len(theirs)
         for j, there in enumerate(theirs):
-            key = slice(j * width, (j + 1) * width)
+            key, column = slice(j * width, (j + 1) * width), there * width
             if not self.is_causal:
-                yield from ((query, key, (there * width, False)) for query in self._pieces(0, self.q.shape[-2], width))
+                for query in self._pieces(0, self.q.shape[-2], width):
+                    yield _Tile(owner, query, key, column, False)
                 continue
             for i, here in enumerate(mine):
                 if here >= there:
                     for query in self._pieces(i * width, (i + 1) * width, width):
-                        yield query, key, (there * width, here == there)
+                        yield _Tile(owner, query, key, column, here == there)
 
     def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
         """Of at most `_SCORES` scores each."""
         most = max(1, _SCORES // max(1, columns * math.prod(self.q.shape[:-2])))
         return (slice(at, min(at + most, last)) for at in range(first, last, most))
 
-    def scores(self, query: slice, key: slice, tile: tuple[int, bool], keys: Tensor) -> Tensor:
+    def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(the rows' largest score so far, the tile's sum of exponentials, its sum of values), both less the largest."""
+        scores = self._scores(tile, keys)
+        above = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights = (scores - _finite(above)).exp_()
+        return above, weights.sum(-1, keepdim=True), self._kept(weights, tile) @ self.shared(values, tile.key)
+
+    def turn(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
+        """To the backward pass."""
+        given = self.grouped(grad)
+        self.given = given, (given * self.grouped(out)).sum(-1, keepdim=True), highest, total
+
+    def gradients(self, tile: _Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a tile adds to those of its queries, keys and values."""
+        grad, inner, highest, total = (x[..., tile.query, :] for x in self.given)
+        weights = (self._scores(tile, keys) - highest).exp_() / total
+        kept = self._kept(weights, tile)
+        to_values = (kept.transpose(-2, -1) @ grad).sum(-3)
+        to_scores = kept * (grad @ self.shared(values, tile.key).transpose(-2, -1)) - weights * inner
+        to_scores *= self.scale
+        to_keys = (to_scores.transpose(-2, -1) @ self.q[..., tile.query, :]).sum(-3)
+        return to_scores @ self.shared(keys, tile.key), to_keys, to_values
+
+    def _kept(self, weights: Tensor, tile: _Tile) -> Tensor:
+        """A tile's weights where they are kept, scaled; zero where they are dropped."""
+        if self.dropped is None:
+            return weights
+        keep = self.dropped.kept(tile.owner, tile.query, tile.key).unflatten(-3, (self.heads, -1))
+        return weights * keep * (1 / (1 - self.dropped.p))
+
+    def _scores(self, tile: _Tile, keys: Tensor) -> Tensor:
         """[..., kv heads, heads per kv head, queries, keys], masked."""
-        column, diagonal = tile
-        scores: Tensor = self.q[..., query, :] @ self.shared(keys, key).transpose(-2, -1) * self.scale
-        if diagonal:
+        query = tile.query
+        scores: Tensor = self.q[..., query, :] @ self.shared(keys, tile.key).transpose(-2, -1) * self.scale
+        if tile.on_diagonal:
             width = scores.shape[-1]
             seen = torch.ones(width, width, dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~seen[query.start % width :][: scores.shape[-2]], -math.inf)
         if self.mask is not None:
             mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., query, :]
-            mask = mask if mask.shape[-1] == 1 else mask[..., column : column + scores.shape[-1]]
+            mask = mask if mask.shape[-1] == 1 else mask[..., tile.column : tile.column + scores.shape[-1]]
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
         return scores
+
+
+class _Fused(_Rows):
+    """The same by a kernel that keeps no scores: whole chunks, heads as they are, products in the operands' type."""
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return x
+
+    grouped_view = joined = grouped
+
+    def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
+        yield slice(first, last)
+
+    def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A tile as one key: its score is the log of its sum, its value the tile's result."""
+        out, sums = fused.forward(
+            self.q[..., tile.query, :], keys[..., tile.key, :], values[..., tile.key, :], tile.on_diagonal, self.scale
+        )
+        above = torch.maximum(highest, sums.unsqueeze(-1))
+        weight = (sums.unsqueeze(-1) - above).exp_()
+        return above, weight, out * weight
+
+    def turn(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
+        self.given = grad, out, (highest + total.log()).squeeze(-1)
+
+    def gradients(self, tile: _Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        grad, out, sums = self.given
+        return fused.backward(
+            grad[..., tile.query, :],
+            self.q[..., tile.query, :],
+            keys[..., tile.key, :],
+            values[..., tile.key, :],
+            out[..., tile.query, :],
+            sums[..., tile.query].contiguous(),
+            tile.on_diagonal,
+            self.scale,
+        )
 
 
 Parts = tuple[Tensor, ...]

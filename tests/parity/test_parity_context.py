@@ -177,8 +177,8 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
             marks=pytest.mark.fault("keys of another rank"),
         ),  # keys of another rank
         pytest.param(
-            r"\(before - base\)\.exp_\(\)",
-            "torch.ones_like(base)",
+            r"\(highest\[\.\.\., query, :\] - _finite\(above\)\)\.exp_\(\)",
+            "torch.ones_like(above)",
             "loss",
             marks=pytest.mark.fault("sums of other maxima"),
         ),  # sums of other maxima
@@ -188,7 +188,7 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
             "loss",
             marks=pytest.mark.fault("sums of other maxima"),
         ),
-        pytest.param(r"\.tril\(\)", ".tril(1)", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+        pytest.param(r"tile\.on_diagonal, self\.scale", "False, self.scale", "loss", marks=pytest.mark.fault("mask off the diagonal")),
         pytest.param(
             r"here >= there", "here > there", "loss", marks=pytest.mark.fault("mask off the diagonal")
         ),  # the diagonal's block
@@ -200,12 +200,12 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
             marks=pytest.mark.fault("gradients of keys stay"),
         ),  # the last gradients of keys stay away
         pytest.param(r"mine \+= theirs", "pass", "gradient", marks=pytest.mark.fault("gradients of keys stay")),
-        (r"- weights \* inner\[\.\.\., query, :\]", "", "gradient"),
+        (r" \+ total\.log\(\)", "", "gradient"),
     ],
 )
 def test_an_edited_ring_is_seen(monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, sees: str) -> None:
     spoil_ring(monkeypatch, pattern, by)
-    mesh = Mesh(cp=2) if "tril" in pattern else RING  # chunks of more than one token
+    mesh = Mesh(cp=2) if "on_diagonal" in pattern else RING  # chunks of more than one token
     assert any(complaint.startswith(sees) for complaint in verdict("nanogpt", sound("nanogpt", mesh)))
 
 

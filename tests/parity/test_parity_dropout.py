@@ -285,9 +285,11 @@ def test_an_edited_place_of_tokens_is_seen(name: str, pattern: str, by: str, con
             ".narrow(-1, 0, key.stop - key.start)",
             marks=pytest.mark.fault("masks of local positions"),
         ),
-        (r"weights\.sum\(-1, keepdim=True\)", "rows.kept(weights, owner, query, key).sum(-1, keepdim=True)"),
+        (r"weights\.sum\(-1, keepdim=True\)", "self._kept(weights, tile).sum(-1, keepdim=True)"),
         (r"kept\.transpose", "weights.transpose"),
-        (r"d_scores = kept", "d_scores = weights"),
+        (r"to_scores = kept", "to_scores = weights"),
+        (r" - weights \* inner", ""),
+        (r"\.tril\(\)", ".tril(1)"),
     ],
 )
 def test_an_edited_ring_is_seen(pattern: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
