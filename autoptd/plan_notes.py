@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
+from autoptd.passes.attention import form_of
 from autoptd.passes.graph import infos
 from autoptd.passes.sharding import ops_of, parameter_splits
 from autoptd.passes.token_splits import split_tokens
@@ -49,6 +51,7 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
     if unused:
         notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
+    notes += attention_notes(source, answer.staged)
     notes += _embedding_notes(source, answer)
     notes += _context_notes(source, answer)
     notes.append(
@@ -56,6 +59,29 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
         f"by this cost model none is faster by more than {answer.gap:.1%}"
     )
     return notes
+
+
+def attention_notes(source: TracedModel, staged: Staged) -> list[str]:
+    """Which kernel does the attention, where it is not the flash kernel that models are timed with, and why."""
+    device, ring = staged.chunks.cluster.device.kind, staged.candidate.cp > 1 and staged.method.context == "ring"
+    found: Counter[tuple[str, str]] = Counter()
+    for kind, segment in source.folded.representatives.items():
+        for _, node in ops_of(segment):
+            op = source.known.facts.ops[node]
+            if op.work.kind == "attention":
+                form = form_of(op.call, ring)
+                found[form.way(device), form.why(device)] += source.folded.multiplicity(kind)
+    return [f"{_times(count)} {_KERNELS[way]}: {why}" for (way, why), count in found.items() if way != "fused"]
+
+
+def _times(count: int) -> str:
+    return "attention is" if count == 1 else f"{count} attentions are"
+
+
+_KERNELS = {
+    "written": "written out in stretches of scores, which takes several times as long as a fused kernel",
+    "efficient": "done by torch's memory-efficient kernel, at about half the rate of the flash kernel",
+}
 
 
 def _context_notes(source: TracedModel, answer: Answer) -> list[str]:

@@ -106,6 +106,11 @@ class Device(_Frozen):
         return self
 
     @property
+    def kind(self) -> str:
+        """ "cpu" for a process on a CPU, which has no multiprocessors, else "cuda"."""
+        return "cuda" if self.multiprocessors else "cpu"
+
+    @property
     def collective_share(self) -> float:
         """The share of the device that collectives take while they run beside kernels."""
         return self.collective_multiprocessors / self.multiprocessors if self.multiprocessors else 0.0

@@ -44,7 +44,8 @@ class OpWork:
 
     `nbytes`: read and written. `dtype`: of its operands ("bf16", …). `launches`: kernels, 0 where it is part of another
     one. Products: `batch` × (`m` × `k` times `k` × `n`) where known. Attention: `batch` heads, `m` queries, `n` keys,
-    `k` the head size; flops count the whole square even where it is `causal`.
+    `k` the head size; flops count the whole square even where it is `causal`. `part`: the op of the graph of which this
+    is one of many kernels; the host hands out that op, and they follow at `launch_s` each.
     """
 
     kind: str
@@ -59,6 +60,12 @@ class OpWork:
     backward: bool = False
     launches: int = 1
     implementation: str = ""  # of attention; "" is the usual one of a device
+    part: str = ""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, or a part of it."""
+        return "attention" in (self.kind, self.part)
 
 
 def matmul_s(device: Device, work: OpWork) -> float:

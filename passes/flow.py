@@ -57,12 +57,14 @@ class Storage:
     split: bool = False
     origin: str = "made"  # or "received", "parameter", "prelude"
     gathered_from: Storage | None = None  # the part of it that this rank had before an all-gather
+    most: int = 0  # elements that are there at once; 0: all
 
     @property
     def elements(self) -> sympy.Expr:
         """Local elements."""
         whole = sympy.sympify(product(self.shape))
-        return whole / RANKS if self.split else whole
+        mine = whole / RANKS if self.split else whole
+        return sympy.Min(mine, self.most) if self.most else mine
 
     @property
     def quadratic(self) -> bool:
@@ -74,7 +76,8 @@ class Storage:
         total = self.dtype.itemsize * (cp if self.quadratic else 1)
         for size in self.shape:
             total *= number(size)
-        return total // ranks if self.split else total
+        mine = total // ranks if self.split else total
+        return min(mine, self.most * self.dtype.itemsize) if self.most else mine
 
 
 @dataclass(frozen=True)

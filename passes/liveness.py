@@ -20,7 +20,7 @@ import sympy
 from autoptd.passes.activations import Kept, kept_of, recomputed_steps
 from autoptd.passes.flow import Flow, Number, Step, Storage, Value, flow, op_base
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.opcall import Stretched, TensorInfo
 from autoptd.passes.overwriting import losses_in_place
 from autoptd.passes.sharding import KindSharding, Sharding, ops_of
 from autoptd.passes.workspace import workspace
@@ -147,7 +147,10 @@ def _forward(region: Flow, held: set[Storage], in_place: Mapping[str, bool]) -> 
 
 
 def _extra(step: Step, tensors: Sequence[TensorInfo]) -> set[Storage]:
-    return {Storage(f"{step.name}'s own {i}", t.shape, t.dtype, step.ranks) for i, t in enumerate(tensors)}
+    return {
+        Storage(f"{step.name}'s own {i}", t.shape, t.dtype, step.ranks, most=t.most if isinstance(t, Stretched) else 0)
+        for i, t in enumerate(tensors)
+    }
 
 
 def _backward(

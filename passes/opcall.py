@@ -28,6 +28,13 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class Stretched(TensorInfo):
+    """A tensor of which at most `most` elements are there at once."""
+
+    most: int = 0
+
+
+@dataclass(frozen=True)
 class OpCall:
     """`target(*args, **kwargs)`: tensors replaced by TensorInfo (also inside lists), sizes by ints or sympy."""
 

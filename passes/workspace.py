@@ -6,12 +6,14 @@ gradients of that size in its backward. Kernels of an accelerator allocate what 
 
     attention   forward nothing; backward a float32 accumulator of the query's gradient and one float32 per query (Dao
                 2023, FlashAttention-2, algorithm 2: dQ is accumulated over blocks of keys)
+                With dropout it is written out: what a stretch of scores takes (`attention.py`)
     dropout     one kernel, nothing
     rms_norm    the same
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,11 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from autoptd.passes.opcall import OpCall, TensorInfo
+from autoptd.passes.attention import form_of, passes_of
+from autoptd.passes.opcall import OpCall, Size, Stretched, TensorInfo
 from autoptd.passes.prove import as_list, frozen
 from autoptd.passes.saved import (
     ATTENTION,
@@ -35,6 +35,8 @@ from autoptd.passes.saved import (
     size_named,
     surroundings,
 )
+from autoptd.passes.watch import Watch
+from autoptd.runtime import ops
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,11 @@ class Workspace:
 def workspace(call: OpCall) -> Workspace:
     """What a call allocates for itself, in the call's symbols where its sizes match."""
     if call.target in ATTENTION:
-        query = call.operands[0]
+        query, key = call.operands[:2]
+        if (form := form_of(call)).dropped:
+            scores = *query.shape[:-1], key.shape[-2]
+            first, second = (_stretch(scores, one.temporary) for one in passes_of(form))
+            return Workspace((first,), (second,))
         accumulator = TensorInfo(query.shape, torch.float32, False)
         return Workspace(backward=(accumulator, TensorInfo(query.shape[:-1], torch.float32, False)))
     if call.target in DROPOUT | RMS_NORM:
@@ -56,36 +62,9 @@ def workspace(call: OpCall) -> Workspace:
     return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
 
 
-class Watch(TorchDispatchMode):
-    """Every storage that ops make, and which of them were alive after each op; those of `before` count too."""
-
-    def __init__(self, before: Watch | None = None) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, torch.Size, torch.dtype]] = {}
-        if before is not None:
-            self.made |= {i: made for i, made in before.made.items() if not made[0].expired()}
-        self.moments: list[frozenset[int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                ref = StorageWeakRef(x.untyped_storage())
-                if ref.cdata not in self.made:
-                    self.made[ref.cdata] = (ref, x.shape, x.dtype)
-        self.moments.append(frozenset(i for i, (ref, _, _) in self.made.items() if not ref.expired()))
-        return result
-
-    def fullest(self, without: set[int]) -> list[tuple[torch.Size, torch.dtype]]:
-        """The storages alive at the fullest moment, less some and scalars; the largest first."""
-
-        def size(i: int) -> int:
-            _, shape, dtype = self.made[i]
-            return shape.numel() * dtype.itemsize
-
-        own = [[i for i in moment if i not in without] for moment in self.moments]
-        best = max(own, key=lambda moment: sum(map(size, moment)), default=[])
-        return [self.made[i][1:] for i in sorted(best, key=lambda i: (-size(i), i)) if size(i) > 8]
+def _stretch(scores: tuple[Size, ...], nbytes: float) -> TensorInfo:
+    """Scores that take so many bytes each, of as many as are there at once."""
+    return Stretched((math.ceil(nbytes), *scores), torch.uint8, False, most=math.ceil(nbytes) * ops.SCORES)
 
 
 @cache

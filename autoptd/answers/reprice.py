@@ -33,6 +33,7 @@ def question_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None)
         cp=plan.mesh.cp,
         kernels=plan.method.kernels,
         attention=plan.method.attention,
+        context=plan.method.context,
         policies=tuple(policy for policy in PARTIAL if policy in plan.partial),
         world=0 if is_even(cluster or plan.cluster, plan.mesh.tp, 1) else plan.world,
     )

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from autoptd.runtime.randomness import FIRST_DIM, DropoutKey, Elements, Part, Where
 
-_SCORES = 1 << 24  # that are there at once
+SCORES = 1 << 24  # that are there at once
 
 
 def attention(
@@ -87,9 +87,12 @@ class _Attention(torch.autograd.Function):
         sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for rows in _stretches(q, k):
             scores = _scores(q, k, mask, is_causal, scale, rows)
-            sums[..., rows] = scores.logsumexp(-1)
-            weights = _weights(scores, sums[..., rows]) * _kept(elements, rows, p, sums)
-            out[..., rows, :] = _apart(_together(weights, k).to(v.dtype) @ v, q)
+            highest = _finite(scores.amax(-1, keepdim=True))
+            weights = scores.sub_(highest).exp_()
+            total = weights.sum(-1, keepdim=True)
+            sums[..., rows] = (highest + total.log()).squeeze(-1)
+            weights.div_(total.masked_fill_(total == 0, 1)).mul_(_kept(elements, rows, p))
+            out[..., rows, :] = _apart(_together(weights, k).to(v.dtype) @ v, q).div_(1 - p or 1)
         ctx.save_for_backward(q, k, v, mask, out, sums)
         return out
 
@@ -102,15 +105,16 @@ class _Attention(torch.autograd.Function):
         to_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         inner = (grad.to(sums.dtype) * out.to(sums.dtype)).sum(-1, keepdim=True)
         for rows in _stretches(q, k):
-            weights = _weights(_scores(q, k, mask, is_causal, scale, rows), sums[..., rows])
-            keep = _kept(elements, rows, p, sums)
-            here = _together(grad[..., rows, :], k)
+            scores = _scores(q, k, mask, is_causal, scale, rows)
+            weights = scores.sub_(_finite(sums[..., rows].unsqueeze(-1))).exp_()
+            keep = _kept(elements, rows, p)
+            here = _together(grad[..., rows, :] / (1 - p or 1), k)
             to_v += (_together(weights * keep, k).to(here.dtype).transpose(-2, -1) @ here).sum_to_size(v.shape)
             to_weights = _apart(here @ v.transpose(-2, -1), q) * keep
-            to_scores = weights * (to_weights - inner[..., rows, :])
+            to_scores = weights.mul_(to_weights - inner[..., rows, :])
             if to_mask is not None:
                 _stretch(to_mask, rows).add_(to_scores.sum_to_size(_stretch(to_mask, rows).shape))
-            scaled = _together(to_scores * scale, k).to(q.dtype)
+            scaled = _together(to_scores.mul_(scale), k).to(q.dtype)
             to_q[..., rows, :] = _apart(scaled @ k, q)
             to_k += (scaled.transpose(-2, -1) @ _together(q[..., rows, :], k)).sum_to_size(k.shape)
         return to_q, to_k, to_v, to_mask, None, None, None, None
@@ -127,14 +131,14 @@ def _empty_result(q: Tensor, width: int) -> Tensor:
 def _stretches(q: Tensor, k: Tensor) -> Iterator[slice]:
     """Of queries."""
     queries = q.shape[-2]
-    step = max(1, _SCORES * queries // max(1, q.shape[:-1].numel() * k.shape[-2]))
+    step = max(1, SCORES * queries // max(1, q.shape[:-1].numel() * k.shape[-2]))
     return (slice(i, min(i + step, queries)) for i in range(0, queries, step))
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, rows: slice) -> Tensor:
     """[..., heads, rows, sk], in float32 at least."""
     scores = _apart(_together(q[..., rows, :], k) @ k.transpose(-2, -1), q)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).mul_(scale)
     if is_causal:
         before = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(rows.start)
         scores.masked_fill_(~before, -math.inf)
@@ -144,14 +148,14 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
     return scores
 
 
-def _weights(scores: Tensor, sums: Tensor) -> Tensor:
-    """The softmax; zero for a query that may look at nothing."""
-    return (scores - sums.masked_fill(sums == -math.inf, 0).unsqueeze(-1)).exp_()
+def _finite(highest: Tensor) -> Tensor:
+    """What to subtract from scores; nothing where a query may look at nothing."""
+    return highest.masked_fill(highest == -math.inf, 0)
 
 
-def _kept(elements: Elements, rows: slice, p: float, like: Tensor) -> Tensor:
-    """0 or 1 / (1 − p) for each score of a stretch."""
-    return elements.narrow(-2, rows.start, rows.stop).keep(p).to(like.dtype).mul_(1 / (1 - p))
+def _kept(elements: Elements, rows: slice, p: float) -> Tensor:
+    """Which scores of a stretch are kept."""
+    return elements.narrow(-2, rows.start, rows.stop).keep(p)
 
 
 def _stretch(mask: Tensor, rows: slice) -> Tensor:

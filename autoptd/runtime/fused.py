@@ -23,9 +23,9 @@ def is_fused(device: str, dtype: torch.dtype, width: int, value_width: int, mask
 
 
 def takes(q: Tensor, v: Tensor, masked: bool, dropped: bool) -> bool:
-    """Whether such a kernel runs here, on q [..., heads, n, d] and v [..., kv heads, m, dv]."""
-    device = q.device.type
-    if device == "cuda" and torch.cuda.get_device_capability(q.device) < _OLDEST:
+    """Whether such a kernel runs here, on q [..., heads, n, d] and v [..., kv heads, m, dv]; on meta, as on a GPU."""
+    device = q.device.type.replace("meta", "cuda")
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < _OLDEST:
         return False
     return q.ndim == 4 and is_fused(device, q.dtype, q.shape[-1], v.shape[-1], masked, dropped)
 
@@ -47,7 +47,10 @@ def backward(
         at_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
         to_q, to_k, to_v = at_cpu(grad, q, k, v, out, sums, 0.0, is_causal, scale=scale)
     else:
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
+        unused = (
+            torch.empty(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, dtype=torch.uint64, device=q.device),
+        )
         lengths = q.shape[-2], k.shape[-2]
         to_q, to_k, to_v = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, sums, None, None, *lengths, 0.0, is_causal, *unused, scale=scale

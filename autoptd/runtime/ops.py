@@ -17,16 +17,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autoptd.runtime.attention import attention
+from autoptd.runtime.attention import SCORES, attention
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Alone
+from autoptd.runtime.fused import is_fused
 from autoptd.runtime.randomness import FIRST_DIM, MICROBATCH, DropoutKey, Part, Samples, Where
 from autoptd.runtime.ring import ring_attention, ulysses_attention
 
 _ALONE = Axis(Alone())
 
-# for emitted programs, which say where samples lie, and call these here
-__all__ = ["MICROBATCH", "Samples", "attention", "ring_attention", "ulysses_attention"]
+# for emitted programs, which say where samples lie, and call these here; and for passes that look at what ops do
+__all__ = [
+    "MICROBATCH",
+    "SCORES",
+    "DropoutKey",
+    "Samples",
+    "attention",
+    "is_fused",
+    "ring_attention",
+    "ulysses_attention",
+]
 
 
 def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int = -1) -> Tensor:

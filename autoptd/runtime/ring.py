@@ -15,8 +15,8 @@ With dropout a score counts in its row's sum whether it is kept or not, and K = 
 the whole [..., heads, s, s] stands beside p where values are read: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and
 ds = p ∘ (K ∘ (dO Vᵀ) - D). It is made again in the backward pass.
 
-Without a mask and dropout a tile is done by torch's fused kernel, which keeps no scores (`fused.py`): to the sums above it
-is one key, with the log of the tile's sum for a score. Else it is written out, in pieces.
+Without a mask and dropout a tile is done by torch's fused kernel, which keeps no scores (`fused.py`): to the sums above
+it is one key, with the log of the tile's sum for a score. Else it is written out, in pieces.
 
 dK and dV travel with the keys that they belong to, and one step further, home. The next block is under way while a rank
 computes. Sums over tiles are in float32 at least, and so are the products of a tile that is written out.
@@ -36,11 +36,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoptd.runtime import fused
-from autoptd.runtime.attention import attention
+from autoptd.runtime.attention import SCORES, attention
 from autoptd.runtime.randomness import FIRST_DIM, DropoutKey, Elements, Part, Where
 from autoptd.runtime.tokens import Tokens
-
-_SCORES = 1 << 24  # of one tile; more queries than that are taken in several
 
 
 def ring_attention(
@@ -251,12 +249,12 @@ class _Rows:
                         yield _Tile(owner, query, key, column, here == there)
 
     def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
-        """Of at most `_SCORES` scores each."""
-        most = max(1, _SCORES // max(1, columns * math.prod(self.q.shape[:-2])))
+        """Of at most `SCORES` scores each."""
+        most = max(1, SCORES // max(1, columns * math.prod(self.q.shape[:-2])))
         return (slice(at, min(at + most, last)) for at in range(first, last, most))
 
     def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the rows' largest score so far, the tile's sum of exponentials, its sum of values), both less the largest."""
+        """(the rows' largest score so far, the tile's sums of exponentials and of values, both less the largest)."""
         scores = self._scores(tile, keys)
         above = torch.maximum(highest, scores.amax(-1, keepdim=True))
         weights = (scores - _finite(above)).exp_()
@@ -283,7 +281,7 @@ class _Rows:
         if self.dropped is None:
             return weights
         keep = self.dropped.kept(tile.owner, tile.query, tile.key).unflatten(-3, (self.heads, -1))
-        return weights * keep * (1 / (1 - self.dropped.p))
+        return weights * keep * (1 / (1 - self.dropped.p or 1))
 
     def _scores(self, tile: _Tile, keys: Tensor) -> Tensor:
         """[..., kv heads, heads per kv head, queries, keys], masked."""

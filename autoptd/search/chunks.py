@@ -119,7 +119,7 @@ class Chunks:
         cost = self.cost(segment)
         if policy not in cost.again_s:
             return self._segment(segment).forward_s
-        attends = any(work.kind == "attention" for work in cost.work.again[policy])
+        attends = any(work.attends for work in cost.work.again[policy])
         return cost.again_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
     def _segment(self, segment: int) -> ChunkCost:

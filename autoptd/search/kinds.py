@@ -88,7 +88,7 @@ def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindC
         forward_comm_s=forward_comm,
         backward_comm_s=backward_comm,
         again_s={policy: work_s(device, works) for policy, works in work.again.items()},
-        attention_s=work_s(device, (w for w in work.forward if w.kind == "attention")),
+        attention_s=work_s(device, (w for w in work.forward if w.attends)),
         weight_s=sum(op_s(device, w) for w in work.weights),
     )
 
@@ -96,15 +96,20 @@ def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindC
 def floor_s(work: KindWork, device: Device, ranks: int) -> float:
     """What no split of this work of one rank over `ranks` can be quicker than, both passes, without communication.
 
-    Products at the device's best rate, bytes and attention at theirs, all of it shared out; every kernel is launched
-    all the same.
+    Products at the device's best rate, bytes and attention at theirs, all of it shared out; every op is launched all
+    the same.
     """
     return sum(_floor_s(device, works, ranks) for works in (work.forward, work.backward))
 
 
 def _floor_s(device: Device, works: Works, ranks: int) -> float:
-    busy_s = sum(_ideal_s(device, work) / ranks + work.launches * device.launch_s for work in works)
-    return max(busy_s, device.dispatch_s * sum(work.launches for work in works))
+    busy_s = sum(_ideal_s(device, work) / ranks + _launched(work, ranks) * device.launch_s for work in works)
+    return max(busy_s, device.dispatch_s * sum(work.launches for work in works if not work.part))
+
+
+def _launched(work: OpWork, ranks: int) -> float:
+    """Kernels of a rank at the least: of what goes in stretches, the fewer the smaller its share."""
+    return work.launches / ranks if work.part else work.launches
 
 
 def _ideal_s(device: Device, work: OpWork) -> float:
@@ -118,7 +123,7 @@ def work_s(device: Device, works: Iterable[OpWork]) -> float:
     busy_s, launches = 0.0, 0
     for work in works:
         busy_s += op_s(device, work)
-        launches += work.launches
+        launches += 0 if work.part else work.launches
     return max(busy_s, device.dispatch_s * launches)
 
 

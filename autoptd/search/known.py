@@ -47,6 +47,7 @@ class Question:
     cp: int = 1
     kernels: str = "eager"
     attention: str = ""
+    context: str = "ring"  # where cp is more than 1
     pins: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()  # parameters that tp does not split
     sequence_parallel: bool = True
@@ -107,6 +108,7 @@ class Known:
             sequence_parallel=q.sequence_parallel,
             policies=q.policies,
             world=q.world,
+            context=q.context,
         )
         if len(self._tensors) > _KEPT:
             self._tensors.popitem(last=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import sympy
 from torch import fx
@@ -11,12 +10,14 @@ from torch import fx
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
+from autoptd.passes.attention import form_of
 from autoptd.passes.factors import Strategy, local_shape
 from autoptd.passes.flow import is_quadratic
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.placements import B, Placement, Split, conversion
 from autoptd.passes.trace import BATCH
 from autoptd.passes.work import GROUPED
+from autoptd.search.attending import Shape, attention_works
 from autoptd.search.workbook import Op, Workbook
 
 Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
@@ -25,8 +26,8 @@ Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
 class Prices:
     """What things cost on `ranks` ranks of `cluster`, for given sizes.
 
-    `cp`: ranks that share a sample's tokens; sizes are those of one of them, but attention looks at all keys. `world`:
-    of all groups of ranks, where they lie unevenly over nodes.
+    `cp`: ranks that share a sample's tokens; sizes are those of one of them, but attention looks at all keys. By
+    `context`, keys go round or heads are exchanged. `world`: of all groups, where they lie unevenly over nodes.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Prices:
         values: Mapping[sympy.Symbol, int],
         cp: int = 1,
         world: int = 0,
+        context: str = "ring",
     ) -> None:
         self.workbook, self.cluster, self.ranks, self.cp, self.world = workbook, cluster, ranks, cp, world
+        self.context = context
         self.values = dict(values)
         self.sizes = Sizes(self.values, BATCH)
         self._numbers: dict[Size, int] = {}
@@ -90,26 +93,28 @@ class Prices:
             if nbytes:
                 yield OpWork("rows" if moves.rows else "memory", 0, nbytes, op.dtype, launches=moves.launches)
             return
+        if op.work.kind == "attention":
+            yield from self._attention(op, strategy, nbytes)
+            return
         flops = self.number(op.work.flops) / strategy.ranks
         yield self._product(op, strategy, flops, nbytes)
 
+    def _attention(self, op: Op, strategy: Strategy, nbytes: int, backward: bool = False) -> Iterator[OpWork]:
+        query, key = op.call.operands[:2]
+        queries, keys, width = (self.number(n) for n in (query.shape[-2], key.shape[-2], query.shape[-1]))
+        flops = self.number(op.work.flops) / strategy.ranks
+        heads = max(1, round(flops / (4 * queries * keys * width)))
+        yield from attention_works(
+            form_of(op.call, ring=self.cp > 1 and self.context == "ring"),
+            Shape(heads, queries, keys * self.cp, width, self.cp),
+            nbytes,
+            op.dtype,
+            self.cluster.device,
+            self.workbook.attention,
+            backward,
+        )
+
     def _product(self, op: Op, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
-        if op.work.kind == "attention":
-            query, key = op.call.operands[:2]
-            m, n, k = self.number(query.shape[-2]), self.number(key.shape[-2]), self.number(query.shape[-1])
-            heads = max(1, round(flops / (4 * m * n * k)))
-            return OpWork(
-                "attention",
-                flops * self.cp,
-                nbytes,
-                op.dtype,
-                m,
-                n * self.cp,
-                k,
-                heads,
-                op.work.causal,
-                implementation=self.workbook.attention,
-            )
         if op.call.target in GROUPED:  # as if every matrix had equally many rows
             rows, matrices = (
                 [self.number(n) for n in local_shape(t, p, self.ranks)]
@@ -146,9 +151,7 @@ class Prices:
             if op.is_lookup:  # adds its rows to a gradient
                 nbytes += 2 * sum(outputs)
             if op.work.kind == "attention":
-                (forward,) = self._forward(op, strategy)
-                flops = 2.5 * forward.flops  # five products instead of two (Dao 2023)
-                yield replace(forward, flops=flops, nbytes=nbytes, backward=True)
+                yield from self._attention(op, strategy, nbytes, backward=True)
             elif nbytes:
                 kind = "rows" if moves.rows else "memory"
                 yield OpWork(kind, 0, nbytes, op.dtype, backward=True, launches=moves.backward_launches)

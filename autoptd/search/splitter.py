@@ -102,6 +102,7 @@ class Splitter:
             cp=c.cp,
             kernels=self._method.kernels,
             attention=self._method.attention,
+            context=self._method.context if c.cp > 1 else "ring",
             pins=tuple(task.wishes.splits.items()),
             whole=self._pins.whole,
             sequence_parallel=task.wishes.sequence_parallel,

@@ -78,13 +78,14 @@ class Tensors(Prices):
         sequence_parallel: bool = True,
         policies: Iterable[str] = PARTIAL,
         world: int = 0,
+        context: str = "ring",
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
         `policies`: those of recomputation that costs are to be told for. `pins`: parameter-name pattern -> placement;
         `whole`: names of parameters that are not split. Equal segments lie alike: one that is named stands for all.
         """
-        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world)
+        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes

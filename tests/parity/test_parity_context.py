@@ -188,7 +188,12 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
             "loss",
             marks=pytest.mark.fault("sums of other maxima"),
         ),
-        pytest.param(r"tile\.on_diagonal, self\.scale", "False, self.scale", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+        pytest.param(
+            r"tile\.on_diagonal, self\.scale",
+            "False, self.scale",
+            "loss",
+            marks=pytest.mark.fault("mask off the diagonal"),
+        ),
         pytest.param(
             r"here >= there", "here > there", "loss", marks=pytest.mark.fault("mask off the diagonal")
         ),  # the diagonal's block

@@ -22,7 +22,8 @@ from autoptd.passes.sharding import KindSharding
 from autoptd.passes.trace import BATCH as b
 from autoptd.passes.trace import SEQUENCE as s
 from autoptd.passes.trace import trace
-from autoptd.passes.workspace import Watch, workspace
+from autoptd.passes.watch import Watch
+from autoptd.passes.workspace import workspace
 from autoptd.runtime import ops
 
 aten = torch.ops.aten

@@ -213,7 +213,7 @@ def test_attention_with_dropout_in_stretches(mask: str, kv_heads: int, monkeypat
 
     expected = gradients(written_out)
     for scores in (1, 2 * 4 * keys * 2, 1 << 24):
-        monkeypatch.setattr("autoptd.runtime.attention._SCORES", scores)
+        monkeypatch.setattr("autoptd.runtime.attention.SCORES", scores)
         for found, wanted in zip(gradients(ours), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
 

@@ -159,7 +159,7 @@ def test_fused_tiles_are_asked_for_as_the_kernels_of_a_gpu_want_it() -> None:
 @pytest.mark.parametrize("name", ["causal and padding", "causal, dropout"])
 def test_long_rows_go_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    monkeypatch.setattr("autoptd.runtime.ring._SCORES", 2 * 4 * 6 * 5)
+    monkeypatch.setattr("autoptd.runtime.ring.SCORES", 2 * 4 * 6 * 5)
     for found, expected in zip(cut(case, 2, "ring", True), whole(case), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

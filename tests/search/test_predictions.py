@@ -418,3 +418,13 @@ def test_gradients_are_reduced_in_buckets(traced: autoptd.TracedModel, zero: int
     assert cut.reduce_s([(0, last)]) > whole.reduce_s([(0, last)])
     memory = [planned(traced, **fix | size).predicted.memory[0]["communication"] for size in cases]
     assert memory[1] - memory[0] == 3 * 10**7, "two to reduce by turns, one to gather"
+
+
+@pytest.mark.parametrize(("dropout", "word"), [(0.1, "written out in stretches"), (0.0, "")])
+def test_a_plan_says_which_kernel_does_its_attention(dropout: float, word: str) -> None:
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=64, n_positions=64, attn_pdrop=dropout)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    plan = autoptd.parallelize(model, world=2, cluster="dgx-h100", batch=4).plan
+    said = [note for note in plan.notes if "attentions are" in note]
+    assert len(said) == bool(word) and all(word in note for note in said)
