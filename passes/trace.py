@@ -33,6 +33,7 @@ from autoptd.passes.loss import Loss, Objective, read_objective
 from autoptd.passes.loss import loss_of as loss_of
 from autoptd.passes.own_hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.own_trace import OwnCalls, keep_own
+from autoptd.passes.python_state import refuse_counters, refuse_own_draws
 from autoptd.passes.regions import inline_regions
 from autoptd.passes.repeats import Repeats
 from autoptd.passes.silence import silent_export
@@ -242,8 +243,10 @@ class _Exporter:
         refuse_recording_hooks(model)
         found = Repeats(model) if repeats else None
         try:
-            with without_collector(), silent_export():
-                program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
+            with without_collector(), silent_export(), refuse_own_draws(self.model):
+                program = refuse_counters(
+                    model, root, lambda: torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
+                )
         except AutoptdError as error:
             raise _placed(error) from None
         except _FAILURES as error:

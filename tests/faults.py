@@ -95,6 +95,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "masks that repeat": "every step drops the same elements",
         "values by cut": "a parameter's first value depends on what else its rank holds",
         "masks of local positions": "a split tensor's mask is drawn for positions, or a dim, that only the rank knows",
+        "one draw for ever": "a program repeats what a trace drew with Python's random, or a count of forward passes",
         "masks of conversions": "the key of an op counts the conversions that a plan writes before it",
         "masks of local samples": "samples are counted within the microbatch or the data-parallel rank",
     },

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -291,6 +293,42 @@ def refused(body: Callable[[nn.Module, Tensor], Tensor]) -> str:
     with pytest.raises(UnsupportedOp) as error:
         normalised(model_of(body), batch())
     return str(error.value)
+
+
+@pytest.mark.fault("one draw for ever")
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (random.random, "Python's random module"),
+        (lambda: random.choice([1, 2, 3]), "Python's random module"),
+        (np.random.rand, "numpy.random"),
+    ],
+)
+def test_numbers_drawn_outside_torch_are_refused(draw: Callable[[], float], name: str) -> None:
+    """The trace holds one draw, and every step would take it."""
+    assert f"draws random numbers with {name}" in refused(lambda self, h: h * float(draw()))
+    normalised(model_of(lambda self, h: h * random.Random(3).random()), batch())  # the same on one process
+
+
+class Counting(nn.Module):
+    """Numbers of its own: `passes` moves on, `seen` is set once."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layer, self.counts, self.passes, self.seen = nn.Linear(4, 4), counts, 0, 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.passes += self.counts
+        self.seen = max(self.seen, 4)
+        return ((self.layer(x) * 0.5**self.passes - y) ** 2).mean()
+
+
+@pytest.mark.fault("one draw for ever")
+def test_a_number_that_every_pass_changes_is_refused() -> None:
+    inputs = {"x": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    normalised(Counting(False), inputs)
+    with pytest.raises(UnsupportedOp, match="forward changes passes, a Python number, in every pass"):
+        normalised(Counting(True), inputs)
 
 
 def test_random_numbers_are_refused() -> None:

@@ -19,7 +19,7 @@ from autoptd.search.planner import Planner, Task
 from autoptd.search.wishes import INCLUDABLE
 
 EQUAL = 1e-9
-TASKS = 220
+TASKS = 120
 WORLDS, CLUSTERS = (1, 2, 2, 2, 3, 3, 4, 4), 4  # few, so that they share what tensors are split into
 
 
@@ -62,11 +62,11 @@ def test_the_search_finds_the_best_of_all_plans(start: int) -> None:
 
 def test_the_tasks_are_of_all_kinds() -> None:
     tasks = {seed: task_of(seed)[1] for seed in range(TASKS) if best_of(seed) is not None}
-    assert len(tasks) >= 200
+    assert len(tasks) >= 110
     assert sum(best_of(seed) != math.inf for seed in tasks) >= 0.7 * len(tasks)
-    assert sum(best_of(seed) == math.inf for seed in tasks) >= 5, "too little memory for anything"
+    assert sum(best_of(seed) == math.inf for seed in tasks) >= 3, "too little memory for anything"
     for name in INCLUDABLE:
-        assert sum(name in task.wishes.include for task in tasks.values()) >= 20
+        assert sum(name in task.wishes.include for task in tasks.values()) >= 10
     assert {len(task.wishes.include) for task in tasks.values()} == {0, 1, 2}
     assert len({id(task.folded) for task in tasks.values()}) == len(MODELS)
 
@@ -108,15 +108,15 @@ def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.
 # ---- planted bugs ----
 
 
-def _bad(seeds: range) -> int:
-    """Tasks whose answer is not the best, or that claim more than is true."""
-    bad = 0
+def _bad(seeds: range) -> bool:
+    """Whether there is a task whose answer is not the best, or that claims more than is true."""
     for seed in seeds:
         best = best_of(seed)
         if best is not None:
             seconds, gap = found_by(seed)
-            bad += seconds != pytest.approx(best, rel=EQUAL) or gap > EQUAL
-    return bad
+            if seconds != pytest.approx(best, rel=EQUAL) or gap > EQUAL:
+                return True
+    return False
 
 
 def test_a_wrong_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
