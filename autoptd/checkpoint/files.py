@@ -5,14 +5,16 @@ A link leads out of the folder, and opening a FIFO waits for a writer: neither i
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from autoptd.errors import CheckpointError
 
@@ -49,9 +51,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     except (OSError, ValueError) as error:
         kind = f"{path.name} is a link" if path.is_symlink() else f"{path.name} cannot be opened: {_reason(error)}"
         raise CheckpointError(kind, where=str(path), fix=ANOTHER) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path.name} is not a regular file", where=str(path), fix=ANOTHER)
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path.name} is not a regular file", where=str(path), fix=ANOTHER)
         yield file
 
 
@@ -67,6 +70,23 @@ def read_small(path: Path, limit: int) -> bytes:
             return file.read(limit)
         except OSError as error:
             raise CheckpointError(f"{path.name} cannot be read: {_reason(error)}", where=str(path)) from error
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """The value of a JSON file. Raises CheckpointError as `read_small` does, and ValueError for what is no JSON.
+
+    Collecting garbage meanwhile would take several times as long: a million new lists are no garbage.
+    """
+    text = read_small(path, limit).decode("utf-8")
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(text)
+    except (RecursionError, MemoryError) as error:
+        raise ValueError(f"nested too deeply, or too large: {error}") from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 def digest(path: Path) -> str:

@@ -38,7 +38,7 @@ from pydantic import (
     ValidationError,
 )
 
-from autoptd.checkpoint.files import ANOTHER, digest, is_folder, is_plain, is_regular, read_small
+from autoptd.checkpoint.files import ANOTHER, digest, is_folder, is_plain, is_regular, read_json, read_small
 from autoptd.cost_models.complaints import brief, describe_mistakes, one_line, path_text
 from autoptd.errors import CheckpointError
 
@@ -234,7 +234,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError, for one that is not what was written too."""
     path = folder / MANIFEST
     try:
-        data = json.loads(read_small(path, _LONGEST).decode("utf-8"))
+        data = read_json(path, _LONGEST)
         own = _own_digest(data) if isinstance(data, dict) else ""
     except (ValueError, RecursionError, MemoryError) as error:
         said = brief(ascii(str(error))[1:-1])

@@ -148,8 +148,9 @@ def export(source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: i
             target.rmdir()
         part.replace(target)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(f"cannot be written: {error}", where=str(target)) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return {"step": manifest["step"], "tensors": len(known), "files": sorted(set(files.values())), "dtype": str(dtype)}
 
 

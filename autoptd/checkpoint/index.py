@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from autoptd.checkpoint.files import ANOTHER, is_plain, read_small
+from autoptd.checkpoint.files import ANOTHER, is_plain, read_json
 from autoptd.checkpoint.folder import INDEX
 from autoptd.checkpoint.regions import Ints
 from autoptd.checkpoint.torch_files import DTYPES, is_shape, name_of
@@ -93,9 +93,9 @@ def merged(parts: Iterable[Index]) -> Index:
 def read_index(folder: Path, sizes: Mapping[str, int]) -> Index:
     """`sizes`: bytes of the files that the manifest lists. Raises CheckpointError."""
     path = folder / INDEX
-    text = read_small(path, min(LONGEST, _SPARE + sum(sizes.values())))
+    shards = sum(size for name, size in sizes.items() if name != INDEX)
     try:
-        index = _parsed(json.loads(text))
+        index = _parsed(read_json(path, min(LONGEST, _SPARE + shards)))
         check(index, sizes)
     except (ValueError, RecursionError, MemoryError) as error:
         raise unreadable(path, error) from error
