@@ -62,7 +62,12 @@ def state(parallel: autoptd.Parallel) -> dict[str, Any]:
     kept = {f"{n} {key}": x for n, each in optimizer["state"].items() for key, x in each.items()}
     found: dict[str, Any] = {name: x.clone() for name, x in parallel.state_dict().items()}
     found |= {name: x.clone() if isinstance(x, Tensor) else x for name, x in kept.items()}
-    return found | {"groups": repr(optimizer["param_groups"]), "step": parallel.step}
+    dropout = parallel._running.dropout
+    return found | {
+        "groups": repr(optimizer["param_groups"]),
+        "step": parallel.step,
+        "seed": (dropout.seed, dropout.step),
+    }
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -226,8 +226,10 @@ def into_shard(where: Path, raw: bytes) -> None:
 PLACES = {"index": into_index, "progress": into_progress, "shard": into_shard}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", CALLS, ids=lambda call: f"{call[0]}.{call[1]}")
+EVERYWHERE = [(call, place) for n, call in enumerate(CALLS) for place in PLACES if place == "index" or n % 5 == 0]
+
+
+@pytest.mark.parametrize(("name", "place"), EVERYWHERE, ids=lambda x: x if isinstance(x, str) else f"{x[0]}.{x[1]}")
 def test_a_pickle_that_calls(name: tuple[Any, ...], place: str, where: Path, outside: Path) -> None:
     PLACES[place](where, command(name, outside))
     if place == "shard":
@@ -276,7 +278,7 @@ BOMBS: dict[str, bytes] = {
     "bytes of many bytes": a_pickle(b"\x8e" + (2**40).to_bytes(8, "little")),
     "a long integer": a_pickle(b"\x8b" + (2**31 - 1).to_bytes(4, "little")),
     "a place far out in the memo": a_pickle(b"Nr\xff\xff\xff\xff"),
-    "a million levels": a_pickle(b"]" * 10**5 + b"a" * (10**5 - 1)),
+    "many levels": a_pickle(b"]" * 30_000 + b"a" * 29_999),
     "one text encoded again and again": a_pickle(
         b"c_codecs\nencode\nq\x000X"
         + (10**6).to_bytes(4, "little")
@@ -547,9 +549,9 @@ MANIFESTS: dict[str, Harm] = {
     "an optimizer in colour": manifest(optimizer="\x1b[31mAdamW"),
     "a deep configuration": lambda where, outside: nested(where, folder.MANIFEST, 500, "config"),
     "a deeper configuration": lambda where, outside: nested(where, folder.MANIFEST, 10**5, "config"),
-    "a million mistakes": manifest(tensors={f"a{n}": [-1] for n in range(10**5)}),
+    "thousands of mistakes": manifest(tensors={f"a{n}": [-1] for n in range(20_000)}),
     "one long mistake": manifest(tensors={"a": [-1] * 10**6}),
-    "fields without an end": manifest(**{f"a{n}": n for n in range(10**5)}),
+    "fields without an end": manifest(**{f"a{n}": n for n in range(20_000)}),
     "a large manifest": lambda where, outside: os.truncate(where / folder.MANIFEST, 2**40),
     "a list": lambda where, outside: rewritten(where, "[]"),
     "infinity": lambda where, outside: rewritten(where, '{"format": 2, "step": Infinity}'),
@@ -620,7 +622,7 @@ def test_the_commands_say_one_thing(name: str, where: Path, outside: Path, capsy
     elif name == "fifo":
         fifo(where / folder.INDEX, outside)
     else:
-        {"outside": INDEXES["an absolute path"], "manifest": MANIFESTS["a million mistakes"]}[name](where, outside)
+        {"outside": INDEXES["an absolute path"], "manifest": MANIFESTS["thousands of mistakes"]}[name](where, outside)
     for words in (["inspect"], ["check"], ["export", "--out", str(outside.with_name("exported"))]):
         code = main(["checkpoint", words[0], str(where), *words[1:]])
         out, err = capsys.readouterr()
