@@ -24,10 +24,18 @@ UNVERIFIED = (
 
 
 def index_of(where: Path, manifest: Mapping[str, Any]) -> Index:
-    """Where its tensors lie: in files that the manifest lists, and no more than these hold. Raises CheckpointError."""
+    """Where its tensors lie: in files that the manifest lists, and no more than these hold. Raises CheckpointError.
+
+    The index is compared with its digest, the other files with their sizes.
+    """
     older = manifest["format"] == folder.OLDER
-    check_listed(where, manifest, METADATA if older else folder.INDEX)
-    sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+    name = METADATA if older else folder.INDEX
+    check_listed(where, manifest, name)
+    files = sorted(manifest["files"].items())
+    wrong = [text for each, expected in files if (text := folder.misfit(where, each, expected))]
+    if wrong or (wrong := [folder.damage(where, name, manifest["files"][name])]) != [""]:
+        raise CheckpointError(wrong[0], where=str(where), fix=ANOTHER)
+    sizes = {each: expected["bytes"] for each, expected in files}
     return read_torch_index(where, sizes) if older else read_index(where, sizes)
 
 

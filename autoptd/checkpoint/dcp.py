@@ -263,7 +263,13 @@ def index_of(folder: Path) -> Index:
 
 def read_whole(folder: Path, index: Index, keys: Iterable[str]) -> dict[str, Tensor]:
     """Whole tensors, in this process alone. Raises CheckpointError."""
-    found = {key: torch.empty(index[key].shape, dtype=index[key].dtype) for key in keys}
+    found = {}
+    for key in keys:
+        try:
+            found[key] = torch.empty(index[key].shape, dtype=index[key].dtype)
+        except (RuntimeError, MemoryError) as error:
+            told = f"{key} of shape {list(index[key].shape)} needs more memory than there is"
+            raise CheckpointError(told, where=str(folder)) from error
     entries = [
         Entry(key, tuple(x.shape), x.view(-1), (Region((0,) * x.dim(), tuple(x.shape), 0, tuple(x.shape)),), False)
         for key, x in found.items()

@@ -272,8 +272,8 @@ def checked(data: Any, kind: type[BaseModel], path: Path) -> dict[str, Any]:
     return found
 
 
-def damage(folder: Path, name: str, expected: Mapping[str, Any]) -> str:
-    """What is wrong with one file, or nothing."""
+def misfit(folder: Path, name: str, expected: Mapping[str, Any]) -> str:
+    """What is wrong with one file as far as can be seen without reading it, or nothing."""
     path = folder / name
     if not path.exists() and not path.is_symlink():
         return f"{name} is missing"
@@ -282,9 +282,14 @@ def damage(folder: Path, name: str, expected: Mapping[str, Any]) -> str:
     size = path.stat().st_size
     if not os.access(path, os.R_OK):
         return f"{name} may not be read"
-    if size != expected.get("bytes"):
-        return f"{name} has {size} bytes instead of {expected.get('bytes')}"
+    return "" if size == expected["bytes"] else f"{name} has {size} bytes instead of {expected['bytes']}"
+
+
+def damage(folder: Path, name: str, expected: Mapping[str, Any]) -> str:
+    """What is wrong with one file, all of which is read, or nothing."""
+    if wrong := misfit(folder, name, expected):
+        return wrong
     try:
-        return "" if digest(path) == expected.get("sha256") else f"{name} is damaged: its SHA-256 is another"
+        return "" if digest(folder / name) == expected["sha256"] else f"{name} is damaged: its SHA-256 is another"
     except (OSError, CheckpointError) as error:
         return f"{name} cannot be read: {getattr(error, 'what', error)}"

@@ -55,7 +55,7 @@ def to_bytes(progress: Mapping[str, Any]) -> bytes:
     blob = io.BytesIO()
     try:
         torch.save(dict(progress), blob)
-        torch_files.load(blob, len(blob.getvalue()))
+        torch_files.check_readable(blob, blob.tell())
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the state of the optimizer or of `others` cannot be kept in a checkpoint: {brief(str(error))}",

@@ -44,8 +44,14 @@ class _Job:
     step: int
     entries: Sequence[Entry]  # copies
     files: Mapping[str, bytes]
+    failed: CheckpointError | None  # in making them
     manifest: Mapping[str, Any]
     keep: int | None
+
+    def prepare(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        folder.prepare(self.root, self.step)
 
     def commit(self, sealed: Sequence[_Sealed]) -> Path:
         """`sealed`: by rank."""
@@ -82,8 +88,15 @@ class Saver:
         A collective, of which `progress`, `texts` and `manifest` are rank 0's.
         """
         self.wait()
-        files = {folder.PROGRESS: to_bytes(progress), **{name: text.encode() for name, text in texts.items()}}
-        job = _Job(root, step, copied(entries), files if self.rank == 0 else {}, manifest, keep)
+        files: dict[str, bytes] = {}
+        failed: CheckpointError | None = None
+        if self.rank == 0:
+            files = {name: text.encode() for name, text in texts.items()}
+            try:
+                files[folder.PROGRESS] = to_bytes(progress)
+            except CheckpointError as error:
+                failed = error  # told on every rank, by the thread
+        job = _Job(root, step, copied(entries), files, failed, manifest, keep)
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save of step {step}")
         self._thread.start()
 
@@ -105,7 +118,7 @@ class Saver:
     def _write(self, job: _Job) -> None:
         part = folder.part_of(job.root, job.step)
         try:
-            self.together("prepare", lambda: folder.prepare(job.root, job.step) if self.rank == 0 else None)
+            self.together("prepare", lambda: job.prepare() if self.rank == 0 else None)
             metadata = dcp.write(part, job.entries, self.group)
             sealed = self._gathered(self.together("seal", lambda: self._seal(part, job.files, metadata)))
             self.together("commit", lambda: job.commit(sealed) if self.rank == 0 else None)

@@ -214,6 +214,12 @@ def _encoded(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def _bytearray(raw: bytes = b"") -> bytearray:
+    if not isinstance(raw, bytes):
+        raise ValueError("bytes of another form")
+    return bytearray(raw)
+
+
 def _device(kind: str, index: int | None = None) -> torch.device:
     if kind not in ("cpu", "cuda", "meta", "mps", "xpu") or not (index is None or type(index) is int):
         raise ValueError("an unknown device")
@@ -236,6 +242,7 @@ _VALUES: dict[Name, Any] = {
     ("_codecs", "encode"): Maker(_encoded),
     ("collections", "Counter"): Maker(lambda counts: Counter({checked_key(k): n for k, n in counts.items()})),
     **{(module, "set"): Maker(_set) for module in ("builtins", "__builtin__")},
+    **{(module, "bytearray"): Maker(_bytearray) for module in ("builtins", "__builtin__")},
     **{(module, "complex"): Maker(lambda real, imag: complex(real, imag)) for module in ("builtins", "__builtin__")},
 }
 
@@ -266,6 +273,11 @@ def load(file: BinaryIO, length: int) -> Any:
         return tensor.of(storages[place])
 
     return _read(file, 0, length, {**_tensors(rebuilt), **_VALUES})
+
+
+def check_readable(file: BinaryIO, length: int) -> None:
+    """Raise ValueError for what `load` would not read; tensors are left where they are."""
+    _read(file, 0, length, {**_tensors(lambda tensor: tensor), **_VALUES})
 
 
 def _read(file: BinaryIO, start: int, length: int, known: dict[Name, Any]) -> Any:

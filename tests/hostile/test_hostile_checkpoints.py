@@ -510,6 +510,25 @@ def test_an_index_that_claims(name: str, where: Path, outside: Path) -> None:
     hold(where, outside)
 
 
+def test_sizes_that_the_manifest_claims_too_are_refused_before_anything_is_allocated(
+    where: Path, outside: Path
+) -> None:
+    """A quarter of a terabyte for each tensor, in a shard of a few kilobytes."""
+    large = 2**38
+
+    def claim(data: dict[str, Any]) -> None:
+        for n, (key, tensor) in enumerate(sorted(data["tensors"].items())):
+            if key.startswith("model."):
+                tensor.update(shape=[large // 4], chunks=[[0, n * large, large, [0], [large // 4]]])
+
+    with_index(where, claim)
+    listed(bytes=10 * large)(where, outside)
+    hold(where, outside)
+    assert refused(lambda: contents.read_whole(where))
+    os.truncate(where / SHARD, 10 * large)  # a hole makes a file as long as one likes
+    assert refused(lambda: contents.read_whole(where))
+
+
 def manifest(**fields: Any) -> Harm:
     return lambda where, outside: sealed(where, lambda data: data.update(fields))
 
