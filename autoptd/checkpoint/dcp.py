@@ -47,7 +47,7 @@ from autoptd.checkpoint import files
 from autoptd.checkpoint.entries import Entry
 from autoptd.checkpoint.index import Chunk, Index, Saved
 from autoptd.checkpoint.regions import Ints, Region
-from autoptd.checkpoint.torch_files import as_type, locate, read_bytes
+from autoptd.checkpoint.torch_files import as_type, locate, read_bytes, storage_of
 from autoptd.checkpoint.torch_index import read_torch_index
 from autoptd.errors import CheckpointError
 
@@ -221,11 +221,13 @@ def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
         with files.opened(folder / name) as file:
             for place, lies in found:
                 key, offsets = place.fqn, tuple(place.offset or ())
-                tensor = locate(file, lies.offset, lies.length)
-                assert tensor.run is not None, f"{key} was not written in order"
-                chunk = Chunk(name, *tensor.run, offsets, tuple(boxes[key, offsets].sizes))
+                saved = tensors[key]
+                sizes, dtype = tuple(boxes[key, offsets].sizes), saved.properties.dtype  # type: ignore[union-attr]
+                at, count = storage_of(file, lies.offset, lies.length)
+                assert count == math.prod(sizes) * dtype.itemsize, f"{key} was not written element by element"
                 before = index[key].chunks if key in index else ()
-                index[key] = Saved(tensor.dtype, tuple(tensors[key].size), (*before, chunk))  # type: ignore[union-attr]
+                whole = tuple(saved.size)  # type: ignore[union-attr]
+                index[key] = Saved(dtype, whole, (*before, Chunk(name, at, count, offsets, sizes)))
     return index
 
 

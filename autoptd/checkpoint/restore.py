@@ -54,6 +54,7 @@ def restore(
         check_optimizer(where, progress, trainer.optimizer)
         _check_moments(where, known, _wanted(trainer, ()))
         states = _states(trainer, known)
+        _check_same_kept(where, states, trainer)
         entries += [entry for found in states.values() for entry in found.values()]
     _check_types(where, entries, known, trainer)
     trainer.settle()
@@ -123,40 +124,49 @@ def _check_shapes(where: Path, wanted: Mapping[str, tuple[int, ...]], known: Ind
 
 
 def _check_moments(where: Path, known: Index, trained: Mapping[str, tuple[int, ...]]) -> None:
-    """Moments have their parameter's shape, counts are one number, and no parameter lacks what others have."""
-    kept: dict[str, set[str]] = {}
+    """Moments have their parameter's shape, counts are one number."""
     for key, saved in known.items():
         kind, _, rest = key.partition(".")
-        name, _, leaf = rest.rpartition(".")
+        name = rest.rpartition(".")[0]
         if kind in (MOMENTS, COUNTS) and name in trained:
-            kept.setdefault(name, set()).add(leaf)
             shape = trained[name] if kind == MOMENTS else ()
-            if saved.shape != shape or not saved.dtype.is_floating_point:
-                told = f"{key} is {saved.dtype} of shape {list(saved.shape)}, not floating point of {list(shape)}"
+            if saved.shape != shape or saved.dtype.is_complex:
+                told = f"{key} is {saved.dtype} of shape {list(saved.shape)}, not real numbers of {list(shape)}"
                 raise CheckpointError(told, where=str(where), fix=ANOTHER)
-    for name, leaves in kept.items():
-        if lost := sorted(set().union(*kept.values()) - leaves):
-            raise CheckpointError(f"the checkpoint lacks {lost[0]} of {name}", where=str(where), fix=ANOTHER)
 
 
 def _check_types(where: Path, entries: Collection[Entry], known: Index, trainer: Trainer) -> None:
-    """Numbers are read as the type that they were saved in, or a wider one; what is not trained may be rounded too.
-
-    Each rank compares the tensors that it has, and all of them refuse together.
-    """
+    """Numbers are read as the type that they were saved in, or a wider one; what is not trained may be rounded too."""
     trained = {piece.name for piece in trainer.pieces}
     wrong = []
     for entry in entries:
+        kind, _, name = entry.key.partition(".")
         saved, mine = known[entry.key].dtype, entry.flat.dtype
         floats = saved.is_floating_point and mine.is_floating_point
-        narrower = floats and torch.promote_types(saved, mine) != mine
-        rounded = narrower and entry.key.partition(".")[2] in trained
-        if saved != mine and (rounded or not floats):
+        rounded = name in trained and floats and torch.promote_types(saved, mine) != mine
+        if kind == "model" and saved != mine and (rounded or not floats):
             wrong.append(f"{entry.key}: {saved} in it, {mine} in the model")
-    if _first_of_all(0 if wrong else 1, 1, trainer.communicators) == 0:
-        lines = [str(where), *(wrong[:_SHOWN] or ["tensors of another rank"])]
-        fix = "load it under the precision that wrote it"
-        raise CheckpointError("the checkpoint has tensors of other types", where="\n".join(lines), fix=fix)
+    _refuse_together(where, "the checkpoint has tensors of other types", wrong, trainer.communicators)
+
+
+def _check_same_kept(where: Path, states: Mapping[int, Mapping[str, Entry]], trainer: Trainer) -> None:
+    """An optimizer keeps the same for all parameters of a group, or nothing for one that it never stepped."""
+    place_of = {id(piece.param): place for place, piece in enumerate(trainer.pieces)}
+    wrong = []
+    for group in trainer.optimizer.param_groups:
+        kept = {place: set(states[place]) for p in group["params"] if (place := place_of[id(p)]) in states}
+        whole = set().union(*kept.values())
+        for place, leaves in kept.items():
+            wrong += [f"{trainer.pieces[place].name}: no {leaf} in it" for leaf in sorted(whole - leaves)]
+    _refuse_together(where, "the checkpoint lacks state of the optimizer", wrong, trainer.communicators)
+
+
+def _refuse_together(where: Path, what: str, wrong: list[str], c: Communicators) -> None:
+    """Raise CheckpointError on every rank if something is wrong on one."""
+    if _first_of_all(0 if wrong else 1, 1, c) == 0:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        lines = [str(where), *(wrong[:_SHOWN] or ["on another rank"]), *more]
+        raise CheckpointError(what, where="\n".join(lines), fix=ANOTHER)
 
 
 def _report(where: Path, entries: Collection[Entry], manifest: Mapping[str, Any], c: Communicators) -> None:

@@ -122,16 +122,6 @@ class Located:
     def of(self, elements: Tensor) -> Tensor:
         return elements.as_strided(self.sizes, self.strides, self.offset)
 
-    @property
-    def run(self) -> tuple[int, int] | None:
-        """First byte and number of bytes in the file where its elements are in order, nothing between them."""
-        step = 1
-        for n, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
-            if n != 1 and stride != step:
-                return None
-            step *= n
-        return self.storage.at + self.offset * self.dtype.itemsize, math.prod(self.sizes) * self.dtype.itemsize
-
 
 class _Archive:
     """The records of an archive by name; the file stays the caller's."""
@@ -163,6 +153,11 @@ class _Archive:
             raise ValueError(f"its record {name} has {size} bytes")
         self._file.seek(at)
         return self._file.read(size)
+
+    def only_storage(self) -> tuple[int, int]:
+        """First byte in the file, and bytes."""
+        (found,) = (place for name, place in self._records.items() if name.startswith("data/"))
+        return found
 
     def storage(self, identifier: Any) -> _Storage:
         """What the pickle's `("storage", kind, key, device, elements)` stands for."""
@@ -256,6 +251,11 @@ def locate(file: BinaryIO, start: int, length: int) -> Located:
     if not isinstance(found, Located):
         raise ValueError(f"it holds a {type(found).__name__} instead of a tensor")
     return found
+
+
+def storage_of(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+    """First byte in the file, and bytes, of the one storage that `torch.save` wrote. Raises ValueError or OSError."""
+    return _Archive(file, start, length).only_storage()
 
 
 def load(file: BinaryIO, length: int) -> Any:
