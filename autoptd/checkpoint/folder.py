@@ -108,7 +108,9 @@ def try_writing(root: Path, rank: int) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    """Write a file anew: what is at its place, a link or a FIFO too, is removed and not written to."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

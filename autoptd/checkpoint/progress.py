@@ -11,6 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from autoptd.checkpoint import folder, torch_files
 from autoptd.checkpoint.files import ANOTHER, opened
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
+from autoptd.runtime.finite import LossScale
 
 _COMMENT = struct.Struct("<H")  # its length, the last field of an archive
 _END = b"PK\x05\x06"  # of an archive: 22 bytes, where there is no comment
@@ -89,9 +91,20 @@ def read_progress(where: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         if wrong := not_finite(group):
             told = f"group {number} of the optimizer has {wrong}"
             raise CheckpointError(told, where=str(path), fix=ANOTHER)
-    if found.get("loss_scale") is not None and (wrong := not_finite(found["loss_scale"])):
-        raise CheckpointError(f"the loss scale has {wrong}", where=str(path), fix=ANOTHER)
+    _check_scale(path, found.get("loss_scale"))
     return found
+
+
+def _check_scale(path: Path, saved: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError unless it has what a loss scale has, of its types, finite."""
+    if saved is None:
+        return
+    for name, default in asdict(LossScale()).items():
+        value: Any = saved.get(name)
+        kind = type(value) is int or (type(value) is float and isinstance(default, float))
+        if not (kind and _finite(value) and value >= 0):
+            told = f"the loss scale has {name} = {brief(ascii(value))}"
+            raise CheckpointError(told, where=str(path), fix=ANOTHER)
 
 
 def _check_digest(file: Any, length: int) -> None:

@@ -529,6 +529,30 @@ def test_sizes_that_the_manifest_claims_too_are_refused_before_anything_is_alloc
     assert refused(lambda: contents.read_whole(where))
 
 
+def test_an_index_is_refused_by_itself() -> None:
+    """Before anything is read: what lies beyond its file, and what shares bytes."""
+    box = index.Chunk("a", 0, 16, (0,), (4,))
+    tensor = index.Saved(torch.float32, (4,), (box,))
+    index.check({"x": tensor}, {"a": 16})
+    for wrong, size in (({"x": tensor}, 15), ({"x": tensor, "y": tensor}, 64)):
+        with pytest.raises(ValueError, match=r"reaches to byte 16 of a, which has 15|share bytes of a"):
+            index.check(wrong, {"a": size})
+
+
+def test_what_an_attacker_left_for_the_next_save(where: Path, outside: Path) -> None:
+    """Links and FIFOs by the names that saving writes to."""
+    root = where.parent
+    (root / ".latest.part").symlink_to(outside)
+    (root / ".trial-of-rank-0").symlink_to(outside)
+    assert running().resume(root) == 1
+    os.mkfifo(root / ".trial-of-rank-0")
+    assert running().resume(root) == 1
+    running().save(root)
+    (root / ".step-00000009.part").symlink_to(outside.parent)
+    assert refused(lambda: running().save(root))
+    assert outside.read_bytes() == b"secret" * 1000 and not (root / folder.LATEST).is_symlink()
+
+
 def manifest(**fields: Any) -> Harm:
     return lambda where, outside: sealed(where, lambda data: data.update(fields))
 
@@ -604,6 +628,11 @@ PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # and what
     "a seed in words": (lambda data: data["random"].update(seed="x"), "random.seed"),
     "a seed beyond all": (lambda data: data["random"].update(seed=2**70), "random.seed"),
     "a scale that is none": (lambda data: data.update(loss_scale={"scale": math.nan}), "the loss scale has"),
+    "a scale without its steps": (
+        lambda data: data.update(loss_scale={"scale": 1.0}),
+        "the loss scale has growth_factor",
+    ),
+    "a scale in words": (lambda data: data.update(loss_scale={"scale": "1"}), "the loss scale has scale = '1'"),
     "no others": (lambda data: data.pop("others"), "others"),
 }
 
