@@ -365,6 +365,7 @@ class Parallel:
             "model": self.plan.model,
             "graph_hash": self.plan.graph_hash,
             "tensors": {n: list(s.shape) for n, s in {**layout.parameters, **layout.buffers}.items() if n in names},
+            "buffers": [name for name in layout.buffers if name in names],
             "aliases": dict(self._source.folded.traced.aliases),
             "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
         }

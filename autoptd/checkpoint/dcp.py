@@ -1,20 +1,20 @@
 """Entries written and read by torch.distributed.checkpoint, whose files other programs can read too.
 
 Its planners say which box of which tensor a rank writes or wants; the resharding between the boxes of two plans is its
-own. Only this file knows its interfaces (seen in torch 2.13).
+own. It never reads an index or a tensor itself: its reader is given what is known of them, and the bytes of tensors are
+copied here. Only this file knows its interfaces (seen in torch 2.13).
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickle
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -40,23 +40,16 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
+from autoptd.checkpoint import files
 from autoptd.checkpoint.entries import Entry
+from autoptd.checkpoint.index import Chunk, Index, Saved
 from autoptd.checkpoint.regions import Ints, Region
-from autoptd.cost_models.complaints import brief
+from autoptd.checkpoint.torch_files import as_type, locate, read_bytes, storage_of
+from autoptd.checkpoint.torch_index import read_torch_index
 from autoptd.errors import CheckpointError
-
-# what reading a damaged pickle may raise (its documentation names some, "and others")
-UNREADABLE = (
-    *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError),
-    *(ArithmeticError, RuntimeError, AssertionError, MemoryError),
-)
-_OTHERS = (("torch", "Size"), ("torch.serialization", "_get_layout"))
-_OF_INDEX = {
-    *("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"),
-    *("pathlib", *(module for module, _ in _OTHERS)),
-}
-INDEX = ".metadata"  # the file that says where everything lies; without it there is no checkpoint
 
 
 class _Writer(SavePlanner):
@@ -104,7 +97,7 @@ class _Reader(LoadPlanner):
             assert isinstance(saved, TensorStorageMetadata), key
             items = create_read_items_for_chunk_list(key, saved, chunks)
             if sum(math.prod(item.lengths) for item in items) != sum(target.numel() for _, target in targets):
-                raise CheckpointError(f"the checkpoint does not hold all of {key}", fix="use another one")
+                raise CheckpointError(f"it does not hold all of {key}", fix="use another one")
             self._items += items
 
     def create_local_plan(self) -> LoadPlan:
@@ -131,16 +124,117 @@ class _Reader(LoadPlanner):
         pass
 
 
-def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
-    """A collective over `group`; alone without. Raises CheckpointError on every rank where one of them fails."""
+class _Storage(StorageReader):
+    """What torch's loading reads from: an index of ours, and the bytes that it names."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self._folder, self._index = folder, index
+        self._chunks = {(key, c.offsets): c for key, saved in index.items() for c in saved.chunks}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return Metadata({key: _described(saved) for key, saved in self._index.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            place = item.storage_index
+            assert place.offset is not None
+            chunk = self._chunks[place.fqn, tuple(place.offset)]
+            by_file[chunk.file].append((chunk, item))
+        for name, found in by_file.items():
+            with files.opened(self._folder / name) as file:
+                for chunk, item in found:
+                    key = item.storage_index.fqn
+                    try:
+                        box = _box(file, chunk, self._index[key], tuple(item.storage_offsets), tuple(item.lengths))
+                    except ValueError as error:
+                        raise CheckpointError(f"{name} is damaged at {key}: {error}", fix=files.ANOTHER) from error
+                    planner.resolve_tensor(item).detach().copy_(box)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _described(saved: Saved) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in saved.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
+
+
+def _box(file: BinaryIO, chunk: Chunk, saved: Saved, first: Ints, lengths: Ints) -> Tensor:
+    """Elements [lengths] of a chunk, from `first` on in each dim. Raises ValueError for bytes that do not hold them."""
+    if chunk.archived:
+        found = locate(file, chunk.at, chunk.bytes)
+        if (found.dtype, found.sizes) != (saved.dtype, chunk.sizes):
+            told = f"{found.dtype} of shape {list(found.sizes)}, the index {saved.dtype} of {list(chunk.sizes)}"
+            raise ValueError(f"it holds {told}")
+        return _narrowed(found.read(file), first, lengths)
+    if not lengths:
+        return as_type(read_bytes(file, chunk.at, chunk.bytes), saved.dtype).view(())
+    row = chunk.bytes // max(1, chunk.sizes[0])  # no more than the rows that are asked for
+    raw = read_bytes(file, chunk.at + first[0] * row, lengths[0] * row)
+    box = as_type(raw, saved.dtype).view(lengths[0], *chunk.sizes[1:])
+    return _narrowed(box, (0, *first[1:]), lengths)
+
+
+def _narrowed(box: Tensor, first: Ints, lengths: Ints) -> Tensor:
+    for dim, (start, count) in enumerate(zip(first, lengths, strict=True)):
+        box = box.narrow(dim, start, count)
+    return box
+
+
+def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> Metadata:
+    """A collective over `group`; alone without. Raises CheckpointError on every rank where one of them fails.
+
+    Returns torch's index of all that was written.
+    """
     writer, planner = dcp.FileSystemWriter(folder), _Writer(entries)
     with _telling(folder, "cannot be written"):
-        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        return dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
-def read(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
+def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
+    """Where the elements of the chunks are that a rank has just written. Raises CheckpointError."""
+    index: dict[str, Saved] = {}
+    tensors = metadata.state_dict_metadata
+    boxes = {(key, tuple(c.offsets)): c for key, each in tensors.items() for c in getattr(each, "chunks", ())}
+    by_file: dict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
+    for place, lies in metadata.storage_data.items():
+        if lies.relative_path.startswith(f"__{rank}_"):
+            by_file[lies.relative_path].append((place, lies))
+    for name, found in by_file.items():
+        with files.opened(folder / name) as file:
+            for place, lies in found:
+                key, offsets = place.fqn, tuple(place.offset or ())
+                saved = tensors[key]
+                sizes, dtype = tuple(boxes[key, offsets].sizes), saved.properties.dtype  # type: ignore[union-attr]
+                at, count = storage_of(file, lies.offset, lies.length)
+                assert count == math.prod(sizes) * dtype.itemsize, f"{key} was not written element by element"
+                before = index[key].chunks if key in index else ()
+                whole = tuple(saved.size)  # type: ignore[union-attr]
+                index[key] = Saved(dtype, whole, (*before, Chunk(name, at, count, offsets, sizes)))
+    return index
+
+
+def read(folder: Path, index: Index, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
     """Fill the entries' elements. A collective over `group`; alone without. Raises CheckpointError on every rank."""
-    reader, planner = dcp.FileSystemReader(folder), _Reader(entries)
+    wanted = {key: index[key] for key in {entry.key for entry in entries}}
+    reader, planner = _Storage(folder, wanted), _Reader(entries)
     with _telling(folder, "cannot be read"):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
@@ -154,44 +248,33 @@ def _telling(folder: Path, what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        told = f"the checkpoint {what}: {type(cause).__name__}: {cause}"
-        raise CheckpointError(told, where=f"{folder}, rank {rank}") from error
-
-
-class _Index(pickle.Unpickler):
-    """The index is a pickle: of the few classes that make one, so that no other code runs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if "." not in name and module in _OF_INDEX else None
-        own = isinstance(found, type) and (found.__module__ == module or module == "pathlib")
-        if own or isinstance(found, torch.dtype) or (module, name) in _OTHERS:
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
-
-
-def shapes(folder: Path) -> Mapping[str, tuple[Ints, torch.dtype]]:
-    """Every tensor of a checkpoint: its whole shape and its type. Raises CheckpointError."""
-    try:
-        with (folder / INDEX).open("rb") as file:
-            metadata = _Index(file).load()
-        found = metadata.state_dict_metadata.items()
-        tensors = [(key, x.size, x.properties.dtype) for key, x in found if isinstance(x, TensorStorageMetadata)]
-        return {str(key): (tuple(map(int, size)), dtype) for key, size, dtype in tensors}
-    except (OSError, *UNREADABLE) as error:
-        said = brief(ascii(str(error))[1:-1])
-        fix = "load an older checkpoint: one of the other step-… folders"
+        told = cause.what if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
         raise CheckpointError(
-            f"the checkpoint has no readable index: {said}", where=str(folder / INDEX), fix=fix
+            f"the checkpoint {what}: {told}", where=f"{folder}, rank {rank}", fix=getattr(cause, "fix", "")
         ) from error
 
 
-def read_whole(folder: Path, keys: Iterable[str]) -> dict[str, Tensor]:
+def index_of(folder: Path) -> Index:
+    """Every tensor of a checkpoint that torch.distributed.checkpoint wrote, of which nothing is verified.
+
+    Raises CheckpointError.
+    """
+    names = [path for path in folder.iterdir() if files.is_plain(path.name) and files.is_regular(path)]
+    return read_torch_index(folder, {path.name: path.stat().st_size for path in names})
+
+
+def read_whole(folder: Path, index: Index, keys: Iterable[str]) -> dict[str, Tensor]:
     """Whole tensors, in this process alone. Raises CheckpointError."""
-    known = shapes(folder)
-    found = {key: torch.empty(known[key][0], dtype=known[key][1]) for key in keys}
+    found = {}
+    for key in keys:
+        try:
+            found[key] = torch.empty(index[key].shape, dtype=index[key].dtype)
+        except (RuntimeError, MemoryError) as error:
+            told = f"{key} of shape {list(index[key].shape)} needs more memory than there is"
+            raise CheckpointError(told, where=str(folder)) from error
     entries = [
         Entry(key, tuple(x.shape), x.view(-1), (Region((0,) * x.dim(), tuple(x.shape), 0, tuple(x.shape)),), False)
         for key, x in found.items()
     ]
-    read(folder, entries, None)
+    read(folder, index, entries, None)
     return found

@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from autoptd.checkpoint import dcp, folder
+from autoptd.checkpoint import contents, dcp, folder
+from autoptd.checkpoint.files import ANOTHER
+from autoptd.checkpoint.index import Index
 from autoptd.errors import CheckpointError, ModelError
 from autoptd.runtime.stored import Stored
 
@@ -128,22 +130,27 @@ def export(source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: i
         )
     if target.exists() and any(target.iterdir()):
         raise CheckpointError("the folder is not empty", where=str(target), fix="give another one")
-    known = {key.removeprefix("model."): found for key, found in dcp.shapes(where).items() if key.startswith("model.")}
+    if damage := contents.damaged_files(where, manifest):
+        raise CheckpointError(f"the checkpoint is damaged: {damage[0]}", where=str(where), fix=ANOTHER)
+    contents.check_listed(where, manifest, folder.PLAN)
+    index = contents.index_of(where, manifest)
+    known = {key.removeprefix("model."): saved for key, saved in index.items() if key.startswith("model.")}
     dtype = dtype or _trained_in(where)
     groups = _grouped(known, dtype, shard_bytes)
     part = target.with_name(f".{target.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        files = _write_files(where, part, groups, dtype)
+        files = _write_files(where, index, part, groups, dtype)
         config = {**manifest["config"], "dtype": str(dtype).removeprefix("torch.")}
         (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if target.exists():
             target.rmdir()
         part.replace(target)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(f"cannot be written: {error}", where=str(target)) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return {"step": manifest["step"], "tensors": len(known), "files": sorted(set(files.values())), "dtype": str(dtype)}
 
 
@@ -158,15 +165,13 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def _grouped(
-    known: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype, limit: int
-) -> list[list[str]]:
+def _grouped(known: Index, dtype: torch.dtype, limit: int) -> list[list[str]]:
     """Names by file, each file's tensors within `limit` bytes unless it is one alone."""
     groups: list[list[str]] = []
     room = 0
     for name in sorted(known):
-        shape, own = known[name]
-        size = torch.Size(shape).numel() * (dtype if own.is_floating_point else own).itemsize
+        own = known[name].dtype
+        size = torch.Size(known[name].shape).numel() * (dtype if own.is_floating_point else own).itemsize
         if not groups or size > room:
             groups.append([])
             room = limit
@@ -175,18 +180,18 @@ def _grouped(
     return groups
 
 
-def _write_files(where: Path, part: Path, groups: list[list[str]], dtype: torch.dtype) -> dict[str, str]:
+def _write_files(where: Path, index: Index, part: Path, groups: list[list[str]], dtype: torch.dtype) -> dict[str, str]:
     """Returns tensor -> file."""
     files: dict[str, str] = {}
     total = 0
     for number, names in enumerate(groups, 1):
         file = ONE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        found = dcp.read_whole(where, [f"model.{name}" for name in names])
+        found = dcp.read_whole(where, index, [f"model.{name}" for name in names])
         tensors = {key.removeprefix("model."): _cast(x, dtype) for key, x in found.items()}
         total += sum(x.numel() * x.itemsize for x in tensors.values())
         save_file(tensors, part / file, metadata={"format": "pt"})
         files |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-        (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (part / INDEX).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return files

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
 
-from autoptd.checkpoint import dcp, folder
+from autoptd.checkpoint import contents, dcp, folder
 from autoptd.checkpoint.entries import COUNTS, MOMENTS, Entry, model_entries, optimizer_entry
+from autoptd.checkpoint.files import ANOTHER
+from autoptd.checkpoint.index import Index
+from autoptd.checkpoint.progress import check_optimizer, read_progress
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.trainer import Trainer
 
 _SHOWN = 12  # tensors named in an error
-Known = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def restore(
@@ -39,59 +41,29 @@ def restore(
     where = folder.find(path)
     manifest = folder.read_manifest(where)
     _check_files(where, manifest, trainer.communicators)
-    known = dcp.shapes(where)
+    known = contents.index_of(where, manifest)
     entries = list(model_entries(trainer, still))
     _check_shapes(where, _wanted(trainer, still), known)
-    progress = read_progress(where)
+    progress = read_progress(where, manifest)
     if missing := [name for name in others if name not in progress["others"]]:
-        known_others = ", ".join(progress["others"]) or "none"
+        known_others = brief(", ".join(map(ascii, progress["others"])) or "none")
         raise CheckpointError(
             f"the checkpoint holds no state of {', '.join(missing)}", where=str(where), fix=f"it has: {known_others}"
         )
     if optimizer:
-        _check_optimizer(where, progress, trainer)
+        check_optimizer(where, progress, trainer.optimizer)
+        _check_moments(where, known, _wanted(trainer, ()))
         states = _states(trainer, known)
+        _check_same_kept(where, states, trainer)
         entries += [entry for found in states.values() for entry in found.values()]
+    _check_types(where, entries, known, trainer)
     trainer.settle()
-    dcp.read(where, entries, group)
+    dcp.read(where, known, entries, group)
+    _report(where, entries, manifest, trainer.communicators)
     if optimizer:
         _fill_optimizer(trainer, states, progress["optimizer"]["groups"])
     trainer.take_pieces()
     return progress
-
-
-class _Random(BaseModel):
-    seed: int
-    step: int
-
-
-class _Optimizer(BaseModel):
-    name: Annotated[str, Field(alias="class")]
-    groups: list[dict[str, Any]]
-
-
-class Progress(BaseModel):
-    """What `progress.pt` holds: all that is no tensor of the model."""
-
-    model_config = ConfigDict(strict=True)
-    step: Annotated[int, Field(ge=0)]
-    random: _Random
-    optimizer: _Optimizer
-    others: dict[str, Any]
-    loss_scale: dict[str, Any] | None = None
-
-
-def read_progress(where: Path) -> dict[str, Any]:
-    """Raises CheckpointError."""
-    path = where / folder.PROGRESS
-    try:
-        found = torch.load(path, weights_only=True)
-    except (OSError, *dcp.UNREADABLE) as error:
-        said = brief(ascii(str(error))[1:-1])
-        raise CheckpointError(
-            f"not readable: {type(error).__name__}: {said}", where=str(path), fix="load an older checkpoint"
-        ) from error
-    return folder.checked(found, Progress, path)
 
 
 def damage_here(where: Path, c: Communicators) -> str:
@@ -115,15 +87,18 @@ def _damaged(where: Path, manifest: Mapping[str, Any], c: Communicators) -> list
 def _check_files(where: Path, manifest: Mapping[str, Any], c: Communicators) -> None:
     """Each rank reads some of the files; all of them name the first that is damaged."""
     names = sorted(manifest["files"])
-    if lost := sorted({dcp.INDEX, folder.PROGRESS} - set(names)):
-        fix = "load an older checkpoint: one of the other step-… folders"
-        raise CheckpointError(f"files lacks {', '.join(lost)}", where=str(where / folder.MANIFEST), fix=fix)
+    contents.check_listed(where, manifest, folder.PROGRESS)
     wrong = _damaged(where, manifest, c)
-    worst = torch.tensor([len(names) - wrong[0][0] if wrong else 0], dtype=torch.int64, device=c.device)
-    first = len(names) - int(c.world.all_reduce(worst, "max"))
+    first = _first_of_all(wrong[0][0] if wrong else len(names), len(names), c)
     if first < len(names):
         text = next((text for place, text in wrong if place == first), f"{names[first]} is missing or damaged")
-        raise CheckpointError(text, where=str(where), fix="load an older checkpoint: one of the other step-… folders")
+        raise CheckpointError(text, where=str(where), fix=ANOTHER)
+
+
+def _first_of_all(mine: int, count: int, c: Communicators) -> int:
+    """The lowest number of all ranks; `count` where nobody has a lower one."""
+    worst = torch.tensor([count - mine], dtype=torch.int64, device=c.device)
+    return count - int(c.world.all_reduce(worst, "max"))
 
 
 def _wanted(trainer: Trainer, still: Collection[str]) -> dict[str, tuple[int, ...]]:
@@ -133,35 +108,77 @@ def _wanted(trainer: Trainer, still: Collection[str]) -> dict[str, tuple[int, ..
     return {name: tuple(spec.shape) for name, spec in specs.items() if spec.trainable or name in still}
 
 
-def _check_shapes(where: Path, wanted: Mapping[str, tuple[int, ...]], known: Known) -> None:
+def _check_shapes(where: Path, wanted: Mapping[str, tuple[int, ...]], known: Index) -> None:
     wrong = []
     for name, shape in wanted.items():
         key = f"model.{name}"
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             wrong.append(f"{name}: not in it" + (f"; it has {near[0].removeprefix('model.')}" if near else ""))
-        elif known[key][0] != shape:
-            wrong.append(f"{name}: {list(known[key][0])} in it, {list(shape)} in the model")
+        elif known[key].shape != shape:
+            wrong.append(f"{name}: {list(known[key].shape)} in it, {list(shape)} in the model")
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         lines = [str(where), *wrong[:_SHOWN], *more]
         raise CheckpointError("the checkpoint is of another model", where="\n".join(lines), fix="load it there")
 
 
-def _check_optimizer(where: Path, progress: Mapping[str, Any], trainer: Trainer) -> None:
-    saved, mine = progress["optimizer"], type(trainer.optimizer).__name__
-    skip = "load it with optimizer=False to take the parameters alone"
-    if saved["class"] != mine:
-        raise CheckpointError(f"the checkpoint was trained by {saved['class']}, not {mine}", where=str(where), fix=skip)
-    if len(saved["groups"]) != len(trainer.optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(saved['groups'])} parameter groups, not {len(trainer.optimizer.param_groups)}",
-            where=str(where),
-            fix="give the same parameter_groups, or " + skip,
-        )
+def _check_moments(where: Path, known: Index, trained: Mapping[str, tuple[int, ...]]) -> None:
+    """Moments have their parameter's shape, counts are one number."""
+    for key, saved in known.items():
+        kind, _, rest = key.partition(".")
+        name = rest.rpartition(".")[0]
+        if kind in (MOMENTS, COUNTS) and name in trained:
+            shape = trained[name] if kind == MOMENTS else ()
+            if saved.shape != shape or saved.dtype.is_complex:
+                told = f"{key} is {saved.dtype} of shape {list(saved.shape)}, not real numbers of {list(shape)}"
+                raise CheckpointError(told, where=str(where), fix=ANOTHER)
 
 
-def _states(trainer: Trainer, known: Known) -> dict[int, dict[str, Entry]]:
+def _check_types(where: Path, entries: Collection[Entry], known: Index, trainer: Trainer) -> None:
+    """Numbers are read as the type that they were saved in, or a wider one; what is not trained may be rounded too."""
+    trained = {piece.name for piece in trainer.pieces}
+    wrong = []
+    for entry in entries:
+        kind, _, name = entry.key.partition(".")
+        saved, mine = known[entry.key].dtype, entry.flat.dtype
+        floats = saved.is_floating_point and mine.is_floating_point
+        rounded = name in trained and floats and torch.promote_types(saved, mine) != mine
+        if kind == "model" and saved != mine and (rounded or not floats):
+            wrong.append(f"{entry.key}: {saved} in it, {mine} in the model")
+    _refuse_together(where, "the checkpoint has tensors of other types", wrong, trainer.communicators)
+
+
+def _check_same_kept(where: Path, states: Mapping[int, Mapping[str, Entry]], trainer: Trainer) -> None:
+    """An optimizer keeps the same for all parameters of a group, or nothing for one that it never stepped."""
+    place_of = {id(piece.param): place for place, piece in enumerate(trainer.pieces)}
+    wrong = []
+    for group in trainer.optimizer.param_groups:
+        kept = {place: set(states[place]) for p in group["params"] if (place := place_of[id(p)]) in states}
+        whole = set().union(*kept.values())
+        for place, leaves in kept.items():
+            wrong += [f"{trainer.pieces[place].name}: no {leaf} in it" for leaf in sorted(whole - leaves)]
+    _refuse_together(where, "the checkpoint lacks state of the optimizer", wrong, trainer.communicators)
+
+
+def _refuse_together(where: Path, what: str, wrong: list[str], c: Communicators) -> None:
+    """Raise CheckpointError on every rank if something is wrong on one."""
+    if _first_of_all(0 if wrong else 1, 1, c) == 0:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        lines = [str(where), *(wrong[:_SHOWN] or ["on another rank"]), *more]
+        raise CheckpointError(what, where="\n".join(lines), fix=ANOTHER)
+
+
+def _report(where: Path, entries: Collection[Entry], manifest: Mapping[str, Any], c: Communicators) -> None:
+    """Warn of what nobody verified, and of parameters and moments on this rank that are not finite."""
+    if c.rank == 0 and (told := contents.unverified(manifest)):
+        warnings.warn(f"{where}: {told}", stacklevel=6)
+    if wrong := [text for entry in entries if (text := contents.not_finite(entry.key, entry.flat, manifest))]:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        warnings.warn(f"{where}: {'; '.join(wrong[:_SHOWN])}{more}", stacklevel=6)
+
+
+def _states(trainer: Trainer, known: Index) -> dict[int, dict[str, Entry]]:
     """By piece, empty tensors for all that the optimizer kept of it."""
     kept: dict[str, list[tuple[str, str]]] = {}
     for key in known:
@@ -172,7 +189,7 @@ def _states(trainer: Trainer, known: Known) -> dict[int, dict[str, Entry]]:
     found: dict[int, dict[str, Entry]] = {}
     for place, piece in enumerate(trainer.pieces):
         for kind, leaf in kept.get(piece.name, ()):
-            dtype = known[f"{kind}.{piece.name}.{leaf}"][1]
+            dtype = known[f"{kind}.{piece.name}.{leaf}"].dtype
             empty = torch.zeros((), dtype=dtype) if kind == COUNTS else torch.zeros_like(piece.param.detach())
             found.setdefault(place, {})[leaf] = optimizer_entry(trainer, piece, leaf, empty)
     return found

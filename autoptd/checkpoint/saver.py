@@ -7,7 +7,6 @@ wrong in it is raised by the next save, or by `wait`, on every rank.
 
 from __future__ import annotations
 
-import io
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from autoptd.checkpoint import dcp, folder
 from autoptd.checkpoint.entries import Entry, copied
+from autoptd.checkpoint.files import digest
+from autoptd.checkpoint.index import Index, merged, to_json
+from autoptd.checkpoint.progress import to_bytes
+from autoptd.checkpoint.torch_index import METADATA
 from autoptd.errors import CheckpointError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """What a rank has written: digests of its files, and where its tensors are in them."""
+
+    digests: Mapping[str, str]
+    index: Index
 
 
 @dataclass(frozen=True)
@@ -33,10 +44,22 @@ class _Job:
     step: int
     entries: Sequence[Entry]  # copies
     files: Mapping[str, bytes]
+    failed: CheckpointError | None  # in making them
     manifest: Mapping[str, Any]
     keep: int | None
 
-    def commit(self, digests: Mapping[str, str]) -> Path:
+    def prepare(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        folder.prepare(self.root, self.step)
+
+    def commit(self, sealed: Sequence[_Sealed]) -> Path:
+        """`sealed`: by rank."""
+        part = folder.part_of(self.root, self.step)
+        text = to_json(merged(each.index for each in sealed))
+        folder.write_durably(part / folder.INDEX, text.encode())
+        digests = {name: found for each in sealed for name, found in each.digests.items()}
+        digests[folder.INDEX] = digest(part / folder.INDEX)
         return folder.commit(self.root, self.step, self.manifest, digests, self.keep)
 
 
@@ -65,10 +88,15 @@ class Saver:
         A collective, of which `progress`, `texts` and `manifest` are rank 0's.
         """
         self.wait()
-        blob = io.BytesIO()
-        torch.save(dict(progress), blob)
-        files = {folder.PROGRESS: blob.getvalue(), **{name: text.encode() for name, text in texts.items()}}
-        job = _Job(root, step, copied(entries), files if self.rank == 0 else {}, manifest, keep)
+        files: dict[str, bytes] = {}
+        failed: CheckpointError | None = None
+        if self.rank == 0:
+            files = {name: text.encode() for name, text in texts.items()}
+            try:
+                files[folder.PROGRESS] = to_bytes(progress)
+            except CheckpointError as error:
+                failed = error  # told on every rank, by the thread
+        job = _Job(root, step, copied(entries), files, failed, manifest, keep)
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save of step {step}")
         self._thread.start()
 
@@ -90,23 +118,30 @@ class Saver:
     def _write(self, job: _Job) -> None:
         part = folder.part_of(job.root, job.step)
         try:
-            self.together("prepare", lambda: folder.prepare(job.root, job.step) if self.rank == 0 else None)
-            dcp.write(part, job.entries, self.group)
-            each = self.everyone(self.together("seal", lambda: self._seal(part, job.files)))
-            digests = {name: text for found in each for name, text in found.items()}
-            self.together("commit", lambda: job.commit(digests) if self.rank == 0 else None)
+            self.together("prepare", lambda: job.prepare() if self.rank == 0 else None)
+            metadata = dcp.write(part, job.entries, self.group)
+            sealed = self._gathered(self.together("seal", lambda: self._seal(part, job.files, metadata)))
+            self.together("commit", lambda: job.commit(sealed) if self.rank == 0 else None)
         except CheckpointError:
             if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             raise
 
-    def _seal(self, part: Path, files: Mapping[str, bytes]) -> dict[str, str]:
-        """Write the small files; digests of what this rank wrote."""
+    def _seal(self, part: Path, files: Mapping[str, bytes], metadata: Metadata) -> _Sealed:
+        """Write the small files; say what this rank wrote."""
         for name, data in files.items():
             folder.write_durably(part / name, data)
         mine = [path.name for path in part.glob(f"__{self.rank}_*")]
-        mine += [*files, dcp.INDEX] if self.rank == 0 else []
-        return {name: folder.digest(part / name) for name in mine}
+        mine += [*files, METADATA] if self.rank == 0 else []
+        return _Sealed({name: digest(part / name) for name in mine}, dcp.written_by(self.rank, part, metadata))
+
+    def _gathered(self, mine: T) -> list[T]:
+        """What each rank has, by rank, on rank 0; nothing elsewhere."""
+        if self.group is None:
+            return [mine]
+        each: list[Any] | None = [None] * dist.get_world_size(self.group) if self.rank == 0 else None
+        dist.gather_object(mine, each, dst=0, group=self.group)
+        return each or []
 
     def together(self, what: str, do: Callable[[], T]) -> T:
         """Do a part on each rank; fail on all of them where it fails on one."""

@@ -37,17 +37,18 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from autoptd.checkpoint import dcp, folder
+    from autoptd.checkpoint import contents, folder
     from autoptd.tables import render
 
     where = folder.find(Path(arguments.folder))
     manifest = folder.read_manifest(where)
     tensors = {
-        key: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-        for key, (shape, dtype) in sorted(dcp.shapes(where).items())
+        key: {"shape": list(saved.shape), "dtype": str(saved.dtype).removeprefix("torch.")}
+        for key, saved in sorted(contents.index_of(where, manifest).items())
     }
     whole = [path.name for path in folder.whole(where.parent)]
-    data = {**manifest, "folder": str(where), "contents": tensors, "checkpoints": whole}
+    beside = {"checkpoints": whole, "unverified": contents.unverified(manifest)}
+    data = {**manifest, "folder": str(where), "contents": tensors, **beside}
     if arguments.json:
         print_json(data)
     else:
@@ -69,6 +70,7 @@ def _shown(data: dict[str, Any]) -> list[RenderableType]:
     facts.add_row("files", f"{len(data['files'])}, {total / GIB:.3g} GiB")
     facts.add_row("written by", versions)
     facts.add_row("beside it", ", ".join(data["checkpoints"]))
+    facts.add_row("proved", data["unverified"] or "manifest and index; `check` proves the rest")
     table = columns("parameter", "shape", "type", "optimizer keeps")
     kept: dict[str, list[str]] = {}
     for key in data["contents"]:
@@ -85,20 +87,18 @@ def _shown(data: dict[str, Any]) -> list[RenderableType]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from autoptd.checkpoint import dcp, folder
+    from autoptd.checkpoint import contents, folder
 
     where = folder.find(Path(arguments.folder))
-    files = folder.read_manifest(where)["files"]
-    wrong = [text for name, expected in sorted(files.items()) if (text := folder.damage(where, name, expected))]
-    if not wrong:
-        dcp.shapes(where)
+    found = contents.examine(where)
     if arguments.json:
-        print_json({"folder": str(where), "files": len(files), "damage": wrong})
+        told = {"not_finite": found.not_finite, "unverified": found.unverified}
+        print_json({"folder": str(where), "files": found.files, "damage": found.damage, **told})
     else:
-        for text in wrong:
+        for text in (*found.damage, *found.not_finite, *filter(None, [found.unverified])):
             print(text)
-        print(f"{where}: {len(files)} files, {len(wrong) or 'none'} damaged")
-    return NO if wrong else DONE
+        print(f"{where}: {found.files} files, {len(found.damage) or 'none'} damaged")
+    return NO if found.damage else DONE
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import autoptd
-from autoptd.checkpoint import dcp
+from autoptd.checkpoint import contents
 from autoptd.checkpoint.entries import Entry, model_entries, optimizer_entries
 from autoptd.checkpoint.session import Session
 from autoptd.codegen.emit import Program, load_stage
@@ -132,8 +132,7 @@ def load_and_compare(c: Communicators, job: Made, roots: Mapping[str, str]) -> l
 @cache
 def whole_of(root: str) -> dict[str, Tensor]:
     """Every tensor of the checkpoint of step 2; read once per process."""
-    folder = Path(root) / "step-00000002"
-    return dcp.read_whole(folder, dcp.shapes(folder))
+    return contents.read_whole(Path(root) / "step-00000002")
 
 
 def differing(entries: list[Entry], whole: Mapping[str, Tensor]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.checkpoint import dcp, folder
+from autoptd.checkpoint import contents, folder
 from autoptd.errors import CheckpointError
 from autoptd.runtime.comm import Communicators
 from autoptd.runtime.mesh import Mesh
@@ -44,8 +44,7 @@ def test_a_killed_rank_under_torchrun(action: str, step: int, tmp_path: Path) ->
     assert "rank 1 is killed" in told
     first, second = (folder.find(tmp_path / name) for name in ("killed", "whole"))
     assert first.name == second.name == "step-00000020"
-    expected = dcp.read_whole(second, dcp.shapes(second))
-    found = dcp.read_whole(first, expected)
+    expected, found = contents.read_whole(second), contents.read_whole(first)
     assert [name for name, x in expected.items() if not torch.equal(found[name], x)] == []
 
 

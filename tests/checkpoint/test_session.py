@@ -81,6 +81,18 @@ def test_parameters_alone(tmp_path: Path) -> None:
     assert same(first.state_dict(), second.state_dict())
 
 
+@pytest.mark.parametrize(("wrote", "reads"), [("fp32", "fp64"), ("fp32", "bf16"), ("bf16", "fp32"), ("fp64", "fp32")])
+def test_numbers_become_wider_and_never_narrower(tmp_path: Path, wrote: str, reads: str) -> None:
+    first, second = made(precision=wrote), made(precision=reads)
+    step(first)
+    first.save(tmp_path)
+    if wrote == "fp64":
+        with pytest.raises(CheckpointError, match=r"(?s)of other types.*float64 in it, torch.float32 in"):
+            second.load(tmp_path)
+    else:
+        assert second.load(tmp_path) == 1
+
+
 def flip(path: Path) -> None:
     data = bytearray((path / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 4

@@ -14,7 +14,7 @@ import pytest
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
-from tests.fuzz import loading, programs
+from tests.fuzz import checkpoint_json, damaged, loading, programs
 from tests.fuzz.__main__ import run, run_checkpoints
 from tests.fuzz.bases import planned
 from tests.fuzz.files import cluster_text
@@ -31,6 +31,28 @@ def test_spoilt_checkpoints():
     ends, wrong = run_checkpoints(35, seed=7)
     assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
     assert sum(count for end, count in ends.items() if "refused" in end) > 15
+
+
+def test_damage_to_a_checkpoint_is_found_or_harmless():
+    """`python -m tests.fuzz.damaged --count 1000` does more."""
+    ends, wrong = damaged.run(44, 7, damaged.by_one_process)
+    assert wrong == [] and ends["added harmless"] > 0 and sum(ends[f"{kind} found"] for kind in ("flip", "swapped")) > 5
+
+
+def test_spoilt_json_of_a_checkpoint():
+    """`python -m tests.fuzz.checkpoint_json --count 25000` does more."""
+    ends, wrong = checkpoint_json.run(200, 7)
+    assert wrong == [] and min(ends.values()) > 10 and len(ends) == 4
+
+
+def test_damage_that_nobody_finds_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """The judges themselves: with digests that nobody compares, and an index that nobody checks."""
+    with monkeypatch.context() as patch:
+        patch.setattr(damaged.folder, "damage", lambda *_: "")
+        patch.setattr(damaged, "KINDS", [damaged.flip, damaged.of_another_step])
+        assert "NOT FOUND" in "".join(damaged.run(20, 7, damaged.by_one_process)[1])
+    monkeypatch.setattr("autoptd.checkpoint.index.check", lambda *_: None)
+    assert checkpoint_json.run(100, 7)[1]
 
 
 def test_a_file_that_starts_a_group_or_ends_in_a_traceback_is_seen(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,95 @@
+"""The index that torch.distributed.checkpoint writes, a pickle, read as data: for checkpoints without one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoptd.checkpoint.files import read_small
+from autoptd.checkpoint.index import Chunk, Index, Saved, check, unreadable
+from autoptd.checkpoint.pickles import LONGEST, Maker, Name, Record, noted, read_pickle
+from autoptd.checkpoint.torch_files import DTYPES, is_shape
+
+METADATA = ".metadata"
+_OF_TORCH = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+}
+_KNOWN: dict[Name, Any] = {
+    **{(module, name): noted(name) for module, names in _OF_TORCH.items() for name in names},
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch", "Size"): Maker(lambda sizes: sizes),
+    ("collections", "OrderedDict"): Maker(dict),
+}
+
+
+def read_torch_index(folder: Path, sizes: Mapping[str, int]) -> Index:
+    """`sizes`: bytes of the files that it may name. Raises CheckpointError."""
+    path = folder / METADATA
+    data = read_small(path, LONGEST)
+    try:
+        metadata = _state(read_pickle(data, _KNOWN), "Metadata")
+        index = _index(metadata)
+        check(index, sizes)
+    except (ValueError, LookupError, TypeError, RecursionError, MemoryError) as error:
+        raise unreadable(path, error) from error
+    return index
+
+
+def _state(found: Any, name: str) -> dict[str, Any]:
+    if not (isinstance(found, Record) and found.name == name and isinstance(found.state, dict)):
+        raise ValueError(f"holds something else than a {name}")
+    return found.state
+
+
+def _index(metadata: dict[str, Any]) -> Index:
+    """Chunks by their tensor's name and offsets, as torch looks for them; each has a place of its own."""
+    places: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
+    for where, what in metadata["storage_data"].items():
+        named, offset = _state(where, "MetadataIndex"), _state(where, "MetadataIndex").get("offset")
+        if not isinstance(named["fqn"], str) or not (offset is None or is_shape(offset)):
+            raise ValueError("has a place of no tensor")
+        places[named["fqn"], None if offset is None else tuple(offset)] = _state(what, "_StorageInfo")
+    index: dict[str, Saved] = {}
+    left = len(places)
+    for key, found in metadata["state_dict_metadata"].items():
+        if isinstance(found, Record) and found.name == "BytesStorageMetadata":
+            continue
+        saved = _state(found, "TensorStorageMetadata")
+        left -= len(saved["chunks"])
+        if left < 0:
+            raise ValueError("has more chunks than places")
+        index[key] = _saved(key, saved, places)
+    return index
+
+
+def _saved(key: Any, state: dict[str, Any], places: Mapping[Any, dict[str, Any]]) -> Saved:
+    properties = state["properties"]
+    if not (isinstance(key, str) and key.isprintable() and is_shape(state["size"])):
+        raise ValueError("has no name or shape of a tensor")
+    if not (isinstance(properties, Record) and properties.name == "TensorProperties"):
+        raise ValueError(f"{key:.60}: is of no known type")
+    dtype = properties.state[0]
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{key:.60}: is of no known type")
+    chunks = []
+    for each in state["chunks"]:
+        box = _state(each, "ChunkStorageMetadata")
+        offsets, sizes = box["offsets"], box["sizes"]
+        if not (is_shape(offsets) and is_shape(sizes)):
+            raise ValueError(f"{key:.60}: has a chunk of no shape")
+        place = places[key, tuple(offsets)] if (key, tuple(offsets)) in places else places[key, None]
+        file, at, count = place["relative_path"], place["offset"], place["length"]
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{key:.60}: was transformed when it was written; load it with torch")
+        if not (isinstance(file, str) and type(at) is int and type(count) is int and at >= 0 and count >= 0):
+            raise ValueError(f"{key:.60}: has a chunk without a place")
+        chunks.append(Chunk(file, at, count, tuple(offsets), tuple(sizes), archived=True))
+    return Saved(dtype, tuple(state["size"]), tuple(chunks))
