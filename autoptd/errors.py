@@ -40,6 +40,10 @@ class CannotVerify(AutoptdError, RuntimeError):
     """A plan that could not be held to the plain model: it is neither verified nor found wrong."""
 
 
+class SigningError(AutoptdError, ValueError):
+    """A key that cannot be read or is of another kind, or a signature without the package for it."""
+
+
 class PlanFileError(AutoptdError, ValueError):
     """A plan file that is corrupt, foreign, of another version, or of another model."""
 

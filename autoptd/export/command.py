@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns exit code 0. Raises PlanFileError, PlanError, ModelError."""
-    from autoptd.plans import Plan, refuse_unwritable, write_whole
+    from autoptd.outputs import refuse_unwritable, write_whole
+    from autoptd.plans import Plan
 
     if arguments.out:
         refuse_unwritable(Path(arguments.out))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from glob import escape
 from itertools import pairwise
 
 from autoptd.errors import PlanError
@@ -47,6 +48,11 @@ class Layers:
     def path(self, layer: int) -> str:
         """`transformer.h.3`."""
         return f"{self.stack}.{layer}" if self.stack else str(layer)
+
+    @property
+    def pattern(self) -> str:
+        """`transformer.h.*`: every layer, where names are patterns."""
+        return f"{escape(self.stack)}.*" if self.stack else "*"
 
     def stage_of(self, unit: int) -> int:
         """The stage that holds a unit."""

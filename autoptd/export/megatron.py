@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from autoptd.codegen.quoting import one_line
 from autoptd.errors import PlanError
 from autoptd.export.layers import (
     Layers,
@@ -45,7 +46,8 @@ class Megatron:
 
     def to_text(self) -> str:
         """A piece of a bash script that sets `MEGATRON_ARGS`."""
-        lines = [f"# {self.title}", *(f"# differs: {what}" for what in self.differs), f"# left to you: {_LEFT}"]
+        lines = [f"# {one_line(self.title)}", *(f"# differs: {one_line(what)}" for what in self.differs)]
+        lines += [f"# left to you: {_LEFT}"]
         lines += [f"unset {k}" if v is None else f"export {k}={v}" for k, v in self.environment]
         lines += ["MEGATRON_ARGS=(", *(f"    {name} {shlex.quote(value)}".rstrip() if value else f"    {name}"
                   for name, value in self.arguments), ")"]  # fmt: skip
