@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.codegen.quoting import is_name, one_line
+from autoptd.codegen.quoting import is_name
+from autoptd.errors import printable
 from autoptd.passes.own_ops import OwnFunction, OwnHook, described
 
 NAME = "own.py"
@@ -51,7 +52,7 @@ def own_file(graph: fx.Graph) -> OwnFile:
     lines += [f"{name} = {home}.{found[name].__qualname__}" for name, home in homes.items()]
     objects = {name: what for name, what in found.items() if name not in homes}
     lines += ["", "# handed over by the process that made this program"] if objects else []
-    lines += [f"#   {name}: {one_line(described(what))}" for name, what in objects.items()]
+    lines += [f"#   {name}: {printable(described(what))}" for name, what in objects.items()]
     return OwnFile(_DOC + "\n" + "\n".join(lines).strip() + "\n" + (_LATE if objects else ""), objects)
 
 

@@ -2,7 +2,7 @@
 
     literal, numbered      a string of Python: names of parameters, modules and inputs, arguments of ops
     checked_name, …        a name of Python, refused if it is none, or made from any text
-    one_line, in_docstring a comment (of Python or a shell), a line of a docstring
+    in_docstring           a line of a docstring; of a comment, of Python or a shell, `errors.printable`
 
 Who looks for something in emitted source asks `code_of`, which leaves literals and comments out.
 """
@@ -13,7 +13,7 @@ import keyword
 import re
 import unicodedata
 
-from autoptd.errors import TraceError
+from autoptd.errors import TraceError, printable
 
 _ANY_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'
@@ -67,14 +67,9 @@ def plain_name(text: str) -> str:
     return f"x_{plain}" if plain and not plain.isidentifier() else plain
 
 
-def one_line(text: str) -> str:
-    """Text as one line of a comment may hold it: whatever is not printable is escaped, backslashes too."""
-    return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text)
-
-
 def in_docstring(text: str) -> str:
     """Text as a docstring may hold it: nothing in it ends the string or the line."""
-    return one_line(text).replace('"', r"\"")
+    return printable(text).replace("\\", r"\\").replace('"', r"\"")
 
 
 def code_of(source: str) -> str:

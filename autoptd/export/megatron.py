@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from autoptd.codegen.quoting import one_line
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, printable
 from autoptd.export.layers import (
     Layers,
     collectives_differ,
@@ -46,7 +45,7 @@ class Megatron:
 
     def to_text(self) -> str:
         """A piece of a bash script that sets `MEGATRON_ARGS`."""
-        lines = [f"# {one_line(self.title)}", *(f"# differs: {one_line(what)}" for what in self.differs)]
+        lines = [f"# {printable(self.title)}", *(f"# differs: {printable(what)}" for what in self.differs)]
         lines += [f"# left to you: {_LEFT}"]
         lines += [f"unset {k}" if v is None else f"export {k}={v}" for k, v in self.environment]
         lines += ["MEGATRON_ARGS=(", *(f"    {name} {shlex.quote(value)}".rstrip() if value else f"    {name}"
