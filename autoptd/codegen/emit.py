@@ -27,7 +27,7 @@ from autoptd.codegen.loss import FUNCTIONS
 from autoptd.codegen.own_file import NAME as OWN
 from autoptd.codegen.own_file import own_file
 from autoptd.codegen.pieces import lay_out
-from autoptd.codegen.quoting import code_of, in_docstring
+from autoptd.codegen.quoting import code_of, in_docstring, replace_code
 from autoptd.codegen.stage import StageSource, write_stage
 from autoptd.outputs import make_folder, private_folder, read_own, refuse_unwritable, write_whole
 from autoptd.passes.fold import Cut, Folded
@@ -139,12 +139,10 @@ _RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
 
 def _template(body: str) -> tuple[str, list[tuple[int, ...]]]:
     """The source with layer ranges as holes, and what fills them."""
-    found = list(_RANGE.finditer(code_of(body)))
-    numbers = [tuple(int(g) for g in m.groups() if g is not None) for m in found]
+    numbers = [tuple(int(g) for g in m.groups() if g is not None) for m in _RANGE.finditer(code_of(body))]
+    holes = iter(range(len(numbers)))
     lengths = [len(range(*n)) for n in numbers]
-    text = body
-    for hole, match in reversed(list(enumerate(found))):
-        text = f"{text[: match.start()]}range(*LAYERS[stage][{hole}]){text[match.end() :]}"
+    text = replace_code(_RANGE, lambda _: f"range(*LAYERS[stage][{next(holes)}])", body)
     return text + repr(lengths), numbers
 
 
@@ -164,7 +162,9 @@ def _stage_source(written: Sequence[StageSource], members: Sequence[int], cls: s
         return head + body
     table = [f"    {i}: {_template(written[i].body)[1]!r}," for i in members]
     text = _template(body)[0].rpartition("[")[0]
-    text = re.sub(r"(def __init__\(self, tp: Axis, dropout: [^)]*)\) -> None:", r"\1, *, stage: int) -> None:", text)
+    text = re.sub(
+        r"(def __init__\(self, tp: Axis, dropout: [^)]*)\) -> None:", r"\1, *, stage: int) -> None:", text, count=1
+    )
     layers = "# stage -> the layer numbers of its blocks\nLAYERS: dict[int, list[tuple[int, ...]]] = {\n"
     return layers + "\n".join(table) + "\n}\n\n\n" + head + text
 

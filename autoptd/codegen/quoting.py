@@ -4,7 +4,7 @@
     checked_name, …        a name of Python, refused if it is none, or made from any text
     in_docstring           a line of a docstring; of a comment, of Python or a shell, `errors.printable`
 
-Who looks for something in emitted source asks `code_of`, which leaves literals and comments out.
+Who looks for something in emitted source asks `code_of`, which leaves literals and comments out, or `replace_code`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import keyword
 import re
 import unicodedata
+from collections.abc import Callable
 
 from autoptd.errors import TraceError, printable
 
@@ -75,6 +76,15 @@ def in_docstring(text: str) -> str:
 def code_of(source: str) -> str:
     """Source of the same length and lines, with `_` for what literals and comments hold."""
     return _ANY_TEXT.sub(lambda match: _blank(match[0]), source)
+
+
+def replace_code(pattern: re.Pattern[str], new: Callable[[re.Match[str]], str], source: str) -> str:
+    """`pattern.sub(new, source)`, where it is neither in a literal nor in a comment."""
+    parts, at = list[str](), 0
+    for match in pattern.finditer(code_of(source)):
+        parts += [source[at : match.start()], new(match)]
+        at = match.end()
+    return "".join([*parts, source[at:]])
 
 
 def _blank(text: str) -> str:
