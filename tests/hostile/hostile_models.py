@@ -59,6 +59,8 @@ PAYLOADS = {
     "shell line": f"x\ntouch {MARK}\n",
     "backquote": f"`touch {MARK}`",
     "pattern": "*",
+    "pattern of one": "?",
+    "pattern of some": "[ab]",
     "long": "x" * 300,
 }
 KINDS = ("module", "parameter", "buffer", "class", "stack", "input")
