@@ -151,6 +151,7 @@ def parallelize(
     non_finite: str = "raise",
     compile: bool | str = False,
     watch: Mapping[str, float] | bool = True,
+    signed_by: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
@@ -168,9 +169,11 @@ def parallelize(
     has any.
     watch: how ranks look after each other, in seconds: {"silent_s": 8, "slow_s": 30, "stuck_s": 600}; a rank that is
     killed or stopped ends the job everywhere with the cause, a slow one is reported. False: they do not.
+    signed_by: the file of a public key; the plan must have a certificate signed with its private key.
 
-    Raises what `plan` raises, and PlanFileError for a plan of another model or one that was changed after it was
-    verified, PlanError for one that was made for something else than is asked for.
+    Raises what `plan` raises, and PlanFileError for a plan of another model, one that was changed after it was
+    verified or whose program is not the one that was verified, PlanError for one that was made for something else than
+    is asked for, SigningError for a key that cannot be read.
     """
     progress = progress or Silent()
     running = _running_world()
@@ -228,7 +231,7 @@ def parallelize(
     _optimizer_name(optimizer, optimizer_options, groups)
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
-    recheck(plan, program)
+    recheck(plan, program, None if signed_by is None else Path(signed_by))
     options = dict(optimizer_options or {})
     backend = compile if isinstance(compile, str) else DEFAULT * (compile or plan.method.kernels == "compiled")
     parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend, stored)

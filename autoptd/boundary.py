@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from autoptd.errors import AutoptdError
+from autoptd.outputs import write_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -128,7 +129,5 @@ def _record(text: str) -> None:
     if not path or Path(path).exists():
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    try:
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), "utf-8")
-    except OSError:  # the table then names the rank and its exit code alone
-        return
+    with suppress(AutoptdError):  # the table then names the rank and its exit code alone
+        write_whole(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))

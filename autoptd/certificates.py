@@ -1,7 +1,9 @@
-"""The certificate of a verified plan: made by `autoptd verify`, looked at whenever a plan file is run.
+"""The certificate of a verified plan: made by `autoptd verify`, looked at whenever a plan file is run or emitted.
 
-A plan that was changed since is refused: its certificate says something that is not so. Another version of autoptd or
-torch, or another emitted program, is a warning: the plan is what it was, but nobody has verified what it is run by.
+A plan that was changed since is refused, and so is one that now gives another program: its certificate says something
+that is not so. Another version of autoptd or torch is a warning: the program is what it was, but nobody has verified
+what runs it. Digests tell that nothing was changed by accident; who made a certificate only a signature tells
+(`autoptd.signatures`), which is checked where a public key is given.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 
 from autoptd.codegen.emit import Program
+from autoptd.errors import PlanFileError
 from autoptd.plans import Plan
+from autoptd.signatures import check_signature
 
 
 class UnverifiedWarning(UserWarning):
@@ -29,15 +34,25 @@ def program_digest(program: Program) -> str:
     return f"sha256:{hashlib.sha256(chr(0).join(part for file in files for part in file).encode()).hexdigest()}"
 
 
-def recheck(plan: Plan, program: Program) -> None:
-    """Warn where a verified plan is run by another program or other versions. Raises PlanFileError for another plan."""
+def recheck(plan: Plan, program: Program, signed_by: Path | None = None) -> None:
+    """Hold a plan and its program to its certificate, if it has one; a warning where other versions made it.
+
+    signed_by: a public key that must have signed it. Raises PlanFileError, SigningError.
+    """
     plan.check_certificate()
+    if signed_by is not None:
+        check_signature(plan.certificate, signed_by)
     held = plan.certificate
     if held is None:
         return
     others = [f"{n} {held.versions.get(n)}, this is {v}" for n, v in versions().items() if held.versions.get(n) != v]
-    if held.program != program_digest(program):
-        others.append("the program that it emitted is another one now")
+    if held.program != (now := program_digest(program)):
+        raise PlanFileError(
+            f"the plan gives another program than the one that was verified: {now}, its certificate has {held.program}"
+            + "".join(f"; it was verified with {text}" for text in others),
+            where="certificate.program",
+            fix="verify it again (autoptd verify PLAN), or take the field `certificate` out",
+        )
     if others:
         warnings.warn(
             f"the plan was verified with {'; '.join(others)}: verify it again (autoptd verify PLAN)",

@@ -103,7 +103,8 @@ def _tell(error: AutoptdError, *, as_json: bool) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from autoptd.plans import Plan, refuse_unwritable
+    from autoptd.outputs import refuse_unwritable, write_whole
+    from autoptd.plans import Plan
     from autoptd.simulate import rank_names, report, simulate_plan, summary
 
     if arguments.virtual is not None and arguments.schedule != "interleaved":
@@ -114,7 +115,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
     schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
     if arguments.trace:
         from autoptd.cost_models.perfetto import trace_text
-        from autoptd.plans import write_whole
 
         write_whole(Path(arguments.trace), trace_text(timeline, rank_names(plan)))
     if arguments.json:
@@ -138,7 +138,14 @@ def _emit(arguments: argparse.Namespace) -> int:
         model, _ = load_model(name)
     import autoptd.api
 
-    parallel = autoptd.api.parallelize(model, world=plan.world, plan=plan, seq=plan.sizes.get("s"), progress=progress)
+    parallel = autoptd.api.parallelize(
+        model,
+        world=plan.world,
+        plan=plan,
+        seq=plan.sizes.get("s"),
+        signed_by=arguments.signed_by,
+        progress=progress,
+    )
     parallel.emit(arguments.out)
     files = sorted(str(path) for path in Path(arguments.out).rglob("*.py"))
     if arguments.json:
@@ -277,6 +284,7 @@ def _parser() -> _Parser:
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
     emit.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP} (default: the plan's, if shipped)")
     emit.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the files go")
+    emit.add_argument("--signed-by", metavar="KEY", help="a public key that must have signed the plan's certificate")
     add_verify_arguments(
         command("verify", run_verify, "prove a plan: run all its ranks here, beside the plain model"), _MODEL_HELP
     )

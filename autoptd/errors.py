@@ -17,7 +17,7 @@ class AutoptdError(Exception):
         lines = [what]
         lines += [f"  where  {line}" for line in where.splitlines()]
         lines += [f"  fix    {fix}"] if fix else []
-        super().__init__("\n".join(lines))
+        super().__init__(printable("\n".join(lines), keep="\n\t"))
 
 
 class InputsError(AutoptdError, ValueError):
@@ -38,6 +38,10 @@ class PlanError(AutoptdError, ValueError):
 
 class CannotVerify(AutoptdError, RuntimeError):
     """A plan that could not be held to the plain model: it is neither verified nor found wrong."""
+
+
+class SigningError(AutoptdError, ValueError):
+    """A key that cannot be read or is of another kind, or a signature without the package for it."""
 
 
 class PlanFileError(AutoptdError, ValueError):
@@ -66,6 +70,12 @@ class RuntimeFault(AutoptdError, RuntimeError):
 
 class OutOfMemory(RuntimeFault):
     """A rank ran out of memory; it says which category is more than was predicted, and which change would fit."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text that a terminal shows and does not obey: whatever is not printable, and not in `keep`, is written as an
+    escape."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def nearest(name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:

@@ -6,7 +6,8 @@ included, how far the search goes, and the program itself: the text of every fil
 what it computes with. So a plan is never out of date; one that nobody asks for any more is dropped in time.
 
 The folder is `$AUTOPTD_CACHE`, or `autoptd` in `$XDG_CACHE_HOME` or `~/.cache`; `AUTOPTD_CACHE=off` keeps nothing. What
-cannot be read or written there is no error: the plan is searched again.
+cannot be read or written there is no error, and a file that another user wrote or could write to is not read: the plan
+is searched again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -26,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from autoptd.errors import PlanFileError
+from autoptd.outputs import PRIVATE, read_own, write_whole
 from autoptd.passes.graph import module_path
-from autoptd.plans import Plan, write_whole
+from autoptd.plans import Plan
 
 if TYPE_CHECKING:
     from autoptd.compile import TracedModel
@@ -57,9 +60,9 @@ def find(key: str) -> Plan | None:
     if path is None:
         return None
     try:
-        plan = Plan.load(path)
-        os.utime(path)
-    except (PlanFileError, OSError):
+        plan = Plan.from_json(read_own(path).decode(), str(path))
+        os.utime(path, follow_symlinks=False)
+    except (PlanFileError, OSError, UnicodeDecodeError):
         return None
     return plan
 
@@ -70,9 +73,10 @@ def keep(key: str, plan: Plan) -> None:
     if path is None:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, plan.to_json())
-        kept = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, plan.to_json(), PRIVATE)
+        ours = (p for p in path.parent.glob("*.json") if re.fullmatch("[0-9a-f]{64}", p.stem))
+        kept = sorted(ours, key=lambda p: p.lstat().st_mtime)
         for old in kept[: max(0, len(kept) - _MOST)]:
             old.unlink(missing_ok=True)
     except (PlanFileError, OSError):

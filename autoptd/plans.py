@@ -18,13 +18,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoptd.cost_models.cluster import Cluster, Device, Name
 from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.errors import PlanError, PlanFileError
+from autoptd.outputs import write_whole
 from autoptd.passes.placements import parse_placement
 from autoptd.schedule import RUNNABLE, Route, route_of
 
@@ -141,6 +142,19 @@ class Predicted(_Part):
     times: tuple[dict[str, Amount], ...] = ()  # per stage: of a microbatch, by `simulate.times_to_data`
 
 
+Proves = Literal[
+    "that a run of `autoptd verify` on a plan, graph and program of these digests found no difference from the plain "
+    "model; not who ran it: only a signature tells that, anybody who can write this file can write a certificate"
+]
+
+
+class Signature(_Part):
+    """Of a certificate's `signed_text`, by ed25519; in hexadecimal digits."""
+
+    by: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # the public key
+    value: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
 class Certificate(_Part):
     """That `autoptd verify` found a plan to compute what the model computes, and what it was that it looked at.
 
@@ -154,6 +168,13 @@ class Certificate(_Part):
     ranks: Count  # that ran
     shown: tuple[str, ...] = ()  # what was made smaller, in words
     difference: Amount  # the largest that was found, relative
+    proves: Proves = get_args(Proves)[0]
+    signature: Signature | None = None  # of all of the above; left out where there is none
+
+    def signed_text(self) -> str:
+        """What a signature is of: all else."""
+        data = {"format": "autoptd-certificate", **self.model_dump(mode="json", exclude={"signature"})}
+        return json.dumps(data, sort_keys=True, allow_nan=False)
 
 
 class Plan(_Part):
@@ -206,7 +227,10 @@ class Plan(_Part):
 
     def to_json(self) -> str:
         """The text of the plan file: the same bytes for equal plans."""
-        data = self.model_dump(mode="json", exclude={"certificate"} if self.certificate is None else None)
+        held = self.certificate
+        data = self.model_dump(mode="json", exclude=None if held else {"certificate"})
+        if held is not None and held.signature is None:
+            del data["certificate"]["signature"]
         return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -334,29 +358,6 @@ class Plan(_Part):
         from autoptd.explain import explain_html
 
         return explain_html(self)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a file beside `path`, then rename it. Raises PlanFileError."""
-    refuse_unwritable(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise PlanFileError(f"cannot write {path}: {error.strerror}", where=str(path)) from error
-
-
-def refuse_unwritable(path: Path) -> None:
-    """Raise PlanFileError if a file at `path` could not be written now; nothing is written."""
-    fix = "name a file in a folder that exists and that you may write to"
-    if path.is_dir():
-        raise PlanFileError(f"cannot write {path}: it is a folder", where=str(path), fix=fix)
-    if not path.parent.is_dir():
-        raise PlanFileError(f"cannot write {path}: the folder {path.parent} does not exist", where=str(path), fix=fix)
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PlanFileError(f"cannot write {path}: no permission in {path.parent}", where=str(path), fix=fix)
 
 
 # --- what a plan must keep, across its fields ---------------------------------------------------------------------

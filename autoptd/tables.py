@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoptd.errors import printable
+
 WIDTH = 100
 GIB = 2**30
 
@@ -35,7 +37,7 @@ def render(parts: Sequence[RenderableType], width: int) -> str:
     console = Console(file=sink, width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
     for part in parts:
         console.print(part)
-    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()) + "\n"
+    return "\n".join(printable(line.rstrip()) for line in sink.getvalue().splitlines()) + "\n"
 
 
 def words(name: str) -> str:

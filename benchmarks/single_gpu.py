@@ -291,7 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
         head = {"date": _today(), "device": device, "torch": torch.__version__, "cluster": arguments.cluster}
         rows = [{key: value for key, value in asdict(result).items() if value not in (None, "")} for result in results]
-        Path(arguments.out).write_text(json.dumps({**head, "results": rows}, indent=1) + "\n", "utf-8")
+        from autoptd.outputs import write_whole
+
+        write_whole(Path(arguments.out), json.dumps({**head, "results": rows}, indent=1) + "\n")
     return 0 if any(not result.problem for result in results) else 1
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from autoptd.cost_models.timeline import ActionLike, Message, Timeline
@@ -18,13 +17,8 @@ STREAMS = ("compute", "tp", "send forward", "receive forward", "send backward", 
 MICROSECONDS = 1e6
 
 
-def write_trace(timeline: Timeline, path: Path, names: Sequence[str] = ()) -> None:
-    """Write the trace of a step; `names` says what each pipeline rank is. Raises OSError."""
-    path.write_text(trace_text(timeline, names), encoding="utf-8")
-
-
 def trace_text(timeline: Timeline, names: Sequence[str] = ()) -> str:
-    """The trace as it stands in its file."""
+    """The trace of a step as it stands in its file; `names` says what each pipeline rank is."""
     return json.dumps(trace(timeline, names), separators=(",", ":"), allow_nan=False) + "\n"
 
 

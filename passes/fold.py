@@ -13,6 +13,7 @@ modules play no part in it. One representative of each kind is planned, whatever
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -246,10 +247,12 @@ def _name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
     for signature, name in zip(signatures, names, strict=True):
         called.setdefault(signature, Counter())[re.sub(r"\d+", "*", name)] += 1
     kinds: dict[str, str] = {}
+    taken: set[str] = set()
     for signature, counter in called.items():
         name = counter.most_common(1)[0][0]
-        used = sum(k.split("#")[0] == name for k in kinds.values())
-        kinds[signature] = f"{name}#{used + 1}" if used else name
+        numbers = (f"{name}#{n}" for n in itertools.count(2))
+        kinds[signature] = next(kind for kind in itertools.chain([name], numbers) if kind not in taken)
+        taken.add(kinds[signature])
     return kinds
 
 

@@ -193,12 +193,14 @@ def test_the_oldest_make_room(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = autoptd.Plan.from_json(plan().to_json())
     for path in kept.glob("*.json"):
         path.unlink()
-    for number, key in enumerate("ab"):
+    (kept / "notes.json").write_text("{}")  # not one of ours
+    a, b, c = (letter * 64 for letter in "abc")
+    for number, key in enumerate((a, b)):
         kept_plans.keep(key, found)
         os.utime(kept / f"{key}.json", (number, number))
-    kept_plans.find("a")  # asked for just now
-    kept_plans.keep("c", found)
-    assert {path.stem for path in kept.glob("*.json")} == {"a", "c"}
+    kept_plans.find(a)  # asked for just now
+    kept_plans.keep(c, found)
+    assert {path.stem for path in kept.glob("*.json")} == {a, c, "notes"}
 
 
 def test_what_is_not_known_to_be_complete_is_refused() -> None:

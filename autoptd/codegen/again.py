@@ -210,6 +210,6 @@ def _is_function(text: str) -> bool:
 
 def kept_text(call: str, by: str = "keep") -> str:
     """`keep(F.linear, x, w)` for `F.linear(x, w)`."""
-    match = re.fullmatch(r"([A-Za-z_][\w.]*)\((.*)\)", call)
+    match = re.fullmatch(r"([^\W\d][\w.]*)\((.*)\)", call)
     assert match, f"{call} is no call"
     return f"{by}({match[1]}, {match[2]})"

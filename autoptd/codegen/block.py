@@ -15,6 +15,7 @@ from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.names import Names, wish
 from autoptd.codegen.pieces import Layout, Piece
+from autoptd.codegen.quoting import code_of, in_docstring, is_name, literal
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info
 from autoptd.passes.placements import B, Placement, Split
@@ -63,18 +64,18 @@ def parameter_line(name: str, node: fx.Node, placement: Placement, ranks: int, f
     tensor = info(node)
     shape = local_shape_text(tensor, placement, ranks)
     grad = ", requires_grad=False" if frozen else ""
-    return f'parameter(self, "{name}", {shape}, {dtype_text(tensor.dtype)}{grad})  # {placement}'
+    return f"parameter(self, {literal(name)}, {shape}, {dtype_text(tensor.dtype)}{grad})  # {placement}"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
     return DTYPES.get(dtype, str(dtype))
 
 
-def attribute(name: str) -> str:
-    """`self.mlp.c_fc.weight`, or a call where a part of the name is a number."""
-    if all(part.isidentifier() for part in name.split(".")):
+def attribute(name: str, getter: str = "get_parameter") -> str:
+    """`self.mlp.c_fc.weight`, or a call where a part of the name is a number, or no name for Python."""
+    if all(map(is_name, name.split("."))):
         return f"self.{name}"
-    return f'self.get_parameter("{name}")'
+    return f"self.{getter}({literal(name)})"
 
 
 def argument_names(names: Names, receives: Sequence[fx.Node], others: Sequence[fx.Node]) -> dict[fx.Node, str]:
@@ -91,7 +92,7 @@ def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
     own = owned_by(layout, piece)
     foreign = [p for p in piece.parameters if p not in own]
     again = again_of(piece.segments, sharding, piece.policy, layout.gathers_again)
-    body = Body(sharding, Names(), first=piece.first, again=again)
+    body = Body(sharding, Names(sizes=map(str, folded.traced.sizes)), first=piece.first, again=again)
     if layout.loss_in_place:
         body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.gathers_again)
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
@@ -150,7 +151,7 @@ def _source(
     arguments = ", ".join(["self", *(f"{text}: Tensor" for text in given.values()), *(f"{s}: int" for s in passed)])
     tokens = uses_axis(body.lines, "cp")
     extra = (", cp: Tokens" if tokens else "") + (", dropout: DropoutKey | None, first: int" if body.dropout else "")
-    kinds = _joined(list(dict.fromkeys(s.kind for s in piece.segments)))
+    kinds = _joined([in_docstring(kind) for kind in dict.fromkeys(s.kind for s in piece.segments)])
     lines = [f"class {piece.block}(nn.Module):", f'    """{kinds}."""', ""]
     lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()", "        self.tp = tp"]
     lines += ["        self.cp = cp"] if tokens else []
@@ -180,7 +181,7 @@ def _joined(kinds: list[str]) -> str:
 
 def uses_axis(lines: Sequence[str], axis: str) -> bool:
     """Whether any line talks to an axis, "tp" or "cp"."""
-    return any(re.search(rf"\b{axis}\b", line.split("  # ")[0]) for line in lines)
+    return any(re.search(rf"(?<![\w.]){axis}\b", code_of(line)) for line in lines)
 
 
 def owned_by(layout: Layout, piece: Piece) -> list[fx.Node]:
@@ -199,7 +200,7 @@ def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, sym
     shape = local_shape_text(tensor, placement, sharding.ranks)
     takes = ", ".join(symbols)
     first = f'Wire("x{index}", {dtype_text(tensor.dtype)}, lambda {takes}: {shape}'
-    return f'{first}, {tensor.requires_grad}, "{placement}")'
+    return f"{first}, {tensor.requires_grad}, {literal(str(placement))})"
 
 
 __all__ = [

@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from autoptd.codegen.again import Again, core_lines, kept_text, runs_of
-from autoptd.codegen.expressions import Text, expression, size_text
+from autoptd.codegen.expressions import Text, expression, size_text, value_text
 from autoptd.codegen.names import TAKEN, Names, ends_line, wish
+from autoptd.codegen.quoting import code_of
 from autoptd.passes.cut_tokens import TOKEN_OPS, before_cut, ring, ulysses
 from autoptd.passes.factors import Strategy, local_args, local_shape
 from autoptd.passes.fold import Segment
@@ -95,7 +96,7 @@ class Body:
             self.wanted.get(node) == {needed}
             and not self.again.core  # whose functions tell variables by name
             and source.isidentifier()
-            and not any(re.search(rf"(?<![\w.]){source}\b", text) for text in others)
+            and not any(re.search(rf"(?<![\w.]){source}\b", code_of(text)) for text in others)
         )
 
     def segment(self, segment: Segment) -> None:
@@ -149,7 +150,7 @@ class Body:
         made = [o for _, n in run for o in _outputs(n) if o is not None]
         needed = [o for o in made if o in segment.sends or any(u not in inside and not is_getitem(u) for u in o.users)]
         results = [self.held[o, _plain(o, given[o])] for o in needed]
-        known = {name for text in before.values() for name in re.findall(r"[A-Za-z_]\w*", text)}
+        known = {name for text in before.values() for name in re.findall(r"[^\W\d]\w*", code_of(text))}
         known -= TAKEN | {str(symbol) for symbol in self.sizes}
         own = {text for key, text in self.held.items() if before.get(key) != text} - set(results)
         self.held = {key: text for key, text in self.held.items() if text not in own}
@@ -200,7 +201,7 @@ class Body:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
             return _implementation_text(function, args, kwargs)
         if node.target is aten.dropout.default and args[1] and args[2]:
-            return f"ops.dropout({args[0]}, {args[1]!r}, {self._random(node, strategy)})"
+            return f"ops.dropout({args[0]}, {value_text(args[1])}, {self._random(node, strategy)})"
         if node.target in _ATTENTION and len(args) > 4 and args[4]:
             return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
@@ -235,10 +236,10 @@ class Body:
     ) -> str:
         name = _ATTENTION[node.target]  # type: ignore[index]
         cp = ", cp" if node.target in TOKEN_OPS else ""
-        options = [f"dropout_p={args[4]!r}"]
+        options = [f"dropout_p={value_text(args[4])}"]
         options += [f"mask={args[3]}"] if args[3] is not None else []
         options += ["is_causal=True"] if len(args) > 5 and args[5] else []
-        options += [f"{k}={v!r}" for k, v in kwargs.items() if v not in (None, False)]
+        options += [f"{k}={value_text(v)}" for k, v in kwargs.items() if v not in (None, False)]
         options.append(self._random(node, strategy))
         return f"ops.{name}({args[0]}, {args[1]}, {args[2]}{cp}, {', '.join(options)})"
 
@@ -345,7 +346,7 @@ def _implementation_text(function: Callable[..., Any], args: Sequence[object], k
     given = {p.name: a for p, a in zip(takes, rest, strict=False)} | dict(kwargs)
     unknown = [*rest[len(takes) :], *(v for k, v in kwargs.items() if k not in {p.name for p in takes})]
     assert not any(unknown), (function, unknown)
-    options = [f"{p.name}={given[p.name]!r}" for p in takes if given.get(p.name, p.default) != p.default]
+    options = [f"{p.name}={value_text(given[p.name])}" for p in takes if given.get(p.name, p.default) != p.default]
     return f"ops.{function.__name__}({', '.join([*tensors, 'tp', *options])})"
 
 

@@ -9,28 +9,27 @@ out/plan.json       the plan that it was written from
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib.util
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
 from typing import Any
 
-from autoptd.codegen.lines import in_docstring, wrapped
+from autoptd.codegen.lines import wrapped
 from autoptd.codegen.loss import FUNCTIONS
 from autoptd.codegen.own_file import NAME as OWN
 from autoptd.codegen.own_file import own_file
 from autoptd.codegen.pieces import lay_out
+from autoptd.codegen.quoting import code_of, in_docstring, replace_code
 from autoptd.codegen.stage import StageSource, write_stage
-from autoptd.errors import PlanFileError
+from autoptd.outputs import make_folder, private_folder, read_own, refuse_unwritable, write_whole
 from autoptd.passes.fold import Cut, Folded
 from autoptd.passes.sharding import Sharding
 
@@ -46,14 +45,14 @@ from __future__ import annotations
 
 '''
 _IMPORTS = {
-    r"\bTensor\b": "from torch import Tensor",
-    r"\bnn\.": "from torch import nn",
-    r"\btorch\.": "import torch",
-    r"\bF\.": "import torch.nn.functional as F",
-    r"\bops\.": "from autoptd.runtime import ops",
-    r"\bAxis\b": "from autoptd.runtime.axis import Axis",
-    r"\bTokens\b": "from autoptd.runtime.tokens import Tokens",
-    r"\bDropoutKey\b": "from autoptd.runtime.randomness import DropoutKey",
+    "Tensor": "from torch import Tensor",
+    "nn": "from torch import nn",
+    "torch": "import torch",
+    "F": "import torch.nn.functional as F",
+    "ops": "from autoptd.runtime import ops",
+    "Axis": "from autoptd.runtime.axis import Axis",
+    "Tokens": "from autoptd.runtime.tokens import Tokens",
+    "DropoutKey": "from autoptd.runtime.randomness import DropoutKey",
 }
 _STAGE_NAMES = ("Count", "Stage", "Wire", "buffer", "parameter", "submodule")
 _DTYPES = {"BF16": "torch.bfloat16", "FP16": "torch.float16", "FP32": "torch.float32", "FP64": "torch.float64"}
@@ -80,21 +79,17 @@ class Program:
     objects: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, directory: str | Path) -> Path:
-        """Write all files. Raises PlanFileError when the directory cannot be written."""
-        path = Path(directory)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            for stale in path.glob("stage_*.py"):  # of an earlier plan: they would only mislead
-                if stale.name not in self.files and _MARK in stale.read_text(encoding="utf-8"):
-                    stale.unlink()
-            for name, source in self.files.items():
-                (path / name).write_text(source, encoding="utf-8")
-        except OSError as error:
-            raise PlanFileError(
-                f"cannot write the program: {error.strerror}",
-                where=str(error.filename or path),
-                fix="choose another folder",
-            ) from error
+        """Write all files. Raises PlanFileError when one of them cannot be written; then none is."""
+        path = make_folder(Path(directory))
+        for name in self.files:
+            refuse_unwritable(path / name)
+        for stale in path.glob("stage_*.py"):  # of an earlier plan: they would only mislead
+            if stale.name not in self.files:
+                with suppress(OSError):  # of another user, or no file
+                    if _MARK.encode() in read_own(stale):
+                        stale.unlink()
+        for name, source in self.files.items():
+            write_whole(path / name, source)
         return path
 
 
@@ -144,10 +139,10 @@ _RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
 
 def _template(body: str) -> tuple[str, list[tuple[int, ...]]]:
     """The source with layer ranges as holes, and what fills them."""
-    numbers = [tuple(int(g) for g in m.groups() if g is not None) for m in _RANGE.finditer(body)]
+    numbers = [tuple(int(g) for g in m.groups() if g is not None) for m in _RANGE.finditer(code_of(body))]
     holes = iter(range(len(numbers)))
     lengths = [len(range(*n)) for n in numbers]
-    text = _RANGE.sub(lambda _: f"range(*LAYERS[stage][{next(holes)}])", body)
+    text = replace_code(_RANGE, lambda _: f"range(*LAYERS[stage][{next(holes)}])", body)
     return text + repr(lengths), numbers
 
 
@@ -167,7 +162,9 @@ def _stage_source(written: Sequence[StageSource], members: Sequence[int], cls: s
         return head + body
     table = [f"    {i}: {_template(written[i].body)[1]!r}," for i in members]
     text = _template(body)[0].rpartition("[")[0]
-    text = re.sub(r"(def __init__\(self, tp: Axis, dropout: [^)]*)\) -> None:", r"\1, *, stage: int) -> None:", text)
+    text = re.sub(
+        r"(def __init__\(self, tp: Axis, dropout: [^)]*)\) -> None:", r"\1, *, stage: int) -> None:", text, count=1
+    )
     layers = "# stage -> the layer numbers of its blocks\nLAYERS: dict[int, list[tuple[int, ...]]] = {\n"
     return layers + "\n".join(table) + "\n}\n\n\n" + head + text
 
@@ -181,23 +178,25 @@ def _header(title: str, ranks: int, cut: Cut | None) -> str:
 
 
 def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
-    code = "\n".join(line.split("  # ")[0] for line in source.splitlines())
-    constants = [f"{name} = {text}" for name, text in _DTYPES.items() if re.search(rf"\b{name}\b", code)]
-    lines = [
-        text for pattern, text in _IMPORTS.items() if re.search(pattern, code) or (constants and text == "import torch")
-    ]
+    code = code_of(source)
+
+    def reads(name: str) -> bool:
+        return re.search(rf"(?<![\w.]){name}\b", code) is not None
+
+    constants = [f"{name} = {text}" for name, text in _DTYPES.items() if reads(name)]
+    lines = [text for name, text in _IMPORTS.items() if reads(name) or (constants and name == "torch")]
     again = [n for n in ("keep", "recompute", "spare") if re.search(rf"(?<!\.)\b{n}\(", code)]
     lines += [f"from autoptd.runtime.recompute import {', '.join(again)}"] if again else []
-    stage = [n for n in _STAGE_NAMES if re.search(rf"\b{n}\(|\({n}\):|: {n}\b", code)]
+    stage = [n for n in _STAGE_NAMES if re.search(rf"(?<![\w.]){n}\(|\({n}\):|: {n}\b", code)]
     lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []
     torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})
     lines = [line for line in lines if not line.startswith("from torch import ")]
     lines += [f"from torch import {', '.join(torch_names)}"] if torch_names else []
     third = sorted((line for line in lines if "autoptd" not in line), key=lambda x: (not x.startswith("import"), x))
     ours = sorted(line for line in lines if "autoptd" in line)
-    local = ["from . import own"] if re.search(r"(?<!\.)\bown\.", code) else []
+    local = ["from . import own"] if reads("own") else []
     if uses is not None:
-        used = [n for n in [*sorted(uses), *FUNCTIONS] if re.search(rf"\b{n}\b", code)]
+        used = [n for n in [*sorted(uses), *FUNCTIONS] if reads(n)]
         local += [f"from .blocks import {', '.join(used)}"] if used else []
     sections = ["\n".join(part) for part in (third, ours, local) if part]
     head += "\n\n".join(sections) + "\n"
@@ -219,7 +218,7 @@ def _load_stage(program: Program, stage: int, directory: str | Path | None) -> A
     package = f"autoptd_program_{digest}"
     if package not in sys.modules:
         if directory is None:
-            directory = Path(_temporary_folder()) / package
+            directory = private_folder() / package
         path = program.write(directory)
         _import(package, path / "__init__.py")
         if program.objects:
@@ -232,14 +231,6 @@ def _load_stage(program: Program, stage: int, directory: str | Path | None) -> A
         _import(module, Path(root).parent / name)
     made = getattr(sys.modules[module], cls)
     return partial(made, stage=stage) if hasattr(sys.modules[module], "LAYERS") else made
-
-
-@cache
-def _temporary_folder() -> str:
-    """Of this process, removed when it ends."""
-    folder = tempfile.mkdtemp(prefix="autoptd-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def _import(name: str, path: Path) -> ModuleType:

@@ -13,11 +13,15 @@ import sympy
 import torch
 from sympy.printing.pycode import PythonCodePrinter
 
+from autoptd.codegen.quoting import dotted_name, is_name, literal
+from autoptd.errors import TraceError
 from autoptd.passes.cut_tokens import convert, ring, ulysses
 from autoptd.passes.own_ops import OwnFunction, OwnHook
 from autoptd.runtime import ops
 
 aten = torch.ops.aten
+_NUMBERS = (int, float, complex)
+_ONLY = "pass tensors, numbers, strings, and tuples or lists of them; a program can be given nothing else"
 
 
 class Text(str):
@@ -69,20 +73,27 @@ def value_text(value: Any) -> str:
         case torch.device():
             return "device"
         case float() if math.isinf(value) or math.isnan(value):
-            return f'float("{value}")'
+            return f'float("{float(value)}")'
         case list():
             return "[" + ", ".join(map(value_text, value)) + "]"
         case tuple():
             return "(" + ", ".join(map(value_text, value)) + ("," if len(value) == 1 else "") + ")"
         case str():
-            return f'"{value}"'
-        case _:
+            return literal(value)
+        case None | bool():
             return repr(value)
+        case int() | float() | complex():
+            return next(kind for kind in _NUMBERS if isinstance(value, kind)).__repr__(value)
+        case _:
+            raise TraceError(f"an op is given {value!r:.80}, of type {type(value).__name__}", fix=_ONLY)
 
 
 def call_text(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """`function(a, b, c=d)`."""
-    parts = [value_text(a) for a in args] + [f"{k}={value_text(v)}" for k, v in kwargs.items()]
+    parts = [value_text(a) for a in args]
+    parts += [
+        f"{k}={value_text(v)}" if is_name(k) else f"**{{{literal(k)}: {value_text(v)}}}" for k, v in kwargs.items()
+    ]
     return f"{function}({', '.join(parts)})"
 
 
@@ -109,7 +120,7 @@ def _by_name(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return call_text(f"{_operand(args[0])}.{name}", args[1:], kwargs)
     if name in _AS_FUNCTION:
         return call_text(f"torch.{name}", args, kwargs)
-    return call_text(f"torch.ops.{target.namespace}.{name}.{target._overloadname}", args, kwargs)
+    return call_text(dotted_name(f"torch.ops.{target.namespace}.{name}.{target._overloadname}", "an op"), args, kwargs)
 
 
 # Spelled as in the ATen schema, argument for argument.

@@ -1,14 +1,10 @@
-"""Text as a docstring may hold it; and what is too long for a line, broken at the arguments of its outermost call."""
+"""Source that is too long for a line, broken at the arguments of its outermost call."""
 
 from __future__ import annotations
 
+from autoptd.codegen.quoting import code_of
+
 WIDTH = 120
-
-
-def in_docstring(text: str) -> str:
-    """Text from a plan file, as a docstring may hold it: nothing in it ends the string or the line."""
-    escaped = (c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text)
-    return "".join(escaped).replace('"', r"\"")
 
 
 def wrapped(source: str) -> str:
@@ -17,7 +13,8 @@ def wrapped(source: str) -> str:
 
 
 def _wrap(line: str) -> list[str]:
-    code, mark, comment = line.partition("  # ")
+    width = len(code_of(line).partition("  #")[0])
+    code, comment = line[:width], line[width:]
     span = _outermost(code)
     if len(line) <= WIDTH or span is None or '"""' in code:
         return [line]
@@ -27,14 +24,15 @@ def _wrap(line: str) -> list[str]:
     inner = [f"{indent}    {arguments}"]
     if len(inner[0]) > WIDTH or code.lstrip().startswith("def "):
         inner = [f"{indent}    {part}," for part in _parts(arguments)]
-    return [code[: start + 1] + mark + comment, *inner, indent + code[end:]]
+    return [code[: start + 1] + comment, *inner, indent + code[end:]]
 
 
 def _outermost(code: str) -> tuple[int, int] | None:
     """Where the first parenthesis opens and closes."""
-    depth, start = 0, code.find("(")
+    plain = code_of(code)
+    depth, start = 0, plain.find("(")
     for i in range(max(start, 0), len(code)):
-        depth += (code[i] in "([{") - (code[i] in ")]}")
+        depth += (plain[i] in "([{") - (plain[i] in ")]}")
         if depth == 0:
             return (start, i) if start >= 0 and i > start + 1 else None
     return None
@@ -43,9 +41,9 @@ def _outermost(code: str) -> tuple[int, int] | None:
 def _parts(arguments: str) -> list[str]:
     """Arguments, cut at the commas that are in no bracket."""
     depth, parts = 0, [""]
-    for character in arguments:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
+    for character, plain in zip(arguments, code_of(arguments), strict=True):
+        depth += (plain in "([{") - (plain in ")]}")
+        if plain == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += character

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import sympy
 import torch
@@ -11,7 +11,9 @@ from torch import fx
 from autoptd.codegen.block import attribute
 from autoptd.codegen.body import Body
 from autoptd.codegen.expressions import value_text
-from autoptd.codegen.names import Names
+from autoptd.codegen.names import GLOBALS, Names
+from autoptd.codegen.quoting import checked_name, literal
+from autoptd.errors import TraceError
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, info
 from autoptd.passes.loss_form import ADDEND, addend_slices, count_index, is_count
@@ -20,6 +22,7 @@ from autoptd.passes.sharding import Sharding
 from autoptd.passes.trace import Traced
 
 FUNCTIONS = ("loss_counts", "loss_of")
+_ARGUMENTS = ("self", "counts")  # what forward takes besides
 
 
 def count_text(node: fx.Node) -> str:
@@ -29,7 +32,7 @@ def count_text(node: fx.Node) -> str:
 
 def buffer_text(traced: Traced, node: fx.Node) -> str:
     """A buffer or constant, on the stage that holds it."""
-    return attribute(traced.buffers.get(node.name) or node.name).replace("get_parameter", "get_buffer")
+    return attribute(traced.buffers.get(node.name) or node.name, "get_buffer")
 
 
 def size_source(traced: Traced, symbol: sympy.Symbol, have: Mapping[str, fx.Node]) -> tuple[str, int]:
@@ -45,12 +48,22 @@ def input_node(traced: Traced, name: str) -> fx.Node:
     return next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == name)
 
 
+def names_of(folded: Folded, *besides: str) -> Names:
+    """The names of variables where the model's inputs are arguments by name. Raises TraceError for some inputs."""
+    traced = folded.traced
+    for text in traced.inputs.values():
+        if text in _ARGUMENTS or text in GLOBALS:
+            raise TraceError(f"an input of the model is called {text!r}", fix="call that argument of forward otherwise")
+        checked_name(text, "an input of the model")
+    return Names((*traced.inputs.values(), *besides), map(str, traced.sizes))
+
+
 class LossFunctions:
     """Of stages that are given counts; of the last one, whose loss may be a function of sums."""
 
-    def __init__(self, folded: Folded, sharding: Sharding, reserved: Callable[[Folded], frozenset[str]]) -> None:
+    def __init__(self, folded: Folded, sharding: Sharding) -> None:
         self.folded, self.traced, self.form = folded, folded.traced, folded.loss_form
-        self.sharding, self.reserved = sharding, reserved
+        self.sharding = sharding
         self.inputs: list[str] = []
         self.found = {"loss_counts": self._counts()} if folded.counts else {}
         if self.form.outer is not None:
@@ -87,11 +100,11 @@ class LossFunctions:
     def _counted(self) -> Iterable[str]:
         for node, combine, number in zip(self.folded.counts, self.form.combines, self.form.rounds, strict=True):
             rest = f", {number}" if number else ""
-            yield f'Count("{combine}", {value_text(self._shape(node))}{rest})'
+            yield f"Count({literal(combine)}, {value_text(self._shape(node))}{rest})"
 
     def _counts(self) -> str:
         """What a microbatch adds to the counts."""
-        traced, body = self.traced, Body(self.sharding, Names(self.reserved(self.folded)))
+        traced, body = self.traced, Body(self.sharding, names_of(self.folded))
         wanted = ancestors(self.folded.counts)
         nodes = [n for n in traced.graph.graph.nodes if n in wanted]
         renames: list[str] = []
@@ -135,7 +148,7 @@ class LossFunctions:
 
     def _outer(self, graph: fx.Graph) -> str:
         """The loss of the sums of the batch."""
-        body = Body(self.sharding, Names(self.reserved(self.folded) | {"sums"}))
+        body = Body(self.sharding, names_of(self.folded, "sums"))
         slices = addend_slices(self.form.addends)
         for node in graph.nodes:
             if node.op != "placeholder":

@@ -5,30 +5,32 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
+from autoptd.codegen.quoting import plain_name
 from autoptd.passes.cut_tokens import convert
 from autoptd.passes.fold import owner
 from autoptd.passes.graph import info, is_getitem, module_path
 
-TAKEN = frozenset(
-    {"torch", "F", "nn", "ops", "tp", "cp", "self", "b", "s", "s_local", "counts", "device"}
-    | {"keep", "own", "recompute", "submodule", "parameter"}
-)
+GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # that lines of forward read
+TAKEN = GLOBALS | {"tp", "cp", "self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
 
 
 class Names:
-    """Hands out variable names, each once; `c_attn`, then `c_attn_2`."""
+    """Hands out variable names, each once; `c_attn`, then `c_attn_2`.
 
-    def __init__(self, reserved: frozenset[str] = frozenset()) -> None:
-        self.used = set(TAKEN | reserved)
+    inputs: arguments under names that are not ours to choose. sizes: variables that lines assign besides.
+    """
+
+    def __init__(self, inputs: Iterable[str] = (), sizes: Iterable[str] = ()) -> None:
+        self._taken = TAKEN | frozenset(sizes)
+        self.used = {*self._taken, *inputs}
 
     def fresh(self, wish: str) -> str:
-        base = re.sub(r"\W", "_", wish).strip("_") or "x"
-        base = f"x_{base}" if base[0].isdigit() else base
+        base = plain_name(wish) or "x"
         number, name = 1, base
         while name in self.used or keyword.iskeyword(name) or hasattr(builtins, name):
             number += 1
@@ -39,7 +41,7 @@ class Names:
     def argument(self, name: str) -> tuple[str, list[str]]:
         """The variable for an argument whose name is not ours to choose, reserved before; and what assigns it."""
         assert name in self.used, name
-        if name not in TAKEN:
+        if name not in self._taken:
             return name, []
         variable = self.fresh(name)
         return variable, [f"{variable} = {name}"]

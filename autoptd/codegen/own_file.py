@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.codegen.quoting import is_name
+from autoptd.errors import printable
 from autoptd.passes.own_ops import OwnFunction, OwnHook, described
 
 NAME = "own.py"
@@ -50,14 +52,14 @@ def own_file(graph: fx.Graph) -> OwnFile:
     lines += [f"{name} = {home}.{found[name].__qualname__}" for name, home in homes.items()]
     objects = {name: what for name, what in found.items() if name not in homes}
     lines += ["", "# handed over by the process that made this program"] if objects else []
-    lines += [f"#   {name}: {described(what)}" for name, what in objects.items()]
+    lines += [f"#   {name}: {printable(described(what))}" for name, what in objects.items()]
     return OwnFile(_DOC + "\n" + "\n".join(lines).strip() + "\n" + (_LATE if objects else ""), objects)
 
 
 def _importable(what: Any) -> bool:
     """Whether the name that an object gives itself leads to it in every process."""
     home, name = getattr(what, "__module__", None), getattr(what, "__qualname__", "<")
-    if home in (None, "__main__") or "<" in name or home not in sys.modules:
+    if home in (None, "__main__") or home not in sys.modules or not all(map(is_name, f"{home}.{name}".split("."))):
         return False
     try:
         return attrgetter(name)(sys.modules[home]) is what

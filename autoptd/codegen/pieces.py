@@ -9,14 +9,18 @@ and those whose names do not line up, are declared by the stage and passed in.
 
 from __future__ import annotations
 
+import builtins
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autoptd.codegen.again import flow_of
+from autoptd.codegen.names import TAKEN
+from autoptd.codegen.quoting import is_name, plain_name
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.activations import recomputed_steps
 from autoptd.passes.fold import Folded, Segment, Unit
@@ -24,7 +28,7 @@ from autoptd.passes.graph import module_stack
 from autoptd.passes.sharding import Sharding
 
 # attributes of emitted modules
-_BLOCK_NAMES = frozenset({"tp", "dropout"})
+_BLOCK_NAMES = frozenset({"tp", "dropout", "_first"})
 _STAGE_NAMES = _BLOCK_NAMES | {
     "draws",
     "inputs",
@@ -38,6 +42,11 @@ _STAGE_NAMES = _BLOCK_NAMES | {
     "loss_counts",
     "loss_of",
     "reads_counts",
+}
+# what lines beside a class read, none of which it may be called
+_READ = TAKEN | {
+    *("Tensor", "Axis", "Tokens", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
+    *("BF16", "FP16", "FP32", "FP64", "loss_counts", "loss_of", "dropout", "first", "path", "i", "stage"),
 }
 
 
@@ -112,16 +121,14 @@ def lay_out(folded: Folded, loss_in_place: bool = False, gathers_again: bool = F
     """Decide names once, for all stages alike."""
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
     axes = frozenset({"cp"} if folded.cut is not None else ())
-    _refuse_taken(folded.traced.parameters.values(), _STAGE_NAMES | axes)
+    _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
     owned: dict[str, str] = {}
     prefixes: dict[int, str] = {}
     classes: dict[int, str] = {}
-    taken: Counter[str] = Counter()
     for unit in folded.units:
         instances = [_instance(folded, unit, k) for k in range(unit.count)]
         name = _class_name(instances[0]) + ("" if unit.count > 1 else _last_word(instances[0][0].name))
-        taken[name] += 1
-        classes[unit.first] = name if taken[name] == 1 else f"{name}{taken[name]}"
+        classes[unit.first] = _fresh_class(name, classes.values())
         named = [_relative(folded, segments, readers) for segments in instances]
         agree = len({tuple(relative.values()) for _, relative in named}) == 1 and unit.count > 1
         for segments, (prefix, relative) in zip(instances, named, strict=True):
@@ -169,8 +176,16 @@ def _class_name(segments: tuple[Segment, ...]) -> str:
         return "Block"
     shared = [path for path in stacks[0] if all(path in stack for stack in stacks)]
     inner = [path for path in shared if re.search(r"\d", path)] or shared
-    name = stacks[0][inner[-1]] if inner else "Block"
+    name = plain_name(stacks[0][inner[-1]]) if inner else "Block"
+    if name in _READ or hasattr(builtins, name) or re.fullmatch(r"Stage[0-9_To]+", name) or not is_name(name):
+        name = f"{name}Block"
     return "Block" if name in ("Sequential", "ModuleList", "Linear", "Module") else name
+
+
+def _fresh_class(name: str, others: Collection[str]) -> str:
+    """`LlamaDecoderLayer`, then `LlamaDecoderLayer2`."""
+    numbers = itertools.chain([""], itertools.count(2))
+    return next(found for number in numbers if (found := f"{name}{number}") not in others)
 
 
 def _last_word(name: str) -> str:

@@ -29,18 +29,16 @@ from autoptd.codegen.block import (
 )
 from autoptd.codegen.body import Body, Made
 from autoptd.codegen.expressions import size_text, value_text
-from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, size_source
-from autoptd.codegen.names import Names, wish
+from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, names_of, size_source
+from autoptd.codegen.names import wish
 from autoptd.codegen.pieces import Layout, Piece, pieces_of
-from autoptd.errors import TraceError
+from autoptd.codegen.quoting import literal, numbered
 from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, reads_counts
 from autoptd.passes.graph import info
 from autoptd.passes.loss_form import is_count
 from autoptd.passes.placements import B, Placement
 from autoptd.passes.sharding import Sharding
 from autoptd.passes.trace import SEQUENCE
-
-_ARGUMENTS = ("self", "counts")  # what forward takes besides
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
     is_last = last == len(folded.segments) - 1
     received = crossing(folded, first)
     sent = [] if is_last else crossing(folded, last + 1)
-    body = Body(sharding, Names(_reserved(folded)))
+    body = Body(sharding, names_of(folded))
     writer = _Writer(layout, sharding, pieces, body)
     preludes = _prelude(writer)
     given = {n: body.names.fresh("x") for n in received}
@@ -113,15 +111,6 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
         _write_piece(writer, piece, pieces[i + 1 :], sent)
     _flush(writer)
     return _assemble(writer, received, given, inputs, sent, (first, last))
-
-
-def _reserved(folded: Folded) -> frozenset[str]:
-    """Names that are not free: forward is called with the model's inputs by name, and sizes have one letter."""
-    traced = folded.traced
-    for name in traced.inputs.values():
-        if name in _ARGUMENTS:
-            raise TraceError(f"an input of the model is called {name!r}", fix="call that argument of forward otherwise")
-    return frozenset(traced.inputs.values()) | {str(symbol) for symbol in traced.sizes}
 
 
 def _bind_input(writer: _Writer, node: fx.Node) -> None:
@@ -162,7 +151,7 @@ def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int, last: int
         name = traced.buffers.get(node.name) or node.name
         shape = value_text(tuple(info(node).shape))
         keep = ", persistent=False" if name in traced.transient or node.name not in traced.buffers else ""
-        writer.setup.append(f'buffer(self, "{name}", {shape}, {dtype_text(info(node).dtype)}{keep})')
+        writer.setup.append(f"buffer(self, {literal(name)}, {shape}, {dtype_text(info(node).dtype)}{keep})")
         writer.body.bind(node, B, buffer_text(traced, node))
 
 
@@ -262,7 +251,7 @@ def _write_run(writer: _Writer, run: list[_Call]) -> None:
         writer.setup.append(f"self.{group} = [{made} {loops} {over}]")
     else:
         pattern, numbers = loop
-        made = f'submodule(self, f"{pattern}", {call.block.name}(tp{extra}))'
+        made = f"submodule(self, {pattern}, {call.block.name}(tp{extra}))"
         over = f"for i, first in zip({numbers}, {starts})" if call.block.dropout else f"for i in {numbers}"
         writer.setup.append(f"self.{group} = [{made} {over}]")
     run_it = f"recompute(block, {call.arguments})" if call.piece.whole else f"block({call.arguments})"
@@ -270,8 +259,8 @@ def _write_run(writer: _Writer, run: list[_Call]) -> None:
 
 
 def _loop_over(paths: Sequence[str]) -> tuple[str, str] | None:
-    """(`transformer.h.{i}`, `range(0, 12)`) where the paths count up evenly in one place."""
-    split = [re.split(r"(\d+)", p) for p in paths]
+    """(`f"transformer.h.{i}"`, `range(0, 12)`) where the paths count up evenly in one place."""
+    split = [re.split(r"(0(?![0-9])|[1-9][0-9]*)", p) for p in paths]
     if not split or any(len(s) != len(split[0]) for s in split):
         return None
     varying = [i for i in range(len(split[0])) if len({s[i] for s in split}) > 1]
@@ -283,7 +272,7 @@ def _loop_over(paths: Sequence[str]) -> tuple[str, str] | None:
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if step <= 0 or numbers != list(range(numbers[0], numbers[0] + step * len(numbers), step)):
         return None
-    pattern = "".join("{i}" if i == varying[0] else part for i, part in enumerate(split[0]))
+    pattern = numbered(*("".join(part) for part in (split[0][: varying[0]], split[0][varying[0] + 1 :])))
     stop = numbers[-1] + 1
     return pattern, f"range({numbers[0]}, {stop})" if step == 1 else f"range({numbers[0]}, {stop}, {step})"
 
@@ -304,7 +293,7 @@ def _assemble(
         _add_input(writer, inputs, next(iter(traced.inputs.values())))
     if body.uses_device:
         size_lines.append(f"device = {body.held[inputs[0], B]}.device")
-    functions = LossFunctions(folded, sharding, _reserved)
+    functions = LossFunctions(folded, sharding)
     lines = []
     lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
     for word, wires in (("receives", received), ("sends", sent)):
@@ -317,7 +306,7 @@ def _assemble(
     dropout = body.dropout or any("DropoutKey" in source for source in writer.blocks.values())
     if dropout:
         lines.append("    draws = True")
-    where = ", ".join(f'"{s}": ("{name}", {dim})' for s, (name, dim) in traced.sizes.items())
+    where = ", ".join(f"{literal(str(s))}: ({literal(name)}, {dim})" for s, (name, dim) in traced.sizes.items())
     lines.append(f"    sizes = {{{where}}}")
     lines += functions.attributes(is_last) if counts else []
     takes, hands = (", cp: Tokens | None = None", ", cp") if folded.cut is not None else ("", "")

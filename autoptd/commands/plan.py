@@ -55,7 +55,7 @@ def _swept(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> None:
     """Words that do not go together. Raises UsageError, PlanFileError."""
-    from autoptd.plans import refuse_unwritable
+    from autoptd.outputs import refuse_unwritable
 
     given = {"world": arguments.world, "batch": arguments.batch, "seq": arguments.seq, "cluster": arguments.cluster}
     given |= arguments.fix

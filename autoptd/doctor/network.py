@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -139,12 +141,13 @@ def _offset_s(other: int, group: dist.ProcessGroup) -> float | None:
 def check_shared(folder: Path, group: dist.ProcessGroup) -> Finding:
     """Whether all ranks see what rank 0 writes to the folder of checkpoints. A collective."""
     standing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-    name = [f".autoptd-doctor-{os.getpid()}-{time.time_ns()}"]
-    dist.broadcast_object_list(name, 0, group=group)
-    mark = standing / name[0]
+    name = [""]
     if dist.get_rank() == 0 and os.access(standing, os.W_OK):
-        mark.write_text("seen by all?")
-    dist.barrier(group)
+        descriptor, path = tempfile.mkstemp(prefix=".autoptd-doctor-", dir=standing)
+        os.close(descriptor)
+        name = [Path(path).name]
+    dist.broadcast_object_list(name, 0, group=group)
+    mark = standing / (name[0] or f".autoptd-doctor-{secrets.token_hex(8)}")
     blind = [rank for rank, seen in enumerate(_told(mark.exists(), group)) if not seen]
     dist.barrier(group)
     if dist.get_rank() == 0:

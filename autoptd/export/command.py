@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.errors import PlanError, nearest
+from autoptd.errors import PlanError, nearest, printable
 
 if TYPE_CHECKING:
     from autoptd.plans import Plan
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns exit code 0. Raises PlanFileError, PlanError, ModelError."""
-    from autoptd.plans import Plan, refuse_unwritable, write_whole
+    from autoptd.outputs import refuse_unwritable, write_whole
+    from autoptd.plans import Plan
 
     if arguments.out:
         refuse_unwritable(Path(arguments.out))
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(text)
         return 0
     for what in found["differs"]:
-        print(f"differs: {what}")
+        print(f"differs: {printable(what)}")
     print(f"saved to {arguments.out}")
     return 0
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from glob import escape
 from itertools import pairwise
 
 from autoptd.errors import PlanError
@@ -47,6 +48,11 @@ class Layers:
     def path(self, layer: int) -> str:
         """`transformer.h.3`."""
         return f"{self.stack}.{layer}" if self.stack else str(layer)
+
+    @property
+    def pattern(self) -> str:
+        """`transformer.h.*`: every layer, where names are patterns."""
+        return f"{escape(self.stack)}.*" if self.stack else "*"
 
     def stage_of(self, unit: int) -> int:
         """The stage that holds a unit."""
@@ -149,15 +155,20 @@ def is_sequence_parallel(plan: Plan, layers: Layers) -> bool:
     inside = {
         re.sub(r"\d+", "*", plan.segments[i]) for i, unit in enumerate(layers.owners) if 1 <= unit <= layers.count
     }
-    given = [texts[0] for kind, texts in plan.boundaries.items() if texts and kind.split("#")[0] in inside]
+    given = [texts[0] for kind, texts in plan.boundaries.items() if texts and _name_of(kind) in inside]
     return bool(given) and sum(text == "S1" for text in given) * 2 > len(given)
+
+
+def _name_of(kind: str) -> str:
+    """What its segments are called: without the number by which kinds of one name are told apart."""
+    return re.sub(r"#\d+$", "", kind)
 
 
 def _is_of_layers(kind: str, plan: Plan, layers: Layers) -> bool:
     """Kinds are called like their segments, with stars for numbers."""
     inside = range(1, layers.count + 1)
     named = {re.sub(r"\d+", "*", plan.segments[i]) for i, unit in enumerate(layers.owners) if unit in inside}
-    return kind.split("#")[0] in named
+    return _name_of(kind) in named
 
 
 def planned_collectives(plan: Plan, layers: Layers) -> dict[str, float]:

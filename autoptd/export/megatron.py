@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, printable
 from autoptd.export.layers import (
     Layers,
     collectives_differ,
@@ -45,7 +45,8 @@ class Megatron:
 
     def to_text(self) -> str:
         """A piece of a bash script that sets `MEGATRON_ARGS`."""
-        lines = [f"# {self.title}", *(f"# differs: {what}" for what in self.differs), f"# left to you: {_LEFT}"]
+        lines = [f"# {printable(self.title)}", *(f"# differs: {printable(what)}" for what in self.differs)]
+        lines += [f"# left to you: {_LEFT}"]
         lines += [f"unset {k}" if v is None else f"export {k}={v}" for k, v in self.environment]
         lines += ["MEGATRON_ARGS=(", *(f"    {name} {shlex.quote(value)}".rstrip() if value else f"    {name}"
                   for name, value in self.arguments), ")"]  # fmt: skip

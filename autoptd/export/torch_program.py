@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from autoptd.codegen.lines import in_docstring
+from autoptd.codegen.quoting import in_docstring, literal
 from autoptd.errors import PlanError
 from autoptd.export.layers import Layers, modules_of, read_layers, recomputed, whole_layers
 from autoptd.export.roles import tied
@@ -100,8 +101,8 @@ def _docstring(plan: Plan, differs: tuple[str, ...]) -> str:
         "them. Compare the first losses with those of one process before a long run.",
     ]
     if differs:
-        lines += ["", "What differs from the plan:", *(f"- {what}" for what in differs)]
-    return "\n".join([*(line.replace("\\", "/") for line in lines), '"""'])
+        lines += ["", "What differs from the plan:", *(f"- {in_docstring(what)}" for what in differs)]
+    return "\n".join([*lines, '"""'])
 
 
 def _optimizer(plan: Plan) -> str:
@@ -123,12 +124,12 @@ def _constants(
     yield from (line for names in stages for line in _tuple(names, 1))
     yield ")"
     yield "TENSOR_PARALLEL: dict[str, ParallelStyle] = {  # by module name, * for any number"
-    yield from (f'    "{name}": {text},' for name, text in styles.styles.items())
+    yield from (f"    {literal(name)}: {text}," for name, text in styles.styles.items())
     yield "}"
     yield from _named("GATHERED: tuple[str, ...]", list(styles.gathered))
     yield f"TIED: dict[str, str] = {_literal(tied(model))}"
     yield from _mapping("RECOMPUTED: dict[str, str]", again)
-    yield from _named("SHARDED: tuple[str, ...]", [f"{layers.stack}.*" if layers.stack else "*"])
+    yield from _named("SHARDED: tuple[str, ...]", [layers.pattern])
     yield f"RESHARD_AFTER_FORWARD = {plan.zero == 3}"
     yield f"REDUCE_EACH_MICROBATCH = {plan.zero >= 2}"
     bf16 = plan.precision == "bf16"
@@ -138,7 +139,7 @@ def _constants(
 
 
 def _literal(mapping: dict[str, Any]) -> str:
-    items = (f'"{k}": ' + (f'"{v}"' if isinstance(v, str) else str(v)) for k, v in mapping.items())
+    items = (f"{literal(k)}: {literal(v) if isinstance(v, str) else v}" for k, v in mapping.items())
     return "{" + ", ".join(items) + "}"
 
 
@@ -156,7 +157,7 @@ def _mapping(name: str, values: dict[str, str]) -> Iterator[str]:
         if len(line) <= _WIDTH
         else [
             f"{name} = {{",
-            *(f'    "{key}": "{value}",' for key, value in values.items()),
+            *(f"    {literal(key)}: {literal(value)}," for key, value in values.items()),
             "}",
         ]
     )
@@ -164,7 +165,7 @@ def _mapping(name: str, values: dict[str, str]) -> Iterator[str]:
 
 def _tuple(values: list[str], depth: int) -> Iterator[str]:
     """`("a", "b"),` on one line if it fits, else one value per line."""
-    quoted = [f'"{value}"' for value in values]
+    quoted = [literal(value) for value in values]
     indent = "    " * depth
     line = f"{indent}({', '.join(quoted)}{',' if len(quoted) == 1 else ''}),"
     if len(line) + 30 * (depth == 0) <= _WIDTH:
@@ -255,14 +256,14 @@ def _recomputed(plan: Plan, model: nn.Module, layers: Layers) -> tuple[dict[str,
     known = {name for name, _ in model.named_modules() if name}
     whole = whole_layers(plan, layers)
     if len(whole) == layers.count and len(set(whole.values())) == 1:
-        names = {f"{layers.stack}.*" if layers.stack else "*": whole[0]}
+        names = {layers.pattern: whole[0]}
     else:
-        names = {layers.path(i): policy for i, policy in whole.items()}
+        names = {escape(layers.path(i)): policy for i, policy in whole.items()}
     parts, lost = 0, []
     for index, policy in recomputed(plan).items():
         if layers.owners[index] - 1 in whole:
             continue
-        found = [m for m in modules_of(plan.segments[index]) if m in known]
+        found = [escape(m) for m in modules_of(plan.segments[index]) if m in known]
         names |= {name: policy for name in found if name not in names}
         parts += bool(found)
         lost += [] if found else [plan.segments[index]]

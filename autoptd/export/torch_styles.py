@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import escape
 
 from torch import nn
 
@@ -210,18 +211,19 @@ def _collectives(styles: list[str], gathered: int, layers: int) -> dict[str, flo
 
 
 def _folded(styles: dict[str, str], layers: Layers) -> dict[str, str]:
-    """`layers.*.q_proj` for what holds in all layers; names as they are for the rest."""
+    """`layers.*.q_proj` for what holds in all layers; names as patterns of themselves for the rest."""
     prefix = re.escape(f"{layers.stack}." if layers.stack else "")
     pattern = re.compile(rf"^{prefix}\d+(?=\.|$)")
-    star = f"{layers.stack}.*" if layers.stack else "*"
-    counts: dict[tuple[str, str], int] = {}
-    for path, text in styles.items():
-        key = (pattern.sub(star, path), text)
-        counts[key] = counts.get(key, 0) + 1
+
+    def folded(path: str) -> str:
+        match = pattern.match(path)
+        return escape(path) if match is None else layers.pattern + escape(path[match.end() :])
+
+    counts = Counter((folded(path), text) for path, text in styles.items())
     found: dict[str, str] = {}
     for path, text in styles.items():
-        name = pattern.sub(star, path)
-        found.setdefault(name if counts[name, text] == layers.count else path, text)
+        name = folded(path)
+        found.setdefault(name if counts[name, text] == layers.count else escape(path), text)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
-from autoptd.plans import refuse_unwritable, write_whole
+from autoptd.outputs import refuse_unwritable, write_whole
 from autoptd.profile.fit import fit, shipped_with
 from autoptd.profile.record import Case, Record
 from autoptd.profile.report import Row, rows, skipped_text, table

@@ -1,25 +1,24 @@
 """What a process was doing when it was killed: it writes each action to a file that outlives it, for its node to read.
 
-The file lies in the folder for temporary files and is mapped into memory: a line costs a copy and no system call. It
-begins with the line's length, which is 0 while the line is written.
+The file lies in the folder for temporary files, under a name that nobody can foresee and that heartbeats tell, and is
+mapped into memory: a line costs a copy and no system call. It begins with the line's length, which is 0 while the line
+is written.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from autoptd.outputs import is_own, read_own
 from autoptd.runtime.place import Seen
 
 _SIZE, _SEPARATOR = 1024, "\x1f"
-
-
-def path_of(pid: int) -> Path:
-    """Where a process of this user and node writes."""
-    return Path(tempfile.gettempdir()) / f"autoptd-{os.getuid()}-{pid}.doing"
+_NAME = re.compile(r"autoptd-(\d+)-\w+\.doing")  # with the process's number
 
 
 class Recorder:
@@ -27,8 +26,9 @@ class Recorder:
 
     def __init__(self) -> None:
         _remove_those_of_the_dead()
-        self._path = path_of(os.getpid())
-        with self._path.open("wb+") as file:
+        descriptor, name = tempfile.mkstemp(prefix=f"autoptd-{os.getpid()}-", suffix=".doing")
+        self.path = Path(name)
+        with os.fdopen(descriptor, "wb+") as file:
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
 
@@ -43,33 +43,25 @@ class Recorder:
 
     def remove(self) -> None:
         self._map.close()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 
 def _remove_those_of_the_dead() -> None:
-    for path in path_of(0).parent.glob(f"autoptd-{os.getuid()}-*.doing"):
-        pid = path.stem.rpartition("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    for path in Path(tempfile.gettempdir()).glob("autoptd-*.doing"):
+        match = _NAME.fullmatch(path.name)
+        if match and not Path(f"/proc/{match[1]}").exists():
             with suppress(OSError):
-                path.unlink()
+                if is_own(path.lstat()):
+                    path.unlink()
 
 
-def last_words(pid: int) -> Seen | None:
-    """What a process of this node was doing last; None where nothing whole is known of it."""
+def last_words(path: str) -> Seen | None:
+    """What the process that writes there was doing last; None where nothing whole is known of it."""
     try:
-        data = path_of(pid).read_bytes()
-    except OSError:
+        data = read_own(Path(path))
+        words = data[2 : 2 + int.from_bytes(data[:2], "little")].decode(errors="replace").split(_SEPARATOR)
+        action, stage, microbatch, module, doing, talk, peers = words
+        stages, microbatches = (int(n) if n else None for n in (stage, microbatch))
+        return Seen(action, stages, microbatches, module, doing, talk, tuple(map(int, peers.split())))
+    except (OSError, ValueError):
         return None
-    words = data[2 : 2 + int.from_bytes(data[:2], "little")].decode(errors="replace").split(_SEPARATOR)
-    if len(words) != 7:
-        return None
-    action, stage, microbatch, module, doing, talk, peers = words
-    return Seen(
-        action,
-        int(stage) if stage else None,
-        int(microbatch) if microbatch else None,
-        module,
-        doing,
-        talk,
-        tuple(map(int, peers.split())),
-    )

@@ -42,7 +42,8 @@ class Watch:
         self.place = Place(failing=self._raise_cause)
         self.limits = limits
         self._rank, self._world, self._host = rank, world, host
-        self._process, self._recorder = Process.mine(), Recorder()
+        self._recorder = Recorder()
+        self._process = Process.mine(str(self._recorder.path))
         self._next = (rank + 1) % world
         self._lost: tuple[int, ...] = ()  # ranks to which a connection broke
         self._asked: tuple[int, ...] = ()  # ranks that may keep others waiting
@@ -265,7 +266,7 @@ def _last(beat: Beat | None) -> Seen:
     """What a rank was doing, from its own record where it lies on this node, else from its last heartbeat."""
     if beat is None:
         return Seen(doing="doing nobody knows what")
-    return (last_words(beat.process.pid) if beat.process.state() else None) or beat.seen
+    return (last_words(beat.process.record) if beat.process.state() else None) or beat.seen
 
 
 def _put_down(beat: Beat | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.codegen.emit import Program
+from autoptd.codegen.quoting import replace_code
 from autoptd.compile import TracedModel
 from autoptd.passes.graph import info
 from autoptd.passes.loss import Objective
@@ -75,11 +76,12 @@ def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> Where:
 
 
 def widened(program: Program) -> Program:
-    """An emitted program in which every float type is float64, and nothing else is another."""
-    return replace(program, files={name: _WORDS.sub("torch.float64", text) for name, text in program.files.items()})
+    """An emitted program in which every float type is float64, and nothing else is another: no name in a literal."""
+    wide = {name: replace_code(_WORDS, lambda _: "torch.float64", text) for name, text in program.files.items()}
+    return replace(program, files=wide)
 
 
-_WORDS = re.compile("|".join(rf"{re.escape(str(dtype))}\b" for dtype in TYPES))
+_WORDS = re.compile("|".join(rf"(?<![\w.]){re.escape(str(dtype))}\b" for dtype in TYPES))
 
 
 class NoReference(ArithmeticError):

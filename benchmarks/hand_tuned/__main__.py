@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from autoptd.errors import AutoptdError
-from autoptd.plans import refuse_unwritable
+from autoptd.outputs import refuse_unwritable
 from benchmarks.hand_tuned.report import lines_of, text
 from benchmarks.hand_tuned.search import Comparison, compare
 from benchmarks.published.__main__ import at_least_one, chosen

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoptd.errors import AutoptdError, nearest
-from autoptd.plans import refuse_unwritable, write_whole
+from autoptd.outputs import refuse_unwritable, write_whole
 from benchmarks.published.compare import compare
 from benchmarks.published.constants import fitted
 from benchmarks.published.report import data, summary, text

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError
+from autoptd.outputs import write_whole
 from autoptd.search.staged import Staged, bounded
 from benchmarks.published.bars import TIMED
 from benchmarks.published.compare import line_name
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         result = dict(values)
     if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_whole(given.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autoptd.outputs import write_whole
 from autoptd.runtime.beat import Limits
 from benchmarks.soak.faults import KINDS
 
@@ -61,7 +62,7 @@ def write(
         text += f"| {kind} | {len(mine)} | {middle} | {most} | {sum(bool(each.wrong) for each in mine) or ''} |\n"
     if bad:
         text += "\nNot as they should be:\n\n" + "".join(f"- {each.fault}: {'; '.join(each.wrong)}\n" for each in bad)
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 def _compared(differences: Sequence[str] | None) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.lines import wrapped
 from autoptd.codegen.names import Names
+from autoptd.codegen.stage import _loop_over
 
 WIDTH = 8
 
@@ -76,6 +77,19 @@ def test_names_are_given_once_until_released() -> None:
     names.release("x")
     assert names.fresh("x") == "x"
     assert names.fresh("a.b-c") == "a_b_c" and names.fresh("") == "x_3"
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 1, 2), (9, 10), (3,), ("00", "01"), ("09", "10"), ("0", "07"), ("٣", "٤"), (0, 2, 4)]
+)
+@pytest.mark.parametrize("path", ["h.{}.attn", "{}", "h2.{}.b{{i}}", 'a".{}', "h{}.x.{}"])
+def test_a_loop_over_layers_gives_their_very_names(path: str, numbers: tuple[object, ...]) -> None:
+    paths = [path.format(number, number) for number in numbers]
+    found = _loop_over(paths)
+    if found is None:
+        assert path == "h{}.x.{}" or not all(isinstance(number, int) for number in numbers)
+    else:
+        assert [eval(found[0], {"i": i}) for i in eval(found[1])] == paths
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autoptd.cost_models.perfetto import STREAMS, trace, write_trace
+from autoptd.cost_models.perfetto import STREAMS, trace, trace_text
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
 from autoptd.cost_models.timeline import Timeline
@@ -35,10 +34,9 @@ OVERLAPS = [Overlap(), Overlap(tp=True, dp=True), Overlap(p2p=False), Overlap(dp
 
 @pytest.mark.parametrize(("kind", "virtual"), CASES)
 @pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
-def test_the_trace_is_well_formed(kind: str, virtual: int, overlap: Overlap, tmp_path: Path):
+def test_the_trace_is_well_formed(kind: str, virtual: int, overlap: Overlap):
     schedule, timeline = played(kind, virtual, overlap)
-    write_trace(timeline, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    events = json.loads(trace_text(timeline))["traceEvents"]
     slices = of_phase(events, "X")
     assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(timeline.makespan_s * 1e6)
 

@@ -145,9 +145,9 @@ def test_what_is_told_reads_back() -> None:
     assert Cause.of(cause.to_json()) == cause and Beat.of(beat.to_json()) == beat
     recorder = Recorder()
     recorder.record(seen)
-    assert last_words(Process.mine().pid) == Seen("B3", 1, 3, "blocks.4", talk="receive from", peers=(0, 2))
+    assert last_words(str(recorder.path)) == Seen("B3", 1, 3, "blocks.4", talk="receive from", peers=(0, 2))
     recorder.remove()
-    assert last_words(Process.mine().pid) is None
+    assert last_words(str(recorder.path)) is None
 
 
 def test_the_module_of_an_error_is_the_innermost_it_came_through() -> None:

@@ -1,0 +1,128 @@
+"""Files that autoptd writes and reads back: whole or not at all, never through a link, never those of another user.
+
+    write_whole      beside its place, under a name that nobody can foresee, then renamed there
+    make_folder      a folder that files are written into
+    private_folder   a temporary one, for this user alone, until the process ends
+    read_own         what this user wrote before, and nobody else could have changed
+
+A link in the place of a file is refused, whatever it leads to. A folder may be a link, which people make on purpose;
+not one that another user has put into a folder that everybody may write to, such as /tmp (what Linux calls
+`protected_symlinks`, and refuses by itself where it is told to).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from autoptd.errors import PlanFileError
+
+PRIVATE = 0o600  # of a file that no other user may read
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_ELSEWHERE = "name a file in a folder that exists and that you may write to"
+
+
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+    """Write a file, in one step for whoever reads it. Raises PlanFileError; then nothing is left.
+
+    mode: its permissions; left out, those of the file that stood there, or what the user's umask leaves.
+    """
+    refuse_unwritable(path)
+    part = path.with_name(f".autoptd-{secrets.token_hex(8)}.part")
+    try:
+        data = text.encode()
+        descriptor = os.open(part, _NEW, 0o666 if mode is None else mode)
+        with os.fdopen(descriptor, "wb") as file:
+            if mode is None and _kind(path):
+                os.fchmod(descriptor, stat.S_IMODE(path.lstat().st_mode) & 0o777)
+            file.write(data)
+        part.replace(path)
+    except (OSError, ValueError) as error:
+        raise PlanFileError(f"cannot write {path}: {getattr(error, 'strerror', error)}", where=str(path)) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raise PlanFileError if a file at `path` could not be written now; nothing is written."""
+    what = _obstacle(path)
+    if what:
+        raise PlanFileError(f"cannot write {path}: {what}", where=str(path), fix=_ELSEWHERE)
+
+
+def _obstacle(path: Path) -> str:
+    kind = _kind(path)
+    if stat.S_ISDIR(kind):
+        return "it is a folder"
+    if stat.S_ISLNK(kind):
+        return "it is a link, which is not followed"
+    if kind and not stat.S_ISREG(kind):
+        return "it is no regular file"
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist"
+    if link := _planted_link(path.parent):
+        return f"{link} is a link that another user has put there"
+    return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"no permission in {path.parent}"
+
+
+def _kind(path: Path) -> int:
+    """The type of what stands there, a link not followed; 0 for nothing."""
+    try:
+        return stat.S_IFMT(path.lstat().st_mode)
+    except (OSError, ValueError):
+        return 0
+
+
+def _planted_link(folder: Path) -> Path | None:
+    """A link on the way to a folder that another user could put there: in a folder that everybody may write to."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        if stat.S_ISLNK(_kind(place)):
+            mine, above = place.lstat(), place.parent.stat()
+            if above.st_mode & stat.S_IWOTH and mine.st_uid not in (os.getuid(), above.st_uid):
+                return place
+    return None
+
+
+def make_folder(path: Path) -> Path:
+    """A folder to write files into, made where there is none. Raises PlanFileError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        what, where = getattr(error, "strerror", error), getattr(error, "filename", None) or path
+        raise PlanFileError(f"cannot make the folder {path}: {what}", where=str(where), fix=_ELSEWHERE) from error
+    if link := _planted_link(path):
+        what = f"cannot write into {path}: {link} is a link that another user has put there"
+        raise PlanFileError(what, where=str(path), fix=_ELSEWHERE)
+    return path
+
+
+@cache
+def private_folder() -> Path:
+    """A temporary folder that only this user may enter, removed when the process ends."""
+    folder = tempfile.mkdtemp(prefix="autoptd-")  # with mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def read_own(path: Path) -> bytes:
+    """A file that this user wrote. Raises OSError for one that another user wrote or may write to, for a link, and for
+    what is no regular file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not is_own(os.fstat(descriptor)):
+            raise PermissionError(f"{path} is not this user's alone")
+        return file.read()
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Whether a regular file is this user's, and no other one may write to it."""
+    mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(found.st_mode) and mine
