@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 from autoptd.codegen.emit import Program
 from autoptd.plans import Plan
+from autoptd.printable import printable
 
 
 class UnverifiedWarning(UserWarning):
@@ -40,7 +41,7 @@ def recheck(plan: Plan, program: Program) -> None:
         others.append("the program that it emitted is another one now")
     if others:
         warnings.warn(
-            f"the plan was verified with {'; '.join(others)}: verify it again (autoptd verify PLAN)",
+            f"the plan was verified with {printable('; '.join(others), keep='')}: verify it again (autoptd verify PLAN)",
             UnverifiedWarning,
             stacklevel=3,
         )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from autoptd.commands.output import model_of, print_json, progress_of, width
+from autoptd.commands.output import model_of, print_json, progress_of, show, width
 
 DONE, NO = 0, 1
 
@@ -45,7 +44,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(data(found))
     else:
-        sys.stdout.write(text(found, width(), every=arguments.all))
+        show(text(found, width(), every=arguments.all))
         if found.certificate is not None:
-            print(f"certificate stored in {arguments.plan}")
+            show(f"certificate stored in {arguments.plan}")
     return DONE if found.agrees else NO
