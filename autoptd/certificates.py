@@ -40,8 +40,9 @@ def recheck(plan: Plan, program: Program) -> None:
     if held.program != program_digest(program):
         others.append("the program that it emitted is another one now")
     if others:
+        found = printable("; ".join(others), keep="")
         warnings.warn(
-            f"the plan was verified with {printable('; '.join(others), keep='')}: verify it again (autoptd verify PLAN)",
+            f"the plan was verified with {found}: verify it again (autoptd verify PLAN)",
             UnverifiedWarning,
             stacklevel=3,
         )

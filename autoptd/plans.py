@@ -31,14 +31,15 @@ from autoptd.schedule import RUNNABLE, Route, route_of
 
 FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
 VERSION: Literal[1] = 1
-_STAGES = 2**14
+_STAGES = 2**11  # of pipelines, and what simulates them in seconds
 _SHOWN = 8  # mistakes listed one by one
 _REMAKE = "make the plan again with `autoptd plan MODEL -o FILE`"
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**63)]
 Word = Annotated[str, Field(max_length=200)]
-Amount = Annotated[float, Field(ge=0)]  # seconds, tokens per second, FLOPs or a fraction
+Dotted = Annotated[str, Field(max_length=1000)]  # of a parameter or tensor
+Amount = Annotated[float, Field(ge=0, le=1e40)]  # seconds, tokens per second, FLOPs or a fraction
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Fault = tuple[str, str]  # field path, what is wrong
 
@@ -116,8 +117,8 @@ class Stage(_Part):
 class Splits(_Part):
     """Placement on the tp axis, by parameter name and by activation name."""
 
-    parameters: dict[str, str]
-    activations: dict[str, str]
+    parameters: dict[Dotted, str]
+    activations: dict[Dotted, str]
 
 
 class Collectives(_Part):
@@ -183,7 +184,7 @@ class Plan(_Part):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=_STAGES)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
     splits: Splits
-    strategies: dict[str, dict[str, str]]
+    strategies: dict[str, dict[Dotted, str]]
     boundaries: dict[str, tuple[str, ...]]  # kind of segment -> placements of the tensors that it is given
     collectives: dict[str, Collectives] = {}  # by kind of segment; those that do not communicate are left out
     predicted: Predicted

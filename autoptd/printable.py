@@ -1,4 +1,4 @@
-"""Text for a terminal or a page that shows strings of files: what is in a file cannot move the cursor or pose as a line."""
+"""Strings of files as they are shown: none of them moves a cursor, or poses as a line of ours."""
 
 from __future__ import annotations
 

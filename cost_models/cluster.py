@@ -33,7 +33,9 @@ else:
 
 Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(one_line)]  # which other files and scripts quote
+Name = Annotated[
+    str, Field(min_length=1, max_length=200), AfterValidator(one_line)
+]  # which other files and scripts quote
 Fraction = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Ranks = Annotated[int, Field(gt=0, lt=2**31)]
 Processors = Annotated[int, Field(ge=0, lt=2**20)]
@@ -84,7 +86,9 @@ class Device(_Frozen):
 
     name: Name
     source: str = ""
-    reported_names: Annotated[tuple[str, ...], Field(max_length=64)] = ()  # what torch.cuda.get_device_name answers on it
+    reported_names: Annotated[
+        tuple[str, ...], Field(max_length=64)
+    ] = ()  # what torch.cuda.get_device_name answers on it
     memory_bytes: Annotated[int, Field(gt=0, lt=2**63)]
     context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = (
         0  # taken by the driver and loaded kernels before the first tensor
@@ -100,7 +104,7 @@ class Device(_Frozen):
     matmul_sustained: Sustained = Sustained()
     attention_sustained: Sustained = Sustained()  # forward
     attention_backward_sustained: Sustained | None = None  # None: as forward
-    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # implementations besides the usual one, by name
+    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # besides the usual one
     memory_sustained: Sustained = Sustained()
     rows_sustained: Sustained | None = None  # by kernels that need whole rows: softmax, norms; None: as others
 

@@ -30,7 +30,7 @@ def read_text(path: Path, what: str, kind: type[AutoptdError], fix: str, most_by
     device, has more than `most_bytes`, or is not UTF-8.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe would keep us
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would keep us waiting
             found = os.fstat(file.fileno())
             if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                 raise kind(f"the {what} {path} is no plain file", where=str(path), fix=f"save it to a file; {fix}")

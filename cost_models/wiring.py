@@ -96,9 +96,7 @@ def _relay(wiring: Wiring, first: int, second: int) -> int | None:
     return best if wiring[first][best] and wiring[best][second] else None
 
 
-def _cycles(
-    members: tuple[int, ...], joined: Callable[[int, int], bool], steps: _Steps
-) -> Iterator[tuple[int, ...]]:
+def _cycles(members: tuple[int, ...], joined: Callable[[int, int], bool], steps: _Steps) -> Iterator[tuple[int, ...]]:
     """Every way round all members, each direction once."""
 
     def extend(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -81,7 +81,11 @@ def _shown(data: dict[str, Any]) -> list[RenderableType]:
         if kind == "model":
             shape = " × ".join(map(str, found["shape"])) or "1"
             table.add_row(name, shape, found["dtype"], ", ".join(sorted(kept.get(name, ()))) or "nothing")
-    return [Text(printable(f"{data['model']} in {data['folder']}", keep="")), *section("", facts)[2:], *section("tensors", table)]
+    return [
+        Text(printable(f"{data['model']} in {data['folder']}", keep="")),
+        *section("", facts)[2:],
+        *section("tensors", table),
+    ]
 
 
 def _check(arguments: argparse.Namespace) -> int:

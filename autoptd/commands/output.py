@@ -21,7 +21,7 @@ def progress_of(arguments: argparse.Namespace) -> Any:
 
 
 def show(text: str, *, on_error: bool = False) -> None:
-    """Write text for people, `printable` and with a newline at its end: no string of a file reaches the terminal raw."""
+    """Write text for people, `printable` and with a newline at its end: no string of a file reaches a terminal raw."""
     stream = sys.stderr if on_error else sys.stdout
     stream.write(printable(text if text.endswith("\n") else f"{text}\n"))
 

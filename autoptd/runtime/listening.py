@@ -1,8 +1,8 @@
 """Where a process listens: torch's store takes any connection, from all interfaces, and believes what it is told.
 
-    processes that autoptd starts on this machine      loopback, the store as well as gloo and NCCL
-    rank 0, started by a launcher                       the interface that has the address MASTER_ADDR
-    torchrun                                            the store is the launcher's own
+processes that autoptd starts on this machine      loopback, the store as well as gloo and NCCL
+rank 0, started by a launcher                       the interface that has the address MASTER_ADDR
+torchrun                                            the store is the launcher's own
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Processes are forked from a server that has imported torch and transformers once
 from __future__ import annotations
 
 import io
+import json
 import multiprocessing
 import os
 import resource
@@ -35,7 +36,36 @@ class Ended:
 
     @property
     def within(self) -> bool:
+        """Whether it ended by itself, in its time and memory."""
         return self.code is not None and self.seconds < LONGEST_S and self.peak_bytes < MOST_BYTES
+
+    @property
+    def flaw(self) -> str:
+        """What is wrong with how it ended; an answer or one error of ours, both readable, is as it should be."""
+        if not self.within:
+            return f"{self.seconds:.1f} s, {self.peak_bytes / 1e9:.1f} GB, code {self.code}: {self.err[-2000:]}"
+        if not plain(self.out + self.err):
+            return f"not printable: {(self.out + self.err)[:2000]!r}"
+        if "Traceback" in self.err or "unexpected " in self.err:
+            return f"a traceback: {self.err[-2000:]}"
+        if self.code == 2 and not self.err:  # --json
+            return "" if list(json.loads(self.out)) == ["error"] else f"not one error: {self.out[-2000:]!r}"
+        if self.code == 2 and not (self.err.startswith("autoptd: ") and self.err.count("autoptd: ") == 1):
+            return f"not one error: {self.err[-2000:]!r}"
+        return ""
+
+
+def plain(text: str) -> bool:
+    """Whether a terminal shows the text as it is."""
+    return all(c.isprintable() or c == "\n" for c in text)
+
+
+def refused(*argv: str | Path) -> str:
+    """The error of a command that must refuse what it reads."""
+    ended = run(*argv)
+    assert not ended.flaw, ended.flaw
+    assert ended.code == 2, ended
+    return ended.err
 
 
 def run(*argv: str | Path) -> Ended:
