@@ -159,7 +159,11 @@ def picture(timeline: Timeline, width: int) -> list[str]:
     work = [event for event in timeline.events if event.action.kind not in ("RF", "RB")]
     forwards = [event.end_s - event.start_s for event in work if event.action.kind == "F"]
     margin = len(f"{len(timeline.busy_s) - 1}  ")
-    if not forwards or not timeline.makespan_s or min(forwards) * (width - margin) < LEAST_COLUMNS * timeline.makespan_s:
+    if (
+        not forwards
+        or not timeline.makespan_s
+        or min(forwards) * (width - margin) < LEAST_COLUMNS * timeline.makespan_s
+    ):
         return []
     per_s = (width - margin) / timeline.makespan_s
     rows = [["."] * (width - margin) for _ in timeline.busy_s]

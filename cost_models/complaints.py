@@ -21,7 +21,7 @@ from autoptd.errors import AutoptdError, nearest
 MIB = 2**20
 _MOST_BYTES = 16 * MIB
 _MOST_VALUES = 1_000_000  # of JSON: as many mistakes are found in seconds, and take a gigabyte
-_MISTAKES = 100  # described one by one
+_MISTAKES = 20  # described one by one
 _SHOWN = 80  # characters of a value or a key in a message
 
 

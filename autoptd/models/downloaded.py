@@ -83,7 +83,7 @@ def _wrong(name: str, value: Any) -> tuple[str, str] | None:
         return f"{_CODE[name]}: {name}", f"take {name} out, where the model is one that transformers itself has"
     if found := _IMPLEMENTATION.fullmatch(name):
         own = _OWN_EXPERTS if found[1] == "experts" else _OWN
-        if not isinstance(value, dict) and value is not None and value not in own:
+        if any(leaf is not None and leaf not in own for leaf in _leaves(value)):
             return f"asks for {name} {quoted(value)}, which may be fetched and run", f"use {', '.join(own)} or none"
     if name == "backbone" and isinstance(value, str) and re.search(r"[/:]", value):
         return f"asks for the backbone {quoted(value)} to be fetched", "describe it in backbone_config"
@@ -97,6 +97,14 @@ def _wrong(name: str, value: Any) -> tuple[str, str] | None:
         if not 0 <= value <= most:
             return f"has {name} {quoted(value)}", f"give a number from 0 to {most:,}"
     return None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is said of the parts of a model, or of all of it."""
+    for inner in value.values() if isinstance(value, dict) else ():
+        yield from _leaves(inner)
+    if not isinstance(value, dict):
+        yield value
 
 
 @contextmanager
