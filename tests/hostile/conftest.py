@@ -14,8 +14,13 @@ from tests.hostile.bounded import run
 CONFIG = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
-    **{"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 64},
-    **{"bos_token_id": 1, "eos_token_id": 1},
+    "n_layer": 2,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_positions": 16,
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
 }
 
 

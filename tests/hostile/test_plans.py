@@ -129,19 +129,19 @@ def table(count: int, name: Callable[[int], str]) -> Change:
 
 COSTLY: dict[str, Change] = {
     "10^7 microbatches": steps(10**7),
-    "10^5 microbatches": steps(10**5),
+    "30,000 microbatches": steps(30_000),
     "2^60 microbatches": steps(2**60),
     "a world of 10^12": world(10**12),
-    "500 stages": stages(500),
+    "300 stages": stages(300),
     "no time at all": times(0.0),
     "times that overflow": times(1e308),
-    "10^5 parameters that do not fold": table(10**5, lambda i: f"h.{i}.x{i}"),
-    "10^5 parameters on a diagonal": table(10**5, lambda i: f"h.{i}.{i}"),
+    "30,000 parameters that do not fold": table(30_000, lambda i: f"h.{i}.x{i}"),
+    "30,000 parameters on a diagonal": table(30_000, lambda i: f"h.{i}.{i}"),
     "a number of 900 digits": table(1, lambda _: f"h.{'1' * 900}"),
-    "10^4 names of 500 parts": table(10**4, lambda i: ".".join(["1"] * 499 + [str(i)])),
+    "1,000 names of 500 parts": table(1000, lambda i: ".".join(["1"] * 499 + [str(i)])),
     "a segment of 10^7 characters": lambda d: d["segments"].__setitem__(0, "x" * 10**7),
-    "10^5 kinds": lambda d: d["strategies"].update({f"k{i}": {"op": "S0 -> S1"} for i in range(10**5)}),
-    "10^5 notes": lambda d: d.update(notes=["a note of some words"] * 10**5),
+    "30,000 kinds": lambda d: d["strategies"].update({f"k{i}": {"op": "S0 -> S1"} for i in range(30_000)}),
+    "30,000 notes": lambda d: d.update(notes=["a note of some words"] * 30_000),
     "a note of 10^6 lines": lambda d: d.update(notes=["x\n" * 10**6]),
 }
 READ = [
@@ -164,13 +164,23 @@ def test_a_plan_costs_no_more_than_it_may(change: str, spoilt: Spoilt, plan_file
         assert not ended.flaw, f"{words}: {ended.flaw}"
 
 
-@pytest.mark.parametrize("change", ["10^7 microbatches", "a world of 10^12", "500 stages"])
-def test_with_its_model_it_costs_no_more(change: str, spoilt: Spoilt, config_file: Path, tmp_path: Path) -> None:
-    path = spoilt(COSTLY[change])
-    out = tmp_path / "out"
-    for words in (["emit", "-o", out], ["verify"], ["explain", "--memory"], ["explain", "--op", "lm_head"]):
-        ended = run(words[0], path, "--model", config_file, *words[1:])
-        assert not ended.flaw, f"{words}: {ended.flaw}"
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("10^7 microbatches", "emit -o out"),
+        ("10^7 microbatches", "verify"),
+        ("10^7 microbatches", "explain --memory"),
+        ("a world of 10^12", "verify"),
+        ("300 stages", "emit -o out"),
+        ("300 stages", "explain --op lm_head"),
+    ],
+)
+def test_with_its_model_it_costs_no_more(
+    change: str, words: str, spoilt: Spoilt, config_file: Path, tmp_path: Path
+) -> None:
+    command, *rest = words.replace("out", str(tmp_path / "out")).split()
+    ended = run(command, spoilt(COSTLY[change]), "--model", config_file, *rest)
+    assert not ended.flaw, ended.flaw
 
 
 def wide(fields: str) -> Change:
@@ -192,8 +202,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "twice",
     ),
     "5 10^6 lists": (wide('"notes": [' + "[]," * (5 * 10**6) + "[]]"), "commas"),
-    "900,000 mistakes": (wide('"segments": [' + "1," * 900_000 + "1]"), "and 90"),
-    "500,000 unknown keys": (wide(",".join(f'"k{i}": 1' for i in range(500_000))), "more"),
+    "500,000 mistakes": (wide('"segments": [' + "1," * 500_000 + "1]"), "and 500"),
+    "200,000 unknown keys": (wide(",".join(f'"k{i}": 1' for i in range(200_000))), "more"),
     "a key of 10^7 characters": (lambda d: d.update({"k" * 10**7: 1}), "unknown key"),
     "10^5 stages": (lambda d: stages(10**5)(d), "at most"),
     "a name of 10^6 characters": (lambda d: d.update(model="x" * 10**6), "at most 200"),
