@@ -29,6 +29,8 @@ from autoptd.runtime.stored import Stored
 from autoptd.search.wishes import read_wishes, require_count
 
 OPTIMIZERS = ("adamw", "sgd")
+_MOST_DEVICES = 2**18  # that a search takes seconds for: groups are looked at rank by rank
+_MOST_SAMPLES = 2**40  # whose divisors are found as quickly
 
 
 @public
@@ -393,9 +395,9 @@ def _check_as_planned(plan: Plan, **asked: Any) -> None:
 
 
 def _check_sizes(world: object, batch: object) -> None:
-    require_count(world, "world", of="the devices, all nodes together")
+    require_count(world, "world", of="the devices, all nodes together", most=_MOST_DEVICES)
     if batch is not None:
-        require_count(batch, "batch", of="the samples of a step, all ranks together")
+        require_count(batch, "batch", of="the samples of a step, all ranks together", most=_MOST_SAMPLES)
 
 
 def _check_limit(time_limit_s: object) -> None:

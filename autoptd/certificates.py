@@ -16,6 +16,7 @@ from pathlib import Path
 from autoptd.codegen.emit import Program
 from autoptd.errors import PlanFileError
 from autoptd.plans import Plan
+from autoptd.printable import printable
 from autoptd.signatures import check_signature
 
 
@@ -54,8 +55,9 @@ def recheck(plan: Plan, program: Program, signed_by: Path | None = None) -> None
             fix="verify it again (autoptd verify PLAN), or take the field `certificate` out",
         )
     if others:
+        found = printable("; ".join(others), keep="")
         warnings.warn(
-            f"the plan was verified with {'; '.join(others)}: verify it again (autoptd verify PLAN)",
+            f"the plan was verified with {found}: verify it again (autoptd verify PLAN)",
             UnverifiedWarning,
             stacklevel=3,
         )

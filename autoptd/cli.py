@@ -37,7 +37,7 @@ from autoptd.commands.arguments import (
 )
 from autoptd.commands.explain import run_compare, run_explain
 from autoptd.commands.fault import internal_error, show_traceback
-from autoptd.commands.output import error_data, model_of, print_json, progress_of, width
+from autoptd.commands.output import error_data, model_of, print_json, progress_of, show, width
 from autoptd.commands.plan import run_plan
 from autoptd.commands.verify import add_arguments as add_verify_arguments
 from autoptd.commands.verify import run_verify
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
-        print("autoptd: interrupted", file=sys.stderr)
+        show("autoptd: interrupted", on_error=True)
         return 130
     except Exception as error:  # noqa: BLE001  at the edge of the program: Python's 1 is "no"
         show_traceback(error)
@@ -96,7 +96,7 @@ def _tell(error: AutoptdError, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": error_data(error)})
     else:
-        print(f"autoptd: {error}", file=sys.stderr)
+        show(f"autoptd: {error}", on_error=True)
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -105,13 +105,14 @@ def _tell(error: AutoptdError, *, as_json: bool) -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     from autoptd.outputs import refuse_unwritable, write_whole
     from autoptd.plans import Plan
-    from autoptd.simulate import rank_names, report, simulate_plan, summary
+    from autoptd.simulate import rank_names, refuse_untraceable, report, simulate_plan, summary
 
     if arguments.virtual is not None and arguments.schedule != "interleaved":
         raise UsageError("--virtual is for the interleaved schedule", fix="add --schedule interleaved")
     plan = Plan.load(arguments.plan)
     if arguments.trace:
         refuse_unwritable(Path(arguments.trace))
+        refuse_untraceable(plan)
     schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
     if arguments.trace:
         from autoptd.cost_models.perfetto import trace_text
@@ -120,9 +121,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(summary(plan, schedule, timeline))
     else:
-        sys.stdout.write(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width()))
+        show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width()))
         if arguments.trace:
-            print(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
+            show(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
     return DONE
 
 
@@ -151,7 +152,7 @@ def _emit(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"files": files})
     else:
-        print("\n".join(files))
+        show("\n".join(files))
     return DONE
 
 
@@ -175,7 +176,7 @@ def _clusters(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({cluster.name: cluster.to_data() for cluster in clusters})
     else:
-        print("\n\n".join(cluster.describe() for cluster in clusters))
+        show("\n\n".join(cluster.describe() for cluster in clusters))
     return DONE
 
 
@@ -202,7 +203,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         data = {"cluster": cluster.to_data(), "fit": [row.to_data() for row in rows], "saved": str(out)}
         print_json(data | {"skipped": [f"{skipped.case}: {skipped.why}" for skipped in record.skipped]})
     else:
-        sys.stdout.write(text(cluster, record, rows, out, points))
+        show(text(cluster, record, rows, out, points))
     return DONE
 
 
@@ -217,7 +218,7 @@ def _list(table: dict[str, str], *, as_json: bool) -> None:
     column = max(map(len, table)) + 2
     for name, text in table.items():
         lines = textwrap.wrap(text, width() - column) if sys.stdout.isatty() else [text]
-        print(f"{name:{column}}" + f"\n{'':{column}}".join(lines))
+        show(f"{name:{column}}" + f"\n{'':{column}}".join(lines))
 
 
 def _refuse_folder(path: Path) -> None:

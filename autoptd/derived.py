@@ -6,7 +6,8 @@ collectives, for people and for tools. One that contradicts the decisions would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from autoptd.cost_models.complaints import brief, path_text
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from autoptd.plans import Plan
 
 _SHOWN = 8
+_WHAT = "the plan contradicts itself"
 _FIX = "plan again: these fields are worked out from the others, they are no choices"
 Path = tuple[str | int, ...]
 
@@ -35,6 +37,8 @@ def check_sizes(plan: Plan, folded: Folded) -> None:
 
 def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
     """Raise PlanFileError, naming the fields, where the plan says something else than its own decisions."""
+    count, right = len(plan.segments), len(folded.segments)
+    _refuse([f"segments: has {count} entries; it must have {right}"] * (count != right), _WHAT, _FIX)
     strategies, boundaries = to_text(folded, sharding)
     wanted = {
         "segments": [segment.name for segment in folded.segments],
@@ -55,7 +59,7 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
         "boundaries": {kind: list(placements) for kind, placements in plan.boundaries.items()},
         "collectives": {kind: traffic.model_dump() for kind, traffic in plan.collectives.items()},
     }
-    _refuse(list(_differences(found, wanted)), "the plan contradicts itself", _FIX)
+    _refuse(_differences(found, wanted), _WHAT, _FIX)
 
 
 def modules(folded: Folded, first: int, last: int) -> str:
@@ -99,8 +103,8 @@ def _shown(value: Any) -> str:
     return brief(repr(value))
 
 
-def _refuse(wrong: list[str], what: str, fix: str) -> None:
-    if wrong:
-        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        lines = [line if len(line) < 300 else f"{line[:300]} …" for line in wrong[:_SHOWN]]
-        raise PlanFileError(what, where="\n".join([*lines, *more]), fix=fix)
+def _refuse(wrong: Iterable[str], what: str, fix: str) -> None:
+    """Raise PlanFileError with the first lines of what is wrong, if anything is."""
+    if first := list(islice(wrong, _SHOWN + 1)):
+        lines = [line if len(line) < 300 else f"{line[:300]} …" for line in first[:_SHOWN]]
+        raise PlanFileError(what, where="\n".join([*lines, *["and others"][: len(first) - _SHOWN]]), fix=fix)

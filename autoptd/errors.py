@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autoptd.printable import printable
+
+_INDENT = "\n" + " " * 9  # of lines after the first: a string of a file cannot begin a line of its own
 
 
 class AutoptdError(Exception):
     """Base of every error that autoptd raises at a user.
 
-    `what` is one sentence; `where` a module path, file and line, field or stage; `fix` the way out.
+    `what` is one sentence; `where` a module path, file and line, field or stage; `fix` the way out. All of it is
+    `printable`, whatever file its words come from.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
-        self.what, self.where, self.fix = what, where, fix
-        lines = [what]
-        lines += [f"  where  {line}" for line in where.splitlines()]
-        lines += [f"  fix    {fix}"] if fix else []
-        super().__init__(printable("\n".join(lines), keep="\n\t"))
+        self.what, self.where, self.fix = (printable(text, keep="\n\t") for text in (what, where, fix))
+        lines = [self.what]
+        lines += [f"  where  {line}" for line in self.where.splitlines()]
+        lines += [f"  fix    {self.fix}"] if fix else []
+        super().__init__("\n".join(line.replace("\n", _INDENT) for line in lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), *self.args), self.__dict__
 
 
 class InputsError(AutoptdError, ValueError):
@@ -72,10 +81,11 @@ class OutOfMemory(RuntimeFault):
     """A rank ran out of memory; it says which category is more than was predicted, and which change would fit."""
 
 
-def printable(text: str, keep: str = "") -> str:
-    """Text that a terminal shows and does not obey: whatever is not printable, and not in `keep`, is written as an
-    escape."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+def _again(kind: type[AutoptdError], text: str) -> AutoptdError:
+    """An error that was pickled: its text is made already."""
+    error = kind.__new__(kind, text)
+    error.args = (text,)
+    return error
 
 
 def nearest(name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:

@@ -20,6 +20,7 @@ from autoptd.answers.choices import choices, recompute_text
 from autoptd.answers.terms import Term, compared, memory_terms, time_terms
 from autoptd.fold_names import fold_names, fold_table, ranges
 from autoptd.plans import Plan
+from autoptd.printable import printable
 from autoptd.tables import GIB, WIDTH, columns, gib, render, seconds, section, signed, words
 
 _BAR = 24
@@ -83,7 +84,9 @@ def headline(plan: Plan) -> str:
 def steps(plan: Plan) -> str:
     """What one step is made of: `a step of 512 samples, s 2048: 512 microbatches of 1, 1F1B, bf16, adamw`."""
     count = plan.schedule.microbatches
-    sizes = "".join(f", {name} {value}" for name, value in sorted(plan.sizes.items()) if name != "b")
+    sizes = "".join(
+        f", {printable(name, keep='')} {value}" for name, value in sorted(plan.sizes.items()) if name != "b"
+    )
     microbatches = f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}"
     ranks = " per dp rank" if plan.mesh.dp > 1 else ""
     kind = _SCHEDULES.get(plan.schedule.kind, plan.schedule.kind)

@@ -12,7 +12,6 @@ from typing import Any
 
 import sympy
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
@@ -28,6 +27,7 @@ from autoptd.passes.sharding import Sharding
 from autoptd.passes.trace import BATCH, SEQUENCE
 from autoptd.plans import Plan
 from autoptd.progress import Progress
+from autoptd.tables import columns
 
 _MIB = 2**20
 _TOKEN_RANKS = sympy.Symbol("c", integer=True, positive=True)  # of the cp axis
@@ -148,10 +148,10 @@ def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: i
         f"{U}: elements of the largest block"
     )
     sizes = ", ".join(f"{name} = {value}" for name, value in data["sizes"].items())
-    state = Table("part", "bytes", box=None, pad_edge=False)
+    state = columns("part", "bytes", gap=1)
     for name, text in data["state"].items():
         state.add_row(name, _readable(text))
-    blocks = Table("block", "kept per microbatch, bytes", "MiB", "then at most, MiB", "at", box=None, pad_edge=False)
+    blocks = columns("block", "kept per microbatch, bytes", "MiB", "then at most, MiB", "at", gap=1)
     for row in data["blocks"]:
         again = "" if row["recompute"] == "none" else f" ({row['recompute']} recompute)"
         cells = [f"{row[key] / _MIB:,.1f}" for key in ("kept_bytes", "temporary_bytes")]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
+_NUMBERS, _DIGITS = 16, 18
+
 
 def fold_names(names: Iterable[str]) -> list[str]:
     """Names that differ only in their numbers become one line each; numbers count as numbers in the order."""
@@ -18,16 +20,21 @@ def fold_table(table: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """`(name, text)` rows, folded among those of equal text: `h.{0..95}.fc.weight` with `S1`."""
     groups: dict[tuple[tuple[str | None, ...], str], list[tuple[int, ...]]] = {}
     for name, text in sorted(table, key=lambda row: natural(row[0])):
-        parts = name.split(".")
-        template = tuple(None if part.isdecimal() else part for part in parts)
-        numbers = tuple(int(part) for part in parts if part.isdecimal())
+        parts = [number for number, _ in natural(name)]
+        template = tuple(None if n >= 0 else part for n, part in zip(parts, name.split("."), strict=True))
+        numbers = tuple(n for n in parts if n >= 0)
         groups.setdefault((template, text), []).append(numbers)
     return [(line, text) for (template, text), indices in groups.items() for line in _lines(template, indices)]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key: `h.2` before `h.10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+    """Sort key: `h.2` before `h.10`. The first few parts count as numbers, where they have so few digits."""
+    room, key = _NUMBERS, []
+    for part in name.split("."):
+        is_number = room > 0 and part.isascii() and part.isdecimal() and len(part) <= _DIGITS
+        room -= is_number
+        key.append((int(part), "") if is_number else (-1, part))
+    return key
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -49,6 +56,8 @@ def _lines(template: tuple[str | None, ...], indices: list[tuple[int, ...]]) -> 
         yield ".".join(next(folds) if part is None else part for part in template)
         return
     at = template.index(None)
+    rest: dict[int, list[tuple[int, ...]]] = {}
+    for index in indices:
+        rest.setdefault(index[0], []).append(index[1:])
     for value in columns[0]:
-        fixed = (*template[:at], str(value), *template[at + 1 :])
-        yield from _lines(fixed, [index[1:] for index in indices if index[0] == value])
+        yield from _lines((*template[:at], str(value), *template[at + 1 :]), rest[value])

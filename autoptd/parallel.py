@@ -21,6 +21,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.own_ops import described
 from autoptd.plans import Plan
+from autoptd.printable import printable
 from autoptd.runtime.axis import Axis
 from autoptd.runtime.comm import Communicators, Watcher
 from autoptd.runtime.compiled import check_backend, compile_blocks
@@ -337,7 +338,8 @@ class Parallel:
         with self._with_all("resuming"):
             step, damaged = session.resume(Path(directory), others or {})
         if damaged and self.rank == 0:
-            warnings.warn("left out: " + "; ".join(damaged) + f"; going on from step {step}", stacklevel=2)
+            left_out = printable("; ".join(damaged), keep="")
+            warnings.warn(f"left out: {left_out}; going on from step {step}", stacklevel=2)
         self._meter.step = step
         return step
 

@@ -16,14 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoptd.cost_models.cluster import Cluster, Device, Name
-from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
+from autoptd.cost_models.complaints import brief, describe_mistakes, parse_json, quoted, read_text
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.outputs import write_whole
 from autoptd.passes.placements import parse_placement
@@ -31,12 +32,15 @@ from autoptd.schedule import RUNNABLE, Route, route_of
 
 FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
 VERSION: Literal[1] = 1
+_STAGES = 2**11  # of pipelines, and what simulates them in seconds
 _SHOWN = 8  # mistakes listed one by one
 _REMAKE = "make the plan again with `autoptd plan MODEL -o FILE`"
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**63)]
-Amount = Annotated[float, Field(ge=0)]  # seconds, tokens per second, FLOPs or a fraction
+Word = Annotated[str, Field(max_length=200)]
+Dotted = Annotated[str, Field(max_length=1000)]  # of a parameter or tensor
+Amount = Annotated[float, Field(ge=0, le=1e40)]  # seconds, tokens per second, FLOPs or a fraction
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Fault = tuple[str, str]  # field path, what is wrong
 
@@ -114,8 +118,8 @@ class Stage(_Part):
 class Splits(_Part):
     """Placement on the tp axis, by parameter name and by activation name."""
 
-    parameters: dict[str, str]
-    activations: dict[str, str]
+    parameters: dict[Dotted, str]
+    activations: dict[Dotted, str]
 
 
 class Collectives(_Part):
@@ -136,8 +140,8 @@ class Predicted(_Part):
     tokens_per_s: Amount
     mfu: Amount
     memory_bytes: Index  # of the fullest rank
-    time_s: dict[str, Amount]  # category -> seconds per step
-    memory: tuple[dict[str, Index], ...]  # per stage: category -> bytes of one rank
+    time_s: Annotated[dict[Word, Amount], Field(max_length=100)]  # category -> seconds per step
+    memory: tuple[Annotated[dict[Word, Index], Field(max_length=100)], ...]  # per stage: category -> bytes of one rank
     model_flops_per_step: Amount
     times: tuple[dict[str, Amount], ...] = ()  # per stage: of a microbatch, by `simulate.times_to_data`
 
@@ -190,7 +194,7 @@ class Plan(_Part):
     world: Count
     cluster: Annotated[Cluster, Field(strict=False)]
     batch: Count
-    sizes: dict[str, Count]
+    sizes: Annotated[dict[Word, Count], Field(max_length=100)]
     precision: Literal["bf16", "fp16", "fp32", "fp64"]
     optimizer: Literal["adamw", "sgd", "custom"]
     mesh: Mesh
@@ -198,10 +202,10 @@ class Plan(_Part):
     zero: Annotated[int, Field(ge=0, le=3)]
     loss_averaging: Literal["global", "per-microbatch"] = "global"  # over what the loss is a mean
     method: Method = Method()
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=_STAGES)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
     splits: Splits
-    strategies: dict[str, dict[str, str]]
+    strategies: dict[str, dict[Dotted, str]]
     boundaries: dict[str, tuple[str, ...]]  # kind of segment -> placements of the tensors that it is given
     collectives: dict[str, Collectives] = {}  # by kind of segment; those that do not communicate are left out
     predicted: Predicted
@@ -245,11 +249,11 @@ class Plan(_Part):
     @classmethod
     def from_json(cls, text: str, where: str = "") -> Plan:
         """Read back what `to_json` wrote. Raises PlanFileError; `where` names the text's origin."""
-        _check_head(_parse(text, where), where)
+        _check_head(parse_json(text, "plan", PlanFileError, where, _REMAKE, _no_twins), where)
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise _refusal(_mistakes(error), where) from None  # which tells all of it
+            raise _refusal(*_mistakes(error), where) from None  # which tells all of it
 
     def check_graph(self, graph_hash: str) -> None:
         """Raise PlanFileError, naming both hashes, unless this plan was made for the graph with this hash."""
@@ -428,58 +432,43 @@ def _placement_faults(plan: Plan) -> Iterator[Fault]:
 # --- reading: from a bad file to a sentence -----------------------------------------------------------------------
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        place = f"{where} line {error.lineno} column {error.colno}".strip()
-        raise PlanFileError(f"the plan is not JSON: {error.msg}", where=place, fix=_REMAKE) from error
-    except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"the plan is not JSON: {error}", where=where, fix=_REMAKE) from error
-
-
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {quoted(key)} stands twice in one object")
     return data
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _check_head(data: Any, where: str) -> None:
     """Format and version before all else: a foreign file is not a plan with thirty mistakes."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = (
-            f"format {brief(repr(data['format']))}"
-            if isinstance(data, dict) and "format" in data
-            else "no field `format`"
-        )
+        known = isinstance(data, dict) and "format" in data
+        found = f"format {quoted(data['format'])}" if known else "no field `format`"
         raise PlanFileError(f"this is not an autoptd plan: it has {found}, not {FORMAT!r}", where=where, fix=_REMAKE)
     version = data.get("version")
     if type(version) is int and version > VERSION:
         fix = f"update autoptd, or {_REMAKE}"
-        raise PlanFileError(f"the plan has version {version}; this autoptd reads {VERSION}", where=where, fix=fix)
+        what = f"the plan has version {brief(str(version))}; this autoptd reads {VERSION}"
+        raise PlanFileError(what, where=where, fix=fix)
     if type(version) is not int or version != VERSION:
-        what = f"the plan's version is {brief(repr(version))}; this autoptd reads {VERSION}"
+        what = f"the plan's version is {quoted(version)}; this autoptd reads {VERSION}"
         raise PlanFileError(what, where=where, fix=_REMAKE)
 
 
-def _mistakes(error: ValidationError) -> list[str]:
-    """One line per mistake. Fields are compared with each other only once each is right by itself."""
-    cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
-    if isinstance(cause, Inconsistent):
-        return [f"{path}: {what}" for path, what in cause.faults]
-    return describe_mistakes(error, Plan).splitlines()
+def _mistakes(error: ValidationError) -> tuple[list[str], int]:
+    """The first ones, a line each, and how many. Fields are compared once each is right by itself."""
+    if error.error_count() == 1:
+        cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+        if isinstance(cause, Inconsistent):
+            return [f"{path}: {what}" for path, what in cause.faults[:_SHOWN]], len(cause.faults)
+    return describe_mistakes(error, Plan).splitlines()[:_SHOWN], error.error_count()
 
 
-def _refusal(lines: list[str], where: str) -> PlanFileError:
-    shown = [line if len(line) <= 240 else f"{line[:240]} …" for line in lines[:_SHOWN]]
-    if len(lines) > _SHOWN:
-        shown.append(f"and {len(lines) - _SHOWN} more")
-    count = "a mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
+def _refusal(lines: list[str], mistakes: int, where: str) -> PlanFileError:
+    shown = [line if len(line) <= 240 else f"{line[:240]} …" for line in lines]
+    if mistakes > len(lines):
+        shown.append(f"and {mistakes - len(lines)} more")
+    count = "a mistake" if mistakes == 1 else f"{mistakes} mistakes"
     what = f"the plan {where} has {count}" if where else f"the plan has {count}"
     return PlanFileError(what, where="\n".join(shown), fix=f"correct the fields, or {_REMAKE}")

@@ -14,6 +14,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from autoptd.printable import printable
+
 
 class Progress(Protocol):
     """What `plan` and `parallelize` report to."""
@@ -45,6 +47,7 @@ class Terminal:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        name = printable(name, keep="")
         self._show([*self._running, name])
         start = time.monotonic()
         try:
@@ -54,7 +57,7 @@ class Terminal:
         self._console.print(Text(f"{'  ' * len(self._running)}{name}  {time.monotonic() - start:.1f} s", style="dim"))
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(printable(text, keep="")))
 
     def _show(self, running: list[str]) -> None:
         self._running = running

@@ -13,6 +13,7 @@ from autoptd.errors import PlanError
 from autoptd.plans import Plan
 from autoptd.schedule import Route, Schedule, chunks_of, in_flight, route_of, row_of, step_lists
 
+_TRACED = 50_000  # forward passes, 100 MB
 LEAST_COLUMNS = 3  # of the shortest forward, for a picture that can be read
 
 
@@ -66,6 +67,17 @@ def _cut_again(times: Sequence[StageTimes], old: Route, new: Route) -> tuple[Sta
 
     chunks = [chunk_of(stage) for stage in range(new.stages)]
     return tuple(replace(own, chunks=new.of(chunks, rank)) for rank, own in enumerate(times))
+
+
+def refuse_untraceable(plan: Plan) -> None:
+    """Raise PlanError for a step of so many microbatches that its trace would be too large to be opened."""
+    passes = len(plan.stages) * plan.schedule.microbatches
+    if passes > _TRACED:
+        raise PlanError(
+            f"a trace of {passes:,} forward passes would be too large to be opened; at most {_TRACED:,} are written",
+            where="schedule.microbatches",
+            fix="leave out --trace, or plan with a smaller batch: all rounds of a step are alike",
+        )
 
 
 def simulate_plan(plan: Plan, kind: str | None = None, virtual: int | None = None) -> tuple[Schedule, Timeline]:
@@ -147,7 +159,11 @@ def picture(timeline: Timeline, width: int) -> list[str]:
     work = [event for event in timeline.events if event.action.kind not in ("RF", "RB")]
     forwards = [event.end_s - event.start_s for event in work if event.action.kind == "F"]
     margin = len(f"{len(timeline.busy_s) - 1}  ")
-    if not forwards or min(forwards) * (width - margin) < LEAST_COLUMNS * timeline.makespan_s:
+    if (
+        not forwards
+        or not timeline.makespan_s
+        or min(forwards) * (width - margin) < LEAST_COLUMNS * timeline.makespan_s
+    ):
         return []
     per_s = (width - margin) / timeline.makespan_s
     rows = [["."] * (width - margin) for _ in timeline.busy_s]

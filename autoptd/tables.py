@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoptd.errors import printable
+from autoptd.printable import printable
 
 WIDTH = 100
 GIB = 2**30
+_ROWS = 4000  # of a page; rich takes about a millisecond for each
+_CELL = 2000  # characters
+_REST = "…  the rest is left out of this page: --json has all of it"
+
+
+class _Rows(Table):
+    """A table of strings that may come from files: each cell is one printable line, and not endless."""
+
+    left_out = 0
+
+    def add_row(self, *cells: Any, **how: Any) -> None:
+        if self.row_count >= _ROWS:
+            self.left_out += 1
+            return
+        super().add_row(*(_cell(cell) if isinstance(cell, str) else cell for cell in cells), **how)
+
+
+def _cell(text: str) -> str:
+    return printable(text if len(text) <= _CELL else f"{text[:_CELL]}…", keep="")
 
 
 def columns(*names: str, gap: int = 2, whole: bool = False) -> Table:
     """A table without lines; a column name that ends in `>` is set to the right. `whole`: such columns never wrap."""
-    made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
+    made = _Rows(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
     for column in names:
         justify = "right" if column.endswith(">") else "left"
         kept = whole and justify == "right"
@@ -28,16 +48,22 @@ def columns(*names: str, gap: int = 2, whole: bool = False) -> Table:
 
 def section(title: str, content: Table | None) -> list[RenderableType]:
     """A blank line, the title, the table indented; nothing where there is no table."""
-    return [] if content is None else ["", Text(title), Padding(content, (0, 0, 0, 2))]
+    return [] if content is None else ["", Text(_cell(title)), Padding(content, (0, 0, 0, 2))]
 
 
 def render(parts: Sequence[RenderableType], width: int) -> str:
-    """Tables and text as plain text of at most `width` columns."""
+    """Tables and text as plain, `printable` text of at most `width` columns; a line says where rows are left out."""
     sink = io.StringIO()
     console = Console(file=sink, width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
+    room = _ROWS
     for part in parts:
-        console.print(part)
-    return "\n".join(printable(line.rstrip()) for line in sink.getvalue().splitlines()) + "\n"
+        table = part.renderable if isinstance(part, Padding) else part
+        console.print(Text(printable(part.plain)) if isinstance(part, Text) else part)
+        room -= table.row_count if isinstance(table, Table) else 1
+        if room <= 0 or (isinstance(table, _Rows) and table.left_out):
+            console.print(_REST)
+            break
+    return printable("\n".join(line.rstrip() for line in sink.getvalue().split("\n")).rstrip("\n")) + "\n"
 
 
 def words(name: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from functools import lru_cache
 from importlib.resources import files
@@ -22,7 +23,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoptd.cost_models.complaints import brief, describe_mistakes, one_line, read_text
-from autoptd.cost_models.wiring import check_wiring
+from autoptd.cost_models.wiring import MOST_WIRED, check_wiring
 from autoptd.errors import ClusterError, nearest
 
 if sys.version_info >= (3, 11):
@@ -32,11 +33,17 @@ else:
 
 Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
-Name = Annotated[str, Field(min_length=1), AfterValidator(one_line)]  # which other files and scripts quote
+Name = Annotated[
+    str, Field(min_length=1, max_length=200), AfterValidator(one_line)
+]  # which other files and scripts quote
 Fraction = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Ranks = Annotated[int, Field(gt=0, lt=2**31)]
 Processors = Annotated[int, Field(ge=0, lt=2**20)]
 Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_UNIT = Field(max_length=MOST_WIRED)
+_MOST_BYTES = 256 * 1024  # of a file; the shipped ones have 4 KiB
+_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')\s*"""
+_LONG_KEY = re.compile(rf"(?<![\w\-]){_PART}(?:\.\s*{_PART}){{30}}")  # tomllib takes the square of a key's length
 _NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
 
@@ -79,7 +86,9 @@ class Device(_Frozen):
 
     name: Name
     source: str = ""
-    reported_names: tuple[str, ...] = ()  # what torch.cuda.get_device_name answers on it
+    reported_names: Annotated[
+        tuple[str, ...], Field(max_length=64)
+    ] = ()  # what torch.cuda.get_device_name answers on it
     memory_bytes: Annotated[int, Field(gt=0, lt=2**63)]
     context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = (
         0  # taken by the driver and loaded kernels before the first tensor
@@ -95,7 +104,7 @@ class Device(_Frozen):
     matmul_sustained: Sustained = Sustained()
     attention_sustained: Sustained = Sustained()  # forward
     attention_backward_sustained: Sustained | None = None  # None: as forward
-    attention: dict[Name, AttentionRates] = {}  # implementations besides the usual one, by name
+    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # besides the usual one
     memory_sustained: Sustained = Sustained()
     rows_sustained: Sustained | None = None  # by kernels that need whole rows: softmax, norms; None: as others
 
@@ -148,7 +157,7 @@ class Link(_Frozen):
     sustained: Sustained = Sustained()
     protocols: Annotated[tuple[Literal["LL", "LL128", "Simple", "plain"], ...], Field(min_length=1)] = _NCCL_PROTOCOLS
     in_switch: InSwitch | None = None
-    wiring: tuple[tuple[int, ...], ...] | None = None
+    wiring: Annotated[tuple[Annotated[tuple[int, ...], _UNIT], ...], _UNIT] | None = None
 
     @model_validator(mode="after")
     def _is_possible(self) -> Link:
@@ -184,8 +193,8 @@ class Cluster(_Frozen):
     name: Name
     source: str = ""
     device: Device
-    levels: Annotated[tuple[Link, ...], Field(min_length=1)]
-    others: tuple[Pool, ...] = ()
+    levels: Annotated[tuple[Link, ...], Field(min_length=1, max_length=16)]
+    others: Annotated[tuple[Pool, ...], Field(max_length=16)] = ()
 
     def __hash__(self) -> int:  # of a few fields: collectives are looked up by cluster tens of thousands of times
         return hash((self.name, self.device.name, self.levels[0].bytes_per_s, self.levels[-1].bytes_per_s))
@@ -248,7 +257,7 @@ class Cluster(_Frozen):
                 fix="give a path that exists, or a shipped name: " + ", ".join(Cluster.names()),
             )
         fix = "save it as UTF-8 text that you may read"
-        return Cluster._parse(read_text(path, "cluster file", ClusterError, fix), where=text)
+        return Cluster._parse(read_text(path, "cluster file", ClusterError, fix, _MOST_BYTES), where=text)
 
     @staticmethod
     def of(
@@ -293,6 +302,8 @@ class Cluster(_Frozen):
     @staticmethod
     def _parse(text: str, where: str) -> Cluster:
         try:
+            if found := _LONG_KEY.search(text):
+                raise ValueError(f"a key of very many parts at line {text.count(chr(10), 0, found.start()) + 1}")
             data = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number too long
             said = brief(ascii(str(error))[1:-1])

@@ -1,28 +1,80 @@
-"""What is wrong with a file that a person wrote: one line per field, with its path and the nearest valid key."""
+"""Files that a person wrote or was sent: read within bounds, and what is wrong with one.
+
+One line per field, with its path and the nearest valid key. A file is read if it is a plain one of no more than so
+many bytes, as JSON if it has no more than so many values: then what follows is quick, whatever it says.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from autoptd.errors import AutoptdError, nearest
 
+MIB = 2**20
+_MOST_BYTES = 16 * MIB
+_MOST_VALUES = 1_000_000  # of JSON: as many mistakes are found in seconds, and take a gigabyte
+_MISTAKES = 20  # described one by one
 _SHOWN = 80  # characters of a value or a key in a message
 
 
-def read_text(path: Path, what: str, kind: type[AutoptdError], fix: str) -> str:
-    """The text of a file. Raises `kind`, whose message calls it `what`, where it cannot be read or is not UTF-8."""
+def read_text(path: Path, what: str, kind: type[AutoptdError], fix: str, most_bytes: int = _MOST_BYTES) -> str:
+    """The text of a plain file. Raises `kind`, whose message calls it `what`, where it cannot be read, is a pipe or a
+    device, has more than `most_bytes`, or is not UTF-8.
+    """
     try:
-        return path.read_bytes().decode("utf-8")
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would keep us waiting
+            found = os.fstat(file.fileno())
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                raise kind(f"the {what} {path} is no plain file", where=str(path), fix=f"save it to a file; {fix}")
+            raw = file.read(most_bytes + 1)
     except OSError as error:
         raise kind(f"cannot read the {what} {path}: {error.strerror}", where=str(path), fix=fix) from error
-    except ValueError as error:  # not UTF-8, or a path that no file can have
+    except ValueError as error:  # a path that no file can have
+        raise kind(f"there is no {what} {str(path)!r}: {error}", where=repr(str(path)), fix=fix) from error
+    if len(raw) > most_bytes:
+        size = f"{max(found.st_size, len(raw)):,} bytes"
+        raise kind(f"the {what} {path} is too large: {size}, at most {most_bytes:,}", where=str(path), fix=fix)
+    try:
+        return raw.decode("utf-8")
+    except ValueError as error:
         raise kind(f"the {what} {path} is not UTF-8 text: {error}", where=str(path), fix=fix) from error
+
+
+def read_json(path: Path, what: str, kind: type[AutoptdError], fix: str, most_bytes: int = _MOST_BYTES) -> Any:
+    """The value that a JSON file holds. Raises `kind` as `read_text` and `parse_json` do."""
+    return parse_json(read_text(path, what, kind, fix, most_bytes), what, kind, str(path), fix)
+
+
+def parse_json(
+    text: str,
+    what: str,
+    kind: type[AutoptdError],
+    where: str,
+    fix: str,
+    pairs: Callable[[list[tuple[str, Any]]], Any] = dict,
+) -> Any:
+    """The value of a JSON text. Raises `kind` where it is not JSON, is nested too deep, or has too many values."""
+    if (commas := text.count(",")) > _MOST_VALUES:
+        raise kind(f"the {what} holds too much: {commas:,} commas, at most {_MOST_VALUES:,}", where=where, fix=fix)
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        place = f"{where} line {error.lineno} column {error.colno}".strip()
+        raise kind(f"the {what} is not JSON: {error.msg}", where=place, fix=fix) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too many levels
+        raise kind(f"the {what} is not JSON: {brief(str(error))}", where=where, fix=fix) from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def one_line(text: str) -> str:
@@ -33,8 +85,10 @@ def one_line(text: str) -> str:
 
 
 def describe_mistakes(error: ValidationError, model: type[BaseModel]) -> str:
-    """`levels[0].bytes_per_s: input should be greater than 0, got -3.0`, one line per mistake."""
-    return "\n".join(_line(mistake, model) for mistake in error.errors(include_url=False))
+    """`levels[0].bytes_per_s: input should be greater than 0, got -3.0`, a line for each of the first mistakes."""
+    lines = [_line(mistake, model) for mistake in error.errors(include_url=False)[:_MISTAKES]]
+    more = error.error_count() - len(lines)
+    return "\n".join([*lines, f"and {more:,} more"] if more else lines)
 
 
 def _line(mistake: Any, model: type[BaseModel]) -> str:
@@ -46,13 +100,21 @@ def _line(mistake: Any, model: type[BaseModel]) -> str:
         return f"{where}: missing, please add it"
     message = mistake["msg"].removeprefix("Value error, ")
     given = mistake["input"]
-    shown = "" if isinstance(given, (dict, BaseModel)) else f", got {brief(repr(given))}"
+    shown = "" if isinstance(given, (dict, BaseModel)) else f", got {quoted(given)}"
     return f"{where}: {message[:1].lower()}{message[1:]}{shown}"
 
 
 def brief(text: str) -> str:
     """At most so many characters."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def quoted(value: object) -> str:
+    """A value as a message shows it."""
+    try:
+        return brief(repr(value))
+    except RecursionError:
+        return f"a {type(value).__name__} of many levels"
 
 
 def path_text(path: tuple[str | int, ...]) -> str:

@@ -8,11 +8,18 @@ links to both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
 
+from autoptd.errors import ClusterError
+
+MOST_WIRED = 16  # GPUs of a unit
+_MOST_LINKS = 64  # between two
+_MOST_STEPS = 100_000  # of looking for rings: a second
+
 Wiring = tuple[tuple[int, ...], ...]
+_Uses = dict[frozenset[int], int]  # pair of GPUs -> links
 
 # What a ring keeps of its rate where it passes through a GPU: all-reduce of GPUs 0 to 4 of a DGX-1 (V100), where GPU 4
 # has links to GPU 0 alone, 37.2 GB/s on two rings, of 2 * 22.5 GB/s; VIA-Research/vTrain, trace/v100/AR_GPU5
@@ -33,24 +40,46 @@ def check_wiring(wiring: Wiring, ranks: int | None) -> None:
         raise ValueError("wiring must be symmetric, at least 0, and 0 on its diagonal")
     if not links_per_gpu(wiring):
         raise ValueError("wiring has no links at all")
+    if max(map(max, wiring)) > _MOST_LINKS:
+        raise ValueError(f"wiring has {max(map(max, wiring))} links between two GPUs, more than {_MOST_LINKS}")
 
 
 @cache
 def parallel_rings(wiring: Wiring, members: tuple[int, ...]) -> float:
-    """How many full-rate rings run at once among `members`; 0 where they cannot reach each other."""
+    """How many full-rate rings run at once among `members`; 0 where they cannot reach each other.
+
+    Raises ClusterError for wiring with too many ways round to try.
+    """
     if len(members) == 2:
         return _between(wiring, *members)
     links = {frozenset(pair): wiring[pair[0]][pair[1]] for pair in combinations(range(len(wiring)), 2)}
-    direct = [_uses(cycle, {}) for cycle in _cycles(members, lambda a, b: bool(wiring[a][b]))]
-    if found := _most_at_once(direct, links):
+    steps = _Steps(members)
+    direct = [_uses(cycle, {}) for cycle in _cycles(members, lambda a, b: bool(wiring[a][b]), steps)]
+    if found := _most_at_once(direct, links, members, steps):
         return 2.0 * found  # one each way round
     relays = {
         frozenset(pair): through
         for pair in combinations(members, 2)
         if not wiring[pair[0]][pair[1]] and (through := _relay(wiring, *pair)) is not None
     }
-    usable = _cycles(members, lambda a, b: bool(wiring[a][b]) or frozenset((a, b)) in relays)
-    return 2.0 * RELAYED_FRACTION * _most_at_once([_uses(cycle, relays) for cycle in usable], links)
+    usable = _cycles(members, lambda a, b: bool(wiring[a][b]) or frozenset((a, b)) in relays, steps)
+    return 2.0 * RELAYED_FRACTION * _most_at_once([_uses(cycle, relays) for cycle in usable], links, members, steps)
+
+
+class _Steps:
+    """How much has been tried among these GPUs."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self._members, self._left = members, _MOST_STEPS
+
+    def take(self, count: int = 1) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ClusterError(
+                f"the wiring has too many ways round {len(self._members)} GPUs to try them all",
+                where="levels[0].wiring",
+                fix="leave out `wiring`: such a unit is priced well as one with a switch",
+            )
 
 
 def _between(wiring: Wiring, first: int, second: int) -> float:
@@ -67,10 +96,11 @@ def _relay(wiring: Wiring, first: int, second: int) -> int | None:
     return best if wiring[first][best] and wiring[best][second] else None
 
 
-def _cycles(members: tuple[int, ...], joined: Callable[[int, int], bool]) -> Iterator[tuple[int, ...]]:
+def _cycles(members: tuple[int, ...], joined: Callable[[int, int], bool], steps: _Steps) -> Iterator[tuple[int, ...]]:
     """Every way round all members, each direction once."""
 
     def extend(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        steps.take()
         if len(path) == len(members):
             if path[1] < path[-1] and joined(path[-1], path[0]):
                 yield path
@@ -82,7 +112,7 @@ def _cycles(members: tuple[int, ...], joined: Callable[[int, int], bool]) -> Ite
     return extend(members[:1])
 
 
-def _uses(cycle: tuple[int, ...], relays: dict[frozenset[int], int]) -> dict[frozenset[int], int]:
+def _uses(cycle: tuple[int, ...], relays: dict[frozenset[int], int]) -> _Uses:
     """How many links between each pair a way round takes."""
     taken: dict[frozenset[int], int] = {}
     for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
@@ -92,12 +122,25 @@ def _uses(cycle: tuple[int, ...], relays: dict[frozenset[int], int]) -> dict[fro
     return taken
 
 
-def _most_at_once(candidates: list[dict[frozenset[int], int]], links: dict[frozenset[int], int]) -> int:
-    """The largest number of candidates, repeats allowed, that the links carry together; tries all."""
-    if not candidates:
-        return 0
-    first, rest = candidates[0], candidates[1:]
-    if any(links[pair] < count for pair, count in first.items()):
-        return _most_at_once(rest, links)
-    left = {pair: count - first.get(pair, 0) for pair, count in links.items()}
-    return max(1 + _most_at_once(candidates, left), _most_at_once(rest, links))
+def _most_at_once(candidates: list[_Uses], links: _Uses, members: Sequence[int], steps: _Steps) -> int:
+    """The largest number of candidates, repeats allowed, that the links carry together.
+
+    Each takes two links of every member, so that no more than half of a member's links are found; where that many are,
+    no more is tried.
+    """
+    best = 0
+
+    def search(usable: list[_Uses], left: _Uses, count: int) -> None:
+        nonlocal best
+        best = max(best, count)
+        steps.take(1 + len(usable))
+        usable = [taken for taken in usable if all(left[pair] >= n for pair, n in taken.items())]
+        most = count + min(sum(n for pair, n in left.items() if member in pair) // 2 for member in members)
+        for at, taken in enumerate(usable):
+            if most <= best:
+                return
+            search(usable[at:], {pair: n - taken.get(pair, 0) for pair, n in left.items()}, count + 1)
+
+    ever = {pair for taken in candidates for pair in taken}
+    search(candidates, {pair: n for pair, n in links.items() if pair in ever}, 0)
+    return best

@@ -167,7 +167,7 @@ def test_a_record_reads_back():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not a JSON file"),
+        ("{", "the file of points is not JSON"),
         ("[]", "not a file of measured points"),
         ('{"format": "autoptd-plan", "version": 1}', "not a file of measured points"),
         ('{"format": "autoptd-points", "version": 1, "date": 3, "point": []}', "wrong in"),
@@ -280,7 +280,7 @@ def test_two_processes_measure_and_the_file_plans(tmp_path: Path, capsys: pytest
         (["-o", "{tmp}/no/c.toml"], "does not exist"),
         (["-o", "{tmp}"], "it is a folder"),
         (["-o", "{tmp}/c.toml", "--points", "{tmp}/no/p.json"], "does not exist"),
-        (["-o", "{tmp}/c.toml", "--from", "{tmp}/no.json"], "cannot read the points"),
+        (["-o", "{tmp}/c.toml", "--from", "{tmp}/no.json"], "cannot read the file of points"),
         (["-o", "{tmp}/c.toml", "--from", "{tmp}/no.json", "--processes", "2"], "--from measures nothing"),
         (["--time-limit", "0"], "'0' is not a number of seconds"),
         (["--processes", "0"], "'0' is not a whole number from 1"),

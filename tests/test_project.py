@@ -19,7 +19,8 @@ PACKAGES = {"autoptd": ROOT / "autoptd", "autoptd.passes": ROOT / "passes", "aut
 
 # Who (by prefix) may import what of autoptd (by prefix). The first row that fits decides.
 MAY_IMPORT = {
-    "autoptd.errors": (),
+    "autoptd.printable": (),
+    "autoptd.errors": ("autoptd.printable",),
     "autoptd.cost_models": ("autoptd.cost_models", "autoptd.errors", "autoptd.schedule"),
     "autoptd.passes": ("autoptd.passes", "autoptd.cost_models", "autoptd.errors", "autoptd.runtime.ops"),
 }

@@ -7,6 +7,7 @@ config.json  model-00001-of-00003.safetensors …  model.safetensors.index.json
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,10 +21,14 @@ from torch import Tensor, nn
 from autoptd.checkpoint import contents, dcp, folder
 from autoptd.checkpoint.files import ANOTHER
 from autoptd.checkpoint.index import Index
+from autoptd.cost_models.complaints import MIB, quoted, read_json
 from autoptd.errors import CheckpointError, ModelError
+from autoptd.models.downloaded import file_of
 from autoptd.runtime.stored import Stored
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ENDING, _INDEX_BYTES = ".safetensors", 32 * MIB
+_CONVERT = f"give a folder with {ONE} or {INDEX}: .bin files are pickles, which may run code, and are never read"
 SHARD_BYTES = 5 * 10**9  # transformers' own default (max_shard_size, quoted from memory)
 
 
@@ -31,7 +36,8 @@ SHARD_BYTES = 5 * 10**9  # transformers' own default (max_shard_size, quoted fro
 
 
 def has_weights(path: Path) -> bool:
-    return (path / ONE).is_file() or (path / INDEX).is_file()
+    """Whether a folder holds safetensors; a link out of it counts, and is refused where it is read."""
+    return any(os.path.lexists(path / name) for name in (ONE, INDEX))
 
 
 class Weights(Mapping[str, Stored]):
@@ -68,8 +74,12 @@ class Weights(Mapping[str, Stored]):
         key = self._found[name]
         file = self._file_of[key]
         if file not in self._open:
-            self._open[file] = _opened(self._path / file)
-        lies = self._open[file].get_slice(key)
+            self._open[file] = _opened(self._path, file)
+        try:
+            lies = self._open[file].get_slice(key)
+        except SafetensorError as error:
+            fix = "download the folder again: its index and its files are of two versions"
+            raise ModelError(f"holds no tensor {quoted(key)}", where=str(self._path / file), fix=fix) from error
         return Stored(
             tuple(lies.get_shape()), lambda places: lies[places] if places else self._open[file].get_tensor(key)
         )
@@ -93,22 +103,27 @@ def _spellings(name: str, prefix: str) -> tuple[str, ...]:
 
 def _files(path: Path) -> dict[str, str]:
     """Tensor -> file."""
-    if (path / INDEX).is_file():
-        try:
-            index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-            return {str(name): str(file) for name, file in index["weight_map"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"no index of weights: {error}", where=str(path / INDEX)) from error
-    if not (path / ONE).is_file():
-        raise ModelError("holds no safetensors", where=str(path), fix=f"give a folder with {ONE} or {INDEX}")
-    return dict.fromkeys(_opened(path / ONE).keys(), ONE)
+    if os.path.lexists(path / INDEX):
+        fix = "download the folder again"
+        index = read_json(file_of(path, INDEX), "index of weights", ModelError, fix, _INDEX_BYTES)
+        files = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ModelError("is no index of weights: no `weight_map`", where=str(path / INDEX), fix=fix)
+        for file in sorted(set(files.values())):
+            if not file.endswith(_ENDING):
+                raise ModelError(f"names {quoted(file)}, which is not {_ENDING}", where=str(path / INDEX), fix=_CONVERT)
+            file_of(path, file)
+        return files
+    if not os.path.lexists(path / ONE):
+        raise ModelError("holds no safetensors", where=str(path), fix=_CONVERT)
+    return dict.fromkeys(_opened(path, ONE).keys(), ONE)
 
 
-def _opened(path: Path) -> Any:
+def _opened(folder: Path, name: str) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(file_of(folder, name), framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot be read: {error}", where=str(path), fix="download the file again") from error
+        raise ModelError(f"cannot be read: {error}", where=str(folder / name), fix="download the file again") from error
 
 
 # ---- writing ----

@@ -19,8 +19,8 @@ from typing import Any
 from torch import fx
 
 from autoptd.codegen.quoting import is_name
-from autoptd.errors import printable
 from autoptd.passes.own_ops import OwnFunction, OwnHook, described
+from autoptd.printable import printable
 
 NAME = "own.py"
 _DOC = '"""Backward passes of your own that this program calls, by where they are defined. Written by autoptd."""\n'
@@ -52,7 +52,7 @@ def own_file(graph: fx.Graph) -> OwnFile:
     lines += [f"{name} = {home}.{found[name].__qualname__}" for name, home in homes.items()]
     objects = {name: what for name, what in found.items() if name not in homes}
     lines += ["", "# handed over by the process that made this program"] if objects else []
-    lines += [f"#   {name}: {printable(described(what))}" for name, what in objects.items()]
+    lines += [f"#   {name}: {printable(described(what), keep='')}" for name, what in objects.items()]
     return OwnFile(_DOC + "\n" + "\n".join(lines).strip() + "\n" + (_LATE if objects else ""), objects)
 
 

@@ -14,7 +14,8 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-from autoptd.errors import TraceError, printable
+from autoptd.errors import TraceError
+from autoptd.printable import printable
 
 _ANY_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'
@@ -70,7 +71,7 @@ def plain_name(text: str) -> str:
 
 def in_docstring(text: str) -> str:
     """Text as a docstring may hold it: nothing in it ends the string or the line."""
-    return printable(text).replace("\\", r"\\").replace('"', r"\"")
+    return printable(text, keep="").replace("\\", r"\\").replace('"', r"\"")
 
 
 def code_of(source: str) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.commands.output import print_json, width
+from autoptd.commands.output import print_json, show, width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,13 +51,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(data)
     else:
-        sys.stdout.write(render(_shown(data), width()))
+        show(render(_shown(data), width()))
     return DONE
 
 
 def _shown(data: dict[str, Any]) -> list[RenderableType]:
     from rich.text import Text
 
+    from autoptd.printable import printable
     from autoptd.tables import GIB, columns, section
 
     total = sum(file["bytes"] for file in data["files"].values())
@@ -83,7 +83,11 @@ def _shown(data: dict[str, Any]) -> list[RenderableType]:
         if kind == "model":
             shape = " × ".join(map(str, found["shape"])) or "1"
             table.add_row(name, shape, found["dtype"], ", ".join(sorted(kept.get(name, ()))) or "nothing")
-    return [Text(f"{data['model']} in {data['folder']}"), *section("", facts)[2:], *section("tensors", table)]
+    return [
+        Text(printable(f"{data['model']} in {data['folder']}", keep="")),
+        *section("", facts)[2:],
+        *section("tensors", table),
+    ]
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -96,8 +100,8 @@ def _check(arguments: argparse.Namespace) -> int:
         print_json({"folder": str(where), "files": found.files, "damage": found.damage, **told})
     else:
         for text in (*found.damage, *found.not_finite, *filter(None, [found.unverified])):
-            print(text)
-        print(f"{where}: {found.files} files, {len(found.damage) or 'none'} damaged")
+            show(text)
+        show(f"{where}: {found.files} files, {len(found.damage) or 'none'} damaged")
     return NO if found.damage else DONE
 
 
@@ -113,5 +117,5 @@ def _export(arguments: argparse.Namespace) -> int:
     else:
         kind = found["dtype"].removeprefix("torch.")
         files = ", ".join(found["files"])
-        print(f"{arguments.out}: {found['tensors']} tensors of step {found['step']}, {kind}: {files}")
+        show(f"{arguments.out}: {found['tensors']} tensors of step {found['step']}, {kind}: {files}")
     return DONE

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING
 
 from autoptd.commands.arguments import UsageError
-from autoptd.commands.output import model_of, print_json, progress_of, width
+from autoptd.commands.output import model_of, print_json, progress_of, show, width
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +33,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"headline": headline(plan), "prediction": prediction(plan), "plan": json.loads(plan.to_json())})
     else:
-        sys.stdout.write(explain(plan, width(), arguments.all))
+        show(explain(plan, width(), arguments.all))
     return DONE
 
 
@@ -46,7 +45,7 @@ def _memory(arguments: argparse.Namespace, plan: Plan) -> int:
     if arguments.json:
         print_json(memory_data(plan, *found))
     else:
-        sys.stdout.write(explain_memory(plan, *found, width()))
+        show(explain_memory(plan, *found, width()))
     return DONE
 
 
@@ -66,7 +65,7 @@ def _op(arguments: argparse.Namespace, plan: Plan) -> int:
     if arguments.json:
         print_json({"found": [one.to_data() for one in found], "left_out": [slot.node for slot in left]})
     else:
-        sys.stdout.write(why_text(plan, found, left, width()))
+        show(why_text(plan, found, left, width()))
     return DONE
 
 
@@ -90,5 +89,5 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(comparison_data(a, b))
     else:
-        sys.stdout.write(compare(a, b, width=width()))
+        show(compare(a, b, width=width()))
     return DONE if a == b else NO

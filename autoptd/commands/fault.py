@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from autoptd.errors import AutoptdError
+from autoptd.printable import printable
 
 DEBUG = "AUTOPTD_DEBUG"
 
@@ -41,4 +42,4 @@ def _of_library(file: str) -> bool:
 def show_traceback(error: BaseException) -> None:
     """On standard error, where the switch is set."""
     if os.environ.get(DEBUG, "") not in ("", "0"):
-        traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.write(printable("".join(traceback.format_exception(error))))

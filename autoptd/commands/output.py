@@ -1,4 +1,4 @@
-"""What commands share: progress, JSON, the width of the terminal, the model that a plan is of."""
+"""What commands share: output, progress, JSON, the width of the terminal, the model that a plan is of."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from autoptd.commands.arguments import UsageError
 from autoptd.errors import AutoptdError
+from autoptd.printable import printable
 
 
 def progress_of(arguments: argparse.Namespace) -> Any:
@@ -19,9 +20,15 @@ def progress_of(arguments: argparse.Namespace) -> Any:
     return Silent() if arguments.json else progress_on(sys.stderr)
 
 
+def show(text: str, *, on_error: bool = False) -> None:
+    """Write text for people, `printable` and with a newline at its end: no string of a file reaches a terminal raw."""
+    stream = sys.stderr if on_error else sys.stdout
+    stream.write(printable(text if text.endswith("\n") else f"{text}\n"))
+
+
 def print_json(value: object) -> None:
     """One JSON value, keys sorted."""
-    print(json.dumps(value, indent=1, sort_keys=True))
+    show(json.dumps(value, indent=1, sort_keys=True))
 
 
 def error_data(error: AutoptdError) -> dict[str, Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoptd.commands.arguments import UsageError, all_fixed
-from autoptd.commands.output import error_data, print_json, progress_of, width
+from autoptd.commands.output import error_data, print_json, progress_of, show, width
 from autoptd.errors import DoesNotFit
 
 if TYPE_CHECKING:
@@ -128,13 +127,13 @@ def _one(arguments: argparse.Namespace, asked: Asked, progress: Progress) -> int
     if arguments.pins:
         return _pins(arguments, asked, plan, progress)
     if arguments.json:
-        sys.stdout.write(plan.to_json())
+        show(plan.to_json())
     else:
         from autoptd.explain import explain
 
-        sys.stdout.write(explain(plan, width(), arguments.all))
+        show(explain(plan, width(), arguments.all))
         if arguments.out:
-            print(f"\nsaved to {arguments.out}")
+            show(f"\nsaved to {arguments.out}")
     return DONE
 
 
@@ -150,7 +149,7 @@ def _sweep(arguments: argparse.Namespace, asked: Asked, over: dict[str, Any], pr
     if arguments.json:
         print_json({"points": [point.to_data() for point in points], "notes": notes})
     else:
-        sys.stdout.write(sweep_text(_title(asked, set(over)), points, notes, width()))
+        show(sweep_text(_title(asked, set(over)), points, notes, width()))
     return DONE if any(point.fits for point in points) else NO
 
 
@@ -161,7 +160,7 @@ def _pareto(arguments: argparse.Namespace, asked: Asked, progress: Progress) -> 
     if arguments.json:
         print_json(found.to_data())
     else:
-        sys.stdout.write(pareto_text(_title(asked), found, width()))
+        show(pareto_text(_title(asked), found, width()))
     return DONE
 
 
@@ -174,7 +173,7 @@ def _sensitivity(arguments: argparse.Namespace, asked: Asked, plan: Plan, progre
         chosen = {"plan": short(plan), "step_time_s": plan.predicted.step_time_s}
         print_json({"chosen": chosen, "reactions": [reaction.to_data() for reaction in found]})
     else:
-        sys.stdout.write(sensitivity_text(_title(asked), found, width()))
+        show(sensitivity_text(_title(asked), found, width()))
     return DONE
 
 
@@ -187,7 +186,7 @@ def _pins(arguments: argparse.Namespace, asked: Asked, plan: Plan, progress: Pro
         chosen = {"plan": short(plan), "step_time_s": plan.predicted.step_time_s}
         print_json({"chosen": chosen, "without": [row.to_data() for row in found]})
     else:
-        sys.stdout.write(pins_text(_title(asked), found, width()))
+        show(pins_text(_title(asked), found, width()))
     return DONE
 
 
@@ -198,14 +197,14 @@ def _refused(arguments: argparse.Namespace, asked: Asked, error: DoesNotFit, pro
 
     given = [name for name in ("batch", "seq") if getattr(arguments, name) is not None]
     if not arguments.json:
-        print(f"autoptd: {error}\n", file=sys.stderr)
+        show(f"autoptd: {error}\n\n", on_error=True)
     until_s, least_s = _WHY_S
     limit_s = math.inf if arguments.why else max(least_s, until_s - (time.monotonic() - arguments.started))
     found = conflict(asked, given, time_limit_s=limit_s, progress=progress)
     if arguments.json:
         print_json({"error": error_data(error) | {"why": found.to_data()}})
     else:
-        sys.stderr.write(conflict_text(found, width()))
+        show(conflict_text(found, width()), on_error=True)
     return NO
 
 

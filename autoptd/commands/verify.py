@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoptd.commands.output import model_of, print_json, progress_of, width
+from autoptd.commands.output import model_of, print_json, progress_of, show, width
 
 if TYPE_CHECKING:
     from autoptd.plans import Plan
@@ -58,9 +57,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(data(found))
     else:
-        sys.stdout.write(text(found, width(), every=arguments.all))
+        show(text(found, width(), every=arguments.all))
         if found.certificate is not None:
-            print(f"certificate stored in {arguments.plan}; it proves {made.proves}")
+            show(f"certificate stored in {arguments.plan}; it proves {made.proves}")
     return DONE if found.agrees else NO
 
 
@@ -74,5 +73,5 @@ def _check(plan: Plan, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"signed_by": arguments.signed_by, "certificate": plan.certificate.model_dump(mode="json")})
     else:
-        print(f"the certificate in {arguments.plan} is signed by {arguments.signed_by}")
+        show(f"the certificate in {arguments.plan} is signed by {arguments.signed_by}")
     return DONE

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line per check; exit code 1 if one failed. Raises ClusterError, PlanFileError."""
-    from autoptd.commands.output import print_json
+    from autoptd.commands.output import print_json, show
 
     found = examine(arguments.cluster, arguments.plan, Path(arguments.checkpoint), arguments.port)
     failed = any(finding.grade == "FAIL" for finding in found)
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([asdict(finding) for finding in found])
     else:
-        print("\n".join(map(str, found)))
+        show("\n".join(map(str, found)))
     return NO if failed else DONE
 
 

@@ -22,6 +22,7 @@ from autoptd.plans import Mesh
 from autoptd.profile.network import Network
 from autoptd.profile.record import Case, Point
 from autoptd.profile.timing import timer
+from autoptd.runtime.listening import is_one_address
 
 _SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: latency, bandwidth
 _SHARE_S = 0.5  # of measuring one size
@@ -39,7 +40,7 @@ def check_port(port: int) -> Finding:
     if not 0 < port < 65536:
         return Finding("FAIL", "port", f"{port} is no port", "give one from 1024 to 65535: --port N")
     try:
-        with _listening(port):
+        with _bound("", port):  # on every interface, and nobody is answered there
             return Finding("ok", "port", f"{port} is free")
     except OSError as error:
         return Finding("FAIL", "port", f"{port} cannot be listened on: {error.strerror}", "give another: --port N")
@@ -54,7 +55,7 @@ def check_reachable(port: int, group: dist.ProcessGroup) -> Finding:
     assert first is not None
     if first.grade != "ok":
         return first
-    server = _listening(port) if rank == 0 else None
+    server = _listening(host, port) if rank == 0 else None
     dist.barrier(group)
     lost = _told(None if rank == 0 else _connects(host, port), group)
     if server is not None:
@@ -66,12 +67,21 @@ def check_reachable(port: int, group: dist.ProcessGroup) -> Finding:
     return Finding("ok", "port", f"{host}:{port} is free, and reached by all ranks")
 
 
-def _listening(port: int) -> socket.socket:
+def _listening(host: str, port: int) -> socket.socket:
+    """Where rank 0's store would listen: `listening.on_named_interface`."""
+    try:
+        server = _bound(host if is_one_address(host) else "", port)
+    except OSError:
+        server = _bound("", port)
+    server.listen(128)
+    return server
+
+
+def _bound(host: str, port: int) -> socket.socket:
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", port))
-        server.listen(128)
+        server.bind((host, port))
     except OSError:
         server.close()
         raise

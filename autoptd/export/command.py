@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.errors import PlanError, nearest, printable
+from autoptd.errors import PlanError, nearest
 
 if TYPE_CHECKING:
     from autoptd.plans import Plan
@@ -27,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns exit code 0. Raises PlanFileError, PlanError, ModelError."""
+    from autoptd.commands.output import show
     from autoptd.outputs import refuse_unwritable, write_whole
     from autoptd.plans import Plan
 
@@ -36,15 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     found = export(plan, arguments.to, lambda: _model(plan, arguments.model, needed=arguments.to == "torch"))
     text = f"{json.dumps(found['data'], indent=1, sort_keys=True)}\n" if arguments.json else found["text"]
     if not arguments.out:
-        sys.stdout.write(text)
+        show(text)
         return 0
     write_whole(Path(arguments.out), found["text"])
     if arguments.json:
-        sys.stdout.write(text)
+        show(text)
         return 0
     for what in found["differs"]:
-        print(f"differs: {printable(what)}")
-    print(f"saved to {arguments.out}")
+        show(f"differs: {what}")
+    show(f"saved to {arguments.out}")
     return 0
 
 

@@ -20,7 +20,7 @@ from autoptd.errors import PlanError
 from autoptd.fold_names import ranges
 from autoptd.plans import Plan
 
-_LAYER = re.compile(r"^(?P<stack>(?:[^.{}]*[^.{}\d][^.{}]*\.)*)(?P<index>\d+)(?=\.|$)")
+_LAYER = re.compile(r"^(?P<stack>(?:(?!\d+\.)[^.{}]+\.)*)(?P<index>\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from autoptd.errors import PlanError, printable
+from autoptd.errors import PlanError
 from autoptd.export.layers import (
     Layers,
     collectives_differ,
@@ -29,6 +29,7 @@ from autoptd.export.layers import (
 from autoptd.export.megatron_model import Argument, shape_arguments
 from autoptd.export.megatron_splits import split_differences
 from autoptd.plans import Plan
+from autoptd.printable import printable
 
 _LEFT = "--lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints"
 _GRADIENT_BYTES = {"main": 4, "both": 4, "compute": 2}
@@ -45,7 +46,7 @@ class Megatron:
 
     def to_text(self) -> str:
         """A piece of a bash script that sets `MEGATRON_ARGS`."""
-        lines = [f"# {printable(self.title)}", *(f"# differs: {printable(what)}" for what in self.differs)]
+        lines = [f"# {printable(text, keep='')}" for text in (self.title, *(f"differs: {d}" for d in self.differs))]
         lines += [f"# left to you: {_LEFT}"]
         lines += [f"unset {k}" if v is None else f"export {k}={v}" for k, v in self.environment]
         lines += ["MEGATRON_ARGS=(", *(f"    {name} {shlex.quote(value)}".rstrip() if value else f"    {name}"

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoptd.cost_models.complaints import quoted, read_json
 from autoptd.errors import ModelError, nearest
+from autoptd.models.downloaded import check_config, contained, file_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +69,7 @@ def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
     if (_SHIPPED / f"{name}.json").is_file() and path.name == name:
         return from_config(_SHIPPED / f"{name}.json", device), name
     if name and (path.is_dir() or path.suffix == ".json"):
-        file = path / "config.json" if path.is_dir() else path
+        file = file_of(path, "config.json") if path.is_dir() else path
         return from_config(file, device), path.resolve().name if path.is_dir() else _short_name(path)
     if ":" in name:
         return _from_callable(name, device), name.partition(":")[2]
@@ -78,6 +80,7 @@ def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
 def from_config(path: Path, device: str = "meta") -> nn.Module:
     """The module that a Hugging Face configuration file describes, without weights. Raises ModelError."""
     data = _read_config(path)
+    check_config(data, str(path))
     try:
         import torch
         import transformers
@@ -88,23 +91,26 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
     architecture = _config_field(data, "architectures", path)
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
     if kind not in known:
-        raise ModelError(f"transformers knows no model_type {kind!r}", where=str(path), fix=_close(kind, known))
-    model_class = getattr(transformers, architecture, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        fix = "correct `architectures`"
-        raise ModelError(f"transformers has no model class {architecture!r}", where=str(path), fix=fix)
+        raise ModelError(f"transformers knows no model_type {quoted(kind)}", where=str(path), fix=_close(kind, known))
     fields = {key: value for key, value in data.items() if key not in (*_OURS, "model_type")}
+    strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
-        config = transformers.AutoConfig.for_model(kind, **fields)
-        config.name_or_path = _short_name(path)
-        with torch.device(device):
+        model_class = getattr(transformers, architecture, None)
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+            fix = "correct `architectures`"
+            raise ModelError(f"transformers has no model class {quoted(architecture)}", where=str(path), fix=fix)
+        with torch.device(device), contained(str(path)):
+            config = transformers.AutoConfig.for_model(kind, **fields)
+            config.name_or_path = _short_name(path)
             model = model_class(config).train()
         if isinstance(data.get("seq"), int):
             model.default_seq = data["seq"]
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning
         return model
-    except _USER_ERRORS as error:
+    except ModelError:
+        raise
+    except (*_USER_ERRORS, strict) as error:
         what = f"transformers cannot make a {architecture} of {path.name}: {_first_line(error)}"
         raise ModelError(what, where=str(path), fix="correct the configuration") from error
 
@@ -112,10 +118,7 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"there is no file {path}", where=str(path), fix=_ACCEPTED)
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}", where=str(path), fix=_ACCEPTED) from error
+    data = read_json(path, "configuration", ModelError, _ACCEPTED)
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds no configuration: it is a JSON {type(data).__name__}", where=str(path))
     return data
@@ -126,7 +129,7 @@ def _config_field(data: dict[str, Any], field: str, path: Path) -> str:
     value = data.get(field)
     first = value[0] if isinstance(value, list) and value else value
     if not isinstance(first, str):
-        what = f"{path} is no Hugging Face configuration of a model: {field!r} is {value!r}"
+        what = f"{path} is no Hugging Face configuration of a model: {field!r} is {quoted(value)}"
         raise ModelError(what, where=str(path), fix="take the config.json that came with the model")
     return first
 
@@ -207,7 +210,7 @@ def _close(name: str, known: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
 def _place(error: BaseException) -> str:

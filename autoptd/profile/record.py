@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autoptd.cost_models.complaints import describe_mistakes
+from autoptd.cost_models.complaints import describe_mistakes, parse_json, read_text
 from autoptd.cost_models.op_time import OpWork
 from autoptd.errors import ClusterError
 
@@ -157,10 +157,7 @@ class Record(_Frozen):
     def parse(text: str, where: str = "points") -> Record:
         """The record that `to_json` wrote. Raises ClusterError with the path of every wrong field."""
         fix = "give a file that `autoptd profile --points FILE` wrote"
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ClusterError(f"not a JSON file: {error}", where=where, fix=fix) from error
+        data = parse_json(text, "file of points", ClusterError, where, fix)
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
             raise ClusterError(
                 f"not a file of measured points (format {FORMAT!r}, version {VERSION})", where=where, fix=fix
@@ -174,13 +171,8 @@ class Record(_Frozen):
     @staticmethod
     def load(path: Path) -> Record:
         """Raises ClusterError where there is no such file, or it is not one of points."""
-        try:
-            return Record.parse(path.read_text("utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            what = f"cannot read the points: {getattr(error, 'strerror', None) or error}"
-            raise ClusterError(
-                what, where=str(path), fix="give a file that `autoptd profile --points` wrote"
-            ) from error
+        fix = "give a file that `autoptd profile --points` wrote"
+        return Record.parse(read_text(path, "file of points", ClusterError, fix), str(path))
 
 
 def bytes_text(nbytes: float) -> str:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
+from autoptd.runtime.listening import LOOPBACK, host_store, on_loopback, on_named_interface
 from autoptd.runtime.processes import default_device
 
 _TIMEOUT = timedelta(seconds=120)
@@ -67,18 +68,18 @@ def joined(processes: int, arguments: list[str], seat: Seat | None = None) -> It
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if seat is not None:
-        store = dist.TCPStore("127.0.0.1", seat.port, seat.world, is_master=False, timeout=_TIMEOUT)
+        store = dist.TCPStore(LOOPBACK, seat.port, seat.world, is_master=False, timeout=_TIMEOUT)
         store.set(_present(seat.rank), "")
         with _group(device, store, seat.rank, seat.world):
             yield Place(seat.rank, seat.world, seat.world, device)
     elif launched():
-        with _group(device):
+        with on_named_interface(_TIMEOUT), _group(device):
             world = dist.get_world_size()
             yield Place(dist.get_rank(), world, int(os.environ.get("LOCAL_WORLD_SIZE", world)), device)
     elif processes == 1:
         yield Place(0, 1, 1, device)
     else:
-        with _with_workers(processes, arguments, device):
+        with on_loopback(), _with_workers(processes, arguments, device):
             yield Place(0, processes, processes, device)
 
 
@@ -94,7 +95,7 @@ def _group(device: torch.device, store: dist.Store | None = None, rank: int = -1
 
 @contextmanager
 def _with_workers(processes: int, arguments: list[str], device: torch.device) -> Iterator[None]:
-    store = dist.TCPStore("127.0.0.1", 0, processes, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    store = host_store(LOOPBACK, 0, processes, _TIMEOUT)
     with tempfile.TemporaryFile("w+") as said:
         seats = [Seat(rank, processes, store.port) for rank in range(1, processes)]
         workers = [_worker(seat, arguments, said) for seat in seats]

@@ -18,6 +18,7 @@ import torch
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.comm import Communicators
+from autoptd.runtime.listening import LOOPBACK, on_loopback
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.processes import connect_processes
 
@@ -88,7 +89,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((LOOPBACK, 0))
             port = probe.getsockname()[1]
         for rank in range(self.world):
             mine, theirs = context.Pipe()
@@ -111,7 +112,7 @@ class Pool:
 def _work(pipe: Connection, rank: int, world: int, port: int, timeout_s: float) -> None:
     """A worker's life: jobs until the pipe closes. Communicators of a mesh are made once."""
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     made: dict[Mesh, Communicators] = {}
     while True:
         try:
@@ -120,7 +121,8 @@ def _work(pipe: Connection, rank: int, world: int, port: int, timeout_s: float) 
             return
         try:
             if mesh not in made:
-                made[mesh] = connect_processes(mesh, torch.device("cpu"), timeout_s)
+                with on_loopback():
+                    made[mesh] = connect_processes(mesh, torch.device("cpu"), timeout_s)
             pipe.send((True, fn(made[mesh], *args)))
         except BaseException:  # noqa: BLE001  reported to the caller, who ends this process
             pipe.send((False, traceback.format_exc()))

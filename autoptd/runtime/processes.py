@@ -18,6 +18,7 @@ from autoptd.runtime.beat import Limits
 from autoptd.runtime.comm import Alone, Channel, Communicators, Group, Handle, connect
 from autoptd.runtime.default_store import default_store, store_host
 from autoptd.runtime.gloo import GlooGroup
+from autoptd.runtime.listening import on_named_interface
 from autoptd.runtime.mesh import AXES, AxisName, Mesh
 from autoptd.runtime.place import Place, Talk, Unwatched
 from autoptd.runtime.process_group import ProcessGroup, Works, as_bytes
@@ -114,7 +115,8 @@ def _initialise(backend: str, timeout: timedelta) -> None:
             store = of_this_attempt(store, rank, world, timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            with on_named_interface(timeout):
+                dist.init_process_group(backend, timeout=timeout)
     except dist.DistNetworkError as error:
         host, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
         taken = "EADDRINUSE" in str(error)

@@ -27,6 +27,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from autoptd.errors import AutoptdError, CheckpointError, OutOfMemory, RuntimeFault
+from autoptd.printable import printable
 from autoptd.runtime.beat import Beat, Cause, Limits, Process
 from autoptd.runtime.messenger import Messenger
 from autoptd.runtime.place import Place, Seen, ranks
@@ -277,7 +278,7 @@ def _put_down(beat: Beat | None) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"autoptd: {text}\n")
+    sys.stderr.write(f"autoptd: {printable(text)}\n")
     sys.stderr.flush()
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from autoptd.errors import PlanError
 from autoptd.schedule.actions import STEP_END, Action, Schedule, chunks_of
 from autoptd.schedule.proof import prove
 from autoptd.schedule.route import Route, peer_of
 from autoptd.schedule.rows import compute_lists, route_of
+
+MOST_PASSES = 300_000  # forward passes of a step: lists of a gigabyte, simulated in some seconds
 
 
 def with_communication(schedule: Schedule, route: Route | None = None) -> Schedule:
@@ -52,7 +55,15 @@ def step_lists(kind: str, stages: int, microbatches: int, virtual: int = 1) -> S
     """The whole step of a row of `SCHEDULES`: compute, communication, step end; not yet proved.
 
     `stages` is the number of pipeline ranks, `virtual` the chunks that each holds. Raises PlanError for an unknown kind
-    and for numbers that the kind cannot take.
+    and for numbers that the kind cannot take, or that are too many to write out.
     """
+    if (passes := stages * virtual * microbatches) > MOST_PASSES:
+        chunks = f" of {virtual:,} chunks" if virtual > 1 else ""
+        raise PlanError(
+            f"a step of {microbatches:,} microbatches on {stages:,} pipeline ranks{chunks} is {passes:,} forward "
+            f"passes, more than {MOST_PASSES:,}: its actions are not written out one by one",
+            where="schedule.microbatches",
+            fix="plan with larger microbatches, or a smaller batch",
+        )
     lists = compute_lists(kind, stages, microbatches, virtual)
     return with_step_end(with_communication(lists, route_of(kind, stages, virtual)))

@@ -222,13 +222,15 @@ def _read_names(fix: Mapping[str, Any], what: str, give: str) -> tuple[str, ...]
     return tuple(names)
 
 
-def require_count(value: object, what: str, where: str = "", of: str = "") -> None:
-    """Raise PlanError unless `value` is a whole number from 1; `of` says what it counts."""
+def require_count(value: object, what: str, where: str = "", of: str = "", most: int | None = None) -> None:
+    """Raise PlanError unless `value` is a whole number from 1, and not above `most`; `of` says what it counts."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         counted = f": {of}" if of else ""
         raise PlanError(
             f"{what} is {_shown(value)}", where=where or what, fix=f"give a whole number of at least 1{counted}"
         )
+    if most is not None and value > most:
+        raise PlanError(f"{what} is {_shown(value)}", where=where or what, fix=f"give at most {most:,}: {of}")
 
 
 def _read_splits(splits: object) -> dict[str, str]:

@@ -14,7 +14,7 @@ from autoptd.errors import RuntimeFault
 from autoptd.passes.loss import Targets
 from autoptd.plans import Certificate, Plan
 from autoptd.progress import Progress, Silent
-from autoptd.schedule import StuckSchedule, prove, training_step
+from autoptd.schedule import StuckSchedule, prove, step_lists
 from autoptd.verification.compare import TOLERANCE, Compared, compare
 from autoptd.verification.explain import explain
 from autoptd.verification.graph import first_untrue
@@ -163,7 +163,7 @@ def _stuck(plan: Plan) -> Iterator[Place]:
     """Why the schedule cannot finish, for as many microbatches as the plan has."""
     how = plan.schedule
     try:
-        prove(training_step(how.kind, plan.mesh.pp, how.microbatches, how.virtual), plan.route)
+        prove(step_lists(how.kind, plan.mesh.pp, how.microbatches, how.virtual), plan.route)
     except StuckSchedule as error:
         yield "schedule", str(error)
 

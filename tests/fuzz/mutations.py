@@ -95,8 +95,10 @@ def swap(data: Any, rng: random.Random) -> None:
 
 def stretch(data: Any, rng: random.Random) -> None:
     """A list is shortened, lengthened, repeated or emptied."""
-    lists = [_at(data, path) for path in places(data)]
-    chosen = rng.choice([x for x in lists if isinstance(x, list) and x])
+    lists = [x for x in (_at(data, path) for path in places(data)) if isinstance(x, list) and x]
+    if not lists:
+        return
+    chosen = rng.choice(lists)
     how = rng.randrange(4)
     if how == 0:
         chosen.pop(rng.randrange(len(chosen)))
@@ -133,7 +135,8 @@ DATA: list[Callable[[Any, random.Random], None]] = [
 def spoil_data(data: Any, rng: random.Random) -> None:
     """One to three mistakes in place; mostly one, since a file with many is refused for the first that is found."""
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        rng.choice(DATA)(data, rng)
+        if data:
+            rng.choice(DATA)(data, rng)
 
 
 def written(data: Any) -> str:
@@ -176,6 +179,32 @@ def _toml_value(rng: random.Random) -> str:
     words = {"NaN": "nan", "Infinity": "inf", "null": "", '{"": null}': '{"" = 1}', "[null]": "[inf]"}
     value = junk(rng)
     return words.get(value, value) if isinstance(value, Raw) else json.dumps(value)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(r'"[^"\n]*"|[\w.+-]+|\s+|.')
+
+
+def spoil_tokens(text: str, rng: random.Random) -> str:
+    """Words, strings and brackets removed, doubled, swapped, or replaced by others: of any language."""
+    tokens = _TOKEN.findall(text)
+    for _ in range(rng.choice([1, 1, 2, 4, 8])):
+        i, j = rng.randrange(len(tokens)), rng.randrange(len(tokens))
+        how = rng.randrange(6)
+        if how == 0:
+            tokens[i] = ""
+        elif how == 1:
+            tokens[i] *= rng.choice([2, 3, 100])
+        elif how == 2:
+            tokens[i], tokens[j] = tokens[j], tokens[i]
+        elif how == 3:
+            tokens[i] = tokens[j]
+        elif how == 4:
+            tokens[i] = rng.choice([*NUMBERS, *OTHERS])
+        else:
+            tokens[i] = json.dumps(rng.choice(STRINGS))
+    return "".join(tokens)
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
 from tests.fuzz import checkpoint_json, damaged, loading, programs
+from tests.fuzz import files as data_files
 from tests.fuzz.__main__ import run, run_checkpoints
 from tests.fuzz.bases import planned
 from tests.fuzz.files import cluster_text
@@ -25,6 +26,26 @@ def test_spoilt_plans_and_clusters():
     ends, wrong = run(180, seed=7)
     assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
     assert min(ends[f"{kind} {end}"] for kind in ("plan", "cluster") for end in ("loaded", "refused")) > 4
+
+
+def test_spoilt_files_of_every_sort_are_data():
+    """`python -m tests.fuzz.files --count 75000` reads more of them."""
+    ends, wrong = data_files.run(300, seed=7)
+    assert wrong == []
+    sorts = ("plan", "cluster", "config", "index")
+    assert min(ends[f"{sort} {end}"] for sort in sorts for end in ("read", "refused")) > 2
+
+
+def test_a_file_that_is_no_data_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The judge itself."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(data_files, "read", fail)
+    assert data_files.judged("plan", tmp_path, 0)[0] == "a traceback"
+    monkeypatch.setattr(data_files, "_LONGEST_S", -1.0)
+    assert data_files.judged("plan", tmp_path, 0)[0] == "slow"
 
 
 def test_spoilt_checkpoints():
@@ -63,7 +84,7 @@ def test_a_file_that_starts_a_group_or_ends_in_a_traceback_is_seen(monkeypatch: 
     error = ClusterError("bad", fix="mend it")
     assert loading._flaw(error, "dgx-h100") == "no place"
     assert loading._flaw(ClusterError("bad", where="levels[0]"), "dgx-h100") == "no way out"
-    assert loading._flaw(ClusterError("bad \x1b[31m", where="levels[0]", fix="mend it"), "dgx-h100") == "unreadable"
+    assert loading._flaw(ClusterError("bad" * 1000, where="levels[0]", fix="mend it"), "dgx-h100") == "unreadable"
     assert loading._flaw(ClusterError("bad", where="levels[0]", fix="mend it"), "dense") == "another error"
 
 

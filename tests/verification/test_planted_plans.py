@@ -254,12 +254,12 @@ def test_a_split_that_the_program_does_not_have_is_refused() -> None:
 
 def test_a_schedule_that_waits_for_ever_is_found_without_running_it(monkeypatch: Patch) -> None:
     def crossed(*how: Any) -> Any:
-        lists = training_step(*how)
+        lists = step_lists(*how)
         first = [a for a in lists[0] if a.kind != "SF"]
         return [first, *lists[1:]]
 
-    training_step = verdicts.training_step
-    monkeypatch.setattr(verdicts, "training_step", crossed)
+    step_lists = verdicts.step_lists
+    monkeypatch.setattr(verdicts, "step_lists", crossed)
     found = verdict("stages")
     assert found.compared is None
     where, what = found.faults[0]

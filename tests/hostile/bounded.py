@@ -1,0 +1,109 @@
+"""Run a command in a process of its own that may take ten seconds and two gigabytes, and report how it ended.
+
+Processes are forked from a server that has imported torch and transformers once: a case costs what the command does.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import resource
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+LONGEST_S = 10.0
+MOST_BYTES = 2 * 10**9
+_PATIENCE_S = 60.0
+_PRELOADED = ["autoptd.cli", "autoptd.api", "autoptd.compile", "autoptd.simulate", "autoptd.explain", "transformers"]
+_MODULES = ["transformers.modeling_utils", "autoptd.verification.verdict", "autoptd.export.command"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, what it wrote, and what it took beyond an idle process."""
+
+    code: int | None  # None: it was ended, or died
+    out: str = ""
+    err: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+    @property
+    def within(self) -> bool:
+        """Whether it ended by itself, in its time and memory."""
+        return self.code is not None and self.seconds < LONGEST_S and self.peak_bytes < MOST_BYTES
+
+    @property
+    def flaw(self) -> str:
+        """What is wrong with how it ended; an answer or one error of ours, both readable, is as it should be."""
+        if not self.within:
+            return f"{self.seconds:.1f} s, {self.peak_bytes / 1e9:.1f} GB, code {self.code}: {self.err[-2000:]}"
+        if not plain(self.out + self.err):
+            return f"not printable: {(self.out + self.err)[:2000]!r}"
+        if "Traceback" in self.err or "unexpected " in self.err:
+            return f"a traceback: {self.err[-2000:]}"
+        if self.code == 2 and not self.err:  # --json
+            return "" if list(json.loads(self.out)) == ["error"] else f"not one error: {self.out[-2000:]!r}"
+        if self.code == 2 and not (
+            re.findall(r"^autoptd: ", self.err, re.MULTILINE) == ["autoptd: "] and self.err.startswith("autoptd")
+        ):
+            return f"not one error: {self.err[-2000:]!r}"
+        return ""
+
+
+def plain(text: str) -> bool:
+    """Whether a terminal shows the text as it is."""
+    return all(c.isprintable() or c == "\n" for c in text)
+
+
+def refused(*argv: str | Path) -> str:
+    """The error of a command that must refuse what it reads."""
+    ended = run(*argv)
+    assert not ended.flaw, ended.flaw
+    assert ended.code == 2, ended
+    return ended.err
+
+
+def run(*argv: str | Path) -> Ended:
+    """One command of autoptd."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED, *_MODULES])
+    mine, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(theirs, [str(word) for word in argv]), daemon=True)
+    worker.start()
+    theirs.close()
+    try:
+        return mine.recv() if mine.poll(_PATIENCE_S) else Ended(None, err="no end", seconds=_PATIENCE_S)
+    except EOFError:
+        return Ended(None, err="the process died")
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def _work(pipe: Connection, argv: Sequence[str]) -> None:
+    import autoptd.cli
+
+    os.environ |= {"AUTOPTD_CACHE": "off", "OMP_NUM_THREADS": "1"}
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 2 * MOST_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * int(LONGEST_S),) * 2)
+    out, err = io.StringIO(), io.StringIO()
+    start = time.process_time()
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code: int | None = autoptd.cli.main(argv)
+    except BaseException:  # noqa: BLE001  whatever left the command is the finding
+        code = None
+        err.write(traceback.format_exc())
+    took_s = time.process_time() - start  # of the processor: how busy a machine is, is no property of a file
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    pipe.send(Ended(code, out.getvalue(), err.getvalue(), took_s, peak))
