@@ -151,10 +151,11 @@ def _check_types(where: Path, entries: Collection[Entry], known: Index, trainer:
 
 def _check_same_kept(where: Path, states: Mapping[int, Mapping[str, Entry]], trainer: Trainer) -> None:
     """An optimizer keeps the same for all parameters of a group, or nothing for one that it never stepped."""
-    place_of = {id(piece.param): place for place, piece in enumerate(trainer.pieces)}
+    place_of = {id(trainer.pieces[place].param): place for place in states}  # a group may be of others, or of none
     wrong = []
     for group in trainer.optimizer.param_groups:
-        kept = {place: set(states[place]) for p in group["params"] if (place := place_of[id(p)]) in states}
+        places = [place_of[id(p)] for p in group["params"] if id(p) in place_of]
+        kept = {place: set(states[place]) for place in places}
         whole = set().union(*kept.values())
         for place, leaves in kept.items():
             wrong += [f"{trainer.pieces[place].name}: no {leaf} in it" for leaf in sorted(whole - leaves)]

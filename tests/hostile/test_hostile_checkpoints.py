@@ -22,8 +22,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from autoptd.checkpoint import contents, dcp, folder, index
+from autoptd.checkpoint import contents, dcp, folder, index, torch_files
 from autoptd.checkpoint.huggingface import export
+from autoptd.checkpoint.pickles import read_pickle
 from autoptd.checkpoint.torch_index import METADATA
 from autoptd.cli import main
 from autoptd.errors import AutoptdError, CheckpointError
@@ -208,7 +209,7 @@ def into_index(where: Path, raw: bytes) -> None:
 
 
 def into_progress(where: Path, raw: bytes) -> None:
-    (where / folder.PROGRESS).write_bytes(digested(archive(raw)))
+    (where / folder.PROGRESS).write_bytes(digested(archive(raw, {"data/0": bytes(512)})))
     sealed(where)
 
 
@@ -280,15 +281,15 @@ BOMBS: dict[str, bytes] = {
     "a place far out in the memo": a_pickle(b"Nr\xff\xff\xff\xff"),
     "many levels": a_pickle(b"]" * 30_000 + b"a" * 29_999),
     "one text encoded again and again": a_pickle(
-        b"c_codecs\nencode\nq\x000X"
+        b"(c_codecs\nencode\nq\x00X"
         + (10**6).to_bytes(4, "little")
         + b"a" * 10**6
-        + b"X\x06\x00\x00\x00latin1\x86q\x010("
+        + b"X\x06\x00\x00\x00latin1\x86q\x01"
         + b"h\x00h\x01R" * 10**4
         + b"t"
     ),
     "one list made a set again and again": a_pickle(
-        b"c__builtin__\nset\nq\x000](" + b"K\x01" * 10**5 + b"e\x85q\x010(" + b"h\x00h\x01R" * 10**4 + b"t"
+        b"(c__builtin__\nset\nq\x00](" + b"K\x01" * 10**5 + b"e\x85q\x01" + b"h\x00h\x01R" * 10**4 + b"t"
     ),
     "nothing": b"",
     "no end": b"\x80\x04N",
@@ -308,6 +309,13 @@ BOMBS: dict[str, bytes] = {
 def test_a_pickle_that_grows(name: str, place: str, where: Path, outside: Path) -> None:
     PLACES[place](where, BOMBS[name])
     hold(where, outside)
+
+
+@pytest.mark.parametrize("name", [name for name in BOMBS if "again and again" in name])
+def test_copying_one_argument_again_and_again_ends_early(name: str) -> None:
+    """Not when memory does."""
+    with pytest.raises(ValueError, match="makes far more than it holds"):
+        read_pickle(BOMBS[name], torch_files._VALUES)
 
 
 ARCHIVES: dict[str, Callable[[], bytes]] = {
