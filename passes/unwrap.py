@@ -143,12 +143,22 @@ def _shared(model: nn.Module) -> Found:
                     yield f"{name} and {other}", ""
 
 
+def _unwritable(model: nn.Module) -> Found:
+    """Names that a plan file cannot hold: with half a character, or very long."""
+    modules = (name for name, _ in model.named_modules())
+    for name in (*modules, *(name for name, _ in _tensors(model))):
+        if len(name.encode(errors="ignore")) > _LONGEST or name.encode(errors="ignore").decode() != name:
+            yield name if len(name) <= _LONGEST else f"{name[:100]}…", ""
+
+
 def _recomputed(module: nn.Module, key: str) -> bool:
     """Whether a hook sets the attribute before every pass: the weight of a spectral norm, which begins as an alias."""
     return any(getattr(hook, "name", None) == key for hook in module._forward_pre_hooks.values())
 
 
+_LONGEST = 900  # bytes of a name
 _UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # where, what is so, the way out
+    (_unwritable, f"have names that no file can hold, or of more than {_LONGEST} bytes", "rename them"),
     (_distributing, "distribute what a plan would distribute", ""),
     (_lazy, "have no shape yet: they are lazily initialised", "run one batch through the model first"),
     (

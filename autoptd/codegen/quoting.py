@@ -2,7 +2,7 @@
 
     literal, numbered      a string of Python: names of parameters, modules and inputs, arguments of ops
     checked_name, …        a name of Python, refused if it is none, or made from any text
-    in_docstring           a line of a docstring; of a comment, of Python or a shell, `errors.printable`
+    in_docstring           a line of a docstring; of a comment, of Python or a shell, `printable(text, keep="")`
 
 Who looks for something in emitted source asks `code_of`, which leaves literals and comments out, or `replace_code`.
 """

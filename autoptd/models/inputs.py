@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from autoptd.errors import InputsError
+from autoptd.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ _TEXT = {
     "conditional": ("input_ids", "decoder_input_ids", "labels"),
 }
 _SAMPLES = 2  # of a batch to trace with
+_LONGEST_NAME = 200
 _CAP = 4096  # tokens per sample at most where nobody says
 _HOW = "pass inputs={'name': tensor, …} as forward takes them, or define example_inputs(batch, seq) on the model"
 
@@ -67,7 +69,7 @@ def model_name(model: nn.Module) -> str:
     """What to call a model: the last part of its configuration's name or path, or else its class."""
     path = getattr(getattr(model, "config", None), "name_or_path", "")
     name = PurePath(path).name if isinstance(path, str) else ""
-    return name if name and name.isprintable() else type(model).__name__
+    return printable(name if name and name.isprintable() else type(model).__name__, keep="")[:_LONGEST_NAME]
 
 
 def sequence_limit(model: nn.Module) -> int | None:

@@ -42,6 +42,7 @@ class Pool:
         self.world, self.timeout_s = world, timeout_s
         self._workers: list[Any] = []
         self._pipes: list[Connection] = []
+        self._port: socket.socket | None = None
 
     def __enter__(self) -> Pool:
         return self
@@ -88,9 +89,10 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            port = probe.getsockname()[1]
+        self._port = socket.socket()  # held while the workers live: what is only asked for, another process may take
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind((LOOPBACK, 0))
+        port = self._port.getsockname()[1]
         for rank in range(self.world):
             mine, theirs = context.Pipe()
             worker = context.Process(target=_work, args=(theirs, rank, self.world, port, self.timeout_s), daemon=True)
@@ -107,6 +109,9 @@ class Pool:
             worker.terminate()
             worker.join()
         self._workers, self._pipes = [], []
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
 
 def _work(pipe: Connection, rank: int, world: int, port: int, timeout_s: float) -> None:

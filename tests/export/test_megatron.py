@@ -56,8 +56,8 @@ MEGATRON_ARGS=(
     --vocab-size 50257
     --normalization LayerNorm
     --norm-epsilon 1e-05
-    --attention-dropout 0.1
-    --hidden-dropout 0.1
+    --attention-dropout 0
+    --hidden-dropout 0
     --tensor-model-parallel-size 8
     --pipeline-model-parallel-size 8
     --sequence-parallel
