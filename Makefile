@@ -7,15 +7,20 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 
-.PHONY: demo test wheel lint types bench faults clean
+.PHONY: demo test rest wheel lint types bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(RUN) examples/demo.py
 
-# two processes, one thread each; what shares a trace runs in one of them (tests/conftest.py)
+# Two processes, one thread each; what shares a trace runs in one of them (tests/conftest.py). Of long grids `test` runs
+# a sample, and `rest` the other cases.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --cases sample
+
+rest: $(INSTALLED)
+	$(PYTEST) --cases rest
 
 # what people install: built, installed away from the checkout, and run there
 wheel: $(INSTALLED)

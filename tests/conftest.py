@@ -17,6 +17,71 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+# Long grids, and long tests: `make test` runs every n-th of their cases (0: none), `make rest` the others, pytest all.
+SAMPLED = {
+    "checkpoint/test_killed.py::test_killed_in_a_save": 2,
+    "checkpoint/test_pairs.py::test_what_any_plan_wrote_is_read_to_the_bit": 2,
+    "checkpoint/test_resume.py::test_a_killed_rank_under_torchrun": 0,
+    "checkpoint/test_session.py::test_numbers_become_wider_and_never_narrower": 2,
+    "checkpoint/test_session.py::test_what_does_not_fit_is_refused_and_changes_nothing": 2,
+    "codegen/test_run.py::test_stacks": 2,
+    "fuzz/test_fuzz.py::test_random_programs_train_as_on_one_process_or_are_refused": 0,
+    "hostile/test_clusters.py::test_a_cluster_file_is_refused_at_once": 3,
+    "hostile/test_hf.py::test_a_configuration_is_refused_at_once": 3,
+    "hostile/test_plans.py::test_a_plan_costs_no_more_than_it_may": 3,
+    "hostile/test_plans.py::test_with_its_model_it_costs_no_more": 3,
+    "parity/test_parity.py::test_a_plan_trains_like_one_process": 3,
+    "parity/test_parity_context.py::test_cut_sequences_train_like_one_process": 2,
+    "parity/test_parity_custom.py::test_kept": 2,
+    "parity/test_parity_dropout.py::test_every_mesh_drops_what_one_process_drops": 2,
+    "parity/test_parity_logits.py::test_no_reader_of_logits_finds_them_overwritten": 4,
+    "parity/test_parity_losses.py::test_as_on_one_process": 3,
+    "parity/test_parity_losses.py::test_over_schedules_and_zero": 2,
+    "parity/test_parity_ranks.py::test_processes_are_one_process": 3,
+    "parity/test_parity_schedules.py::test_a_schedule_trains_like_one_process": 3,
+    "passes/test_recurrent.py::test_trains_as_one_process": 3,
+    "passes/test_reduce_loss.py::test_a_function_of_sums_is_exact": 2,
+    "passes/test_reduce_loss.py::test_a_sum_over_what_inputs_give_is_exact": 2,
+    "runtime/test_footprint.py::test_a_plan_s_state_is_what_processes_hold": 3,
+    "runtime/test_watch.py::test_one_fault_of_each_kind_is_met": 0,
+    "search/test_optimal.py::test_the_search_finds_the_best_of_all_plans": 3,
+    "search/test_optimal.py::test_the_tasks_are_of_all_kinds": 0,
+    "search/test_pools.py::test_no_plan_is_better": 0,
+    "search/test_random_plans.py::test_any_plan_trains_as_one_process": 0,
+    "test_bad_input.py::test_what_cannot_be_fixed": 2,
+    "test_bad_input.py::test_wishes_without_effect_that_do_no_harm": 2,
+    "test_boundary.py::test_four_ranks_that_cannot_trace_the_model": 0,
+    "test_hand_tuned.py::test_no_plan_tuned_by_hand_is_predicted_faster": 3,
+    "test_published.py::test_processes_agree_with_one": 0,
+    "verification/test_everyday.py::test_a_right_plan_is_verified": 3,
+    "verification/test_planted_plans.py::test_a_right_plan_is_verified_and_no_line_of_it_is_blamed": 2,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases", choices=("all", "sample", "rest"), default="all", help="of the grids in tests/conftest.py"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted, seen = config.getoption("--cases"), dict.fromkeys(SAMPLED, 0)
+    if wanted == "all":
+        return
+    chosen, left = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/").partition("[")[0]
+        nth = SAMPLED.get(name, 1)
+        in_sample = nth > 0 and (name not in seen or seen[name] % nth == 0)
+        if name in seen:
+            seen[name] += 1
+        (chosen if in_sample == (wanted == "sample") else left).append(item)
+    if gone := [name for name, count in seen.items() if not count]:
+        raise pytest.UsageError(f"--cases is for the whole suite, and no test is called {', '.join(gone)}")
+    items[:] = chosen
+    config.hook.pytest_deselected(items=left)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Which tests run in one process and share what they made there: see `shares`."""
