@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import numpy as np
 import sympy
 import torch
 from torch import Tensor, fx, nn
@@ -232,7 +233,9 @@ class _Exporter:
         mode = fake_cpu() if device == "cpu" else nullcontext()
         try:
             model = without_caches(skeleton(self.model, self.precision, device, mode))
-        except _FAILURES as error:
+        except AutoptdError:
+            raise
+        except Exception as error:
             raise _not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
         root = Loss(model, self.objective.in_precision(PRECISIONS[self.precision]), names, self.casts)
@@ -249,15 +252,12 @@ class _Exporter:
                 )
         except AutoptdError as error:
             raise _placed(error) from None
-        except _FAILURES as error:
+        except Exception as error:  # whatever the model's code raises, or a library that it calls
             raise _explain(error) from error
         if found is not None:
             inline_regions(program.graph, program.graph_module)
             unfold(program.graph, found.captures, found.paths)
         return program
-
-
-_FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError)
 
 
 def _placed(error: AutoptdError) -> AutoptdError:
@@ -362,7 +362,7 @@ def _what_depends(text: str) -> str:
 
 def _user_line(error: BaseException) -> str:
     """`module.path (file.py:41)  source` of the deepest frame under a module's forward that is the user's own code."""
-    foreign = tuple(str(Path(file).parent) for file in (torch.__file__, sympy.__file__, __file__))
+    foreign = tuple(str(Path(file).parent) for file in (torch.__file__, sympy.__file__, np.__file__, __file__))
     where, path = "", "model"
     tb = error.__traceback__
     while tb is not None:

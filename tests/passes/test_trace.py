@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from interpret import assert_unchanged, names_of, normalised
@@ -297,3 +299,24 @@ class Bounded(nn.Module):
 
 def test_sizes_that_are_bounded_stay_free() -> None:
     assert SEQUENCE in trace(Bounded(), {"x": torch.empty(2, 6)}).sizes
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda: [][1],
+        lambda: 1 // 0,
+        lambda: Path("nowhere").read_text(),
+        lambda: np.take([1], 9),
+        lambda: next(iter(())),
+    ],
+)
+def test_whatever_a_model_raises_is_one_error_with_its_line(fails: Callable[[], object]) -> None:
+    class Failing(Tiny):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            fails()
+            return super().forward(input_ids, labels)
+
+    with pytest.raises(TraceError, match="the model cannot be traced: ") as error:
+        trace(Failing(), {"input_ids": ids(), "labels": ids()})
+    assert "test_trace.py" in error.value.where
