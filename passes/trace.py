@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import linecache
 import re
+import sysconfig
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -360,9 +361,19 @@ def _what_depends(text: str) -> str:
     return f"a size or a branch depends on data: {first[:200]}"
 
 
+_FOREIGN = [Path(file).parent for file in (torch.__file__, sympy.__file__, np.__file__, __file__)]
+_STANDARD = Path(sysconfig.get_paths()["stdlib"])
+
+
+def _is_foreign(file: Path) -> bool:
+    """Whether code is Python's, ours, or that of a library that models calculate with."""
+    if any(file.is_relative_to(folder) for folder in _FOREIGN):
+        return True
+    return file.is_relative_to(_STANDARD) and "site-packages" not in file.parts
+
+
 def _user_line(error: BaseException) -> str:
     """`module.path (file.py:41)  source` of the deepest frame under a module's forward that is the user's own code."""
-    foreign = tuple(str(Path(file).parent) for file in (torch.__file__, sympy.__file__, np.__file__, __file__))
     where, path = "", "model"
     tb = error.__traceback__
     while tb is not None:
@@ -370,7 +381,7 @@ def _user_line(error: BaseException) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and not type(owner).__module__.startswith(_WRAPPING):
             path = _module_path(tb.tb_frame, owner)
-        if file.exists() and not str(file).startswith(foreign):
+        if file.exists() and not _is_foreign(file):
             source = linecache.getline(str(file), tb.tb_lineno).strip()
             where = f"{path} ({file.name}:{tb.tb_lineno})  {source}"
         tb = tb.tb_next
