@@ -8,7 +8,7 @@ links to both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations
 
@@ -54,15 +54,13 @@ def parallel_rings(wiring: Wiring, members: tuple[int, ...]) -> float:
         return _between(wiring, *members)
     links = {frozenset(pair): wiring[pair[0]][pair[1]] for pair in combinations(range(len(wiring)), 2)}
     steps = _Steps(members)
-    direct = [_uses(cycle, {}) for cycle in _cycles(members, lambda a, b: bool(wiring[a][b]), steps)]
+    pairs = [pair for pair in links if pair.issubset(members)]
+    wired = [pair for pair in pairs if links[pair]]
+    direct = [_uses(cycle, {}) for cycle in _cycles(wired, members, steps)]
     if found := _most_at_once(direct, links, members, steps):
         return 2.0 * found  # one each way round
-    relays = {
-        frozenset(pair): through
-        for pair in combinations(members, 2)
-        if not wiring[pair[0]][pair[1]] and (through := _relay(wiring, *pair)) is not None
-    }
-    usable = _cycles(members, lambda a, b: bool(wiring[a][b]) or frozenset((a, b)) in relays, steps)
+    relays = {pair: through for pair in pairs if not links[pair] and (through := _relay(wiring, *pair)) is not None}
+    usable = _cycles([*wired, *relays], members, steps)
     return 2.0 * RELAYED_FRACTION * _most_at_once([_uses(cycle, relays) for cycle in usable], links, members, steps)
 
 
@@ -96,23 +94,17 @@ def _relay(wiring: Wiring, first: int, second: int) -> int | None:
     return best if wiring[first][best] and wiring[best][second] else None
 
 
-def _cycles(members: tuple[int, ...], joined: Callable[[int, int], bool], steps: _Steps) -> Iterator[tuple[int, ...]]:
-    """Every way round all members, each direction once."""
+def _cycles(pairs: Sequence[frozenset[int]], members: Sequence[int], steps: _Steps) -> Iterator[Sequence[int]]:
+    """Every way round all members between such pairs, each direction once."""
+    from networkx import Graph, simple_cycles  # clusters with a switch do without
 
-    def extend(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for cycle in simple_cycles(Graph(pairs)):
         steps.take()
-        if len(path) == len(members):
-            if path[1] < path[-1] and joined(path[-1], path[0]):
-                yield path
-            return
-        for member in members:
-            if member not in path and joined(path[-1], member):
-                yield from extend((*path, member))
-
-    return extend(members[:1])
+        if len(cycle) == len(members):
+            yield cycle
 
 
-def _uses(cycle: tuple[int, ...], relays: dict[frozenset[int], int]) -> _Uses:
+def _uses(cycle: Sequence[int], relays: dict[frozenset[int], int]) -> _Uses:
     """How many links between each pair a way round takes."""
     taken: dict[frozenset[int], int] = {}
     for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):

@@ -17,7 +17,17 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.batch_sums import Mixes, Over, States, given, over_batch
-from autoptd.passes.graph import info, infos, is_float, is_getitem, operands, source_line, user_op_name, write_op
+from autoptd.passes.graph import (
+    ancestors,
+    info,
+    infos,
+    is_float,
+    is_getitem,
+    operands,
+    source_line,
+    user_op_name,
+    write_op,
+)
 from autoptd.passes.loss_form import COUNT, Combine, LossForm, count_index, is_count, loss_form, loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.samples import counts_samples
@@ -109,13 +119,4 @@ def _typed(graph: fx.Graph, node: fx.Node, count: fx.Node) -> fx.Node:
 
 
 def _round(node: fx.Node, form: LossForm) -> int:
-    seen, stack, found = set[fx.Node](), [node], 0
-    while stack:
-        here = stack.pop()
-        if here in seen:
-            continue
-        seen.add(here)
-        if is_count(here):
-            found = max(found, 1 + form.rounds[count_index(here)])
-        stack.extend(here.all_input_nodes)
-    return found
+    return max((1 + form.rounds[count_index(n)] for n in ancestors([node]) if is_count(n)), default=0)

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import fx
 
 from autoptd.passes.graph import ancestors, infos, is_getitem, module_path, operands, substitute
 from autoptd.passes.loss_form import LossForm, is_count, loss_form
-from autoptd.passes.signature import Structure, Text, shapes_text, signature_of
+from autoptd.passes.signature import Text, shapes_text, signature_of, structures
 from autoptd.passes.trace import Traced
 
 _NEAR = 24  # nodes on each side that a narrow place is compared with
@@ -121,8 +121,9 @@ def fold(traced: Traced) -> Folded:
     prelude = find_prelude(graph, traced)
     main = [n for n in graph.nodes if n.op == "call_function" and n not in prelude]
     pieces = _cut(main, traced)
-    pieces = _place_idle(pieces, [s.kind for s in _segments(pieces, traced, prelude, loss)], traced)
-    segments = _segments(pieces, traced, prelude, loss)
+    known = structures(n for n in graph.nodes if n in prelude)
+    pieces = _place_idle(pieces, [s.kind for s in _segments(pieces, traced, known, loss)], traced)
+    segments = _segments(pieces, traced, known, loss)
     used = {traced.parameters[p.name] for s in segments for p in s.parameters}
     return Folded(
         traced=traced,
@@ -163,10 +164,7 @@ def _cut(main: list[fx.Node], traced: Traced) -> list[list[fx.Node]]:
         if is_getitem(main[i]) or not any(is_getitem(u) for u in main[i].users):
             delta[i + 1] += 1  # live at the places i+1 … last
             delta[last + 1] -= 1
-    live, crossing = 0, []
-    for d in delta[: len(main) + 1]:
-        live += d
-        crossing.append(live)
+    crossing = list(itertools.accumulate(delta[: len(main) + 1]))
     for i, node in enumerate(main):  # an op and the pickers of its outputs stay together
         if is_getitem(node):
             crossing[i] = len(main)
@@ -223,8 +221,10 @@ def _base(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _segments(pieces: list[list[fx.Node]], traced: Traced, prelude: set[fx.Node], loss: fx.Node) -> tuple[Segment, ...]:
-    structure = Structure(prelude)
+def _segments(
+    pieces: list[list[fx.Node]], traced: Traced, prelude: Mapping[fx.Node, str], loss: fx.Node
+) -> tuple[Segment, ...]:
+    """`prelude`: node -> its structure."""
     signatures: list[str] = []
     segments = []
     for index, nodes in enumerate(pieces):
@@ -234,7 +234,7 @@ def _segments(pieces: list[list[fx.Node]], traced: Traced, prelude: set[fx.Node]
         outside = tuple(n for n in reads if n in prelude)
         receives = tuple(n for n in reads if n not in prelude and n not in parameters)
         sends = tuple(n for n in nodes if n is loss or any(u not in inside and u.op != "output" for u in n.users))
-        signature = signature_of(nodes, parameters, outside, receives, sends, structure)
+        signature = signature_of(nodes, parameters, outside, receives, sends, prelude)
         signatures.append(signature)
         segments.append(Segment(index, "", _segment_name(nodes), tuple(nodes), parameters, outside, receives, sends))
     kinds = _name_kinds(signatures, [s.name for s in segments])
@@ -270,11 +270,7 @@ def _segment_name(nodes: list[fx.Node]) -> str:
 
 
 def _common_prefix(paths: list[list[str]]) -> list[str]:
-    first, last = min(paths), max(paths)
-    length = 0
-    while length < min(len(first), len(last)) and first[length] == last[length]:
-        length += 1
-    return first[:length]
+    return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]
 
 
 def _wired(segments: tuple[Segment, ...]) -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from autoptd.passes.graph import is_getitem, op_call, operands
@@ -84,10 +85,9 @@ class _Fusion:
         self.inside = set(self.ops)
         self.bases = {n: [base(o) for o in operands(n)] for n in self.ops}
         self.saved: dict[fx.Node, Saved] = {n: saved_tensors(op_call(n)) for n in self.ops}
-        self.group: dict[fx.Node, int] = {}
-        self._make_groups()
+        self.group = self._groups()
         self.rows = {self.group[n] for n in self.ops if self.kinds[n] == "memory" and is_row_op(n)}
-        self.readers: dict[fx.Node, set[int]] = {}  # tensor -> groups that read it
+        self.readers: dict[fx.Node, set[fx.Node]] = {}  # tensor -> groups that read it
         for node in self.ops:
             for source in self.bases[node]:
                 self.readers.setdefault(source, set()).add(self.group[node])
@@ -97,39 +97,34 @@ class _Fusion:
         memory = [n for n in self.ops if self.kinds[n] == "memory"]
         self.recomputing = {self.group[n] for n in memory if self._computes_again(n)}
 
-    def _make_groups(self) -> None:
-        """Each op joins the first group of its level that it reads from, if it may; groups that it links are merged."""
+    def _groups(self) -> dict[fx.Node, fx.Node]:
+        """Op -> one op that stands for its group. Each joins the groups of its level that it reads from, if it may."""
+        groups = UnionFind(self.ops)
         level: dict[fx.Node, int] = {}
-        for i, node in enumerate(self.ops):
+        for node in self.ops:
             memory = self.kinds[node] == "memory"
             depth = max((level[s] for s in self.bases[node] if s in level), default=0)
             level[node] = depth if memory else depth + 1
-            self.group[node] = i
             if not memory or self.kernels == "eager":
                 continue
             for source in self.bases[node]:
                 near = source in self.inside and self.kinds[source] == "memory" and level[source] == depth
                 if near and (self.kernels == "compiled" or not is_row_op(source)):
-                    self._merge(self.group[source], i)
-
-    def _merge(self, old: int, new: int) -> None:
-        target = self.group[self.ops[new]]
-        for node, mine in self.group.items():
-            if mine == target:
-                self.group[node] = old
+                    groups.union(source, node)
+        return {node: groups[node] for node in self.ops}
 
     # ---- what moves ----
 
     def traffic(self) -> dict[fx.Node, Traffic]:
-        self.read: set[tuple[int, fx.Node]] = set()  # tensors from outside that a group has read
-        self.kept: set[tuple[int, fx.Node]] = set()  # the same for its backward pass
-        launched: set[int] = set()
+        self.read: set[tuple[fx.Node, fx.Node]] = set()  # tensors from outside that a group has read
+        self.kept: set[tuple[fx.Node, fx.Node]] = set()  # the same for its backward pass
+        launched: set[fx.Node] = set()
         found = {}
         for node in self.ops:
             found[node] = self._of(node, launched)
         return self._with_sums(found)
 
-    def _of(self, node: fx.Node, launched: set[int]) -> Traffic:
+    def _of(self, node: fx.Node, launched: set[fx.Node]) -> Traffic:
         group, saved = self.group[node], self.saved[node]
         call = op_call(node)
         reads = [
@@ -176,7 +171,7 @@ class _Fusion:
         inner = [s for i, s in enumerate(self.bases[node]) if i in saved.operands and not self._leaves(s)]
         return bool(inner) or bool(saved.outputs and not is_row_op(node) and not self._leaves(node))
 
-    def _first(self, seen: set[tuple[int, fx.Node]], node: fx.Node, source: fx.Node) -> bool:
+    def _first(self, seen: set[tuple[fx.Node, fx.Node]], node: fx.Node, source: fx.Node) -> bool:
         """Whether the group of a memory-bound op meets a tensor for the first time; a product reads each operand."""
         key = self.group[node], source
         if self.kinds[node] == "memory" and key in seen:
@@ -184,7 +179,7 @@ class _Fusion:
         seen.add(key)
         return True
 
-    def _inside(self, source: fx.Node, group: int) -> bool:
+    def _inside(self, source: fx.Node, group: fx.Node) -> bool:
         return source in self.inside and self.group[source] == group
 
     def _leaves(self, node: fx.Node) -> bool:

@@ -99,13 +99,13 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything they are computed from."""
+def ancestors(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
+    """The nodes and everything they are computed from, as far as it is reached through such nodes alone."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node not in seen:
+        if node not in seen and through(node):
             seen.add(node)
             stack.extend(node.all_input_nodes)
     return seen

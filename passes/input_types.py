@@ -8,12 +8,12 @@ sines of a time step, keeps its type; where that meets a product, `types.py` ref
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.graph import op_name
+from autoptd.passes.graph import ancestors, op_name
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "addmv", "einsum", "bilinear")
 _CONVOLUTIONS = "conv"  # conv1d, conv_transpose2d, convolution
@@ -31,7 +31,7 @@ def inputs_to_cast(
     for node in graph.nodes:
         if not (node.op == "call_function" and _multiplies(op_name(node))):
             continue
-        made_of = {n: {s.name for s in _sources(n) if s.name in inputs} for n in node.all_input_nodes}
+        made_of = {n: _sources(n) & inputs.keys() for n in node.all_input_nodes}
         if any(_type(n) == computed and not names for n, names in made_of.items()):
             found |= {inputs[name] for n, names in made_of.items() if _type(n) in given for name in names}
     return found
@@ -46,15 +46,10 @@ def _type(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """The placeholders whose elements a node holds, moved at most."""
-    left = [node]
-    while left:
-        node = left.pop()
-        if node.op == "placeholder":
-            yield node
-        elif node.op == "call_function" and _moves(node):
-            left += [n for n in node.all_input_nodes if _type(n) == _type(node)]
+def _sources(node: fx.Node) -> set[str]:
+    """Names of the placeholders whose elements a node holds, moved at most."""
+    held = ancestors([node], lambda n: _type(n) == _type(node) and (n.op == "placeholder" or _moves(n)))
+    return {n.name for n in held if n.op == "placeholder"}
 
 
 def _moves(node: fx.Node) -> bool:

@@ -34,7 +34,7 @@ from autoptd.passes.at_example import at_example, needs_example
 from autoptd.passes.discover import keeps_apart
 from autoptd.passes.expert_groups import counted, follow_group
 from autoptd.passes.flow import op_base
-from autoptd.passes.graph import info, infos, is_getitem, op_call, operands, source_line, user_op_name
+from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, operands, source_line, user_op_name
 from autoptd.passes.index_moves import follow_move
 from autoptd.passes.loops import Loops
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
@@ -66,23 +66,13 @@ def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp at the first op whose result for one sample depends on the others."""
     if needs_example(graph):
         graph = at_example(graph, traced)
-    follower = _Follower(_returning(graph))
+    of_samples = (n for n in graph.nodes if n.op == "call_function" and any(counts_samples(t) for t in infos(n)))
+    follower = _Follower(ancestors(of_samples))
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
             follower.put(node, _given(node))
         elif node.op == "call_function":
             follower.put(node, *follower.follow(node))
-
-
-def _returning(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that count samples, and those that lead to one that does."""
-    found = set[fx.Node]()
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and (
-            any(counts_samples(t) for t in infos(node)) or not found.isdisjoint(node.users)
-        ):
-            found.add(node)
-    return found
 
 
 def _given(node: fx.Node) -> State:
@@ -103,7 +93,7 @@ def _refuse(mixed: Across) -> None:
 class _Follower:
     """What is known of each tensor so far."""
 
-    returning: set[fx.Node]
+    returning: set[fx.Node]  # nodes that count samples, and those that lead to one that does
     states: dict[fx.Node, States] = field(default_factory=dict)
     seen: dict[Hashable, _Found] = field(default_factory=dict)  # of ops that are alike
 

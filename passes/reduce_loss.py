@@ -108,13 +108,8 @@ class _Rewriter:
 
     def _mixed_before(self, loss: fx.Node) -> list[UnsupportedOp]:
         """What the loss needs the batch in one piece for, the first op first."""
-        seen, stack = set[fx.Node](), [loss]
-        while stack:
-            node = stack.pop()
-            if node not in seen and self.states.get(node) is Over.MIXED:
-                seen.add(node)
-                stack.extend(node.all_input_nodes)
-        return [error for node, error in self.mixed.items() if node in seen]
+        needed = ancestors([loss], lambda node: self.states.get(node) is Over.MIXED)
+        return [error for node, error in self.mixed.items() if node in needed]
 
     # ---- what counts once ----
 

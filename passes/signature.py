@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -11,24 +11,19 @@ from autoptd.passes.graph import infos, substitute
 from autoptd.passes.opcall import TensorInfo
 
 
-class Structure:
-    """Structural text of prelude nodes: two layers that each read an own but equal buffer are alike."""
-
-    def __init__(self, prelude: set[fx.Node]) -> None:
-        self.prelude = prelude
-        self.text: dict[fx.Node, str] = {}
-
-    def __call__(self, node: fx.Node) -> str:
-        if node not in self.text:
-            if node.op == "placeholder":
-                buffer = node.name.startswith(("b_", "c_"))
-                self.text[node] = f"{'buffer' if buffer else node.name}{shapes_text(node)}"
-            else:
-                args = substitute(node.args, lambda n: Text(self(n)))
-                kwargs = {k: substitute(v, lambda n: Text(self(n))) for k, v in node.kwargs.items()}
-                full = f"{node.target}{args}{kwargs}"
-                self.text[node] = hashlib.sha256(full.encode()).hexdigest()
-        return self.text[node]
+def structures(prelude: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Text of each prelude node, given in program order, equal for equal ones alone: two layers that each read an own
+    but equal buffer are alike."""
+    texts: dict[fx.Node, str] = {}
+    numbers: dict[str, int] = {}  # of the ops that differ
+    for node in prelude:
+        if node.op == "placeholder":
+            buffer = node.name.startswith(("b_", "c_"))
+            texts[node] = f"{'buffer' if buffer else node.name}{shapes_text(node)}"
+        else:
+            args, kwargs = substitute((node.args, tuple(node.kwargs.items())), lambda n: Text(texts[n]))
+            texts[node] = f"#{numbers.setdefault(f'{node.target}{args}{kwargs}', len(numbers))}"
+    return texts
 
 
 class Text(str):
@@ -56,12 +51,12 @@ def signature_of(
     outside: tuple[fx.Node, ...],
     receives: tuple[fx.Node, ...],
     sends: tuple[fx.Node, ...],
-    structure: Structure,
+    structure: Mapping[fx.Node, str],
 ) -> str:
     """Ops, arguments, shapes and wiring of a stretch, outside nodes by their place in its lists of them."""
     names: dict[fx.Node, str] = {n: f"%{i}" for i, n in enumerate(nodes)}
     names |= {n: f"p{i}{shapes_text(n)}" for i, n in enumerate(parameters)}
-    names |= {n: f"o{i}{structure(n)}" for i, n in enumerate(outside)}
+    names |= {n: f"o{i}{structure[n]}" for i, n in enumerate(outside)}
     names |= {n: f"x{i}{shapes_text(n)}" for i, n in enumerate(receives)}
     lines = []
     for n in nodes:

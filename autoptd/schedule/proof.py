@@ -132,21 +132,15 @@ class _Run:
 
         A rank waits for one other: the one that its channel's oldest message is with.
         """
-        told: set[int] = set()
-        for start in range(len(self.schedule)):
-            path: list[int] = []
-            at = start
-            while self._stands(at) and at not in path and at not in told:
-                path.append(at)
-                at = self._awaited(at)
-            told.update(path)
-            if at in path:
-                circle = path[path.index(at) :]
-                first = circle.index(min(circle))
-                circle = [*circle[first:], *circle[:first]]
-                yield " -> ".join([*map(self._where, circle), f"rank {circle[0]}"])
-            elif path and not self._stands(at):
-                yield f"{self._where(path[-1])} -> rank {at}, which is done"
+        from networkx import DiGraph, simple_cycles  # for this message alone
+
+        awaited = {rank: self._awaited(rank) for rank in filter(self._stands, range(len(self.schedule)))}
+        circles = [c[i:] + c[:i] for c in simple_cycles(DiGraph(list(awaited.items()))) for i in [c.index(min(c))]]
+        for circle in sorted(circles):
+            yield " -> ".join([*map(self._where, circle), f"rank {circle[0]}"])
+        for rank, other in awaited.items():
+            if other not in awaited:
+                yield f"{self._where(rank)} -> rank {other}, which is done"
 
     def _where(self, rank: int) -> str:
         return f"rank {rank} {self.schedule[rank][self.position[rank]]}"
