@@ -232,6 +232,18 @@ def test_the_circle_is_said(lines: list[str], said: str) -> None:
     assert sum(" -> " in line for line in str(error.value).splitlines()) == 1
 
 
+def test_every_circle_and_every_wait_in_vain_is_said_once() -> None:
+    """Rank 4 waits for one of a circle, which tells of itself; rank 5 for one that is done."""
+    lines = ["RB0 F0 SF0 B0", "RF0 F0 B0 SB0", "RB0 F0 SF0", "RF0 F0 SB0", "RF0", "RB0", "F0"]
+    with pytest.raises(StuckSchedule) as error:
+        prove(parse(lines))
+    assert [line for line in str(error.value).splitlines() if " -> " in line] == [
+        "rank 0 RB0 -> rank 1 RF0 -> rank 0",
+        "rank 2 RB0 -> rank 3 RF0 -> rank 2",
+        "rank 5 RB0 -> rank 6, which is done",
+    ]
+
+
 def test_a_circle_over_all_ranks() -> None:
     """Round a loop of three: each waits for what the one before it sends only afterwards."""
     route = Route(3, 2)

@@ -117,6 +117,25 @@ def test_tables_of_each_layer_fold_and_stay_apart() -> None:
         assert found.traced.buffers[table.args[0].name] == f"blocks.{i}.table"  # type: ignore[union-attr]
 
 
+def test_a_long_chain_without_gradient_folds() -> None:
+    """The bug: its text was made by recursion, which ends at a few hundred ops. Chains of other lengths differ."""
+
+    class Scaled(Block):
+        def __init__(self, length: int) -> None:
+            super().__init__(table=True)
+            self.length = length
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.table
+            for _ in range(self.length):
+                scale = scale.cos()
+            return super().forward(x * scale)
+
+    found = folded(Stack([Scaled(300), Scaled(300), Scaled(300), Scaled(299), Scaled(300)]))
+    first, second, other = (s.kind for s in found.segments[1:4])  # each scales what the next block takes
+    assert first == second != other
+
+
 def test_shared_parameters_fold() -> None:
     block = Block()
     found = folded(Stack([block] * 4))
