@@ -117,12 +117,12 @@ def read_own(path: Path) -> bytes:
     what is no regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        if not is_own(os.fstat(descriptor)):
+        if not _is_own(os.fstat(descriptor)):
             raise PermissionError(f"{path} is not this user's alone")
         return file.read()
 
 
-def is_own(found: os.stat_result) -> bool:
+def _is_own(found: os.stat_result) -> bool:
     """Whether a regular file is this user's, and no other one may write to it."""
     mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISREG(found.st_mode) and mine
