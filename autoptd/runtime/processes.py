@@ -77,13 +77,8 @@ def connect_processes(
     there is none. `limits`: watch over each other's ranks (`watch.py`). Raises PlanError before any process group is
     started if the environment's world is not the mesh's, RuntimeFault where the port of rank 0 is taken.
     """
-    if device is None:
-        device = default_device()
     _check_world(mesh)
-    if not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+    device = start_processes(device, timeout_s)
     watch: Watch | Unwatched = Unwatched()
     if limits is not None and mesh.world > 1:
         watch = Watch(default_store(), dist.get_rank(), mesh.world, limits, store_host())
@@ -93,6 +88,16 @@ def connect_processes(
         made = connect(mesh, ProcessBackend(mesh, device, watch.place), watch)
         watch.place.leave()
     return made
+
+
+def start_processes(device: torch.device | None = None, timeout_s: float = 600.0) -> torch.device:
+    """Start torch.distributed from the environment unless it runs already; the device, by default this process's."""
+    device = default_device() if device is None else device
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+    return device
 
 
 def _initialise(backend: str, timeout: timedelta) -> None:
