@@ -80,6 +80,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
+    assume: Mapping[str, Any] | None = None,
     include: Iterable[str] = (),
     exact: bool = False,
     time_limit_s: float | None = None,
@@ -95,7 +96,8 @@ def plan(
 
     cluster: a shipped name, a TOML path, a `Cluster`; left out, this machine's GPUs, or dgx-h100. batch: samples per
     step, all ranks together; left out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made
-    by hand, `wishes.KNOWN`; with some of them a plan can be predicted, but not run (`Plan.not_runnable`).
+    by hand, `wishes.KNOWN`. assume: how a step is carried out that nothing here runs (`assumed.ASSUMABLE`), such as
+    {"kernels": "fused"}: the plan is then a prediction only (`Plan.not_runnable`).
 
     include: dimensions to search beyond the usual, of `wishes.INCLUDABLE`, or "all". exact: go on until
     nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
@@ -108,7 +110,7 @@ def plan(
     """
     progress = progress or Silent()
     _check_sizes(world, batch)
-    wishes, chosen, where = read_wishes(fix, include), _optimizer_name(optimizer), _cluster(cluster)
+    wishes, chosen, where = read_wishes(fix, include, assume), _optimizer_name(optimizer), _cluster(cluster)
     _check_clip(clip_norm)
     _check_limit(time_limit_s)
     source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)

@@ -334,7 +334,7 @@ class Plan(_Part):
             raise PlanError(
                 f"the plan can be predicted, but not run: {'; '.join(self.not_runnable)}",
                 where="plan",
-                fix="plan again without fixing these",
+                fix="plan again without assume=",
             )
 
     def explain(self, all: bool = False) -> str:
