@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
+    assume: Mapping[str, Any] | None = None,
     include: Iterable[str] = (),
     exact: bool = False,
     time_limit_s: float | None = None,
@@ -94,7 +96,8 @@ def plan(
 
     cluster: a shipped name, a TOML path, a `Cluster`; left out, this machine's GPUs, or dgx-h100. batch: samples per
     step, all ranks together; left out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made
-    by hand, `wishes.KNOWN`; with some of them a plan can be predicted, but not run (`Plan.not_runnable`).
+    by hand, `wishes.KNOWN`. assume: how a step is carried out that nothing here runs (`assumed.ASSUMABLE`), such as
+    {"kernels": "fused"}: the plan is then a prediction only (`Plan.not_runnable`).
 
     include: dimensions to search beyond the usual, of `wishes.INCLUDABLE`, or "all". exact: go on until
     nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
@@ -107,7 +110,7 @@ def plan(
     """
     progress = progress or Silent()
     _check_sizes(world, batch)
-    wishes, chosen, where = read_wishes(fix, include), _optimizer_name(optimizer), _cluster(cluster)
+    wishes, chosen, where = read_wishes(fix, include, assume), _optimizer_name(optimizer), _cluster(cluster)
     _check_clip(clip_norm)
     _check_limit(time_limit_s)
     source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
@@ -158,8 +161,9 @@ def parallelize(
 ) -> Parallel:
     """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
 
-    Keywords are those of `plan`. With a plan, its cluster, sizes, precision and optimizer hold: they need not be given,
-    and nothing is searched, so that fix, include, exact and time_limit_s are refused.
+    Keywords are those of `plan`. Under a launcher rank 0 searches, and the other ranks take its plan. With a plan, its
+    cluster, sizes, precision and optimizer hold: they need not be given, and nothing is searched, so that fix, include,
+    exact and time_limit_s are refused.
     optimizer_options: keywords of the optimizer, such as lr. parameter_groups: parameters with others, by patterns of
     their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
     seed: of the parameters of a meta model, and of dropout. non_finite: what all ranks do with a step whose loss or
@@ -210,7 +214,8 @@ def parallelize(
         assert where is not None
         wishes = read_wishes({"kernels": "compiled", **(fix or {})} if compile else fix, include)
         source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
-        plan = make_plan(
+        make = partial(
+            make_plan,
             source,
             exact=exact,
             time_limit_s=time_limit_s,
@@ -222,6 +227,7 @@ def parallelize(
             wishes=wishes,
             progress=progress,
         )
+        plan = make() if running in (None, 1) else _planned_by_rank_0(make, progress)
         plan.check_runnable()
     else:
         length = seq if seq is not None else plan.sizes.get("s")
@@ -317,6 +323,14 @@ def _running_world() -> int | None:
             return size
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdigit() and "RANK" in os.environ else None
+
+
+def _planned_by_rank_0(make: Callable[[], Plan], progress: Progress) -> Plan:
+    from autoptd.runtime.processes import start_processes
+    from autoptd.runtime.shared_plan import shared_plan
+
+    start_processes()
+    return shared_plan(make, progress)
 
 
 def _cluster(cluster: str | os.PathLike[str] | Cluster | None) -> Cluster:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from autoptd.commands import checkpoint
 from autoptd.commands.arguments import (
-    FIXABLE,
+    FIXED,
     INCLUDABLE,
     SCHEDULE_KINDS,
     SWEPT,
@@ -29,6 +29,7 @@ from autoptd.commands.arguments import (
     count,
     module_name,
     price,
+    read_assume,
     read_fix,
     read_include,
     read_split,
@@ -44,6 +45,7 @@ from autoptd.commands.verify import run_verify
 from autoptd.doctor import command as doctor
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.passes.collector import without_collector
+from autoptd.search.assumed import ASSUMABLE
 
 DONE, NO, BAD = 0, 1, 2
 _MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
@@ -262,7 +264,9 @@ def _parser() -> _Parser:
         help="of a loss that cannot be the whole batch's: refuse it, or take the mean of microbatches' own",
     )
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default %(default)s")
-    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXABLE)}")
+    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXED)}")
+    told = f"{', '.join(ASSUMABLE)}: as no program runs; the plan is a prediction only"
+    plan.add_argument("--assume", type=read_assume, metavar="K=V,…", help=told)
     _add_constraints(plan)
     _add_answers(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")

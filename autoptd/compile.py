@@ -11,7 +11,6 @@ from typing import Any
 import sympy
 from torch import Tensor, nn
 
-from autoptd import kept_plans
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.codegen.pieces import lay_out
 from autoptd.cost_models.cluster import Cluster
@@ -38,7 +37,7 @@ from autoptd.passes.sharding import (
 from autoptd.passes.token_splits import TokenSplits, split_tokens
 from autoptd.passes.trace import BATCH, PRECISIONS, SEQUENCE, trace
 from autoptd.passes.unwrap import compiled_notes, refuse_unsuitable, unwrap
-from autoptd.plan_notes import answer_notes, device_of, discovered
+from autoptd.plan_notes import answer_notes, device_of
 from autoptd.plans import Collectives, Mesh, Method, Plan, Predicted, Schedule, Splits, Stage
 from autoptd.progress import Progress
 from autoptd.runtime.footprint import elements_of
@@ -177,19 +176,11 @@ def make_plan(
         effort=None if exact else EFFORT,
         time_limit_s=time_limit_s or math.inf,
     )
-    own = all(discovered(source).values())  # what another's op does may change with nothing of ours
-    key = kept_plans.key_of(source, task, notes) if own else ""
-    if key and (found := kept_plans.find(key)):
-        with progress.stage("take the plan that was found before"):
-            return found
     _check_loss(source, dp=wishes.mesh.get("dp"), microbatches=size / int(wishes.mesh.get("micro", 1)))
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, wishes, answer.staged.candidate.tp)
     notes += answer_notes(source, answer)
-    plan = _written(source, task, answer, tuple(notes))
-    if key:
-        kept_plans.keep(key, plan)
-    return plan
+    return _written(source, task, answer, tuple(notes))
 
 
 def _check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

@@ -24,23 +24,22 @@ from pathlib import Path
 
 from autoptd.errors import PlanFileError
 
-PRIVATE = 0o600  # of a file that no other user may read
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ELSEWHERE = "name a file in a folder that exists and that you may write to"
 
 
-def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file, in one step for whoever reads it. Raises PlanFileError; then nothing is left.
 
-    mode: its permissions; left out, those of the file that stood there, or what the user's umask leaves.
+    Its permissions are those of the file that stood there, or what the user's umask leaves.
     """
     refuse_unwritable(path)
     part = path.with_name(f".autoptd-{secrets.token_hex(8)}.part")
     try:
         data = text.encode()
-        descriptor = os.open(part, _NEW, 0o666 if mode is None else mode)
+        descriptor = os.open(part, _NEW, 0o666)
         with os.fdopen(descriptor, "wb") as file:
-            if mode is None and _kind(path):
+            if _kind(path):
                 os.fchmod(descriptor, stat.S_IMODE(path.lstat().st_mode) & 0o777)
             file.write(data)
         part.replace(path)
@@ -117,12 +116,12 @@ def read_own(path: Path) -> bytes:
     what is no regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        if not is_own(os.fstat(descriptor)):
+        if not _is_own(os.fstat(descriptor)):
             raise PermissionError(f"{path} is not this user's alone")
         return file.read()
 
 
-def is_own(found: os.stat_result) -> bool:
+def _is_own(found: os.stat_result) -> bool:
     """Whether a regular file is this user's, and no other one may write to it."""
     mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISREG(found.st_mode) and mine

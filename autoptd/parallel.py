@@ -38,7 +38,6 @@ from autoptd.runtime.stored import Stored
 from autoptd.runtime.tokens import tokens_axis
 from autoptd.runtime.trainer import Trainer
 from autoptd.schedule import training_step
-from autoptd.track import Tracker
 
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful
@@ -216,10 +215,6 @@ class Parallel:
         if self._loss is None or self.grad_norm is None:
             raise RuntimeFault("there is nothing to report before the first step", fix="call train_step first")
         return self._meter.report(self._loss, self.grad_norm, self.optimizer.param_groups[0]["lr"])
-
-    def track(self, directory: str | os.PathLike[str]) -> Tracker:
-        """Curves for TensorBoard in a folder, by rank 0: call its `write()` after steps. Needs the extra `track`."""
-        return Tracker(self, directory)
 
     def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
         """This rank's share of each global batch of a data set: `DataLoader(data, batch_sampler=…)`.

@@ -29,20 +29,11 @@ def device_of(staged: Staged, cluster: Cluster, stage: int) -> str:
     return cluster.pools[pools[staged.route.holder(stage)]].device.name if pools else ""
 
 
-def discovered(source: TracedModel) -> dict[str, bool]:
-    """What was found out about ops that have no row in the rule table -> whether torch's own, not somebody's."""
-    calls = [op.call for op in source.known.facts.ops.values()]
-    return {
-        str(what): getattr(call.target, "namespace", "") == "aten"
-        for call in calls
-        if (what := discovery(call)) is not None
-    }
-
-
 def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     """What to know of a plan that a search found."""
     notes = list(source.folded.loss_form.notes)
-    notes += [f"no row in the rule table: {text}" for text in discovered(source)]
+    found = (discovery(op.call) for op in source.known.facts.ops.values())
+    notes += [f"no row in the rule table: {text}" for text in dict.fromkeys(str(w) for w in found if w is not None)]
     if answer.staged.candidate.pools:
         order = dict.fromkeys(
             device_of(answer.staged, answer.staged.chunks.cluster, k) for k in range(answer.staged.candidate.pp)

@@ -334,7 +334,7 @@ class Plan(_Part):
             raise PlanError(
                 f"the plan can be predicted, but not run: {'; '.join(self.not_runnable)}",
                 where="plan",
-                fix="plan again without fixing these",
+                fix="plan again without assume=",
             )
 
     def explain(self, all: bool = False) -> str:
@@ -348,15 +348,6 @@ class Plan(_Part):
         from autoptd.explain import compare
 
         return compare(self, other)
-
-    def export(self, to: str, model: Any = None) -> str:
-        """For those who run elsewhere: "megatron" (arguments), "torch" (a program of `model`) or "json" (a table).
-
-        What the other side cannot say stands in the text. Raises PlanError where it has no counterpart.
-        """
-        from autoptd.export.command import export
-
-        return str(export(self, to, lambda: model)["text"])
 
     def _repr_html_(self) -> str:
         from autoptd.explain import explain_html

@@ -19,6 +19,7 @@ import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.collector import without_collector
 from autoptd.progress import Silent
+from autoptd.search.assumed import by_keyword
 from autoptd.search.planner import Planner, Task
 from autoptd.search.wishes import read_wishes
 from benchmarks.published.clusters import cluster_of
@@ -66,16 +67,16 @@ def _shape(row: Row) -> Any:
 
 def _asking(model: Any, row: Row, cluster: Cluster, fix: Mapping[str, Any]) -> Callable[[], object]:
     assert row.n_gpus
-    world, batch = row.n_gpus, row.global_batch_size_seqs
-    return lambda: autoptd.plan(model, world=world, cluster=cluster, batch=batch, fix=fix)
+    world, batch, (fix, assume) = row.n_gpus, row.global_batch_size_seqs, by_keyword(fix)
+    return lambda: autoptd.plan(model, world=world, cluster=cluster, batch=batch, fix=fix, assume=assume)
 
 
 def _predicting(model: Any, row: Row, cluster: Cluster, fix: Mapping[str, Any]) -> Callable[[], object]:
     """The same by `Planner.predict`, with nothing kept but what holds for the graph."""
     assert row.n_gpus and row.global_batch_size_seqs
-    task = Task(
-        model.folded, cluster, row.n_gpus, row.global_batch_size_seqs, model.sizes, "bf16", "adamw", read_wishes(fix)
-    )
+    fix, assume = by_keyword(fix)
+    wishes = read_wishes(fix, assume=assume)
+    task = Task(model.folded, cluster, row.n_gpus, row.global_batch_size_seqs, model.sizes, "bf16", "adamw", wishes)
     planner = Planner(task, Silent(), model.known)
     (candidate,) = planner.candidates()
     return lambda: planner.predict(candidate)

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Plans are searched by the tests, and by the processes that they start, never found where an earlier run kept them.
-os.environ["AUTOPTD_CACHE"] = "off"
-
 # How quick a machine is, or how busy, is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -337,7 +337,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
         ({"tp": 4, "pp": 2, "zero": 2}, "zero 2 can have no effect", "leave out zero"),
         ({"dp": 1, "zero": 3, "shards": 2}, "zero 3 can have no effect", "leave out zero, shards"),
         ({"zero": 0, "shards": 2}, "shards 2 with zero 0", "or leave shards out"),
-        ({3: 2}, "3 cannot be fixed", "known: attention, bucket_bytes, context, cp, cuts, dp"),
+        ({3: 2}, "3 cannot be fixed", "known: bucket_bytes, context, cp, cuts, dp"),
         ({"tp": "2"}, "tp is '2'", "a whole number of at least 1"),
         ({"tp": True}, "tp is True", "a whole number of at least 1"),
         ({"micro": 0}, "micro is 0", "a whole number of at least 1"),
@@ -356,8 +356,12 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
         ({"shards": -1}, "shards is -1", "a whole number of at least 1"),
         ({"overlap": "dp"}, "overlap is 'dp'", "('dp', 'p2p', 'tp')"),
         ({"overlap": ["dp", "pp"]}, "overlap is ['dp', 'pp']", "('dp', 'p2p', 'tp')"),
-        ({"kernels": "fast"}, "kernels 'fast' is not possible", "'eager', 'fused', 'compiled'"),
-        ({"attention": "ring"}, "attention 'ring' is not possible", "'flash', 'triton', 'cudnn'"),
+        ({"kernels": "fast"}, "kernels 'fast' is not possible", "possible: 'eager', 'compiled'"),
+        ({"kernels": "fused"}, "kernels 'fused' is only predicted", "give assume={'kernels': 'fused'} to autoptd.plan"),
+        ({"attention": "cudnn"}, "attention 'cudnn' is only predicted", "give assume={'attention': 'cudnn'}"),
+        ({"gradients": "both"}, "gradients 'both' is only predicted", "give assume={'gradients': 'both'}"),
+        ({"overlap": ["dp", "tp"]}, "overlap ['dp', 'tp'] is only predicted", "give assume={'overlap': ['dp', 'tp']}"),
+        ({"overlap": ()}, "overlap () is only predicted", "give assume={'overlap': ()}"),
         ({"gradients": "fp32"}, "gradients 'fp32' is not possible", "'main', 'compute'"),
         ({"stages": 2}, "stages 2 is not possible", "'balanced', 'even'"),
         ({"sends": True}, "sends True is not possible", "'whole', 'slices'"),
@@ -397,6 +401,25 @@ def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
     assert what in error.what
     assert way_out in error.fix
     assert error.where.startswith("fix")
+
+
+@pytest.mark.parametrize(
+    ("fix", "assume", "what", "fix_says"),
+    [
+        ({}, {"tp": 2}, "'tp' cannot be assumed", "give it in fix"),
+        ({}, {"kernel": "fused"}, "'kernel' cannot be assumed", "did you mean 'kernels'"),
+        ({}, {"kernels": "fast"}, "kernels 'fast' is not possible", "'eager', 'fused', 'compiled'"),
+        ({}, {"attention": "ring"}, "attention 'ring' is not possible", "'flash', 'triton', 'cudnn'"),
+        ({}, {"overlap": ["dp", "pp"]}, "overlap is ['dp', 'pp']", "('dp', 'p2p', 'tp')"),
+        ({}, "kernels", "assume is 'kernels', not a mapping", "assume={'kernels': 'fused'}"),
+        ({"kernels": "eager"}, {"kernels": "fused"}, "'kernels' is fixed and assumed", "leave one out"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_assumed(fix: dict[str, Any], assume: Any, what: str, fix_says: str):
+    with pytest.raises(PlanError) as told:
+        read_wishes(fix, assume=assume)
+    assert what in told.value.what and fix_says in told.value.fix and told.value.where.startswith("assume")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 import autoptd.cli as cli
-from autoptd.commands.arguments import read_sweep
+from autoptd.commands.arguments import FIXABLE, FIXED, read_sweep
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.plans import Plan
 from tests.sample_plan import sample_plan
@@ -109,7 +111,8 @@ def test_plan_passes_the_wishes_on_and_saves(run: Run, api: list[dict[str, Any]]
     out = tmp_path / "plan.json"
     code, text, _ = run(
         *["plan", "gpt2", "--world", "8", "--cluster", "dgx-h100", "--batch", "16", "--seq", "128"],
-        *["--precision", "fp32", "--fix", "tp=2,recompute=none,zero=0", "-o", str(out)],
+        *["--precision", "fp32", "--fix", "tp=2,recompute=none,zero=0"],
+        *["--assume", "kernels=fused", "-o", str(out)],
     )
     assert code == 0
     (asked,) = api
@@ -122,6 +125,7 @@ def test_plan_passes_the_wishes_on_and_saves(run: Run, api: list[dict[str, Any]]
         "batch": 16,
         "optimizer": "adamw",
         "fix": {"tp": 2, "recompute": "none", "zero": 0},
+        "assume": {"kernels": "fused"},
         "include": (),
         "exact": False,
         "time_limit_s": None,
@@ -184,6 +188,13 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
             "recompute is one of auto, none, selective, ops, full, not 'ful'",
         ),
         (["plan", "gpt2", "--world", "8", "--fix", "overlap=dp,pp"], "'pp' is not NAME=VALUE"),
+        (["plan", "gpt2", "--world", "8", "--fix", "kernels=fused"], "give --assume kernels=fused"),
+        (["plan", "gpt2", "--world", "8", "--fix", "overlap=none"], "give --assume overlap=none"),
+        (["plan", "gpt2", "--world", "8", "--assume", "tp=2"], "'tp' cannot be assumed; known: attention, gradients"),
+        (
+            ["plan", "gpt2", "--world", "8", "--fix", "kernels=eager", "--assume", "kernels=fused"],
+            "kernels is fixed and assumed",
+        ),
         (
             ["plan", "gpt2", "--world", "8", "--fix", "overlap=all"],
             "overlap is none, or some of dp, p2p, tp, not 'all'",
@@ -229,14 +240,28 @@ def test_bad_usage_is_2_and_one_message(run: Run, api: list[dict[str, Any]], wor
     ("text", "fix"),
     [
         ("overlap=dp,p2p,tp=2", {"overlap": ("dp", "p2p"), "tp": 2}),
-        ("tp=4, overlap=tp", {"tp": 4, "overlap": ("tp",)}),
-        ("overlap=dp, tp,kernels=fused", {"overlap": ("dp", "tp"), "kernels": "fused"}),
-        ("overlap=none,sequence_parallel=false", {"overlap": (), "sequence_parallel": False}),
+        ("tp=4, overlap=p2p", {"tp": 4, "overlap": ("p2p",)}),
+        ("kernels=compiled,sequence_parallel=false", {"kernels": "compiled", "sequence_parallel": False}),
         ("virtual=2,schedule=interleaved,cp=2,zero=3", {"virtual": 2, "schedule": "interleaved", "cp": 2, "zero": 3}),
     ],
 )
 def test_what_fix_reads(text: str, fix: dict[str, Any]):
     assert cli.read_fix(text) == fix
+
+
+@pytest.mark.parametrize(
+    ("text", "assumed"),
+    [
+        ("overlap=dp, tp,kernels=fused", {"overlap": ("dp", "tp"), "kernels": "fused"}),
+        ("attention=cudnn,overlap=none,gradients=both", {"attention": "cudnn", "overlap": (), "gradients": "both"}),
+    ],
+)
+def test_what_assume_reads(text: str, assumed: dict[str, Any]):
+    assert cli.read_assume(text) == assumed
+    for name, value in assumed.items():
+        said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"only predicted.*give --assume {re.escape(said)}$"):
+            cli.read_fix(said)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +280,10 @@ def test_what_sweep_reads(text: str, swept: Any):
 def test_fix_knows_what_the_search_does():
     from autoptd.search import wishes
 
-    assert set(cli.FIXABLE) == set(wishes.KNOWN) - set(wishes.NAMED)
+    assert set(FIXED) == set(wishes.KNOWN) - set(wishes.NAMED)
     given = {name: tuple(map(str, values)) for name, values in wishes.ALLOWED.items() if name != "zero"}
-    assert {name: cli.FIXABLE[name] for name in given} == given
-    assert cli.FIXABLE["overlap"] == wishes.STREAMS
+    assert {name: FIXABLE[name] for name in given} == given
+    assert FIXABLE["overlap"] == wishes.STREAMS
 
 
 # --- the other commands -------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_run_that_is_not_predicted_says_why() -> None:
 
 
 def _planner(row: Row) -> Planner:
-    return planner_of(row, read_wishes({"kernels": "fused"}), cluster_of(row))
+    return planner_of(row, read_wishes({}, assume={"kernels": "fused"}), cluster_of(row))
 
 
 def test_a_mesh_outside_the_space_is_told_by_what_is_searched() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -234,7 +237,9 @@ def test_an_error_skips_the_case(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(measure, "time_op", broken)
     told: list[str] = []
-    found = measure.measure(0.3, 1, lambda case, how, total: told.append(f"{case}: {how}"))
+    shown = nullcontext(lambda case, how, total: told.append(f"{case}: {how}"))
+    monkeypatch.setattr(measure, "_bar", lambda show: shown)
+    found = measure.measure(0.3, 1)
     failed = [skipped for skipped in found.skipped if skipped.case.dtype == "fp16"]
     assert failed[0].why == "RuntimeError: \"addmm_impl_cpu_\" not implemented for 'Half'"
     assert any(line.endswith(failed[0].why) for line in told)
@@ -318,14 +323,49 @@ def test_interrupted_it_writes_nothing(tmp_path: Path):
 
 
 @pytest.mark.ranks
-def test_a_process_that_cannot_start_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_process_that_cannot_start_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     from autoptd.errors import RuntimeFault
     from autoptd.profile.measure import measure
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text("raise SystemExit('no licence')\n")
-    with pytest.raises(RuntimeFault, match="no licence"):
+    with pytest.raises(RuntimeFault, match=r"process [01] ended with code 1"):
         measure(1.0, 2)
+    assert "no licence" in capfd.readouterr().err
+
+
+def one_fails(text: str) -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError(text)
+    time.sleep(60)
+
+
+@pytest.mark.ranks
+def test_a_process_that_fails_says_why_and_ends_the_others(capfd: pytest.CaptureFixture[str]):
+    from autoptd.errors import RuntimeFault
+    from autoptd.profile.world import launch
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeFault, match=r"process 1 ended with code 1(?s:.*)ValueError: out of luck"):
+        launch(2, one_fails, "out of luck")
+    assert "ERROR" not in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def listening() -> bool:
+    """Whether the store of these processes answers at another address of this machine."""
+    with socket.socket() as asking:
+        asking.settimeout(2)
+        return asking.connect_ex(("127.0.0.2", int(os.environ["MASTER_PORT"]))) == 0
+
+
+@pytest.mark.ranks
+def test_the_store_of_launched_processes_listens_on_loopback_alone():
+    from autoptd.profile.world import launch
+
+    assert not launch(2, listening)
 
 
 # --- whole steps --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
-from autoptd.errors import RuntimeFault
 from autoptd.lockstep import differences
 from autoptd.runtime import ranges
 from autoptd.runtime.comm import Communicators
@@ -123,51 +121,16 @@ def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> 
         parallel.train_step(batch(0))
 
 
-class Writer:
-    """What a folder would hold."""
-
-    written: dict[str, dict[str, float]] = {}  # noqa: RUF012
-
-    def __init__(self, directory: str) -> None:
-        self.curves = self.written.setdefault(directory, {})
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.curves[f"{name} {step}"] = value
-
-    def close(self) -> None:
-        self.curves["closed"] = 1.0
-
-
-def test_curves_are_those_of_the_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+def test_the_line_for_tensorboard_writes_the_report() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
+    (line,) = re.findall(r"`(for name, value .*?)`", page)
+    curves: dict[tuple[str, int], float] = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: curves.update({(name, step): value}))
     parallel = made()
-    with parallel.track(tmp_path / "runs") as tracker:
-        losses = []
-        for step in range(2):
-            losses.append(float(parallel.train_step(batch(step))))
-            tracker.write(epoch=0.5)
-    curves = Writer.written[str(tmp_path / "runs")]
-    assert [curves["train/loss 1"], curves["train/loss 2"]] == losses
-    assert curves["train/epoch 2"] == 0.5 and curves["train/learning_rate 2"] == 0.05 and curves["closed"]
-    assert not [name for name in curves if name.startswith("train/step")]
-
-
-def test_without_tensorboard_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(RuntimeFault, match=r"pip install 'autoptd\[track\]'"):
-        made().track(tmp_path)
-
-
-def test_curves_that_cannot_be_written_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As TensorBoard's own writer fails where a file stands in the way."""
-
-    def writer(folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RuntimeFault, match=r"(?s)cannot be written.*file"):
-        made().track(tmp_path / "file")
+    for step in range(2):
+        loss = float(parallel.train_step(batch(step)))
+        exec(line, {"par": parallel, "writer": writer})
+    assert curves["train/loss", 2] == loss and curves["train/learning_rate", 1] == 0.05
 
 
 def test_the_page_runs() -> None:

@@ -18,11 +18,12 @@ from autoptd.errors import InputsError
 from autoptd.passes.trace import SEQUENCE
 from autoptd.plans import Plan
 from autoptd.progress import Progress, Silent
+from autoptd.search.assumed import by_keyword
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What `autoptd.plan` is asked. `options`: further keywords of it, such as `optimizer`."""
+    """What `autoptd.plan` is asked. `fix`: what it fixes and what it assumes. `options`: further keywords of it."""
 
     traced: TracedModel
     world: int
@@ -34,12 +35,14 @@ class Asked:
 
     def plan(self, progress: Progress | None = None) -> Plan:
         """The plan. Raises DoesNotFit, PlanError."""
+        fix, assume = by_keyword(self.fix)
         found = autoptd.api.plan(
             self.traced,
             world=self.world,
             cluster=self.cluster,
             batch=self.batch,
-            fix=dict(self.fix),
+            fix=fix,
+            assume=assume,
             progress=progress or Silent(),
             **self.options,
         )

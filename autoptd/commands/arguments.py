@@ -1,4 +1,4 @@
-"""How words of the command line are read: `--fix`, `--sweep`, counts, times and prices.
+"""How words of the command line are read: `--fix`, `--assume`, `--sweep`, counts, times and prices.
 
 Nothing here needs torch, so that `--help` and mistakes are answered at once.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from autoptd.errors import AutoptdError, nearest
+from autoptd.search.assumed import ASSUMABLE, only_predicted
 from autoptd.search.other_names import MEANT
 
 SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
 
-# What `--fix` takes, and how each value is read.
+# What `--fix` and `--assume` take, and how each value is read.
 FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "dp": int,
     "tp": int,
@@ -53,6 +54,7 @@ INCLUDABLE = (
 COUNTED = ("world", "batch", "seq")  # what `--sweep` takes besides: numbers from 1,
 NAMED = ("cluster",)  # and names
 SWEPT = (*COUNTED, *NAMED, *FIXABLE)
+FIXED = tuple(name for name in FIXABLE if name != "attention")  # what `--fix` takes
 
 
 class UsageError(AutoptdError, ValueError):
@@ -61,15 +63,31 @@ class UsageError(AutoptdError, ValueError):
 
 def read_fix(text: str) -> dict[str, object]:
     """`tp=8,overlap=dp,p2p` -> {"tp": 8, "overlap": ("dp", "p2p")}. Raises argparse's error for a bad one."""
+    fixed = _read_choices(text, FIXABLE, "fixed")
+    for name, value in fixed.items():
+        if only_predicted(name, value):
+            said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
+            raise argparse.ArgumentTypeError(
+                f"{said} is only predicted: no program can be asked for it; give --assume {said}"
+            )
+    return fixed
+
+
+def read_assume(text: str) -> dict[str, object]:
+    """`kernels=fused,overlap=dp` -> {"kernels": "fused", "overlap": ("dp",)}. Raises argparse's error for a bad one."""
+    return _read_choices(text, ASSUMABLE, "assumed")
+
+
+def _read_choices(text: str, known: Collection[str], done: str) -> dict[str, object]:
     fixed: dict[str, object] = {}
     for item in re.sub(r",(?=\s*(?:dp|p2p|tp)\s*(?:,|$))", "+", text).split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
             raise argparse.ArgumentTypeError(f"{item!r} is not NAME=VALUE, for example tp=8")
-        if name not in FIXABLE:
-            raise argparse.ArgumentTypeError(f"{name!r} cannot be fixed; {nearest(name, FIXABLE, MEANT)}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be {done}; {nearest(name, known, MEANT)}")
         if name in fixed:
-            raise argparse.ArgumentTypeError(f"{name!r} is fixed twice")
+            raise argparse.ArgumentTypeError(f"{name!r} is {done} twice")
         fixed[name] = _fixed_value(name, value)
     return fixed
 
@@ -146,8 +164,12 @@ def module_name(text: str) -> str:
 
 
 def all_fixed(arguments: argparse.Namespace) -> dict[str, object]:
-    """What `--fix`, `--split`, `--cut` and `--whole` fix together. Raises UsageError for a pattern given twice."""
+    """All choices made by hand, of every option. Raises UsageError for one that is given twice."""
     fixed: dict[str, object] = dict(arguments.fix or {})
+    for name, value in (arguments.assume or {}).items():
+        if name in fixed:
+            raise UsageError(f"{name} is fixed and assumed", where=f"--assume {name}=", fix="leave one out")
+        fixed[name] = value
     splits: dict[str, str] = {}
     for pattern, placement in arguments.split or ():
         if pattern in splits:

@@ -86,11 +86,13 @@ def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     import autoptd.api
     from autoptd.answers.asked import Asked
     from autoptd.cost_models.cluster import Cluster, default_cluster
+    from autoptd.search.assumed import by_keyword
     from autoptd.search.wishes import read_wishes
 
     clusters = [Cluster.load(name) for name in swept.get("cluster", (arguments.cluster,)) if name]
     cluster = clusters[0] if clusters else default_cluster()
-    read_wishes(arguments.fix, arguments.include)
+    fix, assume = by_keyword(arguments.fix)
+    read_wishes(fix, arguments.include, assume)
     seq = max(swept["seq"]) if "seq" in swept else arguments.seq
     averaging = arguments.loss_averaging
     traced = autoptd.api.trace(
@@ -109,13 +111,16 @@ def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
 
 def _one(arguments: argparse.Namespace, asked: Asked, progress: Progress) -> int:
     import autoptd.api
+    from autoptd.search.assumed import by_keyword
 
+    fix, assume = by_keyword(arguments.fix)
     plan = autoptd.api.plan(
         asked.traced,
         world=asked.world,
         cluster=asked.cluster,
         batch=arguments.batch,
-        fix=arguments.fix,
+        fix=fix,
+        assume=assume,
         progress=progress,
         **asked.options,
     )

@@ -56,7 +56,7 @@ def examine(cluster: str | None, plan: str | None, folder: Path, port: int | Non
     if not launched():
         return list(_alone(meant, planned, folder, _PORT if port is None else port))
     try:
-        with joined(1, []) as place:
+        with joined() as place:
             return list(_together(place, meant, planned, folder, port))
     except RuntimeError as error:  # torch's DistError is one: the store, the network
         said = str(error).strip().splitlines()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.errors import PlanError, nearest
+from autoptd.errors import PlanError
 
 if TYPE_CHECKING:
     from autoptd.plans import Plan
@@ -33,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out:
         refuse_unwritable(Path(arguments.out))
     plan = Plan.load(arguments.plan)
-    found = export(plan, arguments.to, lambda: _model(plan, arguments.model, needed=arguments.to == "torch"))
+    found = _exported(plan, arguments.to, arguments.model)
     text = f"{json.dumps(found['data'], indent=1, sort_keys=True)}\n" if arguments.json else found["text"]
     if not arguments.out:
         show(text)
@@ -48,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def export(plan: Plan, to: str, model: Callable[[], Any]) -> dict[str, Any]:
-    """`text` (what a file gets), `data` (for JSON) and `differs`. `model` is called only where a model is used."""
+def _exported(plan: Plan, to: str, model: str | None) -> dict[str, Any]:
+    """`text` (what a file gets), `data` (for JSON) and `differs`. The model is made only where it is used."""
     if to == "json":
         from autoptd.export.mapping import mapping
 
@@ -58,17 +57,12 @@ def export(plan: Plan, to: str, model: Callable[[], Any]) -> dict[str, Any]:
     if to == "megatron":
         from autoptd.export.megatron import megatron
 
-        said = megatron(plan, model())
+        said = megatron(plan, _model(plan, model, needed=False))
         return {"text": said.to_text(), "data": said.to_data(), "differs": said.differs}
-    if to == "torch":
-        from autoptd.export.torch_program import torch_program
+    from autoptd.export.torch_program import torch_program
 
-        module = model()
-        if module is None:
-            raise PlanError("a torch program needs the model", where="model", fix="pass model=, which may be on meta")
-        program = torch_program(plan, module)
-        return {"text": program.to_text(), "data": program.to_data(), "differs": program.differs}
-    raise PlanError(f"a plan cannot be exported to {to!r}", where="to", fix=nearest(to, TARGETS))
+    program = torch_program(plan, _model(plan, model, needed=True))
+    return {"text": program.to_text(), "data": program.to_data(), "differs": program.differs}
 
 
 def _model(plan: Plan, name: str | None, needed: bool) -> Any:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
 from autoptd.outputs import refuse_unwritable, write_whole
 from autoptd.profile.fit import fit, shipped_with
-from autoptd.profile.record import Case, Record
+from autoptd.profile.record import Record
 from autoptd.profile.report import Row, rows, skipped_text, table
 from autoptd.profile.toml import cluster_toml
-
-if TYPE_CHECKING:
-    from autoptd.profile.measure import Tell
 
 
 def profile(
@@ -44,8 +37,7 @@ def profile(
         from autoptd.profile.measure import measure
 
         _check_processes(processes)
-        with _bar(show) as tell:
-            record = measure(limit_s, processes, tell)
+        record = measure(limit_s, processes, show=show)
         if os.environ.get("RANK", "0") != "0":
             return None
     if points is not None:  # first: points that no cluster can be fitted to are still worth having
@@ -89,22 +81,3 @@ def _check_processes(processes: int | None) -> None:
     gpus = torch.cuda.device_count()
     if gpus and processes is not None and processes > gpus and world is None:
         raise ClusterError(f"--processes {processes}, but there are {gpus} GPUs", fix=f"use up to {gpus}")
-
-
-@contextmanager
-def _bar(show: bool) -> Iterator[Tell | None]:
-    """What a measurement reports its cases to: a bar on a terminal, or nothing."""
-    if not show or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("start the processes", total=None)
-
-        def tell(case: Case, how: str, total: int) -> None:
-            progress.update(task, total=total, advance=1, description=f"{case}: {how}")
-
-        yield tell

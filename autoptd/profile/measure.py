@@ -6,8 +6,10 @@ import datetime
 import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from autoptd.profile.network import Network
 from autoptd.profile.ops import time_op
 from autoptd.profile.record import Case, Point, Record, Skipped
 from autoptd.profile.timing import Timer, timer
-from autoptd.profile.world import Place, Seat, default_processes, joined, launched
+from autoptd.profile.world import Place, default_processes, joined, launch, launched
 
 _OPS_SHARE = 0.6  # of the time, where there is a network to be measured as well
 _MARGIN = 0.8  # of the limit is given out: a case may take a little longer than its share
@@ -28,22 +30,46 @@ _MARGIN = 0.8  # of the limit is given out: a case may take a little longer than
 Tell = Callable[[Case, str, int], None]  # the case that is done, how it went, and how many there are in all
 
 
-def measure(limit_s: float, processes: int | None = None, tell: Tell | None = None, seat: Seat | None = None) -> Record:
+def measure(limit_s: float, processes: int | None = None, show: bool = False) -> Record:
     """Time ops and collectives of this machine within about `limit_s` seconds, but at least the smallest of each kind.
 
     processes: on this machine; left out, one per GPU, or two without a GPU. Under torchrun all its ranks take part, and
-    each has to call this. seat: of a process that rank 0 started. Raises RuntimeFault if a process fails. All ranks
-    return the same points.
+    each has to call this. show: a progress bar, if standard error is a terminal. Raises RuntimeFault if a process
+    fails. All ranks return the same points.
     """
-    started = time.perf_counter()
     processes = processes or default_processes()
+    if launched() or processes == 1:
+        return _measure_here(limit_s, show, time.time())
+    return launch(processes, _measure_here, limit_s, show, time.time())
+
+
+def _measure_here(limit_s: float, show: bool, began_s: float) -> Record:
     threads = torch.get_num_threads()
-    with joined(processes, [str(limit_s)], seat) as place:
+    with _bar(show) as tell, joined() as place:
         torch.set_num_threads(1 if place.world > 1 or launched() else threads)  # a plan's ranks have a core each
         try:
-            return _measure(place, limit_s * _MARGIN - (time.perf_counter() - started), tell or (lambda *_: None))
+            return _measure(place, limit_s * _MARGIN - (time.time() - began_s), tell)
         finally:
             torch.set_num_threads(threads)
+
+
+@contextmanager
+def _bar(show: bool) -> Iterator[Tell]:
+    """Report each case to a bar, on rank 0 and a terminal; else to nobody."""
+    if not show or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("start the processes", total=None)
+
+        def tell(case: Case, how: str, total: int) -> None:
+            progress.update(task, total=total, advance=1, description=f"{case}: {how}")
+
+        yield tell
 
 
 def _measure(place: Place, limit_s: float, tell: Tell) -> Record:

@@ -16,7 +16,7 @@ from autoptd.profile.ops import DTYPES
 from autoptd.profile.record import Case, Point, Skipped
 from autoptd.profile.timing import ENOUGH_S, LEAST, MOST, Run, Timer, runs_per_sample
 from autoptd.runtime.process_group import ProcessGroup
-from autoptd.runtime.processes import ProcessChannel, process_group
+from autoptd.runtime.processes import ProcessChannel
 
 
 class Network:
@@ -44,7 +44,7 @@ class Network:
                     made = dist.new_group(members)
                     mine = made if self.rank in members else mine
             assert mine is not None, (ranks, stride, self.world)
-            self._groups[ranks, stride] = process_group(mine, self.device)
+            self._groups[ranks, stride] = ProcessGroup(mine)
         return self._groups[ranks, stride]
 
     def channel(self, stride: int) -> ProcessChannel | None:

@@ -1,21 +1,17 @@
-"""The processes that measure together: those that torchrun started, or this one and others like it on this machine.
-
-Rank 0 is always the process that a person started, so that it shows the progress and can be interrupted; the others are
-`python -m autoptd.profile.worker` and end with it.
-"""
+"""The processes that measure together: those that torchrun started, or those that torch's launcher starts here."""
 
 from __future__ import annotations
 
+import logging
 import os
-import subprocess
-import sys
+import signal
 import tempfile
-import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import IO
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +21,8 @@ from autoptd.runtime.listening import LOOPBACK, host_store, on_loopback, on_name
 from autoptd.runtime.processes import default_device
 
 _TIMEOUT = timedelta(seconds=120)
-_DYING_S = 0.2  # the loss of a peer is noticed before its process has quite ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that torch's launcher takes over
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,91 +45,64 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-@dataclass(frozen=True)
-class Seat:
-    """What a worker is told: its rank among `world` processes, and where rank 0's store listens."""
-
-    rank: int
-    world: int
-    port: int
-
-
 @contextmanager
-def joined(processes: int, arguments: list[str], seat: Seat | None = None) -> Iterator[Place]:
-    """Torch's process group among `processes` of this machine, or those that torchrun started; none for one process.
-
-    `arguments` are those of the workers, and `seat` is a worker's. Raises RuntimeFault with what a worker said if the
-    group cannot be started.
-    """
+def joined() -> Iterator[Place]:
+    """Join torch's process group among the processes that a launcher started; none for one that nobody launched."""
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if seat is not None:
-        store = dist.TCPStore(LOOPBACK, seat.port, seat.world, is_master=False, timeout=_TIMEOUT)
-        store.set(_present(seat.rank), "")
-        with _group(device, store, seat.rank, seat.world):
-            yield Place(seat.rank, seat.world, seat.world, device)
-    elif launched():
-        with on_named_interface(_TIMEOUT), _group(device):
+    if not launched():
+        yield Place(0, 1, 1, device)
+        return
+    with on_named_interface(_TIMEOUT):
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+        try:
             world = dist.get_world_size()
             yield Place(dist.get_rank(), world, int(os.environ.get("LOCAL_WORLD_SIZE", world)), device)
-    elif processes == 1:
-        yield Place(0, 1, 1, device)
-    else:
-        with on_loopback(), _with_workers(processes, arguments, device):
-            yield Place(0, processes, processes, device)
-
-
-@contextmanager
-def _group(device: torch.device, store: dist.Store | None = None, rank: int = -1, world: int = -1) -> Iterator[None]:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _with_workers(processes: int, arguments: list[str], device: torch.device) -> Iterator[None]:
-    store = host_store(LOOPBACK, 0, processes, _TIMEOUT)
-    with tempfile.TemporaryFile("w+") as said:
-        seats = [Seat(rank, processes, store.port) for rank in range(1, processes)]
-        workers = [_worker(seat, arguments, said) for seat in seats]
-        try:
-            _wait_for(store, workers)
-            with _group(device, store, 0, processes):
-                yield
-                for worker in workers:
-                    worker.wait(_TIMEOUT.total_seconds())
-        except (RuntimeError, subprocess.TimeoutExpired) as error:  # torch's DistError is a RuntimeError
-            time.sleep(_DYING_S)
-            code = next((code for code in (worker.poll() for worker in workers) if code), None)
-            if code is None:
-                raise
-            said.seek(0)
-            raise RuntimeFault(f"a process of the measurement ended with code {code}\n{said.read()}") from error
         finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+            dist.destroy_process_group()
 
 
-def _wait_for(store: dist.Store, workers: list[subprocess.Popen[bytes]]) -> None:
-    """Until all are there. In small steps: torch's waiting can neither be interrupted nor sees that one has ended."""
-    end = time.monotonic() + _TIMEOUT.total_seconds()
-    while not store.check([_present(1 + i) for i in range(len(workers))]):
-        if time.monotonic() > end or any(worker.poll() is not None for worker in workers):
-            raise RuntimeError("not all processes of the measurement have started")
-        time.sleep(0.02)
+def launch(processes: int, fn: Callable[..., T], *args: object) -> T:
+    """Run a function on processes of this machine, as torchrun would, and return rank 0's result.
 
+    Function, arguments and result are pickled. Raises RuntimeFault with what the first process that failed said.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-def _present(rank: int) -> str:
-    return f"present/{rank}"
-
-
-def _worker(seat: Seat, arguments: list[str], said: IO[str]) -> subprocess.Popen[bytes]:
-    words = [*arguments, *map(str, (seat.rank, seat.world, seat.port))]
-    command = [sys.executable, "-m", "autoptd.profile.worker", *words]
-    environment = os.environ | {"LOCAL_RANK": str(seat.rank)}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    said = logging.getLogger("torch.distributed.elastic")
+    level, said.disabled = said.level, False
+    said.setLevel(logging.CRITICAL)  # what it reports of a failed process is in the error
+    try:
+        with on_loopback(), tempfile.TemporaryDirectory(prefix="autoptd-") as folder:
+            store = host_store(
+                LOOPBACK, 0, processes, _TIMEOUT, shared=True
+            )  # the launcher's own would listen everywhere
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=processes,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="static",
+                rdzv_endpoint=f"{LOOPBACK}:{store.port}",
+                rdzv_configs={"rank": 0, "timeout": int(_TIMEOUT.total_seconds())},
+                local_addr=LOOPBACK,
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+            )
+            results: dict[int, T] = elastic_launch(config, fn)(*args)
+            return results[0]
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RuntimeFault(f"process {rank} ended with code {failure.exitcode}\n{failure.message}") from error
+    finally:
+        said.setLevel(level)
+        for number, handler in before.items():
+            signal.signal(number, handler)

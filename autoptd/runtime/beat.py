@@ -44,19 +44,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Process:
-    """Which process a rank is; `started`: the kernel's start time, by which a number that is used again is told.
-
-    record: the file in which it says what it does.
-    """
+    """Which process a rank is; `started`: the kernel's start time, by which a number that is used again is told."""
 
     node: str
     pid: int
     started: str
-    record: str = ""
 
     @staticmethod
-    def mine(record: str = "") -> Process:
-        return Process(socket.gethostname(), os.getpid(), _stat(os.getpid())[1], record)
+    def mine() -> Process:
+        return Process(socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> str:
         """`gone`, `stopped` or `runs`; empty on another node, or where there is no /proc."""

@@ -30,7 +30,6 @@ from autoptd.runtime.comm import Alone, Group, Handle
 from autoptd.runtime.flat import Slot
 from autoptd.runtime.gathering import Gathering, Unit
 from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.runtime.lone import Lone
 from autoptd.runtime.reduction import Live, Reduction
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.storage import Buffer, Piece, Sharing
@@ -69,7 +68,6 @@ class Buffers:
         idle = {name for name, spec in layout.parameters.items() if spec.idle}
         reached = [frozenset(held) - idle for held in holders or (set(parameters),)]
         self._reduction = Reduction(self._summed(), reached, layout.overlap, layout.zero)
-        self._lone = Lone()
         self._wholes = Gathering(ahead=layout.overlap) if layout.zero == 3 else None
         # `.data`: a count of writes of its own, or collecting one bucket would spoil what autograd kept of another
         self.parameters = {
@@ -92,9 +90,7 @@ class Buffers:
 
     def pieces(self, pipeline_rank: int) -> list[Piece]:
         """What this rank's optimizer updates."""
-        result = self._pieces(pipeline_rank, frozen=False)
-        self._lone.adopt(piece for piece in result if self._buffer_of[piece.name].lone)
-        return result
+        return self._pieces(pipeline_rank, frozen=False)
 
     def frozen_pieces(self, pipeline_rank: int) -> list[Piece]:
         """This rank's elements of the frozen parameters that are sharded."""
@@ -112,9 +108,6 @@ class Buffers:
 
     def _listen(self, name: str, parameter: nn.Parameter) -> None:
         live = self._live_of[name]
-        if live.buffer.lone:
-            self._lone.parameters[name] = parameter
-            return
 
         def take(parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -127,7 +120,6 @@ class Buffers:
         """Forget the last step's gradients (the first addend overwrites)."""
         self.end_step()
         self._reduction.start_step()
-        self._lone.start_step()
 
     def expect_gradients(self, chunk: int, last: bool) -> None:
         """Of a chunk; the step's last of it: reduce each bucket as it becomes complete."""
@@ -136,7 +128,6 @@ class Buffers:
     def finish_reduction(self) -> None:
         """Wait for all sums over dp, and sum over tp and tied stages what is partial there."""
         self._reduction.finish()
-        self._lone.finish()
         for live in self._summed():
             own = live.buffer.grad_shard(live.bucket)
             if live.buffer.partial_over_tp:
@@ -147,15 +138,14 @@ class Buffers:
 
     def used(self) -> set[str]:
         """Parameters that got a gradient on this rank in this step."""
-        return self._reduction.used | self._lone.used
+        return self._reduction.used
 
     def _summed(self) -> list[Live]:
-        return [live for live in self._live if live.buffer.summed]
+        return [live for live in self._live if not live.buffer.frozen]
 
     def scale_gradients(self, factor: Tensor) -> None:
         for live in self._summed():
             live.buffer.stepped_grad(live.bucket).mul_(factor)
-        self._lone.scale(factor)
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
@@ -164,8 +154,8 @@ class Buffers:
 
     def gradients(self) -> dict[str, Tensor]:
         """The step's reduced gradients of this stage's local parameters, whole over dp. A collective over dp."""
-        summed = (buffer for buffer in self._buffers if buffer.summed)
-        return {name: x for buffer in summed for name, x in buffer.gradients().items()} | self._lone.gradients()
+        trained = (buffer for buffer in self._buffers if not buffer.frozen)
+        return {name: x for buffer in trained for name, x in buffer.gradients().items()}
 
     # ---- parameters ----
 

@@ -44,7 +44,7 @@ class Group(Protocol):
         ...
 
     def all_reduce_later(self, x: Tensor) -> Handle:
-        """Sum in place."""
+        """Sum in place, of floating point."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Group(Protocol):
         ...
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
-        """x [size * n] into out [n], flat; out may be this rank's part of x."""
+        """x [size * n] into out [n], flat, of floating point; out may be this rank's part of x."""
         ...
 
     def all_to_all(self, x: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ class Place:
     talk: Talk | None = None
     since: float = field(default_factory=time.monotonic)
     failing: Callable[[], None] | None = None  # asked before each action: may raise what another rank told
-    record: Callable[[Seen], None] | None = None  # takes every change
 
     def enter(self, action: str, stage: int, microbatch: int | None, module: str) -> None:
         """An action of the list begins."""
@@ -75,15 +74,11 @@ class Place:
     def _move(self, here: Seen) -> None:
         self.here, self.since, self.talk = here, time.monotonic(), None
         self.count += 1
-        if self.record is not None:
-            self.record(here)
 
     def talking(self, talk: Talk | None) -> None:
         """A communication begins, or ends."""
         self.talk, self.since = talk, time.monotonic()
         self.count += talk is not None
-        if self.record is not None:
-            self.record(self.here if talk is None else replace(self.here, talk=talk.what, peers=talk.peers))
 
     def seen(self) -> Seen:
         """As it is now."""

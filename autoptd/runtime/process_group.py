@@ -1,4 +1,7 @@
-"""A communicator that is a process group of torch.distributed: its own collectives. Booleans travel as bytes."""
+"""A communicator that is a process group of torch.distributed, by torch's own collectives.
+
+NCCL and gloo carry some types only. Elements of others are moved as bytes, and summed in a wider type.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from autoptd.runtime.place import Place, Talk
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_CARRIED = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
+_SUMMED_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
 @dataclass
@@ -37,7 +43,8 @@ class Works:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype is torch.bool else x
+    """View a contiguous tensor as bytes, flat, where its type is not carried."""
+    return x if x.dtype in _CARRIED else x.view(-1).view(torch.uint8)
 
 
 @dataclass
@@ -58,9 +65,10 @@ class ProcessGroup:
         return Talk(self.place, what, self.others)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        wide = x.to(_SUMMED_IN.get(x.dtype, x.dtype))
         with self.talk("all-reduce with"):
-            dist.all_reduce(as_bytes(x), _OPS[op], group=self.group)
-        return x
+            dist.all_reduce(wide, _OPS[op], group=self.group)
+        return x if wide is x else x.copy_(wide)
 
     def all_reduce_later(self, x: Tensor) -> Handle:
         talk = self.talk("all-reduce with")
@@ -69,18 +77,19 @@ class ProcessGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
-        self.all_gather_later(as_bytes(out).flatten(), as_bytes(x).flatten()).wait()
+        self.all_gather_later(out.view(-1), x.reshape(-1)).wait()
         return out
 
     def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
         talk = self.talk("all-gather with")
         with talk:
-            return Works([_all_gather(out, x, group=self.group, async_op=True)], (out, x), talk)
+            return Works([_all_gather(as_bytes(out), as_bytes(x), group=self.group, async_op=True)], (out, x), talk)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[1:])
-        self.reduce_scatter_later(out.view(-1), x.view(-1)).wait()
-        return out
+        wide = x.to(_SUMMED_IN.get(x.dtype, x.dtype))
+        out = wide.new_empty(x.shape[1:])
+        self.reduce_scatter_later(out.view(-1), wide.view(-1)).wait()
+        return out.to(x.dtype)
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
         talk = self.talk("reduce-scatter with")

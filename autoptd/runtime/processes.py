@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.attached import attach
 from autoptd.runtime.attempts import of_this_attempt
 from autoptd.runtime.beat import Limits
 from autoptd.runtime.comm import Alone, Channel, Communicators, Group, Handle, connect
 from autoptd.runtime.default_store import default_store, store_host
-from autoptd.runtime.gloo import GlooGroup
 from autoptd.runtime.listening import on_named_interface
 from autoptd.runtime.mesh import AXES, AxisName, Mesh
 from autoptd.runtime.place import Place, Talk, Unwatched
@@ -44,14 +42,6 @@ class ProcessChannel:
             return Works([dist.irecv(as_bytes(out), self.peer, group=self.group)], (out,), talk)
 
 
-def process_group(group: dist.ProcessGroup, device: torch.device, place: Place | None = None) -> ProcessGroup:
-    """`comm.Group` over one of torch's groups, for tensors on a device. A collective of the group."""
-    place = place or Place()
-    if device.type == "cpu" and dist.get_backend(group) == "gloo":
-        return attach(GlooGroup(group, place))
-    return ProcessGroup(group, place)
-
-
 class ProcessBackend:
     """`comm.Backend` on an initialised torch.distributed."""
 
@@ -75,7 +65,7 @@ class ProcessBackend:
         return ProcessChannel(group, target if self.rank == source else source, self._place)
 
     def _wrap(self, group: dist.ProcessGroup) -> Group:
-        return Alone() if dist.get_world_size(group) == 1 else process_group(group, self.device, self._place)
+        return Alone() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._place)
 
 
 def connect_processes(
@@ -87,13 +77,8 @@ def connect_processes(
     there is none. `limits`: watch over each other's ranks (`watch.py`). Raises PlanError before any process group is
     started if the environment's world is not the mesh's, RuntimeFault where the port of rank 0 is taken.
     """
-    if device is None:
-        device = default_device()
     _check_world(mesh)
-    if not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+    device = start_processes(device, timeout_s)
     watch: Watch | Unwatched = Unwatched()
     if limits is not None and mesh.world > 1:
         watch = Watch(default_store(), dist.get_rank(), mesh.world, limits, store_host())
@@ -103,6 +88,16 @@ def connect_processes(
         made = connect(mesh, ProcessBackend(mesh, device, watch.place), watch)
         watch.place.leave()
     return made
+
+
+def start_processes(device: torch.device | None = None, timeout_s: float = 600.0) -> torch.device:
+    """Start torch.distributed from the environment unless it runs already; the device, by default this process's."""
+    device = default_device() if device is None else device
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+    return device
 
 
 def _initialise(backend: str, timeout: timedelta) -> None:

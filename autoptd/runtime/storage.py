@@ -8,9 +8,7 @@ With n elements (padding included) on d ranks that share one copy, in the comput
     3       c per bucket, on demand  `grad`, m n / d      `main`, m n / d, always: the parameters themselves
 
 Frozen parameters are sharded with ZeRO 3, in a buffer of their own: c n / d of their own dtype, without gradients or a
-main copy. What is sharded holds this rank's shard of every bucket, one after the other. Gradients that nobody else has
-a part of, and that autograd makes in the main dtype, stay where it adds them up (`lone`): a copy would be made for
-nothing.
+main copy. What is sharded holds this rank's shard of every bucket, one after the other.
 
 Gradients are added up and summed in g: m, or c where the layout says so. Then they are `narrow`, and while the
 optimizer steps there is a copy of this rank's shard in m, `wide`, which is what is scaled, clipped and stepped with.
@@ -36,7 +34,7 @@ class Piece:
 
     name: str
     param: nn.Parameter
-    grad: Tensor  # of a `lone` buffer, from the end of the backward passes on
+    grad: Tensor
     counts: bool  # towards the global norm: one rank per logical element
     start: int = 0  # where it begins in the rank's local parameter, in elements
 
@@ -92,9 +90,6 @@ class Buffer:
         self.first_rank = layout.mesh.holder(first.stages[0])
         self.shapes = dict(shapes)
         self.zero, self._in_compute = layout.zero, layout.gradients == "compute"
-        others = (sharing.inside, sharing.across, tied)
-        partial = self.partial_over_tp and layout.mesh.tp > 1
-        self._alone = layout.zero < 2 and all(group.size == 1 for group in others) and not partial
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
         blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero >= 2 else None
         self.buckets = pack(sizes, layout.mesh.copies, layout.bucket_elements, blocks)
@@ -105,14 +100,13 @@ class Buffer:
         main_dtype = dtype if self.frozen else torch.promote_types(dtype, torch.float32)
         self._summed_in = dtype if self._in_compute else main_dtype
         self.narrow = self._summed_in != main_dtype and self.zero < 3
-        self.lone = self._alone and dtype == main_dtype and not self.frozen
         total, shard = self.buckets[-1].stop, 0
         self._in_shards: dict[int, slice] = {}
         for bucket in self.buckets:
             own = self.own(bucket)
             self._in_shards[bucket.start] = slice(shard, shard := shard + own.stop - own.start)
         self.data = torch.zeros(0 if self.zero == 3 else total, dtype=dtype, device=device)
-        held = 0 if self.lone or self.frozen else shard if self.zero >= 2 else total
+        held = 0 if self.frozen else shard if self.zero >= 2 else total
         self.grad = torch.zeros(held, dtype=dtype if self.narrow else main_dtype, device=device)
         self._main_dtype = main_dtype
         self.wide: Tensor | None = None
@@ -126,11 +120,6 @@ class Buffer:
                 self.free(bucket)
             else:
                 self._whole[bucket.start] = self.data[bucket.start : bucket.stop]
-
-    @property
-    def summed(self) -> bool:
-        """Whether its gradients are added up here, and summed over ranks."""
-        return not (self.lone or self.frozen)
 
     # ---- where things lie ----
 
@@ -190,7 +179,7 @@ class Buffer:
         result = []
         for bucket in self.buckets:
             own, shard = self.own(bucket), self.shard(bucket)
-            grad = self.grad_shard(bucket) if self.summed else self.grad
+            grad = self.grad if self.frozen else self.grad_shard(bucket)
             for slot in bucket.slots:
                 part = overlap(slot, own)
                 if part is not None:

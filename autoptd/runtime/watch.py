@@ -31,7 +31,6 @@ from autoptd.printable import printable
 from autoptd.runtime.beat import Beat, Cause, Limits, Process
 from autoptd.runtime.messenger import Messenger
 from autoptd.runtime.place import Place, Seen, ranks
-from autoptd.runtime.recorder import Recorder, last_words
 
 _LINGER_S = 5.0  # of a store's process, until all know what they have to
 
@@ -43,8 +42,7 @@ class Watch:
         self.place = Place(failing=self._raise_cause)
         self.limits = limits
         self._rank, self._world, self._host = rank, world, host
-        self._recorder = Recorder()
-        self._process = Process.mine(str(self._recorder.path))
+        self._process = Process.mine()
         self._next = (rank + 1) % world
         self._lost: tuple[int, ...] = ()  # ranks to which a connection broke
         self._asked: tuple[int, ...] = ()  # ranks that may keep others waiting
@@ -52,12 +50,11 @@ class Watch:
         self._stopped: Beat | None = None  # of the rank that this one has told to be silent
         self._reports = 0
         self._done, self._stop = False, threading.Event()
-        self._messenger = Messenger(store, limits.tick_s, self._beat, self._wanted)
+        self._messenger = Messenger(store, limits.tick_s, self._beat, self._wanted, host, world)
         self._judge = threading.Thread(target=self._run, name="autoptd judge", daemon=True)
 
     def start(self) -> None:
         """Two daemon threads; uncaught exceptions are told, and the process's end is."""
-        self.place.record = self._recorder.record
         self._messenger.start()
         self._judge.start()
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
@@ -141,8 +138,6 @@ class Watch:
                 time.sleep(self.limits.tick_s / 10)
         self._stop.set()
         self._messenger.stop()
-        self.place.record = None
-        self._recorder.remove()
 
     def _all_know(self) -> bool:
         beats = self._messenger.beats
@@ -264,10 +259,8 @@ def _state(beat: Beat | None) -> str:
 
 
 def _last(beat: Beat | None) -> Seen:
-    """What a rank was doing, from its own record where it lies on this node, else from its last heartbeat."""
-    if beat is None:
-        return Seen(doing="doing nobody knows what")
-    return (last_words(beat.process.record) if beat.process.state() else None) or beat.seen
+    """The action of a rank's last heartbeat."""
+    return Seen(doing="doing nobody knows what") if beat is None else beat.seen
 
 
 def _put_down(beat: Beat | None) -> None:

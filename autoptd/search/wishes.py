@@ -1,4 +1,7 @@
-"""What a person fixes by hand, checked before any search: `fix={"tp": 8, "recompute": "none", "splits": {…}}`."""
+"""What a person fixes by hand, checked before any search: `fix={"tp": 8, "recompute": "none", "splits": {…}}`.
+
+What no program runs is given as `assume={"kernels": "fused"}` instead (`assumed.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from autoptd.errors import PlanError, nearest
 from autoptd.passes.fusion import KERNELS
 from autoptd.passes.placements import parse_placement
 from autoptd.schedule import SCHEDULES, row_of
+from autoptd.search.assumed import ASSUMABLE, only_predicted
 from autoptd.search.other_names import MEANT
 
 INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched when asked for
@@ -33,7 +37,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
 STREAMS = ("dp", "p2p", "tp")
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # of a pipeline rank
 NAMED = ("cuts", "splits", "whole")  # choices made by names of modules and parameters
-KNOWN = (*sorted({*_COUNTS, *ALLOWED}), "headroom", "overlap", "sequence_parallel", *NAMED)
+KNOWN = (*sorted({*_COUNTS, *ALLOWED} - {"attention"}), "headroom", "overlap", "sequence_parallel", *NAMED)
 
 
 @dataclass(frozen=True)
@@ -99,17 +103,16 @@ class Wishes:
     sequence_parallel: bool = True  # whether tp may split the sequence
     method: Method = Method()
     include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched beyond the usual
-    fixed: frozenset[str] = frozenset()  # everything that `fix` named
+    fixed: frozenset[str] = frozenset()  # everything that `fix` or `assume` named
 
 
-def read_wishes(fix: Mapping[str, Any] | None, include: Iterable[str] = ()) -> Wishes:
-    """Raises PlanError for an unknown name or a value that is not possible."""
-    if fix is not None and not isinstance(fix, Mapping):
-        raise PlanError(f"fix is {_shown(fix)}, not a mapping", where="fix", fix="give for example fix={'tp': 8}")
-    fix = dict(fix or {})
-    for name in fix:
-        if name not in KNOWN:
-            raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(str(name), KNOWN, MEANT))
+def read_wishes(
+    fix: Mapping[str, Any] | None, include: Iterable[str] = (), assume: Mapping[str, Any] | None = None
+) -> Wishes:
+    """Raises PlanError for an unknown name, a value that is not possible, or one that belongs to the other keyword."""
+    fix, given = _mapping("fix", fix, "{'tp': 8}"), _mapping("assume", assume, "{'kernels': 'fused'}")
+    _check_keywords(fix, given)
+    fix |= given
     sequence = fix.get("sequence_parallel", True)
     if not isinstance(sequence, bool):
         raise PlanError(f"sequence_parallel is {sequence!r}", where="fix['sequence_parallel']", fix="True or False")
@@ -118,10 +121,13 @@ def read_wishes(fix: Mapping[str, Any] | None, include: Iterable[str] = ()) -> W
             require_count(fix[name], name, f"fix[{name!r}]")
     for name, allowed in ALLOWED.items():
         if name in fix and not any(fix[name] == a and type(fix[name]) is type(a) for a in allowed):
-            known = ", ".join(map(repr, allowed))
-            raise PlanError(f"{name} {fix[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}")
+            keyword = "assume" if name in given else "fix"
+            known = ", ".join(repr(a) for a in allowed if keyword == "assume" or not only_predicted(name, a))
+            raise PlanError(
+                f"{name} {fix[name]!r} is not possible", where=f"{keyword}[{name!r}]", fix=f"possible: {known}"
+            )
     chosen = _read_include(include)
-    method = _read_method(fix, chosen)
+    method = _read_method(fix, chosen, "assume['overlap']" if "overlap" in given else "fix['overlap']")
     _check_pairs(fix)
     if "recompute" in chosen:
         method = replace(method, policies=("selective", "ops", "full"))
@@ -168,7 +174,45 @@ def _read_include(include: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _read_method(fix: Mapping[str, Any], include: frozenset[str]) -> Method:
+def _mapping(keyword: str, choices: object, example: str) -> dict[str, Any]:
+    if choices is not None and not isinstance(choices, Mapping):
+        what = f"{keyword} is {_shown(choices)}, not a mapping"
+        raise PlanError(what, where=keyword, fix=f"give for example {keyword}={example}")
+    return dict(choices or {})
+
+
+def _check_keywords(fix: Mapping[str, Any], assume: Mapping[str, Any]) -> None:
+    """Raise PlanError for what the keyword that it is given to does not take."""
+    for name, value in fix.items():
+        if only_predicted(name, value):
+            _read_streams(value if name == "overlap" else (), "fix['overlap']")
+            raise PlanError(
+                f"{name} {_shown(value)} is only predicted: no program can be asked for it",
+                where=f"fix[{name!r}]",
+                fix=f"give assume={{{name!r}: {_shown(value)}}} to autoptd.plan, or leave it out",
+            )
+        if name not in KNOWN and name not in ASSUMABLE:
+            raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(str(name), KNOWN, MEANT))
+    for name in assume:
+        if name not in ASSUMABLE:
+            how = (
+                f"give it in fix; assume takes {', '.join(ASSUMABLE)}"
+                if name in KNOWN
+                else nearest(str(name), ASSUMABLE)
+            )
+            raise PlanError(f"{name!r} cannot be assumed", where=f"assume[{name!r}]", fix=how)
+        if name in fix:
+            raise PlanError(f"{name!r} is fixed and assumed", where=f"assume[{name!r}]", fix="leave one out")
+
+
+def _read_streams(streams: object, where: str) -> tuple[str, ...]:
+    if not isinstance(streams, (list, tuple)) or not all(s in STREAMS for s in streams):
+        known = ", ".join(map(repr, STREAMS))
+        raise PlanError(f"overlap is {_shown(streams)}", where=where, fix=f"give some of ({known})")
+    return tuple(sorted(set(streams)))
+
+
+def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: str) -> Method:
     given = {f.name: fix[f.name] for f in fields(Method) if f.name in fix}
     if "headroom" in given:
         share = given["headroom"]
@@ -179,11 +223,7 @@ def _read_method(fix: Mapping[str, Any], include: frozenset[str]) -> Method:
                 fix="give the share of a device's memory that is to stay free, from 0 to below 1: 0.1 is a tenth",
             )
     if "overlap" in given:
-        streams = given["overlap"]
-        if not isinstance(streams, (list, tuple)) or not all(s in STREAMS for s in streams):
-            known = ", ".join(map(repr, STREAMS))
-            raise PlanError(f"overlap is {_shown(streams)}", where="fix['overlap']", fix=f"give some of ({known})")
-        given["overlap"] = tuple(sorted(set(streams)))
+        given["overlap"] = _read_streams(given["overlap"], overlap_at)
     if given.get("virtual", 1) > 1:
         given.setdefault("schedule", "interleaved")
     chunks = row_of(given.get("schedule", Method.schedule)).chunks

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit
+from autoptd.search.assumed import by_keyword
 from autoptd.search.meshes import Candidate
 from autoptd.search.planner import Planner
 from autoptd.search.staged import Staged
@@ -182,7 +183,9 @@ def _searched(
     ways = tuple((name, fix[name]) for name in WAYS if name in fix)
     question = _Question(cluster, row.n_gpus, row.global_batch_size_seqs, ways, include)
     if question not in known:
-        known[question] = _answered(planner_of(row, read_wishes(dict(ways), include), cluster, time_limit_s), include)
+        carried_out, assume = by_keyword(dict(ways))
+        wishes = read_wishes(carried_out, include, assume)
+        known[question] = _answered(planner_of(row, wishes, cluster, time_limit_s), include)
     answer = known[question]
     if answer.free.seconds is not None and answer.free.seconds <= own.seconds * (1 + ROUNDING):
         return answer.free

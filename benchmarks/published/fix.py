@@ -1,4 +1,4 @@
-"""From a run to the plan that it followed, in the keys of `autoptd.plan(fix=…)`."""
+"""From a run to the plan that it followed, in the keys of `fix` and `assume` of `autoptd.plan`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _RECOMPUTE = ("none", "selective", "full")
 
 
 def fix_of(row: Row, shape: Shape) -> Fix:
-    """The choices of a run. Raises Unsupported where they contradict each other, or say what no plan can."""
+    """The choices of a run, those that are only predicted among them.
+
+    Raises Unsupported where they contradict each other, or say what no plan can.
+    """
     _check(row)
     zero = _zero(row)
     fix: Fix = {

@@ -13,6 +13,7 @@ from autoptd.cost_models.memory import Memory
 from autoptd.errors import AutoptdError
 from autoptd.plans import Plan
 from autoptd.progress import Silent
+from autoptd.search.assumed import by_keyword
 from autoptd.search.planner import Planner, Task
 from autoptd.search.staged import Staged
 from autoptd.search.wishes import Wishes, read_wishes
@@ -65,7 +66,7 @@ def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:
     assert row.n_gpus and row.precision and row.seq_len_tokens
     if row.precision not in _PRECISION:
         raise Unsupported(f"precision {row.precision!r} is not known")
-    precision, fix = _PRECISION[row.precision], fix_of(row, shape)
+    precision, (fix, assume) = _PRECISION[row.precision], by_keyword(fix_of(row, shape))
     try:
         return autoptd.plan(
             traced(shape, row.seq_len_tokens, precision),
@@ -76,6 +77,7 @@ def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:
             precision=precision,
             optimizer="adamw",
             fix=fix,
+            assume=assume,
         )
     except AutoptdError as error:
         raise Unsupported(f"autoptd refuses: {error.what}") from error
@@ -114,7 +116,8 @@ def planner_of(row: Row, wishes: Wishes, cluster: Cluster, time_limit_s: float =
 def staged(row: Row) -> tuple[Staged, Cluster]:
     """The same plan before it is written down, so that it may be timed again. Raises Unsupported."""
     cluster = cluster_of(row)
-    planner = planner_of(row, read_wishes(fix_of(row, shape_of(row))), cluster)
+    fix, assume = by_keyword(fix_of(row, shape_of(row)))
+    planner = planner_of(row, read_wishes(fix, assume=assume), cluster)
     try:
         return planner.predict(planner.candidates()[0]), cluster
     except AutoptdError as error:

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from autoptd.runtime.place import Place
 from autoptd.runtime.trainer import Trainer
 
 SAVE_EVERY = 2  # steps
+HEARD_S = 0.3  # into an action a process is killed or stopped: by then its heartbeat has told the action
 ACTIONS = {
     "kill in forward": "F",
     "kill in backward": "B",
@@ -108,12 +110,14 @@ def _plant_at_action(fault: Fault, steps_done: Callable[[], int], stamp: Callabl
             stamp()
             match fault.kind:
                 case "SIGSTOP":
+                    time.sleep(HEARD_S)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "exception":
                     raise ValueError("out of luck")
                 case "NaN":
                     spoil()
                 case _:
+                    time.sleep(HEARD_S)
                     os.kill(os.getpid(), signal.SIGKILL)
 
     def spoil() -> None:

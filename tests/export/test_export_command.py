@@ -1,4 +1,4 @@
-"""`autoptd export` and `Plan.export`: what goes where, as text and as JSON."""
+"""`autoptd export`: what goes where, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from export_plans import Llama, gpt3_plan, llama_plan, plan_of
+from export_plans import gpt3_plan, llama_plan, plan_of
 
 from autoptd.cli import BAD, DONE, main
-from autoptd.errors import PlanError
 from autoptd.export.mapping import mapping
 from autoptd.plans import Mesh
 
@@ -79,18 +78,6 @@ def test_a_parameter_belongs_to_the_nearest_module():
         "model.layers.1.w": [1],
         "model.scale": [0],
     }
-
-
-def test_plans_export_themselves():
-    plan = llama_plan(mesh=Mesh(dp=2, tp=2, pp=1))
-    assert plan.export("megatron").startswith("# by-hand on 4")
-    assert "ColwiseParallel()" in plan.export("torch", Llama())
-    assert json.loads(plan.export("json")) == mapping(plan)
-    with pytest.raises(PlanError, match="needs the model"):
-        plan.export("torch")
-    with pytest.raises(PlanError, match="cannot be exported to 'torhc'") as error:
-        plan.export("torhc")
-    assert "did you mean 'torch'" in error.value.fix
 
 
 def test_help_imports_no_torch():

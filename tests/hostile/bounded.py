@@ -92,7 +92,7 @@ def run(*argv: str | Path) -> Ended:
 def _work(pipe: Connection, argv: Sequence[str]) -> None:
     import autoptd.cli
 
-    os.environ |= {"AUTOPTD_CACHE": "off", "OMP_NUM_THREADS": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + 2 * MOST_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (2 * int(LONGEST_S),) * 2)

@@ -62,7 +62,7 @@ def allocated(trainer: Trainer) -> tuple[int, int, int]:
     sharded = trainer.layout.zero == 3  # then the main copy is the parameters
     return (
         storages(parameters + main if sharded else parameters),
-        storages([*(b.grad for b in buffers), *trainer._buffers._lone.gradients().values()]),
+        storages([b.grad for b in buffers]),
         storages(state if sharded else state + main),
     )
 

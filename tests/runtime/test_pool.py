@@ -14,7 +14,6 @@ from torch import Tensor
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.comm import Communicators, Group
-from autoptd.runtime.gloo import PIECE_BYTES, ROOMS, GlooGroup
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.pool import Pool
@@ -54,7 +53,7 @@ def every_collective(c: Communicators) -> dict[str, Tensor]:
     results: dict[str, Tensor] = {}
     groups: dict[str, Group] = {"tp": c.tp, "dp": c.dp, "pp": c.pp, "world": c.world}
     for name, group in groups.items():
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16):
             x = (torch.arange(group.size * 6).view(group.size, 6) + c.rank).remainder(16).to(dtype)
             flat, part = x.flatten().clone(), torch.empty(6, dtype=dtype)
             results[f"{name} {dtype} sum"] = group.all_reduce(x.clone())
@@ -63,31 +62,41 @@ def every_collective(c: Communicators) -> dict[str, Tensor]:
             results[f"{name} {dtype} scatter"] = group.reduce_scatter(x)
             results[f"{name} {dtype} exchange"] = group.all_to_all(x)
             results[f"{name} {dtype} broadcast"] = group.broadcast(x.clone(), group.size - 1)
+            if not dtype.is_floating_point:
+                continue
             group.reduce_scatter_later(part, flat).wait()
             results[f"{name} {dtype} scatter later"] = part
             own = flat[group.rank * 6 : group.rank * 6 + 6]
             group.reduce_scatter_later(own, flat).wait()
             group.all_gather_later(flat, own).wait()
             results[f"{name} {dtype} in place"] = flat
-        results[f"{name} bool"] = group.all_gather(torch.tensor([True, c.rank == 1]))
+        told, narrow = torch.tensor([True, c.rank == 1]), torch.full((group.size, 3), c.rank).to(torch.float8_e5m2)
+        results[f"{name} bool"], results[f"{name} any"] = group.all_gather(told), group.all_reduce(told.clone(), "max")
+        for key, found in (
+            ("gather", group.all_gather(narrow)),
+            ("one number", group.all_gather(narrow[0, 0])),
+            ("exchange", group.all_to_all(narrow)),
+            ("broadcast", group.broadcast(narrow.clone(), 0)),
+        ):
+            results[f"{name} float8 {key}"] = found.float()
     return results
 
 
 def several_at_once(c: Communicators) -> dict[str, Tensor]:
-    """Sums in more pieces than are received at once, and what was started after them waited for before them."""
-    dp = GlooGroup(c.dp.group) if isinstance(c.dp, GlooGroup) else c.dp  # messages, whatever their size
-    n = PIECE_BYTES // 4 * (ROOMS + 2) // dp.size + 3  # elements of a row, the last piece shorter
-    rows = (torch.arange(dp.size * n, dtype=torch.int32) + c.rank).remainder(1000)
-    first, second, gathered = rows.new_empty(n), rows.new_empty(n), rows.new_empty(dp.size * n)
+    """Collectives of several groups, waited for by some ranks in one order and by others in another."""
+    rows = (torch.arange(c.dp.size * 40_003, dtype=torch.float32) + c.rank).remainder(1000)
+    own = rows[:40_003].clone()
+    first, second, whole, gathered = own.clone(), own.clone(), rows.clone(), rows.clone()
     started = [
-        dp.reduce_scatter_later(first, rows),
-        dp.reduce_scatter_later(second, rows + 7),
-        dp.all_gather_later(gathered, rows[:n]),
+        c.dp.reduce_scatter_later(first, rows),
+        c.tp.all_reduce_later(whole),
+        c.dp.reduce_scatter_later(second, rows + 7),
+        c.dp.all_gather_later(gathered, own),
     ]
-    empty = dp.all_gather(torch.empty(0))
-    for handle in reversed(started):
+    empty = c.dp.all_gather(torch.empty(0))
+    for handle in started if c.rank % 3 else reversed(started):
         handle.wait()
-    return {"first": first, "second": second, "gathered": gathered, "empty": empty}
+    return {"first": first, "second": second, "whole": whole, "gathered": gathered, "empty": empty}
 
 
 def test_what_is_waited_for_in_another_order(pool: Pool) -> None:
@@ -95,6 +104,19 @@ def test_what_is_waited_for_in_another_order(pool: Pool) -> None:
     for real, threads in zip(pool.run(mesh, several_at_once), run_lockstep(mesh, several_at_once), strict=True):
         for name, value in real.items():
             assert torch.equal(value, threads[name]), name
+
+
+def sums(c: Communicators) -> list[Tensor]:
+    """Of numbers whose sum depends on the order."""
+    draw = torch.Generator().manual_seed(c.rank)
+    given = [torch.randn(2000, generator=draw, dtype=torch.float32) for _ in range(3)]
+    return [c.world.all_reduce(x) for x in given]
+
+
+def test_sums_are_the_same_bits_on_every_rank_and_run(pool: Pool) -> None:
+    first, *others = [*pool.run(Mesh(8), sums), *pool.run(Mesh(8), sums)]
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(8, 1, 1)], ids=str)

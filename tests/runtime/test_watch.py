@@ -19,8 +19,7 @@ from autoptd.runtime.attempts import of_this_attempt
 from autoptd.runtime.beat import Beat, Cause, Limits, Process
 from autoptd.runtime.default_store import default_store
 from autoptd.runtime.place import Place, Seen, Talk
-from autoptd.runtime.recorder import Recorder, last_words
-from autoptd.runtime.watch import Watch
+from autoptd.runtime.watch import Watch, _last
 
 ROOT = Path(__file__).parents[2]
 QUICK = Limits(tick_s=0.05, silent_s=0.5, slow_s=0.5, stuck_s=60, grace_s=30)
@@ -101,6 +100,31 @@ def test_silence_is_told_by_the_rank_before(watches: Callable[..., Watch]) -> No
     assert "rank 1 is silent" in str(first.cause)
 
 
+def test_the_last_action_is_known_within_a_tick(watches: Callable[..., Watch]) -> None:
+    """With a tick of an hour, what a rank did last is what its heartbeat told on its way."""
+    first, second = watches(0, 2, Limits(tick_s=0.02)), watches(1, 2, Limits(tick_s=3600))
+    assert soon(lambda: 1 in first._messenger.beats and 0 in second._messenger.beats)
+    second.place.enter("B3", 1, 3, "blocks.4")
+    assert soon(lambda: first._messenger.beats[1].seen.action == "B3")
+    second.place.talking(Talk(second.place, "receive from", (0,)))
+    assert soon(lambda: first._messenger.beats[1].seen.talk)
+    assert str(_last(first._messenger.beats[1])) == "B3 of stage 1, blocks.4, receive from rank 0"
+
+
+def test_the_last_action_of_the_store_s_process_is_known_before_the_store_is_gone() -> None:
+    """It dies with its store, so that nobody could ask then: it is read as often as it is told."""
+    store, hour = dist.HashStore(), Limits(tick_s=3600)
+    host, other = (Watch(store, rank, 2, hour, host=0) for rank in (0, 1))
+    host._messenger.start()
+    assert soon(lambda: store.check(["autoptd/watch/beat/0"]))
+    other._messenger.start()
+    assert soon(lambda: 0 in other._messenger.beats)
+    host.place.enter("F1", 0, 1, "blocks.0")
+    assert soon(lambda: other._messenger.beats[0].seen.action == "F1")
+    for each in (host, other):
+        each._messenger.stop()
+
+
 def test_a_rank_that_is_done_is_not_silent(watches: Callable[..., Watch]) -> None:
     first, second = watches(0), watches(1)
     second.close()
@@ -143,11 +167,6 @@ def test_what_is_told_reads_back() -> None:
     cause = Cause(2, "raised ValueError: no", seen, 1, "change it")
     beat = Beat(2, 7, 99, seen, Process.mine(), told=True)
     assert Cause.of(cause.to_json()) == cause and Beat.of(beat.to_json()) == beat
-    recorder = Recorder()
-    recorder.record(seen)
-    assert last_words(str(recorder.path)) == Seen("B3", 1, 3, "blocks.4", talk="receive from", peers=(0, 2))
-    recorder.remove()
-    assert last_words(str(recorder.path)) is None
 
 
 def test_the_module_of_an_error_is_the_innermost_it_came_through() -> None:

@@ -20,12 +20,13 @@ from autoptd.passes.graph import infos
 from autoptd.passes.sharding import ops_of
 from autoptd.plans import Plan
 from autoptd.progress import Silent
+from autoptd.search.assumed import by_keyword, only_predicted
 from autoptd.search.chunks import Chunks
 from autoptd.search.even import even_counts, even_cuts
 from autoptd.search.kinds import exposed_s
 from autoptd.search.planner import Planner, Task
 from autoptd.search.tensors import Tensors
-from autoptd.search.wishes import read_wishes
+from autoptd.search.wishes import ALLOWED, read_wishes
 
 SEQ, WIDTH, VOCAB, LAYERS = 256, 512, 1024, 4
 NODE = Cluster.load("dgx-h100")
@@ -43,11 +44,14 @@ def traced() -> autoptd.TracedModel:
 
 
 def planned(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> Plan:
-    return autoptd.plan(traced, world=world, cluster=NODE, batch=32, fix=BASE | fix)
+    fix, assume = by_keyword(BASE | fix)
+    return autoptd.plan(traced, world=world, cluster=NODE, batch=32, fix=fix, assume=assume)
 
 
 def planner(traced: autoptd.TracedModel, world: int = 8, cluster: Cluster = NODE, **fix: Any) -> Planner:
-    task = Task(traced.folded, cluster, world, 32, traced.sizes, "bf16", "adamw", read_wishes(BASE | fix))
+    fix, assume = by_keyword(BASE | fix)
+    wishes = read_wishes(fix, assume=assume)
+    task = Task(traced.folded, cluster, world, 32, traced.sizes, "bf16", "adamw", wishes)
     return Planner(task, Silent(), traced.known)
 
 
@@ -144,6 +148,18 @@ def test_what_can_be_predicted_and_not_run(traced: autoptd.TracedModel, fix: dic
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
     with pytest.raises(PlanError, match=f"predicted, but not run: {reason}"):
         autoptd.parallelize(traced, world=world, plan=plan)
+
+
+CHOICES = [(name, value) for name in ("attention", "gradients", "kernels") for value in ALLOWED[name]]
+CHOICES += [("overlap", streams) for streams in ((), ("dp",), ("p2p",), ("tp",), ("dp", "p2p"), ("dp", "p2p", "tp"))]
+
+
+@pytest.mark.parametrize(("name", "value"), CHOICES, ids=str)
+def test_what_is_only_predicted_is_what_does_not_run(traced: autoptd.TracedModel, name: str, value: Any) -> None:
+    """But for the attention that runs, which nobody has to name: `assume` takes it as well."""
+    how = {"fix": BASE | {name: value}} if not only_predicted(name, value) else {"fix": BASE, "assume": {name: value}}
+    plan = autoptd.plan(traced, world=8, cluster=NODE, batch=32, **how)
+    assert bool(plan.not_runnable) == (only_predicted(name, value) and value != "flash")
 
 
 RUNS = [

@@ -1,0 +1,87 @@
+"""Under a launcher one rank searches, and all have its plan, or the error that it met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoptd
+from autoptd.errors import AutoptdError, RuntimeFault
+from autoptd.runtime.comm import Communicators
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.pool import Pool
+from autoptd.search.planner import Planner
+
+pytestmark = pytest.mark.ranks
+WORLD, WIDTH = 3, 16
+MESH = Mesh(WORLD)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.outer(torch.relu(self.inner(x))), target)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(WORLD) as made:
+        yield made
+
+
+def asked(c: Communicators, options: list[dict[str, Any]], breaks: bool = False) -> tuple[int, list[object]]:
+    """How often this rank searched for the plans asked for, one after the other, and them or the error of each."""
+    searches: list[int] = []
+    honest = Planner.answer
+
+    def answer(self: Planner) -> Any:
+        searches.append(c.rank)
+        if breaks:
+            raise ZeroDivisionError("of a search")
+        return honest(self)
+
+    Planner.answer = answer  # type: ignore[method-assign]
+    results: list[object] = []
+    inputs = {"x": torch.zeros(2, WIDTH), "target": torch.zeros(2, WIDTH)}
+    try:
+        for each in options:
+            known = {"world": WORLD, "cluster": "local", "batch": 6, "precision": "fp32", "watch": False}
+            try:
+                made = autoptd.parallelize(Small(), inputs=inputs, **known, **each)
+            except (AutoptdError, ZeroDivisionError) as error:
+                results.append((type(error).__name__, str(error)))
+                continue
+            share = {name: torch.ones(6 // made.dp_size, WIDTH) for name in inputs}
+            results.append((made.plan.to_json(), float(made.train_step(share)) > 0))
+    finally:
+        Planner.answer = honest  # type: ignore[method-assign]
+    return len(searches), results
+
+
+def test_rank_0_searches_and_all_have_its_plan(pool: Pool) -> None:
+    found = pool.run(MESH, asked, [{"fix": {"micro": 1}}, {"fix": {"micro": 2}}])
+    assert [searches for searches, _ in found] == [2, 0, 0]
+    (first, second), *others = [plans for _, plans in found]
+    assert all(plans == [first, second] for plans in others) and first != second
+    assert all(plan[1] is True for plan in (first, second)), "each rank has trained with it"  # type: ignore[index]
+
+
+def test_all_raise_the_one_error_that_rank_0_met(pool: Pool) -> None:
+    (_, errors), *others = pool.run(MESH, asked, [{"fix": {"headroom": 0.999999999}}, {"fix": {"tp": 2}}, {}])
+    assert [kind for kind, *_ in errors[:2]] == ["DoesNotFit", "PlanError"]  # type: ignore[misc]
+    assert "  where  " in str(errors[0]) or "  fix    " in str(errors[0])
+    assert all(found == (0, errors) for found in others)  # the third plan is that of the third call
+
+
+def test_what_is_no_error_of_ours_reaches_all(pool: Pool) -> None:
+    (_, raised), *others = pool.run(MESH, asked, [{}], True)
+    assert raised == [("ZeroDivisionError", "of a search")]
+    for _, ((kind, text),) in others:  # type: ignore[misc]
+        assert kind == RuntimeFault.__name__ and "rank 0 could not plan: ZeroDivisionError: of a search" in text
