@@ -1,15 +1,15 @@
-"""Solve small mixed-integer programs: each is stated once, in PuLP, and solved by HiGHS.
+"""Solve small mixed-integer programs, each stated once, in PuLP, by HiGHS.
 
     minimise  sum_j cost_j v_j   subject to   low_i <= sum_j a_ij v_j <= high_i,   lower_j <= v_j <= upper_j,
               v_j a whole number for some j
 
-A `Program` is a PuLP problem under construction. Its constraints carry the number that they have in the docstring of the
-module that states them: `(5)_17` is the 17th constraint of the program and states (5). Columns, rows and coefficients
-are read off the problem once, so that a program which is solved again, with another objective, is not built again.
-Variables and constraints keep the order in which they were added: the same calls give the same program, and (one thread,
-one seed) the same optimum. `minimise` solves the linear relaxation first: where that is whole already, it is the answer.
-Otherwise branch and bound goes on from it. Where HiGHS is missing or fails, PuLP hands the problem to CBC, which the
-outcome's `notes` say.
+A `Program` is a PuLP problem under construction. Its constraints carry the number that they have in the docstring of
+the module that states them: `(5)_17` states (5), and is the 17th row. Columns, rows and coefficients are read off the
+problem once, so that a program that is solved again with another objective is not built again. Variables and rows keep
+the order in which they were added: the same calls give the same program, and (one thread, one seed) the same optimum.
+
+`minimise` solves the linear relaxation first: where that is whole already, it is the answer. Otherwise branch and bound
+goes on from it. Where HiGHS is missing or fails, PuLP hands the problem to CBC, which the outcome's `notes` say.
 
 Programs here have some thousand variables, and many are solved: the relaxation is not presolved, which takes longer
 than the simplex it would save (25 of 30 ms on the 1,500 variables of a GPT layer).
@@ -86,7 +86,7 @@ class Program:
         import highspy
 
         rows = [row for row in self.problem.constraints() if len(row)]
-        columns = [self.index[variable] for row in rows for variable in row.keys()]
+        columns = [self.index[variable] for row in rows for variable, _ in row.items()]
         found = highspy.HighsLp()
         found.num_col_, found.num_row_ = len(self.index), len(rows)
         found.col_lower_ = np.array([variable.lowBound for variable in self.index])

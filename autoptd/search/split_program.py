@@ -290,9 +290,7 @@ def _add_transport(
 
 
 def _add_saved(model: SplitProgram) -> None:
-    keepers: dict[Pair, dict[str, dict[LpVariable, None]]] = {
-        pair: defaultdict(dict) for pair in model.structure.saved
-    }
+    keepers: dict[Pair, dict[str, dict[LpVariable, None]]] = {pair: defaultdict(dict) for pair in model.structure.saved}
     for node in model.structure.nodes:
         for option in node.options:
             for pair in option.saved:

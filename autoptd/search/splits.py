@@ -1,7 +1,7 @@
 """Choose one strategy for every op of a graph: solve the splits ILP, or say which demands are in conflict.
 
-`search/split_program.py` states the ILP. Nodes that are fixed to a choice lose their others beforehand, and so do choices
-that cannot be met, or that another choice of the node is never worse than.
+`search/split_program.py` states the ILP. Nodes that are fixed to a choice lose their others beforehand. Choices that
+cannot be met, or that another choice of the node is never worse than, are dropped as well.
 """
 
 from __future__ import annotations

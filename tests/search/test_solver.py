@@ -11,7 +11,6 @@ import pytest
 from autoptd.search import solver
 from autoptd.search.solver import Program, SolverFailed, minimise
 
-
 Costs = dict[pulp.LpVariable, float]
 
 
