@@ -29,6 +29,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "schedule": SCHEDULE_KINDS,
     "overlap": ("dp", "p2p", "tp"),  # several, or none
     "kernels": ("eager", "fused", "compiled"),
+    "cut_solver": ("dynamic", "ilp"),
     "attention": ("flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
     "loss": ("auto", "kept", "in_place"),

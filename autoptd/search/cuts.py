@@ -14,20 +14,21 @@ What is left is a partition of a line:
 
 Windows (i, j) that are too long for any partition worth having are never measured: `_Search` starts with the shortest
 ones, and stops when the bound it found proves that no longer one can matter. That is exact, and fast enough to be
-called for every mesh.
+called for every mesh. Instead of 1. to 3., `search/cut_program.py` states the same partition as an integer program.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from autoptd.errors import DoesNotFit, PlanError
-from autoptd.search.windows import Floats, Ints, Line, Measure, Partition, Windows, partition
+from autoptd.search.cut_program import Option, integer_cut
+from autoptd.search.windows import Cuts, Floats, Ints, Line, Measure, Partition, Windows, partition
 
-Cuts = tuple[tuple[int, int], ...]  # first and last segment per stage
+Options = Callable[[int, int, int], Sequence[Option]]  # of (stage, first segment, last segment)
 FIRST_CAP = 1.03  # stages up to this times the least conceivable bottleneck are looked at first
 RELATIVE = 1e-12  # gains smaller than this are rounding
 
@@ -61,9 +62,10 @@ class InfeasibleStages(DoesNotFit):
         )
 
 
-def solve_cuts(line: Line, ramp: float, seconds: Measure) -> Cuts | None:
+def solve_cuts(line: Line, ramp: float, seconds: Measure, options: Options | None = None) -> Cuts | None:
     """The cut of the least ramp * max + sum of `seconds` (without sending); None where no cut fits.
 
+    With `options`, ways to recompute each stage, by the integer program that chooses among them, in place of `seconds`.
     Raises `PlanError` for more stages than segments.
     """
     pieces = len(line.names) - len(line.uncut)
@@ -71,14 +73,14 @@ def solve_cuts(line: Line, ramp: float, seconds: Measure) -> Cuts | None:
         raise PlanError(
             f"{line.stages} pipeline stages need as many segments; the model has {pieces}", fix=f"use pp <= {pieces}"
         )
-    return _Search(line, ramp, seconds).run()
+    return _Search(line, ramp, seconds, options).run()
 
 
 class _Search:
-    """Steps 1 to 3 over windows that grow until they are proved to be enough."""
+    """Steps 1 to 3, or the integer program, over windows that grow until they are proved to be enough."""
 
-    def __init__(self, line: Line, ramp: float, seconds: Measure) -> None:
-        self.line, self.seconds = line, seconds
+    def __init__(self, line: Line, ramp: float, seconds: Measure, options: Options | None) -> None:
+        self.line, self.seconds, self.options = line, seconds, options
         self.ramp = max(ramp, 1e-9)  # of equal sums (m = 1) the better balanced one is taken
 
     def run(self) -> Cuts | None:
@@ -107,12 +109,23 @@ class _Search:
         slowest = float(windows.lower_s[np.isfinite(windows.lower_s)].max())
         cap = fastest.value * FIRST_CAP
         while True:
-            best = best_partition(windows.times_s(cap, self.seconds), windows.starts, self.ramp)
+            best = self._best(windows, cap)
             # A better partition has no slower stage than this.
             needed = slowest if best is None else (best[0] - shortest.value) / self.ramp
             if cap >= min(needed, slowest):
                 return best
             cap = cap * 1.3 if best is None else needed
+
+
+    def _best(self, windows: Windows, cap: float) -> tuple[float, Cuts] | None:
+        """The best bound of partitions into windows that may take no more than `cap`."""
+        if self.options is None:
+            return best_partition(windows.times_s(cap, self.seconds), windows.starts, self.ramp)
+        send_s, runs = self.line.send_s, {}
+        for k, first, last in windows.runs(cap):
+            ways = self.options(k, first, last)
+            runs[k, first, last] = [Option(seconds + float(send_s[k, last]), share) for seconds, share in ways]
+        return integer_cut(runs, len(self.line.names), self.ramp)
 
 
 def best_partition(times: Floats, starts: Ints, ramp: float) -> tuple[float, Cuts] | None:

@@ -25,6 +25,7 @@ from autoptd.passes.opcall import Sizes
 from autoptd.passes.trace import BATCH
 from autoptd.search.kinds import PARTIAL
 from autoptd.search.legal import legal_strategies
+from autoptd.search.split_program import SplitPrograms
 from autoptd.search.tensors import Sharded, Tensors
 from autoptd.search.workbook import Facts, Workbook
 
@@ -66,6 +67,7 @@ class Known:
         self._legal: dict[tuple[int, Values, bool], Legal] = {}
         self._sharded: OrderedDict[Question, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[Question, Tensors] = OrderedDict()
+        self._programs = SplitPrograms()
         self._flops: dict[Values, tuple[float, float]] = {}
 
     def read(self) -> Known:
@@ -109,6 +111,7 @@ class Known:
             policies=q.policies,
             world=q.world,
             context=q.context,
+            programs=self._programs,
         )
         if len(self._tensors) > _KEPT:
             self._tensors.popitem(last=False)

@@ -94,6 +94,14 @@ def choose(chunks: Sequence[Sequence[Menu]], alive: Alive, fits: Callable[[int, 
     return None
 
 
+def ever_less(chunks: Sequence[Sequence[Menu]], alive: Alive) -> Iterator[Choice]:
+    """The quickest ways, and then one block after another in a way that keeps less, by the most bytes per second."""
+    groups = _groups(chunks)
+    yield _choice(chunks, [tuple(menu[0] for menu in chunk) for chunk in chunks], alive, exact=True)
+    for counts in _by_price(groups, alive):
+        yield _choice(chunks, _spread(chunks, groups, counts), alive, exact=False)
+
+
 Group = tuple[Menu, list[tuple[int, int]]]  # a menu, and the (chunk, position) of the blocks that have it
 Counts = tuple[tuple[int, ...], ...]  # of each group, how many blocks go each way
 

@@ -2,15 +2,19 @@
 
 Blocks are shared out among the pipeline's stages in fractions and out of order, y[k, g, w] of those that are alike (g)
 recomputing in way w on stage k. A stage may begin and end inside a block, so that it may have some segments of blocks,
-z[k, g, i, w], which recompute for themselves:
+z[k, g, i, w], which recompute for themselves. Stage k takes t[k] per microbatch, f[k] of it forward:
 
-    Σ_{k,w} y[k, g, w] + Σ_{k,w} z[k, g, i, w] = number of g, for each segment i
-    Σ z[k] <= 2 (segments of the longest block - 1)
-    t_k = Σ (y, z) (forward + backward + again),   f_k = Σ (y, z) forward
-    Σ (y, z) (state + alive_k × kept) <= room
-    C >= the paths of `search/bounds.py` through every stage, linear in t and f;   minimise C
+    minimise C
+
+    (1)  t[k] = sum (y, z)[k] (forward + backward + again)
+    (2)  f[k] = sum (y, z)[k] forward
+    (3)  sum z[k] <= 2 (segments of the longest block - 1)
+    (4)  sum (y, z)[k] (state + alive[k] kept) <= room[k]
+    (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
+    (6)  C >= the paths of `search/bounds.py` through every stage, linear in t and f
 
 Neighbouring stages of deep pipelines are taken together: one of a group's stages is no faster than their average.
+Coefficients are seconds and bytes of a candidate, so that every one is a program of its own: a few milliseconds each.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from pulp import LpAffineExpression, LpVariable, lpSum
 
 from autoptd.schedule import row_of
 from autoptd.search.bounds import beside_s, edges_s, turns, warm_up
@@ -62,43 +68,42 @@ class Pipeline:
 def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> float:
     """Seconds of all microbatches at the least; infinite where not even fractions fit. `by_pool`: the same blocks on
     each type of device."""
-    program = Program()
+    program = Program("relaxation")
     groups = list(_groups(pipeline.pools))
-    ranks = len(groups)
     blocks = by_pool[0]
-    least = program.add_variable(1.0, upper=None)
-    times = [program.add_variable(upper=None) for _ in range(ranks)]
-    forwards = [program.add_variable(upper=None) for _ in range(ranks)]
-    counts: list[list[dict[int, float]]] = [[{} for _ in b.segments or (b,)] for b in blocks]
+    least = program.variable(upper=None)
+    times = [program.variable(upper=None) for _ in groups]
+    forwards = [program.variable(upper=None) for _ in groups]
+    shares: list[list[list[LpVariable]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
     longest = max(len(b.segments) for b in blocks)
     for rank, group in enumerate(groups):
         alive, room = min(pipeline.alive[k] for k in group), pipeline.rooms[group[0]]
-        seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[int, float]()
-        partial: dict[int, float] = {}
-        for same, rows in zip(by_pool[pipeline.pools[group[0]]], counts, strict=True):
+        seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[LpVariable, float]()
+        partial: list[LpVariable] = []
+        for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
             for i, part in enumerate((same.whole, *same.segments)):
                 for again_s, kept in part.ways:
-                    some = program.add_variable(upper=same.count)
-                    for row in rows if i == 0 else rows[i - 1 : i]:
-                        row[some] = 1.0
+                    some = program.variable(upper=same.count)
+                    for share in own if i == 0 else own[i - 1 : i]:
+                        share.append(some)
                     if i:
-                        partial[some] = 1.0
+                        partial.append(some)
                     seconds[some] = part.forward_s + part.backward_s + again_s
                     forward[some] = part.forward_s
                     held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, room)
-        program.add_row(seconds, low=0.0, high=0.0)
-        program.add_row(forward, low=0.0, high=0.0)
+        program.demand(1, LpAffineExpression(seconds) == 0)
+        program.demand(2, LpAffineExpression(forward) == 0)
         if partial:
-            program.add_row(partial, high=2.0 * (longest - 1) * pipeline.virtual * len(group))
+            program.demand(3, lpSum(partial) <= 2.0 * (longest - 1) * pipeline.virtual * len(group))
         if math.isfinite(room):
-            program.add_row(held, high=len(group) * room / max(1.0, room))
-    for same, rows in zip(blocks, counts, strict=True):
-        for row in rows:
-            program.add_row(row, low=same.count, high=same.count)
+            program.demand(4, LpAffineExpression(held) <= len(group) * room / max(1.0, room))
+    for same, own in zip(blocks, shares, strict=True):
+        for share in own:
+            program.demand(5, lpSum(share) == same.count)
     for rank, group in enumerate(groups):
         for path, constant in _paths(rank, group, times, forwards, pipeline):
-            program.add_row({least: 1.0, **{name: -value for name, value in path.items()}}, low=constant)
-    outcome = minimise(program)
+            program.demand(6, least - LpAffineExpression(path) >= constant)
+    outcome = minimise(program, {least: 1.0})
     if outcome.status == "infeasible":
         return math.inf
     return outcome.bound if outcome.values else 0.0
@@ -114,8 +119,8 @@ def _groups(pools: Sequence[int]) -> Iterator[range]:
 
 
 def _paths(
-    at: int, group: range, times: Sequence[int], forwards: Sequence[int], pipeline: Pipeline
-) -> list[tuple[dict[int, float], float]]:
+    at: int, group: range, times: Sequence[LpVariable], forwards: Sequence[LpVariable], pipeline: Pipeline
+) -> list[tuple[dict[LpVariable, float], float]]:
     """Seconds of paths that a stage of this group is the busiest of, in the variables, and what is added to them."""
     m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
     if pipeline.virtual > 1:  # what comes before a rank's first chunk is any small part of the others

@@ -16,8 +16,9 @@ from autoptd.cost_models.cluster import Device
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, allocator_bytes, communicator_bytes
 from autoptd.schedule import Alive
 from autoptd.search.chunks import ChunkCost, Chunks
+from autoptd.search.cut_program import Option
 from autoptd.search.footprints import block_peak
-from autoptd.search.menus import Choice, Menu, Way, bytes_of, choose, leanest, menu_of
+from autoptd.search.menus import Choice, Menu, Way, bytes_of, choose, ever_less, leanest, menu_of
 from autoptd.search.relax import Blocks, Part
 from autoptd.search.windows import Floats
 
@@ -49,6 +50,7 @@ class Site:
         self.rough = False
         self._stretches: dict[_Key, Stretch] = {}
         self._choices: dict[tuple[_Key, int], Choice | None] = {}
+        self._options: dict[tuple[_Key, int], tuple[Option, ...]] = {}
         self._costs: dict[tuple[_Key, int], ChunkCost] = {}
         self._menus: dict[tuple[str, ...], Menu] = {}
 
@@ -59,17 +61,39 @@ class Site:
 
         Of several chunks of a rank, the others are taken to be like this one.
         """
+        key, choice = (self._key(first, last), alive), self._choice(first, last, alive)
+        if choice is None:
+            return None
+        if key not in self._costs:
+            self._costs[key] = self._chunk(first, last, choice)
+        return self._costs[key]
+
+    def _choice(self, first: int, last: int, alive: int) -> Choice | None:
         key = self._key(first, last), alive
         if key not in self._choices:
             stretch, chunks = self.stretch(first, last), self.method.virtual
             self._choices[key] = self.choose([stretch], stretch.state, stretch.upcast, Alive(((alive,),)), chunks)
-        choice = self._choices[key]
-        if choice is None:
-            return None
-        if key not in self._costs:
-            policies = self.policies(first, self.stretch(first, last), choice.ways[0])
-            self._costs[key] = self.chunks.chunk(first, last, policies)
-        return self._costs[key]
+        return self._choices[key]
+
+    def _chunk(self, first: int, last: int, choice: Choice) -> ChunkCost:
+        return self.chunks.chunk(first, last, self.policies(first, self.stretch(first, last), choice.ways[0]))
+
+    def options(self, first: int, last: int, alive: int) -> tuple[Option, ...]:
+        """Ways to recompute beside so many chunks in flight: the quickest that fits, and those that would be quicker;
+        none where nothing fits."""
+        key, best = (self._key(first, last), alive), self._choice(first, last, alive)
+        if best is None:
+            return ()
+        if key not in self._options:
+            stretch = self.stretch(first, last)
+            quicker = (c for c in ever_less([stretch.menus], Alive(((alive,),))) if c.again_s < best.again_s)
+            self._options[key] = tuple(self._option(first, last, choice) for choice in (*quicker, best))
+        return self._options[key]
+
+    def _option(self, first: int, last: int, choice: Choice) -> Option:
+        stretch, cost = self.stretch(first, last), self._chunk(first, last, choice)
+        needed = self._needed(stretch.state, stretch.upcast, choice.kept, choice.extra, self.method.virtual)
+        return Option(cost.forward_s + cost.backward_s, needed / self.limit)
 
     def least_cost(self, first: int, last: int) -> ChunkCost:
         """Without recomputation."""

@@ -1,12 +1,15 @@
-"""Solve a small mixed-integer program; the only place that knows HiGHS and PuLP.
+"""Solve small mixed-integer programs, each stated once, in PuLP, by HiGHS.
 
     minimise  sum_j cost_j v_j   subject to   low_i <= sum_j a_ij v_j <= high_i,   lower_j <= v_j <= upper_j,
               v_j a whole number for some j
 
-A `Program` is data: variables and rows are numbered in the order in which they were added, so that the same calls give
-the same program, and (one thread, one seed) the same optimum. `minimise` solves the linear relaxation first: where that
-is whole already, it is the answer. Otherwise branch and bound goes on from it. HiGHS takes the program as arrays; where
-it is missing or fails, PuLP writes it down for CBC, which the outcome's `notes` say.
+A `Program` is a PuLP problem under construction. Its constraints carry the number that they have in the docstring of
+the module that states them: `(5)_17` states (5), and is the 17th row. Columns, rows and coefficients are read off the
+problem once, so that a program that is solved again with another objective is not built again. Variables and rows keep
+the order in which they were added: the same calls give the same program, and (one thread, one seed) the same optimum.
+
+`minimise` solves the linear relaxation first: where that is whole already, it is the answer. Otherwise branch and bound
+goes on from it. Where HiGHS is missing or fails, PuLP hands the problem to CBC, which the outcome's `notes` say.
 
 Programs here have some thousand variables, and many are solved: the relaxation is not presolved, which takes longer
 than the simplex it would save (25 of 30 ms on the 1,500 variables of a GPT layer).
@@ -17,7 +20,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,31 +40,69 @@ class SolverFailed(AutoptdError, RuntimeError):
     """No solver is there, or every one failed."""
 
 
-@dataclass
 class Program:
-    """A mixed-integer program under construction. Variables and rows are known by their index."""
+    """A mixed-integer program in PuLP: first its variables and constraints, then one objective after another."""
 
-    costs: list[float] = field(default_factory=list)
-    bounds: list[tuple[float, float | None]] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
-    rows: list[tuple[dict[int, float], float | None, float | None]] = field(default_factory=list)
+    def __init__(self, name: str) -> None:
+        self.problem = pulp.LpProblem(name, pulp.LpMinimize)
+        self.index: dict[pulp.LpVariable, int] = {}  # in the order in which they were added
+        self.costs: list[float] = []
+        self.scale = 1.0  # of costs in the objective
+        self._rows = 0
 
-    def add_variable(
-        self, cost: float = 0.0, *, lower: float = 0.0, upper: float | None = 1.0, whole: bool = False
-    ) -> int:
-        """The index of a new variable; `upper=None` is unbounded."""
-        self.costs.append(cost)
-        self.bounds.append((lower, upper))
-        self.whole.append(whole)
-        return len(self.costs) - 1
+    def variable(self, *, lower: float = 0.0, upper: float | None = 1.0, whole: bool = False) -> pulp.LpVariable:
+        """A new variable; `upper=None` is unbounded."""
+        # PuLP orders variables by name
+        category = pulp.LpInteger if whole else pulp.LpContinuous
+        made = self.problem.add_variable(f"v{len(self.index):07d}", lower, upper, category)
+        self.index[made] = len(self.index)
+        return made
 
-    def add_row(self, terms: dict[int, float], *, low: float | None = None, high: float | None = None) -> None:
-        """Demand low <= sum of coefficient * variable <= high."""
-        assert low is not None or high is not None, "a row that demands nothing"
-        self.rows.append((terms, low, high))
+    def demand(self, number: int, constraint: pulp.LpConstraint) -> None:
+        """Add a constraint, by the number that it has in the docstring of the module that states it."""
+        assert "_arrays" not in self.__dict__, "the program has been solved already"
+        self._rows += 1
+        self.problem.addConstraint(constraint, f"({number})_{self._rows}")
+
+    def price(self, costs: Mapping[pulp.LpVariable, float]) -> None:
+        """Set the objective, scaled; variables that are not named cost nothing."""
+        self.costs = [costs.get(variable, 0.0) for variable in self.index]
+        largest = max(map(abs, self.costs), default=0.0)
+        self.scale = COST_SCALE / largest if largest > 0 else 1.0
+        scaled = ((variable, cost * self.scale) for variable, cost in zip(self.index, self.costs, strict=True))
+        self.problem.setObjective(pulp.LpAffineExpression(scaled))
+
+    @cached_property
+    def whole(self) -> list[bool]:
+        """Of each variable, whether it is a whole number."""
+        return [variable.cat == pulp.LpInteger for variable in self.index]
 
     def cost_of(self, values: Sequence[float]) -> float:
         return math.fsum(c * v for c, v in zip(self.costs, values, strict=True))
+
+    @cached_property
+    def _arrays(self) -> Any:
+        """All but the objective, by rows, as HiGHS takes it."""
+        import highspy
+
+        rows = [row for row in self.problem.constraints() if len(row)]
+        columns = [self.index[variable] for row in rows for variable, _ in row.items()]
+        found = highspy.HighsLp()
+        found.num_col_, found.num_row_ = len(self.index), len(rows)
+        found.col_lower_ = np.array([variable.lowBound for variable in self.index])
+        found.col_upper_ = np.array([math.inf if v.upBound is None else v.upBound for v in self.index])
+        found.row_lower_ = np.array([-math.inf if row.sense == pulp.LpConstraintLE else -row.constant for row in rows])
+        found.row_upper_ = np.array([math.inf if row.sense == pulp.LpConstraintGE else -row.constant for row in rows])
+        found.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        found.a_matrix_.start_ = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
+        found.a_matrix_.index_ = np.array(columns, dtype=np.int32)
+        found.a_matrix_.value_ = np.array([value for row in rows for value in row.values()], dtype=float)
+        return found
+
+    def arrays(self) -> Any:
+        """The program as HiGHS takes it."""
+        self._arrays.col_cost_ = np.array(list(self.problem.objective.values()))
+        return self._arrays
 
 
 @dataclass(frozen=True)
@@ -86,15 +128,16 @@ class Outcome:
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
-def minimise(program: Program, time_limit_s: float = 60.0) -> Outcome:
-    """Solve `program` within about `time_limit_s` seconds.
+def minimise(program: Program, costs: Mapping[pulp.LpVariable, float], time_limit_s: float = 60.0) -> Outcome:
+    """The least cost of a program, within about `time_limit_s` seconds.
 
     Raises `SolverFailed` when neither HiGHS nor CBC gives an answer.
     """
-    if any(not _holds(low, high) for terms, low, high in program.rows if not terms):
+    if not all(row.valid() for row in program.problem.constraints() if not len(row)):
         return Outcome("infeasible", (), math.inf, math.inf, "none")
-    if not program.costs:
+    if not program.index:
         return Outcome("optimal", (), 0.0, 0.0, "none")
+    program.price(costs)
     notes: list[str] = []
     for name, solve in _SOLVERS.items():
         try:
@@ -106,41 +149,6 @@ def minimise(program: Program, time_limit_s: float = 60.0) -> Outcome:
             notes.append(f"solved with {name} instead")
         return Outcome(outcome.status, outcome.values, outcome.objective, outcome.bound, name, tuple(notes))
     raise SolverFailed("no integer-programming solver works here", where="; ".join(notes), fix="pip install highspy")
-
-
-def _holds(low: float | None, high: float | None) -> bool:
-    """Whether a row without terms is met."""
-    return (low is None or low <= 0) and (high is None or high >= 0)
-
-
-def _scale(program: Program) -> float:
-    largest = max(abs(cost) for cost in program.costs)
-    return COST_SCALE / largest if largest > 0 else 1.0
-
-
-def _as_pulp(program: Program, scale: float) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
-    problem = pulp.LpProblem("program", pulp.LpMinimize)
-    # Names that sort as the indices do: PuLP orders variables by name.
-    width = len(str(len(program.costs)))
-    variables = [
-        problem.add_variable(f"v{index:0{width}d}", lower, upper, pulp.LpInteger if whole else pulp.LpContinuous)
-        for index, ((lower, upper), whole) in enumerate(zip(program.bounds, program.whole, strict=True))
-    ]
-    problem += pulp.LpAffineExpression(
-        [(v, cost * scale) for v, cost in zip(variables, program.costs, strict=True)], constant=0.0
-    )
-    for terms, low, high in program.rows:
-        if not terms:
-            continue
-        expression = [(variables[index], coefficient) for index, coefficient in terms.items()]
-        if low is not None and low == high:
-            problem += pulp.LpConstraint(pulp.LpAffineExpression(expression), pulp.LpConstraintEQ, rhs=low)
-            continue
-        if low is not None:
-            problem += pulp.LpConstraint(pulp.LpAffineExpression(expression), pulp.LpConstraintGE, rhs=low)
-        if high is not None:
-            problem += pulp.LpConstraint(pulp.LpAffineExpression(expression), pulp.LpConstraintLE, rhs=high)
-    return problem, variables
 
 
 def _rounded(program: Program, values: Sequence[float]) -> tuple[float, ...]:
@@ -160,7 +168,7 @@ def _solve_highs(program: Program, time_limit_s: float) -> Outcome:
     """The relaxation; then, on the same HiGHS model, branch and bound."""
     import highspy
 
-    started, scale = time.monotonic(), _scale(program)
+    started, scale = time.monotonic(), program.scale
     highs = highspy.Highs()
     settings: dict[str, object] = {
         "output_flag": False,
@@ -172,7 +180,7 @@ def _solve_highs(program: Program, time_limit_s: float) -> Outcome:
         "presolve": "off",
     }
     _set(highs, settings)
-    highs.passModel(_as_arrays(program, scale))
+    highs.passModel(program.arrays())
     highs.run()
     states = highspy.HighsModelStatus
     bound = -math.inf
@@ -209,26 +217,6 @@ def _set(highs: Any, settings: Mapping[str, object]) -> None:
         highs.setOptionValue(name, value)
 
 
-def _as_arrays(program: Program, scale: float) -> Any:
-    """The program by rows, as HiGHS takes it."""
-    import highspy
-
-    rows = [(terms, low, high) for terms, low, high in program.rows if terms]
-    columns = [index for terms, _, _ in rows for index in terms]
-    found = highspy.HighsLp()
-    found.num_col_, found.num_row_ = len(program.costs), len(rows)
-    found.col_cost_ = np.array(program.costs) * scale
-    found.col_lower_ = np.array([lower for lower, _ in program.bounds])
-    found.col_upper_ = np.array([math.inf if upper is None else upper for _, upper in program.bounds])
-    found.row_lower_ = np.array([-math.inf if low is None else low for _, low, _ in rows])
-    found.row_upper_ = np.array([math.inf if high is None else high for _, _, high in rows])
-    found.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    found.a_matrix_.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in rows)], dtype=np.int32)
-    found.a_matrix_.index_ = np.array(columns, dtype=np.int32)
-    found.a_matrix_.value_ = np.array([value for terms, _, _ in rows for value in terms.values()])
-    return found
-
-
 def _read_highs(program: Program, highs: Any, states: Any, bound: float, scale: float) -> Outcome:
     status, info = highs.getModelStatus(), highs.getInfo()
     if status in (states.kInfeasible, states.kUnboundedOrInfeasible):
@@ -249,8 +237,7 @@ def _read_highs(program: Program, highs: Any, states: Any, bound: float, scale: 
 def _solve_cbc(program: Program, time_limit_s: float) -> Outcome:
     """The relaxation, then branch and bound; CBC tells no bound, so the relaxation's stands."""
     command = getattr(pulp, "PULP_CBC_CMD", None) or pulp.COIN_CMD
-    problem, variables = _as_pulp(program, _scale(program))
-    bound = -math.inf
+    problem, bound = program.problem, -math.inf
     for mip in (False, True):
         solver = command(mip=mip, msg=False, threads=1, timeLimit=time_limit_s, options=["randomSeed 1"], gapRel=0.0)
         if not solver.available():
@@ -259,7 +246,7 @@ def _solve_cbc(program: Program, time_limit_s: float) -> Outcome:
         if problem.status == pulp.LpStatusInfeasible:
             return Outcome("infeasible", (), math.inf, math.inf, "")
         found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-        values = [v.varValue or 0.0 for v in variables]
+        values = [variable.varValue or 0.0 for variable in program.index]
         proved = problem.sol_status == pulp.LpSolutionOptimal
         if proved and _is_whole(program, values):
             return _optimal(program, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +16,7 @@ from autoptd.errors import DoesNotFit, PlanError
 from autoptd.schedule import Alive, row_of
 from autoptd.search.bounds import beside_s, edges_s, warm_up
 from autoptd.search.chunks import Chunks
+from autoptd.search.cut_program import Option
 from autoptd.search.cuts import Cuts, leanest, refuse, solve_cuts
 from autoptd.search.even import even_cuts
 from autoptd.search.meshes import Candidate
@@ -142,7 +143,8 @@ class Stages:
     def _cut(self) -> Cuts:
         """Raises DoesNotFit."""
         ramp = self.candidate.microbatches - 1
-        found = solve_cuts(self.line, ramp * self.method.virtual**2, self.seconds)
+        options = self.options if self.method.cut_solver == "ilp" else None
+        found = solve_cuts(self.line, ramp * self.method.virtual**2, self.seconds, options)
         if found is None:
             raise NoRoom("no cut fits")
         return found
@@ -170,6 +172,10 @@ class Stages:
         """What a stage of these segments takes per microbatch with the quickest recomputation that fits."""
         cost = self.site(stage).cost(first, last, self.alive(stage))
         return math.inf if cost is None else cost.forward_s + cost.backward_s
+
+    def options(self, stage: int, first: int, last: int) -> Sequence[Option]:
+        """Ways to recompute a stage of these segments."""
+        return self.site(stage).options(first, last, self.alive(stage))
 
     def passes(self, stage: int, first: int, last: int) -> tuple[float, float] | None:
         """(forward, backward) of a stage at the least; None where nothing fits.

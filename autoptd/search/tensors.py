@@ -35,6 +35,7 @@ from autoptd.passes.sharding import (
 from autoptd.search.kinds import PARTIAL, KindCost, KindWork, price
 from autoptd.search.legal import counts_tokens, legal_strategies
 from autoptd.search.prices import Prices
+from autoptd.search.split_program import SplitPrograms
 from autoptd.search.splits import Choice, Node, SplitProblem, SplitSolution, solve_splits
 from autoptd.search.workbook import Workbook
 
@@ -79,11 +80,13 @@ class Tensors(Prices):
         policies: Iterable[str] = PARTIAL,
         world: int = 0,
         context: str = "ring",
+        programs: SplitPrograms | None = None,
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
         `policies`: those of recomputation that costs are to be told for. `pins`: parameter-name pattern -> placement;
         `whole`: names of parameters that are not split. Equal segments lie alike: one that is named stands for all.
+        `programs`: of problems solved before.
         """
         super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context)
         self.folded = folded
@@ -92,6 +95,7 @@ class Tensors(Prices):
         self.pins, self.whole = pins or {}, tuple(whole)
         self.sequence_parallel = sequence_parallel
         self.policies = tuple(policies)
+        self.programs = programs or SplitPrograms()
         self.legal = legal or legal_strategies(folded, ranks, self.sizes, sequence_parallel=sequence_parallel)
 
     # ---- the problem ----
@@ -302,7 +306,8 @@ class Tensors(Prices):
         if self.ranks == 1 and not fixed and not self.pins:
             return self.priced(self._whole)  # one rank has no choice
         labels = {**self.problem.fixed, **(fixed or {})}
-        solution = solve_splits(replace(self.problem, second_per_byte=second_per_byte, fixed=labels), time_limit_s)
+        asked = replace(self.problem, second_per_byte=second_per_byte, fixed=labels)
+        solution = solve_splits(asked, time_limit_s, self.programs)
         return self.priced(self._sharding(solution), solution)
 
     @property

@@ -7,7 +7,7 @@ Array axes: [stage k, last segment e, number of segments - 1]; `starts[e, l] = e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Cuts = tuple[tuple[int, int], ...]  # first and last segment per stage
 Measure = Callable[[int, int, int], float]  # of (stage, first segment, last segment)
 SLACK = 1 + 1e-9  # on limits of time that only say where to look
 _BASE, _ODD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # large odd numbers without pattern
@@ -118,8 +119,7 @@ class Windows:
 
     def measured(self, wanted: NDArray[np.bool_], measure: Measure) -> Floats:
         """A measure of the wanted windows, as far as they line up: once for each content, on stages that are alike."""
-        usable = wanted & self.possible
-        self._drop_unreachable(usable)
+        usable = self._usable(wanted)
         found = np.full(self._shape, np.inf)
         at = np.nonzero(usable)
         alive = (np.array(self.line.alive, dtype=np.uint64) << np.uint64(8)) + np.array(
@@ -132,6 +132,17 @@ class Windows:
         values = [measure(k, e - n, e) for k, e, n in zip(stages, ends, lengths, strict=True)]
         found[at] = np.array(values, dtype=float)[which]
         return found
+
+    def runs(self, cap_s: float) -> Iterator[tuple[int, int, int]]:
+        """(stage, first, last segment) of the windows that some partition with no time above `cap_s` uses."""
+        for k, last, more in np.argwhere(self._usable(self.lower_s <= cap_s * SLACK)).tolist():
+            yield k, last - more, last
+
+    def _usable(self, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Of the wanted windows, those that line up with others."""
+        usable: NDArray[np.bool_] = wanted & self.possible
+        self._drop_unreachable(usable)
+        return usable
 
     @cached_property
     def _contents(self) -> NDArray[np.uint64]:
@@ -172,7 +183,7 @@ class Windows:
 @dataclass(frozen=True)
 class Partition:
     value: float  # sum, or maximum, of the windows' values
-    cuts: tuple[tuple[int, int], ...]  # first and last segment per stage
+    cuts: Cuts
 
 
 def partition(values: Floats, starts: Ints, *, minimax: bool = False) -> Partition | None:

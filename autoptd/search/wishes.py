@@ -23,6 +23,7 @@ _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
     "attention": ("flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
+    "cut_solver": ("dynamic", "ilp"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
     "kernels": KERNELS,
@@ -64,6 +65,7 @@ class Method:
     policies       of recomputation that blocks may choose from: "selective", "ops", "full"
     starts         first segment of every stage but the first, where stages are cut by hand; empty: they are searched
     uncut          segments that no stage may begin with
+    cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum
     """
 
     cp: int = 1
@@ -85,6 +87,7 @@ class Method:
     policies: tuple[str, ...] = ("full",)
     starts: tuple[int, ...] = ()
     uncut: frozenset[int] = frozenset()
+    cut_solver: str = "dynamic"
 
 
 @dataclass(frozen=True)

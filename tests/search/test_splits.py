@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from llama_block import block
@@ -12,7 +13,8 @@ from random_splits import brute_force, price, random_problem
 
 from autoptd.errors import PlanError
 from autoptd.passes.placements import BP, B, P, Placement, Split
-from autoptd.search import splits
+from autoptd.search import split_program
+from autoptd.search.split_program import SplitProgram, Sums
 from autoptd.search.splits import Choice, InfeasibleSplit, Node, SplitProblem, SplitSolution, solve_splits
 
 S1, S2 = Split(1), Split(2)
@@ -156,43 +158,49 @@ def test_unknown_pins_are_refused() -> None:
 # ---- planted bugs ----
 
 
-def _pairwise(model: splits._Model, tensor: str, source: Node, users: list[Node]) -> None:
-    for user in users:
-        _ADD_TENSOR(model, tensor, source, [user])
+def _pairwise(
+    model: SplitProgram, tensor: str, given: Sums, wants: dict[str, Sums], once: list[str], supplies: Any
+) -> None:
+    for name, own in wants.items():
+        ways = {target: supplies[target] for target in own}
+        _ADD_TENSOR(model, tensor, given, {name: own}, [n for n in once if n == name], ways)
 
 
-def _saved_per_op(model: splits._Model) -> None:
-    for node in model.problem.nodes:
-        for choice in node.choices:
-            for pair in choice.saved:
-                index, nbytes = model.x[node.name, choice.label], model.problem.saved_bytes[pair]
-                model.program.costs[index] += model.objective(0.0, nbytes)
-                model.budget[index] = model.budget.get(index, 0.0) + nbytes
+def _saved_by_all(model: SplitProgram) -> None:
+    """Kept in no placement that any option does without."""
+    _ADD_SAVED(model)
+    for node in model.structure.nodes:
+        for option in node.options:
+            for pair in option.saved:
+                if pair in model.s:
+                    model.program.demand(6, model.s[pair] - model.x[node.name, option.label] <= 0)
 
 
-def _saved_for_nothing(model: splits._Model) -> None:
+def _saved_for_nothing(model: SplitProgram) -> None:
+    model.s.update({pair: model.program.variable() for pair in model.structure.saved})
+
+
+def _nothing(*_: object) -> None:
     pass
 
 
-def _never_converts(model: splits._Model, *rest: object) -> None:
-    pass
-
-
-_ADD_TENSOR = splits._add_tensor
+_ADD_TENSOR, _ADD_SAVED = split_program._add_tensor, split_program._add_saved
 
 
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [
         ("_add_tensor", _pairwise),
-        ("_add_saved", _saved_per_op),
+        ("_add_tensor", _nothing),
+        ("_add_saved", _saved_by_all),
         ("_add_saved", _saved_for_nothing),
-        ("_add_tensor", _never_converts),
+        ("_add_budget", _nothing),
+        ("_add_ties", _nothing),
     ],
 )
-def test_a_wrong_model_is_caught(part: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions by edge, saved tensors by op, or no cost at all: exhaustive search disagrees."""
-    monkeypatch.setattr(splits, part, wrong)
+def test_a_wrong_program_is_caught(part: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constraint that is missing, or stated for each reader by itself: exhaustive search disagrees."""
+    monkeypatch.setattr(split_program, part, wrong)
     caught = 0
     for seed in range(60):
         problem = random_problem(seed)
