@@ -94,15 +94,35 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByTrace(config, log)
 
 
+POOLED = (
+    "checkpoint/test_pairs.py",
+    "parity/test_parity_ranks.py",
+    "runtime/test_footprint.py",
+    "runtime/test_pool.py",
+)
+
+
 def shares(nodeid: str) -> str:
-    """A test's group: its file, or, of tests of parity in this process, its model, whose trace takes longer than they.
+    """A test's group: its file, the files of `POOLED`, or, of tests of parity in this process, its model, whose trace
+    takes longer than they.
 
     Models come first in the names of tests: `tests/parity/test_parity.py::test_a_plan[gpt2-dp8 × tp1 × pp1]`.
     """
     file, _, test = nodeid.partition("::")
-    if not file.startswith("tests/parity/") or "ranks" in file:
+    if file.removeprefix("tests/") in POOLED:
+        return "on the pool"
+    if not file.startswith("tests/parity/"):
         return file
     return f"parity of {test.partition('[')[2].partition('-')[0].rstrip(']')}"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Eight gloo processes, for all tests of the files in `POOLED`."""
+    from autoptd.runtime.pool import Pool
+
+    with Pool(8) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from saved import PLANS, WORLD, load_and_compare, made, whole_of, write
+from saved import PLANS, load_and_compare, made, whole_of, write
 
 from autoptd.runtime.pool import Pool
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(WORLD) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
