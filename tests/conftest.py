@@ -20,7 +20,6 @@ settings.load_profile("any machine")
 # Long grids, and long tests: `make test` runs every n-th of their cases (0: none), `make rest` the others, pytest all.
 SAMPLED = {
     "checkpoint/test_killed.py::test_killed_in_a_save": 2,
-    "checkpoint/test_pairs.py::test_what_any_plan_wrote_is_read_to_the_bit": 2,
     "checkpoint/test_resume.py::test_a_killed_rank_under_torchrun": 0,
     "checkpoint/test_session.py::test_numbers_become_wider_and_never_narrower": 2,
     "checkpoint/test_session.py::test_what_does_not_fit_is_refused_and_changes_nothing": 2,
