@@ -83,7 +83,7 @@ def test_every_way_of_communicating_occurs() -> None:
     """Plans for tiny models use the same collectives and vocabulary-parallel ops as those for large ones."""
     missing = {"all_gather", "all_gather_whole", "all_reduce", "reduce_scatter", "all_to_all", "slice", "pad"}
     missing |= {"vocab_embedding", "vocab_cross_entropy"}
-    for name, mesh in product(MODELS, [mesh for mesh in MESHES if mesh.tp > 1]):
+    for name, mesh in product(("gpt2", "nanogpt", "bert"), [mesh for mesh in MESHES if mesh.tp > 1]):
         for variant in variants(name, mesh) if missing else ():
             files = parallel(name, planned(name, mesh, variant), "sgd").program.files
             code = "\n".join(text for file, text in files.items() if file.endswith(".py"))
