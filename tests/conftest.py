@@ -17,7 +17,6 @@ settings.load_profile("any machine")
 # Long grids, and long tests: `make test` runs every n-th of their cases (0: none), `make rest` the others, pytest all.
 SAMPLED = {
     "checkpoint/test_killed.py::test_killed_in_a_save": 2,
-    "checkpoint/test_pairs.py::test_what_any_plan_wrote_is_read_to_the_bit": 2,
     "checkpoint/test_resume.py::test_a_killed_rank_under_torchrun": 0,
     "checkpoint/test_session.py::test_numbers_become_wider_and_never_narrower": 2,
     "checkpoint/test_session.py::test_what_does_not_fit_is_refused_and_changes_nothing": 2,
@@ -91,15 +90,35 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByTrace(config, log)
 
 
+POOLED = (
+    "checkpoint/test_pairs.py",
+    "parity/test_parity_ranks.py",
+    "runtime/test_footprint.py",
+    "runtime/test_pool.py",
+)
+
+
 def shares(nodeid: str) -> str:
-    """A test's group: its file, or, of tests of parity in this process, its model, whose trace takes longer than they.
+    """A test's group: its file, the files of `POOLED`, or, of tests of parity in this process, its model, whose trace
+    takes longer than they.
 
     Models come first in the names of tests: `tests/parity/test_parity.py::test_a_plan[gpt2-dp8 × tp1 × pp1]`.
     """
     file, _, test = nodeid.partition("::")
-    if not file.startswith("tests/parity/") or "ranks" in file:
+    if file.removeprefix("tests/") in POOLED:
+        return "on the pool"
+    if not file.startswith("tests/parity/"):
         return file
     return f"parity of {test.partition('[')[2].partition('-')[0].rstrip(']')}"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Eight gloo processes, for all tests of the files in `POOLED`."""
+    from autoptd.runtime.pool import Pool
+
+    with Pool(8) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from autoptd.plans import Plan
 from autoptd.progress import Silent
 from autoptd.search.planner import Planner
 
+EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 8, "fix": {"tp": 8, "micro": 1}}
 PAIR = {"all_gather": 2, "reduce_scatter": 2}
 
 
@@ -53,7 +55,7 @@ def gpt2() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def planned() -> autoptd.Parallel:
-    return autoptd.parallelize(llama(), world=8, cluster="dgx-h100", batch=8, fix={"tp": 8, "micro": 1})
+    return autoptd.parallelize(llama(), **EIGHT)
 
 
 def test_a_model_is_called_what_its_configuration_says(planned: autoptd.Parallel):
@@ -61,10 +63,10 @@ def test_a_model_is_called_what_its_configuration_says(planned: autoptd.Parallel
     assert autoptd.plan(gpt(), world=2, cluster="dgx-h100", batch=4).model == "NanoGPT"
 
 
-@pytest.mark.parametrize("model", [llama, gpt2])
-def test_a_layer_communicates_as_megatron_does(model: Any):
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_a_layer_communicates_as_megatron_does(model: str, planned: autoptd.Parallel):
     """Two all-gathers and two reduce-scatters each way: sequence parallelism, found unaided."""
-    plan = autoptd.plan(model(), world=8, cluster="dgx-h100", batch=8, fix={"tp": 8, "micro": 1})
+    plan = planned.plan if model == "llama" else autoptd.plan(gpt2(), **EIGHT)
     layers = [found for kind, found in plan.collectives.items() if ".*." in kind]
     assert {found.count for found in layers} == {3}
     assert sum((Counter(found.forward) for found in layers), Counter()) == PAIR
@@ -134,6 +136,11 @@ def test_a_plan_that_is_given_is_not_searched_for(planned: autoptd.Parallel, tmp
     assert not any("mesh" in step or "split tensors" in step for step in steps.seen)
 
 
+@cache
+def traced() -> autoptd.TracedModel:
+    return autoptd.trace(gpt())
+
+
 SEARCHED: list[dict[str, Any]] = [
     {"include": "all"},
     {"include": ["virtual", "zero"], "exact": True},
@@ -149,17 +156,17 @@ def test_both_calls_search_alike(wishes: dict[str, Any], monkeypatch: pytest.Mon
     monkeypatch.setattr(
         Planner, "__init__", lambda self, task, *r, **k: tasks.append(task) or honest(self, task, *r, **k)
     )
-    traced = autoptd.trace(gpt())
     asked: dict[str, Any] = {"world": 4, "cluster": "dgx-h100", "batch": 16, **wishes}
-    plan = autoptd.plan(traced, **asked)
-    assert autoptd.parallelize(traced, **asked).plan == plan
+    plan = autoptd.plan(traced(), **asked)
+    assert autoptd.parallelize(traced(), **asked).plan == plan
     ours, theirs = tasks
     assert ours == theirs
 
 
-def test_no_plan_needs_more_than_a_device_has(planned: autoptd.Parallel):
+def test_no_plan_needs_more_than_a_device_has():
+    traced = autoptd.trace(llama(), seq=512)
     for world, micro in ((1, 1), (2, 4), (8, 2)):
-        plan = autoptd.plan(llama(), world=world, cluster="dgx-a100-40gb", batch=32, seq=512, fix={"micro": micro})
+        plan = autoptd.plan(traced, world=world, cluster="dgx-a100-40gb", batch=32, fix={"micro": micro})
         assert plan.predicted.memory_bytes <= plan.cluster.device.memory_bytes
         assert plan.predicted.memory_bytes == max(sum(row.values()) for row in plan.predicted.memory)
 

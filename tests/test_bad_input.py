@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,12 @@ class Holder(nn.Module):
 def gpt(**sizes: int) -> NanoGPT:
     with torch.device("meta"):
         return NanoGPT(Sizes(**{"vocab": 64, "max_seq": 16, "width": 24, "layers": 2, "heads": 12} | sizes))
+
+
+@cache
+def traced() -> autoptd.TracedModel:
+    """For refusals that have nothing to do with the trace."""
+    return autoptd.trace(gpt())
 
 
 def refusal(kind: type[AutoptdError], model: Any, **wishes: Any) -> AutoptdError:
@@ -303,7 +310,7 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
     ],
 )
 def test_what_does_not_divide(wishes: dict[str, Any], what: str, where: str, fix: str):
-    error = refusal(PlanError, gpt(), **EIGHT | wishes)
+    error = refusal(PlanError, traced(), **EIGHT | wishes)
     assert what in error.what
     assert where in error.where
     assert fix in error.fix
@@ -397,7 +404,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
     ids=str,
 )
 def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
-    error = refusal(PlanError, gpt(), **EIGHT, fix=fix)
+    error = refusal(PlanError, traced(), **EIGHT, fix=fix)
     assert what in error.what
     assert way_out in error.fix
     assert error.where.startswith("fix")
@@ -441,7 +448,7 @@ def test_wishes_without_effect_that_do_no_harm(world: int, fix: dict[str, Any], 
     wishes = read_wishes(fix)
     assert idle_notes(wishes, world) == ([note] if note else [])
     if "cp" not in fix:
-        plan = autoptd.plan(gpt(), **EIGHT | {"world": world}, fix=fix)
+        plan = autoptd.plan(traced(), **EIGHT | {"world": world}, fix=fix)
         assert [n for n in plan.notes if "no effect" in n] == ([note] if note else [])
 
 
@@ -521,32 +528,37 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_missing_bytes_are_what_is_missing():
     """A device that has just what the error asks for is enough; one with a little less is not."""
-    wishes = {"world": 2, "batch": 2, "seq": 16, "fix": {"pp": 2, "dp": 1, "micro": 1}}
-    error = refusal(DoesNotFit, large(), cluster=cluster(1e9), **wishes)
+    wishes = {"world": 2, "batch": 2, "fix": {"pp": 2, "dp": 1, "micro": 1}}
+    error = refusal(DoesNotFit, traced_large(), cluster=cluster(1e9), **wishes)
     assert "stage 0 (tokens … " in error.where
     assert "fixing less than dp, micro, pp" in error.fix
     lacking = [float(line.split("lacks ")[1].split()[0]) for line in error.where.splitlines() if "lacks" in line]
     needed = 1e9 + max(lacking) * 2**30
-    autoptd.plan(large(), cluster=cluster(needed + 2**24), **wishes)
-    refusal(DoesNotFit, large(), cluster=cluster(needed - 2**24), **wishes)
+    autoptd.plan(traced_large(), cluster=cluster(needed + 2**24), **wishes)
+    refusal(DoesNotFit, traced_large(), cluster=cluster(needed - 2**24), **wishes)
 
 
 def test_recomputation_that_was_ruled_out_is_offered():
-    wishes: dict[str, Any] = {"world": 1, "batch": 64, "seq": 16}
+    wishes: dict[str, Any] = {"world": 1, "batch": 64}
     none, full = (
-        autoptd.plan(large(), cluster=cluster(8e10), **wishes, fix={"micro": 64, "recompute": again})
+        autoptd.plan(traced_large(), cluster=cluster(8e10), **wishes, fix={"micro": 64, "recompute": again})
         for again in ("none", "full")
     )
     between = cluster((none.predicted.memory_bytes + full.predicted.memory_bytes) / 2)
-    error = refusal(DoesNotFit, large(), cluster=between, **wishes, fix={"micro": 64, "recompute": "none"})
+    error = refusal(DoesNotFit, traced_large(), cluster=between, **wishes, fix={"micro": 64, "recompute": "none"})
     assert "leave fix['recompute'] out" in error.fix
-    plan = autoptd.plan(large(), cluster=between, **wishes, fix={"micro": 64})
+    plan = autoptd.plan(traced_large(), cluster=between, **wishes, fix={"micro": 64})
     assert plan.predicted.memory_bytes <= between.device.usable_bytes
 
 
 def large() -> NanoGPT:
     """227 million parameters: 4.1 GB of state."""
     return gpt(width=1536, layers=8)
+
+
+@cache
+def traced_large() -> autoptd.TracedModel:
+    return autoptd.trace(large(), seq=16)
 
 
 def cluster(memory_bytes: float) -> autoptd.Cluster:
@@ -561,7 +573,7 @@ def cluster(memory_bytes: float) -> autoptd.Cluster:
 
 @pytest.fixture(scope="module")
 def small_plan() -> Plan:
-    return autoptd.plan(gpt(), **EIGHT, fix={"tp": 2, "pp": 2})
+    return autoptd.plan(traced(), **EIGHT, fix={"tp": 2, "pp": 2})
 
 
 @pytest.mark.parametrize(
@@ -609,7 +621,7 @@ def test_plans_that_do_not_suit_their_graph(small_plan: Plan, field: str, key: s
     else:
         table[key] = value
     with pytest.raises(PlanFileError) as caught:
-        autoptd.parallelize(gpt(), plan=Plan.from_json(json.dumps(data)))
+        autoptd.parallelize(traced(), plan=Plan.from_json(json.dumps(data)))
     complete(caught.value)
     assert said in caught.value.what
     assert caught.value.where.startswith(field)
@@ -665,33 +677,25 @@ def test_a_plan_with_what_it_says_itself(small_plan: Plan):
 def test_a_plan_of_a_cluster_that_has_changed(small_plan: Plan):
     changed = small_plan.cluster.model_copy(update={"source": "another"})
     with pytest.raises(PlanError, match="asked for is cluster dgx-h100 with other figures"):
-        autoptd.parallelize(gpt(), plan=small_plan, cluster=changed)
+        autoptd.parallelize(traced(), plan=small_plan, cluster=changed)
 
 
 def test_a_plan_with_an_optimizer_that_a_file_cannot_hold():
-    plan = autoptd.plan(gpt(), **EIGHT, optimizer=torch.optim.Adam)
+    plan = autoptd.plan(traced(), **EIGHT, optimizer=torch.optim.Adam)
     assert plan.optimizer == "custom"
     with pytest.raises(PlanError, match="an optimizer of your own") as caught:
-        autoptd.parallelize(gpt(), plan=plan)
+        autoptd.parallelize(traced(), plan=plan)
     complete(caught.value)
-    autoptd.parallelize(gpt(), plan=plan, optimizer=torch.optim.Adam)
+    autoptd.parallelize(traced(), plan=plan, optimizer=torch.optim.Adam)
     with pytest.raises(PlanError, match="elementwise"):
-        autoptd.parallelize(gpt(), plan=plan, optimizer=torch.optim.Adafactor)
+        autoptd.parallelize(traced(), plan=plan, optimizer=torch.optim.Adafactor)
 
 
-@pytest.mark.parametrize(
-    ("environment", "wishes", "said"),
-    [
-        ({"WORLD_SIZE": "4", "RANK": "0"}, "plan=PLAN", "4"),
-        ({"WORLD_SIZE": "4", "RANK": "3"}, "world=8, batch=16, cluster='local'", "4 processes are running"),
-    ],
-)
-def test_torchrun_with_another_world_fails_before_any_process_group(
-    small_plan: Plan, environment: Mapping[str, str], wishes: str, said: str, tmp_path: Path
-):
+def test_torchrun_with_another_world_fails_before_any_process_group(small_plan: Plan, tmp_path: Path):
+    """As rank 0 that is given a plan, and as rank 3 that is to search for one."""
     small_plan.save(tmp_path / "plan.json")
     code = f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch.distributed as dist
 from tests.test_bad_input import gpt
@@ -700,29 +704,33 @@ def refuse(*args, **kwargs):
     sys.exit("a process group was started")
 dist.init_process_group = refuse
 PLAN = {str(tmp_path / "plan.json")!r}
-try:
-    autoptd.parallelize(gpt(), {wishes})
-except autoptd.AutoptdError as error:
-    print(type(error).__name__, error)
-assert not dist.is_initialized()
+for rank, wishes in (("0", dict(plan=PLAN)), ("3", dict(world=8, batch=16, cluster="local"))):
+    os.environ["RANK"] = rank
+    try:
+        autoptd.parallelize(gpt(), **wishes)
+    except autoptd.AutoptdError as error:
+        print(type(error).__name__, error, end="\\0")
+    assert not dist.is_initialized()
 """
-    unreachable = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    unreachable = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **unreachable, **environment},
+        env={**os.environ, **unreachable},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("PlanError")
-    assert said in done.stdout
-    assert "8" in done.stdout
+    given, searched, after = done.stdout.split("\0")
+    assert after == ""
+    for said in (given, searched):
+        assert said.startswith("PlanError") and "4" in said and "8" in said
+    assert "4 processes are running" in searched
 
 
 def test_a_process_that_is_not_one_of_the_ranks(small_plan: Plan):
-    parallel = autoptd.parallelize(gpt(), plan=small_plan)
+    parallel = autoptd.parallelize(traced(), plan=small_plan)
     with pytest.raises(AutoptdError, match="not one of the plan's 8 ranks") as caught:
         parallel.train_step({})
     complete(caught.value)
@@ -735,7 +743,7 @@ def test_a_process_that_is_not_one_of_the_ranks(small_plan: Plan):
 
 
 def test_a_folder_that_cannot_be_written(small_plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    parallel = autoptd.parallelize(gpt(), plan=small_plan)
+    parallel = autoptd.parallelize(traced(), plan=small_plan)
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(PlanFileError) as caught:

@@ -11,7 +11,7 @@ import transformers
 
 import autoptd
 from autoptd.cli import main
-from autoptd.compile import TracedModel
+from autoptd.compile import TracedModel, read_sharding
 from autoptd.explain_memory import explain_memory, memory_data, size_names, traced
 from autoptd.passes.sharding import Sharding
 from autoptd.plans import Plan
@@ -45,12 +45,12 @@ def test_data_are_formulas_with_their_values(planned: tuple[Plan, TracedModel, S
 
 def test_formulas_are_those_of_the_method() -> None:
     """What is gathered, activations and weights, stays or does not."""
-    model, batch = gpt2(), 1024
+    batch, source = 1024, autoptd.trace(gpt2(), seq=64)
     fix: dict[str, Any] = {"tp": 2, "pp": 1, "dp": 1, "recompute": "none", "micro": batch}
     found = []
     for gathers in ("kept", "again"):
-        plan = autoptd.plan(model, world=2, cluster="dgx-h100", batch=batch, seq=64, fix=fix | {"gathers": gathers})
-        data = memory_data(plan, *traced(plan, model, Silent()))
+        plan = autoptd.plan(source, world=2, cluster="dgx-h100", batch=batch, fix=fix | {"gathers": gathers})
+        data = memory_data(plan, source, read_sharding(source, plan))
         found.append(next(b["kept"] for b in data["blocks"] if b["block"].startswith("transformer.h")))
     assert "h**2" in found[0] and re.search(r"^2\*b\*h\*s", found[0])
     assert re.fullmatch(r"b\*\([^()]*\)/t", found[1])
@@ -62,12 +62,12 @@ def test_formulas_of_a_cp_rank() -> None:
         hidden_size=64, num_attention_heads=8, num_hidden_layers=2, vocab_size=640, attn_implementation="eager"
     )
     with torch.device("meta"):
-        model = transformers.BertForMaskedLM(config)
+        source = autoptd.trace(transformers.BertForMaskedLM(config), seq=64)
     fix: dict[str, Any] = {"tp": 1, "pp": 1, "recompute": "none", "micro": 2}
     found = []
     for cp in (1, 2):
-        plan = autoptd.plan(model, world=2, cluster="dgx-h100", batch=8, seq=64, fix=fix | {"cp": cp})
-        data = memory_data(plan, *traced(plan, model, Silent()))
+        plan = autoptd.plan(source, world=2, cluster="dgx-h100", batch=8, fix=fix | {"cp": cp})
+        data = memory_data(plan, source, read_sharding(source, plan))
         layer = max(data["blocks"], key=lambda block: "**2" in block["kept"])
         values = {"b": 2, "s": 64, **data["sizes"]}
         assert eval(layer["kept"], {}, values) == layer["kept_bytes"] and "s**2" in layer["kept"]

@@ -66,9 +66,10 @@ def wrong_imports(module: str, source: str) -> list[str]:
     return [name for name in ours if within(name, forbidden) and module != "autoptd.cli"]
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()), ids=[name for name, _ in modules()])
-def test_dependencies_point_one_way(module: str, path: Path):
-    assert wrong_imports(module, path.read_text("utf-8")) == []
+def test_dependencies_point_one_way():
+    found = {module: wrong_imports(module, path.read_text("utf-8")) for module, path in modules()}
+    assert len(found) > 100
+    assert {module: wrong for module, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(

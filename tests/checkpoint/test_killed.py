@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,24 @@ def train(c: Communicators, job: Any, root: str, phase: str | None) -> list[floa
 
 
 @pytest.fixture(scope="module")
-def whole() -> list[float]:
+def pair() -> Iterator[Pool]:
+    """Two processes; after a failed job two others."""
+    with Pool(2, timeout_s=60) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def whole(pair: Pool) -> list[float]:
     """Losses of a run that nobody interrupts."""
-    with Pool(2) as pool:
-        return pool.run(made(NAME).layout.mesh, train, made(NAME), "nowhere", None)[0]
+    return pair.run(made(NAME).layout.mesh, train, made(NAME), "nowhere", None)[0]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_in_a_save(phase: str, tmp_path: Path, whole: list[float]) -> None:
+def test_killed_in_a_save(phase: str, tmp_path: Path, pair: Pool, whole: list[float]) -> None:
     job = made(NAME)
     root = str(tmp_path / "checkpoints")
-    with Pool(2, timeout_s=60) as pool:
-        with pytest.raises(RuntimeFault, match=r"the process ended|failed"):
-            pool.run(job.layout.mesh, train, job, root, phase)
-        assert folder.find(Path(root)).name == "step-00000002"
-        again = pool.run(job.layout.mesh, train, job, root, None)[0]
+    with pytest.raises(RuntimeFault, match=r"the process ended|failed"):
+        pair.run(job.layout.mesh, train, job, root, phase)
+    assert folder.find(Path(root)).name == "step-00000002"
+    again = pair.run(job.layout.mesh, train, job, root, None)[0]
     assert again == whole[2:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,15 @@ from autoptd.runtime.lockstep import run_lockstep
 SIZES = Sizes(vocab=32, max_seq=8, width=16, layers=1, heads=2, dropout=0.1)
 
 
-def made(sizes: Sizes = SIZES, **options: Any) -> Parallel:
+@cache
+def source(sizes: Sizes, precision: str) -> autoptd.TracedModel:
     torch.manual_seed(0)
-    given = {"world": 1, "batch": 4, "seq": 8, "precision": "fp32", "cluster": "local", "clip_norm": 1.0}
-    return autoptd.parallelize(NanoGPT(sizes), **{**given, **options})
+    return autoptd.trace(NanoGPT(sizes), seq=8, precision=precision)
+
+
+def made(sizes: Sizes = SIZES, precision: str = "fp32", **options: Any) -> Parallel:
+    given = {"world": 1, "batch": 4, "cluster": "local", "clip_norm": 1.0}
+    return autoptd.parallelize(source(sizes, precision), **{**given, **options})
 
 
 def step(parallel: Parallel) -> Tensor:

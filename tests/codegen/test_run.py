@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoptd.api import Parallel
-from autoptd.compile import make_plan, make_program, read_model, read_sharding
+from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
 from autoptd.cost_models.cluster import Cluster
 from autoptd.lockstep import differences, train_alone, train_in_lockstep
 from autoptd.plans import Plan
@@ -25,12 +26,14 @@ def batches(steps: int = 2) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(SAMPLES, LENGTH, WIDTH, generator=rng, dtype=torch.float64)} for _ in range(steps)]
 
 
-def trained(model: nn.Module, **mesh: object) -> tuple[Plan, list[str]]:
+def traced(model: nn.Module) -> TracedModel:
+    inputs = {n: x[:2] for n, x in batches()[0].items()}
+    return read_model(model.double(), inputs=inputs, loss=None, seq=None, precision="fp64", progress=Silent())
+
+
+def trained(model: nn.Module | TracedModel, **mesh: object) -> tuple[Plan, list[str]]:
     """The plan, and what differs from one process."""
-    model, data = model.double(), batches()
-    source = read_model(
-        model, inputs={n: x[:2] for n, x in data[0].items()}, loss=None, seq=None, precision="fp64", progress=Silent()
-    )
+    source, data = model if isinstance(model, TracedModel) else traced(model), batches()
     sizes = {"dp": 1, "tp": 1, "pp": 1} | mesh
     world = sizes["dp"] * sizes["tp"] * sizes["pp"]  # type: ignore[operator]
     plan = make_plan(
@@ -47,7 +50,7 @@ def trained(model: nn.Module, **mesh: object) -> tuple[Plan, list[str]]:
     made = Parallel(plan, source, program, "sgd", {"lr": 0.05}, None, 0)
     found, wanted = (
         train_in_lockstep(made, data),
-        train_alone(model, data, optimizer="sgd", optimizer_options={"lr": 0.05}),
+        train_alone(source.model, data, optimizer="sgd", optimizer_options={"lr": 0.05}),
     )
     wrong = [f"loss {a} {b}" for a, b in zip(found.losses, wanted.losses, strict=True) if abs(a - b) > 1e-12 * abs(b)]
     for mine, theirs in ((found.gradients, wanted.gradients), (found.state, wanted.state)):
@@ -117,11 +120,16 @@ STACKS = {
 MESHES = [{"tp": 2, "pp": 2}, {"dp": 2, "pp": 4}, {"pp": 4, "recompute": "full"}, {"tp": 2, "dp": 2, "zero": 1}]
 
 
+@cache
+def stack(name: str) -> TracedModel:
+    torch.manual_seed(0)
+    return traced(STACKS[name]())
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks(name: str, mesh: dict[str, object]) -> None:
-    torch.manual_seed(0)
-    assert not trained(STACKS[name](), **mesh)[1]
+    assert not trained(stack(name), **mesh)[1]
 
 
 def test_a_stage_may_hold_nothing_but_the_loss() -> None:

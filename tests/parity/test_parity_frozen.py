@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from autoptd.runtime.comm import Communicators
 from autoptd.runtime.footprint import state_bytes
 from autoptd.runtime.lockstep import run_lockstep
 from autoptd.search.wishes import read_wishes
+from tests.pairwise import pairwise
 
 
 class Adapted(nn.Module):
@@ -179,11 +181,23 @@ def frozen(name: str) -> dict[str, Tensor]:
     return {n: p for n, p in case(name).model.named_parameters() if not p.requires_grad}
 
 
+def values(case: tuple[str, int, int]) -> tuple[object, ...]:
+    """What a model on a way under a stage of ZeRO is drawn by."""
+    name, way, zero = case
+    return name, zero, *(WAYS[way].get(key) for key in ("dp", "tp", "pp", "schedule", "virtual", "recompute", "shards"))
+
+
+def ids(cases: list[tuple[str, int, int]]) -> list[str]:
+    return [f"{name}-{WAYS[way]}-{zero}" for name, way, zero in cases]
+
+
 # every way under ZeRO 3, and each in turn under another stage
 RUNS = [(name, i, zero) for name in MODELS for i in range(len(WAYS)) for zero in (3, i % 3) if zero == 3 or i % 2]
+RUNS = pairwise(RUNS, values)
+HELD = pairwise(product(MODELS, range(len(WAYS)), (0, 2, 3)), values)
 
 
-@pytest.mark.parametrize(("name", "way", "zero"), RUNS, ids=[f"{n}-{WAYS[i]}-{z}" for n, i, z in RUNS])
+@pytest.mark.parametrize(("name", "way", "zero"), RUNS, ids=ids(RUNS))
 def test_frozen_parameters_train_like_one_process(name: str, way: int, zero: int) -> None:
     parallel = made(name, {**WAYS[way], "zero": zero})
     assert parallel.plan.zero == zero and not parallel.plan.not_runnable
@@ -200,9 +214,7 @@ def storages(tensors: Any) -> int:
 
 
 @pytest.mark.fault("frozen parameters whole")
-@pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("way", range(len(WAYS)), ids=[str(way) for way in WAYS])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "way", "zero"), HELD, ids=ids(HELD))
 def test_bytes_of_frozen_parameters(name: str, way: int, zero: int) -> None:
     """What every rank holds between steps is what the plan predicts, and under ZeRO 3 a part of each of them."""
     shared = {key: value for key, value in WAYS[way].items() if zero or key != "shards"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +39,6 @@ PAIRS = [
     ("bert", Mesh(pp=2, cp=4), Variant(recompute="full", clip_norm=0.7), "sgd"),
 ]
 assert len(PAIRS) >= 8
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8) as running:
-        yield running
 
 
 def train_rank(

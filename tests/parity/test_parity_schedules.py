@@ -3,7 +3,7 @@ halves as well."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from autoptd.runtime.halves import Later
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.stage import Wire
 from autoptd.schedule import SENDS, Action, Actions, Channel, Route, Schedule
+from tests.pairwise import pairwise
 
 WAYS = {
     "gpipe": Variant(schedule="gpipe", micro=1, bulk=True),
@@ -39,16 +40,25 @@ def fitting(name: str, mesh: Mesh, variant: Variant) -> Variant:
     return replace(variant, micro=2) if name == "skip_mlp" or mesh.dp == 1 else variant
 
 
-CASES = [  # some models by every way, the others by every third
-    (name, way) for i, name in enumerate(MODELS) for k, way in enumerate(WAYS) if name in OFTEN or (i + k) % 3 == 0
-]
+def turn(name: str, way: str) -> tuple[Mesh, str, Variant]:
+    """Meshes and optimizers go round."""
+    at = list(MODELS).index(name) + list(WAYS).index(way)
+    mesh = PIPELINES[at % len(PIPELINES)]
+    return mesh, ("sgd", "adamw")[at % 2], fitting(name, mesh, WAYS[way])
+
+
+CASES = pairwise(
+    [  # some models by every way, the others by every third
+        (name, way) for i, name in enumerate(MODELS) for k, way in enumerate(WAYS) if name in OFTEN or (i + k) % 3 == 0
+    ],
+    lambda case: (case[0], *turn(*case)[:2], *astuple(turn(*case)[2])),
+)
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_schedule_trains_like_one_process(name: str, way: str) -> None:
-    turn = list(MODELS).index(name) + list(WAYS).index(way)
-    mesh, optimizer = PIPELINES[turn % len(PIPELINES)], ("sgd", "adamw")[turn % 2]
-    wrong = check(name, mesh, fitting(name, mesh, WAYS[way]), optimizer)
+    mesh, optimizer, variant = turn(name, way)
+    wrong = check(name, mesh, variant, optimizer)
     assert not wrong, (mesh, optimizer, wrong)
 
 

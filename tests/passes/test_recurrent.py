@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,17 +26,26 @@ class Model(nn.Module):
         return self.down(self.inner(self.up(x))[0]).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(nn.LSTM, {"num_layers": 2}), (nn.GRU, {"bidirectional": True}), (nn.RNN, {"dropout": 0.0})],
-    ids=["LSTM", "GRU", "RNN"],
-)
-@pytest.mark.parametrize("fix", [{"dp": 2, "micro": 2}, {"tp": 2}, {"pp": 2, "micro": 4}], ids=str)
-def test_trains_as_one_process(kind: type[nn.RNNBase], options: dict[str, Any], fix: dict[str, Any]) -> None:
+KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    "LSTM": (nn.LSTM, {"num_layers": 2}),
+    "GRU": (nn.GRU, {"bidirectional": True}),
+    "RNN": (nn.RNN, {"dropout": 0.0}),
+}
+
+
+@cache
+def traced(name: str) -> tuple[Model, autoptd.TracedModel]:
+    kind, options = KINDS[name]
     model = Model(kind, batch_first=True, **options).double()
+    return model, autoptd.trace(model, inputs={"x": torch.empty(4, 5, 8, dtype=torch.float64)}, precision="fp64")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("fix", [{"dp": 2, "micro": 2}, {"tp": 2}, {"pp": 2, "micro": 4}], ids=str)
+def test_trains_as_one_process(name: str, fix: dict[str, Any]) -> None:
+    model, source = traced(name)
     asked = {"world": 2, "cluster": "local", "batch": 8, "precision": "fp64", "optimizer": "sgd"}
-    inputs = {"x": torch.empty(4, 5, 8, dtype=torch.float64)}
-    parallel = autoptd.parallelize(model, inputs=inputs, fix=fix, optimizer_options=SGD, **asked)
+    parallel = autoptd.parallelize(source, fix=fix, optimizer_options=SGD, **asked)
     batches = [{"x": torch.randn(8, 5, 8, dtype=torch.float64)} for _ in range(2)]
     ours = train_in_lockstep(parallel, batches)
     alone = train_alone(model, batches, loss=None, optimizer="sgd", optimizer_options=SGD, clip_norm=None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from autoptd.runtime.pool import Pool
 from autoptd.runtime.stage import Stage, parameter, submodule
 from autoptd.runtime.tokens import tokens_axis
 from autoptd.runtime.trainer import Trainer
+from tests.pairwise import pairwise
 
 ODD = {  # odd sizes, two buckets of the split class, a frozen parameter
     "a": TensorSpec(Split(0), (14, 77)),
@@ -67,9 +68,13 @@ def allocated(trainer: Trainer) -> tuple[int, int, int]:
     )
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize(("optimizer", "gradients"), [("adamw", "main"), ("sgd", "main"), ("adamw", "compute")])
+UPDATES = (("adamw", "main"), ("sgd", "main"), ("adamw", "compute"))
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "optimizer", "gradients"),
+    [(zero, p, *update) for zero, p, update in pairwise(product(range(4), ("bf16", "fp32"), UPDATES))],
+)
 def test_odd_sizes_over_dp_and_tp(zero: int, precision: str, optimizer: str, gradients: str) -> None:
     mesh = Mesh(dp=2, tp=2)
     layout = Layout(mesh, 1, 1, ("x",), ODD, zero=zero, precision=precision, bucket_elements=600, gradients=gradients)
@@ -123,9 +128,10 @@ class Blocks(Stage):
         return x.sum()
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("bucket", [300, 10**6])
-@pytest.mark.parametrize(("ahead", "gradients"), [(True, "main"), (False, "main"), (True, "compute")])
+WHOLE = pairwise(product((2, 3), (300, 10**6), ((True, "main"), (False, "main"), (True, "compute"))))
+
+
+@pytest.mark.parametrize(("zero", "bucket", "ahead", "gradients"), [(z, b, *how) for z, b, how in WHOLE])
 def test_what_is_whole_at_a_time(zero: int, ahead: bool, gradients: str, bucket: int) -> None:
     """Blocks of 400, 480 and 360 elements: 448, 512 and 384 with padding; 20 of the stage itself: 64."""
     specs = {"scale": TensorSpec(B, (20,))}
@@ -249,12 +255,6 @@ def samples(name: str) -> dict[str, torch.Tensor]:
     return {"idx": ids, "targets": ids.clone()}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8) as running:
-        yield running
-
-
 def rank_bytes(
     communicators: Communicators,
     program: Program,
@@ -274,9 +274,9 @@ def rank_bytes(
     return communicators.stage, allocated(trainer)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("bucket_bytes", [4, 5000, 10**6])
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize(
+    ("zero", "bucket_bytes", "precision"), pairwise(product(range(4), (4, 5000, 10**6), ("bf16", "fp64")))
+)
 def test_a_plan_s_state_with_buckets_of_a_size(zero: int, bucket_bytes: int, precision: str) -> None:
     fix = {"dp": 2, "tp": 2, "pp": 2, "zero": zero, "micro": 1, "bucket_bytes": bucket_bytes}
     made = autoptd.parallelize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import test_trainer
@@ -40,12 +39,6 @@ def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         test_trainer.check([test_trainer.train(c, tiny.layout(Mesh()), lr=0.1)], reference)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8) as made:
-        yield made
 
 
 def every_collective(c: Communicators) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from autoptd.runtime.lockstep import run_lockstep
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.stage import Stage, buffer, parameter
 from autoptd.runtime.trainer import Trainer
+from tests.pairwise import pairwise
 
 MESHES = [Mesh(dp, tp, pp) for dp in (1, 2, 4, 8) for tp in (1, 2) for pp in (1, 2, 4) if dp * tp * pp in (1, 2, 4, 8)]
 STEPS = 3
@@ -76,16 +78,15 @@ def check(results: list[dict[str, Any]], reference: tiny.Reference, tolerance: f
                 assert difference(value, expected[name]) <= tolerance, (kind, name)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(
-    ("name", "plain", "options"),
-    [
-        ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        ("adamw", torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    ],
-)
-def test_parity(mesh: Mesh, zero: int, name: str, plain: Any, options: dict[str, float]) -> None:
+OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize(("mesh", "zero", "name"), pairwise(product(MESHES, (0, 1), OPTIMIZERS)), ids=str)
+def test_parity(mesh: Mesh, zero: int, name: str) -> None:
+    plain, options = OPTIMIZERS[name]
     reference = tiny.train_plain(plain, batches(mesh), **options)
     layout = tiny.layout(mesh, zero=zero)
     check(run_lockstep(mesh, lambda c: train(c, layout, optimizer=name, **options)), reference, 1e-11)

@@ -50,7 +50,11 @@ def best_of(seed: int) -> float | None:
         return None
 
 
-@pytest.mark.parametrize("start", range(0, TASKS, 20))
+STARTS = range(0, TASKS, 20)
+SOME = [*range(20), *range(60, 80)]  # whose best plans are known in a run of every third of these, as `make test` is
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_the_search_finds_the_best_of_all_plans(start: int) -> None:
     for seed in range(start, start + 20):
         best = best_of(seed)
@@ -75,7 +79,7 @@ def test_the_tasks_are_of_all_kinds() -> None:
 def test_a_gap_is_never_smaller_than_the_true_one(effort: int) -> None:
     """Of a search that looks at few cuts of each candidate."""
     gaps = []
-    for seed in range(0, TASKS, 3):
+    for seed in SOME:
         best = best_of(seed)
         if best is None or best == math.inf:
             continue
@@ -96,7 +100,7 @@ def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.
     monkeypatch.setattr(menus, "EXACT", 1)
     monkeypatch.setattr(menus, "_by_price", all_of_it)
     worse = 0
-    for seed in range(0, TASKS, 3):
+    for seed in SOME:
         best = best_of(seed)
         seconds, gap = found_by(seed) if best is not None else (math.inf, 0.0)
         if best is not None and seconds < math.inf:

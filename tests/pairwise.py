@@ -1,0 +1,34 @@
+"""Fewer cases of a grid, with every pair of values that occurs in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import Any, TypeVar
+
+Case = TypeVar("Case")
+
+
+def pairwise(cases: Iterable[Case], values: Callable[[Any], Sequence[Hashable]] = tuple) -> list[Case]:
+    """Draw some of `cases`, in their order, that have every two values together that any of `cases` has.
+
+    `values` gives a case's values, one per dimension; a tuple is its own. A fault that needs two values together is
+    met as surely as by all cases. The draw is greedy: next is the case with most new pairs, the first of several; at
+    the end those go whose pairs later ones have too.
+    """
+    cases = list(cases)
+    pairs = [set(combinations(enumerate(values(case)), 2)) for case in cases]
+    missing, chosen = [set(own) for own in pairs], list[int]()
+    while any(missing):
+        best = max(range(len(cases)), key=lambda i: len(missing[i]))
+        chosen.append(best)
+        new = set(missing[best])
+        for own in missing:
+            own -= new
+    had = Counter(pair for i in chosen for pair in pairs[i])
+    for i in list(chosen):
+        if all(had[pair] > 1 for pair in pairs[i]):
+            had.subtract(pairs[i])
+            chosen.remove(i)
+    return [cases[i] for i in sorted(chosen)]
