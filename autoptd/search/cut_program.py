@@ -18,7 +18,7 @@ memory of its device. Of two ways, one that takes longer is left out if the othe
     (5)  t[k] = sum_{i,j,r} T[k,i,j,r] w[k,i,j,r]                       what a stage takes
     (6)  C >= t[k]                                                      the slowest stage
 
-The dynamic program of `search/cuts.py` minimises the same over the same runs, each with its quickest way that fits; it is
+The dynamic program of `search/cuts.py` minimises the same over the same runs, each in its quickest way that fits. It is
 the faster of the two by far.
 """
 

@@ -116,7 +116,6 @@ class _Search:
                 return best
             cap = cap * 1.3 if best is None else needed
 
-
     def _best(self, windows: Windows, cap: float) -> tuple[float, Cuts] | None:
         """The best bound of partitions into windows that may take no more than `cap`."""
         if self.options is None:

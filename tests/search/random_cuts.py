@@ -43,14 +43,19 @@ class Problem:
         """By trying all sets of segments that recompute; without sending."""
         pool, alive = self.line.pools[stage], self.line.alive[stage]
         own = [self.segment(i) for i in range(first, last + 1)]
-        state, base = sum(s.state for s in own), sum(s.base_s[pool] for s in own)
+        state = sum(s.state for s in own)
         best = math.inf
         for chosen in itertools.product((False, True), repeat=len(own)):
             kept = sum(s.lean if again else s.kept for s, again in zip(own, chosen, strict=True))
             if state + alive * kept <= self.line.room[pool]:
                 best = min(best, sum(s.again_s for s, again in zip(own, chosen, strict=True) if again))
+        return self.seconds_without(stage, first, last) + best
+
+    def seconds_without(self, stage: int, first: int, last: int) -> float:
+        """Without recomputation or sending."""
         contents = (first == 0, self.line.names[first : last + 1])
-        return base + best + random.Random(repr((self.ragged, contents))).randint(0, 3) * bool(self.ragged)
+        base = sum(self.segment(i).base_s[self.line.pools[stage]] for i in range(first, last + 1))
+        return base + random.Random(repr((self.ragged, contents))).randint(0, 3) * bool(self.ragged)
 
     @cached_property
     def table(self) -> dict[tuple[int, int, int], float]:

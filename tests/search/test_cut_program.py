@@ -1,0 +1,148 @@
+"""The stage cut by the integer program is that of the dynamic program, on random lines and for whole plans."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from random_cuts import Problem, random_problem
+from random_tasks import random_task
+
+import autoptd
+from autoptd.errors import AutoptdError, DoesNotFit, PlanError
+from autoptd.models.load import load_model
+from autoptd.progress import Silent
+from autoptd.search import cut_program, cuts, stages
+from autoptd.search.cut_program import Option, integer_cut
+from autoptd.search.cuts import solve_cuts
+from autoptd.search.planner import Planner
+from autoptd.search.task import Task
+from autoptd.search.windows import Cuts, Line, Measure
+from autoptd.search.wishes import read_wishes
+
+
+def options(problem: Problem) -> Callable[[int, int, int], list[Option]]:
+    """Every set of segments that recompute, whether it fits or not."""
+    line = problem.line
+
+    def ways(stage: int, first: int, last: int) -> list[Option]:
+        pool, own = line.pools[stage], [problem.segment(i) for i in range(first, last + 1)]
+        base = problem.seconds_without(stage, first, last)
+        state, found = sum(s.state for s in own), []
+        for chosen in itertools.product((False, True), repeat=len(own)):
+            kept = sum(s.lean if again else s.kept for s, again in zip(own, chosen, strict=True))
+            again_s = sum(s.again_s for s, again in zip(own, chosen, strict=True) if again)
+            found.append(Option(base + again_s, (state + line.alive[stage] * kept) / line.room[pool]))
+        return found
+
+    return ways
+
+
+def wrong(seeds: range) -> int:
+    """Of random lines, how many the integer program cuts worse than the dynamic one, or not at all."""
+    different = 0
+    for seed in seeds:
+        problem = random_problem(seed)
+        if problem.line.stages > len(problem.line.names) - len(problem.line.uncut):
+            continue
+        found = solve_cuts(problem.line, problem.ramp, problem.seconds, options(problem))
+        quick = solve_cuts(problem.line, problem.ramp, problem.seconds)
+        bounds = [math.inf if cut is None else problem.bound_s(cut) for cut in (found, quick)]
+        different += bounds[0] != pytest.approx(bounds[1])
+    return different
+
+
+def test_both_solvers_cut_random_lines_equally_well() -> None:
+    assert wrong(range(40)) == 0
+
+
+def _dropped(*numbers: int) -> Callable[..., None]:
+    demand = cut_program.Program.demand
+
+    def without(self: cut_program.Program, this: int, constraint: object) -> None:
+        if this not in numbers:
+            demand(self, this, constraint)
+
+    return without
+
+
+def _is_caught(seed: int) -> bool:
+    try:
+        return wrong(range(seed, seed + 1)) > 0
+    except (AutoptdError, KeyError):  # no end to what is gained, or a stage without segments
+        return True
+
+
+@pytest.mark.parametrize("numbers", [(1, 3), (2,), (4,), (5,), (6,)], ids=str)
+def test_every_constraint_is_needed(numbers: tuple[int, ...]) -> None:
+    """(1) and (3) follow from one another where all runs of a stage line up with those of others."""
+    with mock.patch.object(cut_program.Program, "demand", _dropped(*numbers)):
+        assert any(map(_is_caught, range(40)))
+
+
+def test_the_way_to_recompute_is_chosen_by_what_fits_and_the_slowest_stage() -> None:
+    """Two segments on two stages: the first fits if it recomputes, at 5 s rather than 3 s."""
+    runs = {(0, 0, 0): [Option(3.0, 1.2), Option(5.0, 0.9)], (1, 1, 1): [Option(4.0, 0.5)]}
+    assert integer_cut(runs, 2, 10.0) == (pytest.approx(10 * 5 + 5 + 4), ((0, 0), (1, 1)))
+    full = {(0, 0, 0): [Option(3.0, 1.2)], (1, 1, 1): [Option(4.0, 0.5)]}
+    assert integer_cut(full, 2, 10.0) is None
+    assert integer_cut({(0, 0, 0): [], (1, 1, 1): []}, 2, 10.0) is None
+    assert integer_cut({(0, 0, 0): [Option(1.0, 0.5)], (1, 1, 2): [Option(1.0, 0.5)]}, 4, 1.0) is None
+
+
+def compared(task: Task, model: autoptd.TracedModel) -> int:
+    """Search with the integer program; how many cuts were made, each as good as that of the dynamic program."""
+    count = 0
+
+    def both(line: Line, ramp: float, seconds: Measure, options: cuts.Options | None = None) -> Cuts | None:
+        nonlocal count
+        count += 1
+        assert options is not None
+        found, quick = solve_cuts(line, ramp, seconds, options), solve_cuts(line, ramp, seconds)
+        assert bound_s(line, ramp, seconds, found) == pytest.approx(bound_s(line, ramp, seconds, quick), rel=1e-9)
+        return found
+
+    wishes = replace(task.wishes, method=replace(task.wishes.method, cut_solver="ilp"))
+    with mock.patch.object(stages, "solve_cuts", both), contextlib.suppress(PlanError, DoesNotFit):
+        Planner(replace(task, wishes=wishes, effort=0), Silent(), model.known).answer()
+    return count
+
+
+def bound_s(line: Line, ramp: float, seconds: Measure, cut: Cuts | None) -> float:
+    if cut is None:
+        return math.inf
+    times = [seconds(k, *run) + float(line.send_s[k, run[1]]) for k, run in enumerate(cut)]
+    return ramp * max(times) + sum(times)
+
+
+def test_cuts_of_random_tasks_are_equally_good() -> None:
+    assert sum(compared(task, model) for model, task in map(random_task, range(4, 6))) > 20
+
+
+@pytest.mark.parametrize(("name", "seq"), [("gpt2", 1024)])
+def test_plans_of_shipped_models_are_equal(name: str, seq: int) -> None:
+    model = autoptd.trace(load_model(name)[0], seq=seq)
+    found = [
+        autoptd.plan(model, world=8, cluster="dgx-h100", fix={"pp": 4, "tp": 1, "cut_solver": solver}).to_json()
+        for solver in ("dynamic", "ilp")
+    ]
+    assert found[0].replace('"dynamic"', '"ilp"') == found[1]
+
+
+def test_a_solver_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PlanError, match="cut_solver 'simplex' is not possible") as error:
+        read_wishes({"cut_solver": "simplex"})
+    assert "possible: 'dynamic', 'ilp'" in str(error.value)
+
+
+def test_a_solver_that_does_not_finish_is_an_error() -> None:
+    with (
+        mock.patch.object(cut_program, "minimise", return_value=mock.Mock(status="unknown")),
+        pytest.raises(AutoptdError, match="not found within"),
+    ):
+        integer_cut({(0, 0, 0): [Option(1.0, 0.5)]}, 1, 1.0)
