@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoptd.api import Parallel, parallelize, plan, trace
-    from autoptd.compile import TracedModel
+    from autoptd.compile.traced import TracedModel
     from autoptd.cost_models.cluster import Cluster
     from autoptd.errors import AutoptdError
-    from autoptd.plans import Plan
+    from autoptd.plans.model import Plan
 
 __all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel", "parallelize", "plan", "trace"]
 
@@ -23,8 +23,8 @@ _WHERE = {
     "AutoptdError": "autoptd.errors",
     "Cluster": "autoptd.cost_models.cluster",
     "Parallel": "autoptd.api",
-    "Plan": "autoptd.plans",
-    "TracedModel": "autoptd.compile",
+    "Plan": "autoptd.plans.model",
+    "TracedModel": "autoptd.compile.traced",
     "parallelize": "autoptd.api",
     "plan": "autoptd.api",
     "trace": "autoptd.api",

@@ -11,27 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoptd.arguments import (
+    check_as_planned,
+    check_clip,
+    check_limit,
+    check_nothing_to_search,
+    check_sizes,
+    optimizer_name,
+    planned_optimizer,
+)
 from autoptd.boundary import public
-from autoptd.certificates import recheck
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
-from autoptd.cost_models.cluster import Cluster, default_cluster
-from autoptd.errors import AutoptdError, ClusterError, InputsError, PlanError, nearest
-from autoptd.parallel import Optimizer
-from autoptd.parallel import Parallel as Parallel
-from autoptd.passes.collector import without_collector
-from autoptd.passes.loss import Targets
-from autoptd.plans import Plan
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.local_cluster import default_cluster
+from autoptd.errors import ClusterError, InputsError, PlanError
+from autoptd.parallel import Optimizer, Parallel
+from autoptd.passes.gc_pause import without_collector
+from autoptd.passes.trace.loss import Targets
+from autoptd.plans.certificate import recheck
+from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
-from autoptd.runtime.beat import Limits
-from autoptd.runtime.compiled import DEFAULT
-from autoptd.runtime.finite import Finite
-from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
-from autoptd.runtime.stored import Stored
-from autoptd.search.wishes import read_wishes, require_count
-
-OPTIMIZERS = ("adamw", "sgd")
-_MOST_DEVICES = 2**18  # that a search takes seconds for: groups are looked at rank by rank
-_MOST_SAMPLES = 2**40  # whose divisors are found as quickly
+from autoptd.runtime.faults.heartbeat import Timeouts
+from autoptd.runtime.lazy_tensor import Stored
+from autoptd.runtime.loss_scaling import Finite
+from autoptd.runtime.optimizer import read_groups
+from autoptd.runtime.torch_compile import DEFAULT
+from autoptd.search.constraints.options import read_wishes
 
 
 @public
@@ -109,10 +116,10 @@ def plan(
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, and DoesNotFit saying what is missing.
     """
     progress = progress or Silent()
-    _check_sizes(world, batch)
-    wishes, chosen, where = read_wishes(fix, include, assume), _optimizer_name(optimizer), _cluster(cluster)
-    _check_clip(clip_norm)
-    _check_limit(time_limit_s)
+    check_sizes(world, batch)
+    wishes, chosen, where = read_wishes(fix, include, assume), optimizer_name(optimizer), _cluster(cluster)
+    check_clip(clip_norm)
+    check_limit(time_limit_s)
     source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
     return make_plan(
         source,
@@ -190,26 +197,26 @@ def parallelize(
         world = plan.world if plan is not None else running
         if world is None:
             raise PlanError("world was not given", where="world", fix="pass world=, or start under torchrun")
-    _check_sizes(world, batch)
-    _check_limit(time_limit_s)
+    check_sizes(world, batch)
+    check_limit(time_limit_s)
     include = [include] if isinstance(include, str) else list(include)
     where = None if cluster is None and plan is not None else _cluster(cluster)
     if plan is not None:
         plan.check_world(world)
-        _check_nothing_to_search(fix=fix, include=include, exact=exact, time_limit_s=time_limit_s)
-        _check_as_planned(plan, cluster=where, batch=batch, seq=seq, precision=precision, optimizer=optimizer)
+        check_nothing_to_search(fix=fix, include=include, exact=exact, time_limit_s=time_limit_s)
+        check_as_planned(plan, cluster=where, batch=batch, seq=seq, precision=precision, optimizer=optimizer)
     if running is not None and running != world:
         raise PlanError(
             f"{running} processes are running, but the plan is for a world of {world}",
             where="world",
             fix=f"torchrun --nproc-per-node … with {world} processes in all, or world={running}",
         )
-    _check_clip(clip_norm)
+    check_clip(clip_norm)
     Finite(non_finite, None)  # or it is refused
-    limits = None if watch is False else Limits.of({} if watch is True else watch)
+    limits = None if watch is False else Timeouts.of({} if watch is True else watch)
     if optimizer is None:
-        optimizer = "adamw" if plan is None else _planned_optimizer(plan)
-    chosen = _optimizer_name(optimizer, optimizer_options)
+        optimizer = "adamw" if plan is None else planned_optimizer(plan)
+    chosen = optimizer_name(optimizer, optimizer_options)
     if plan is None:
         assert where is not None
         wishes = read_wishes({"kernels": "compiled", **(fix or {})} if compile else fix, include)
@@ -236,7 +243,7 @@ def parallelize(
         source = _traced(model, inputs, loss, targets, length, plan.precision, progress, averaging)
     stored = None if weights is None else _stored(weights, source)
     groups = read_groups(parameter_groups, [n for n, p in source.model.named_parameters() if p.requires_grad])
-    _optimizer_name(optimizer, optimizer_options, groups)
+    optimizer_name(optimizer, optimizer_options, groups)
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
     recheck(plan, program, None if signed_by is None else Path(signed_by))
@@ -244,7 +251,7 @@ def parallelize(
     backend = compile if isinstance(compile, str) else DEFAULT * (compile or plan.method.kernels == "compiled")
     parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend, stored)
     if running is not None:
-        from autoptd.runtime.processes import connect_processes
+        from autoptd.runtime.comm.processes import connect_processes
 
         parallel.start(connect_processes(parallel.layout.mesh, limits=limits))
     return parallel
@@ -326,8 +333,8 @@ def _running_world() -> int | None:
 
 
 def _planned_by_rank_0(make: Callable[[], Plan], progress: Progress) -> Plan:
-    from autoptd.runtime.processes import start_processes
-    from autoptd.runtime.shared_plan import shared_plan
+    from autoptd.runtime.comm.processes import start_processes
+    from autoptd.runtime.comm.shared_plan import shared_plan
 
     start_processes()
     return shared_plan(make, progress)
@@ -343,86 +350,3 @@ def _cluster(cluster: str | os.PathLike[str] | Cluster | None) -> Cluster:
             fix="give a shipped name (autoptd clusters), the path of a .toml file, or a Cluster",
         )
     return cluster if isinstance(cluster, Cluster) else Cluster.load(os.fspath(cluster))
-
-
-def _optimizer_name(
-    optimizer: Optimizer, options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = ()
-) -> str:
-    """`adamw`, `sgd` or `custom`. One is made on nothing, so that a wrong one is refused before any process starts."""
-    known = "give 'adamw', 'sgd', or a callable that makes one of parameters, such as torch.optim.Adam"
-    if isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(
-            f"optimizer is a {type(optimizer).__name__} of parameters already", where="optimizer", fix=known
-        )
-    if not callable(optimizer) and optimizer not in OPTIMIZERS:
-        fix = nearest(optimizer, OPTIMIZERS) + "; or a callable" if isinstance(optimizer, str) else known
-        raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
-    try:
-        make_optimizer(optimizer, grouped([], groups), **(options or {}))
-    except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, AutoptdError):
-            raise
-        raise PlanError(
-            f"the optimizer cannot be made: {error}", where="optimizer", fix="correct optimizer= or optimizer_options="
-        ) from error
-    return "custom" if callable(optimizer) else optimizer
-
-
-def _planned_optimizer(plan: Plan) -> str:
-    """The plan's optimizer, where it has a name."""
-    if plan.optimizer == "custom":
-        raise PlanError(
-            "the plan was made for an optimizer of your own, which a file cannot hold",
-            where="optimizer",
-            fix="pass the same optimizer= again",
-        )
-    return plan.optimizer
-
-
-def _check_nothing_to_search(**wishes: Any) -> None:
-    """Raise PlanError for wishes for a search beside a plan."""
-    if given := [name for name, wish in wishes.items() if wish]:
-        raise PlanError(
-            f"a plan is given, so nothing is searched, and {' and '.join(given)} can change nothing",
-            where=", ".join(["plan", *given]),
-            fix=f"leave out {', '.join(given)}; or leave out plan, and search again",
-        )
-
-
-def _check_as_planned(plan: Plan, **asked: Any) -> None:
-    """Raise PlanError for a plan that was made for something else than is asked for; None asks for nothing."""
-    held = {"cluster": plan.cluster, "batch": plan.batch, "seq": plan.sizes.get("s"), "precision": plan.precision}
-    if not callable(asked["optimizer"]):
-        held["optimizer"] = plan.optimizer
-    others = [n for n, value in held.items() if None not in (asked[n], value) and asked[n] != value]
-    if not others:
-        return
-    planned = {name: f"{name} {getattr(held[name], 'name', held[name])}" for name in others}
-    wanted = {name: f"{name} {getattr(asked[name], 'name', asked[name])}" for name in others}
-    if "cluster" in others and planned["cluster"] == wanted["cluster"]:
-        wanted["cluster"] += " with other figures"
-    raise PlanError(
-        f"the plan is for {', '.join(planned.values())}; asked for is {', '.join(wanted.values())}",
-        where=", ".join(["plan", *others]),
-        fix=f"leave out {', '.join(others)}, and the plan's hold; or leave out plan, and search again",
-    )
-
-
-def _check_sizes(world: object, batch: object) -> None:
-    require_count(world, "world", of="the devices, all nodes together", most=_MOST_DEVICES)
-    if batch is not None:
-        require_count(batch, "batch", of="the samples of a step, all ranks together", most=_MOST_SAMPLES)
-
-
-def _check_limit(time_limit_s: object) -> None:
-    number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
-    if time_limit_s is not None and not (number and time_limit_s > 0):  # type: ignore[operator]
-        raise PlanError(
-            f"time_limit_s is {time_limit_s!r}", where="time_limit_s", fix="give a positive number, or none"
-        )
-
-
-def _check_clip(clip_norm: object) -> None:
-    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):  # type: ignore[operator]
-        raise PlanError(f"clip_norm is {clip_norm!r}", where="clip_norm", fix="give a positive number, or leave it out")

@@ -1,6 +1,6 @@
 """What to say of a rank that ran out of memory: which category is more than was predicted, and which change would fit.
 
-Parameters and gradients are as predicted, to the byte (`runtime/footprint.py`); the optimizer's state is counted; what
+Parameters and gradients are as predicted, to the byte (`layout/state_bytes.py`); the optimizer's state is counted; what
 else was allocated is activations and temporary tensors; what the allocator holds besides is its overhead, and what is
 occupied on the device beyond that belongs to the driver, the communication library or other processes.
 
@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from autoptd.compile import TracedModel, make_plan
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError, OutOfMemory
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.runtime.trainer import Trainer
-from autoptd.search.wishes import read_wishes
+from autoptd.search.constraints.options import read_wishes
 
 Bytes = Mapping[str, int]
 WORKING, OUTSIDE = "activations and temporary", "driver, communication and other processes"

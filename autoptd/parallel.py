@@ -16,31 +16,34 @@ from torch import Tensor
 
 from autoptd.boundary import public_methods
 from autoptd.codegen.emit import Program, load_stage
-from autoptd.compile import TracedModel, make_layout, named_values
+from autoptd.compile.layout import make_layout, named_values
+from autoptd.compile.traced import TracedModel
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.layout.layout import Layout
+from autoptd.ops.cp_axis import tokens_axis
+from autoptd.ops.dropout import DropoutKey
+from autoptd.ops.stage import Stage
+from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
-from autoptd.passes.own_ops import described
-from autoptd.plans import Plan
+from autoptd.passes.custom_grad.ops import described
+from autoptd.plans.model import Plan
 from autoptd.printable import printable
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators, Watcher
-from autoptd.runtime.compiled import check_backend, compile_blocks
-from autoptd.runtime.finite import LossScale
+from autoptd.runtime.comm.interfaces import Communicators, Watcher
+from autoptd.runtime.faults.rank_status import PendingComm
 from autoptd.runtime.initialise import values_for
-from autoptd.runtime.layout import Layout
+from autoptd.runtime.lazy_tensor import Stored
+from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizer import ParameterGroup
-from autoptd.runtime.place import Talk
-from autoptd.runtime.randomness import DropoutKey
-from autoptd.runtime.report import Meter, StepReport
+from autoptd.runtime.report import StepReport
 from autoptd.runtime.sampler import ShareSampler
-from autoptd.runtime.stage import Stage
-from autoptd.runtime.stored import Stored
-from autoptd.runtime.tokens import tokens_axis
+from autoptd.runtime.torch_compile import check_backend, compile_blocks
 from autoptd.runtime.trainer import Trainer
 from autoptd.schedule import training_step
 
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful
+
+from autoptd.runtime.report import meter_of
 
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
@@ -79,7 +82,7 @@ class Parallel:
             _check_compilable(plan, backend)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # of the last step
-        self._meter = _meter(plan)
+        self._meter = meter_of(plan)
         self._communicators: Communicators | None = None
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
@@ -175,7 +178,7 @@ class Parallel:
                     f"this process is not one of the plan's {self.plan.world} ranks",
                     fix=f"start the script with torchrun --nproc-per-node … ({self.plan.world} processes in all)",
                 )
-            from autoptd.runtime.processes import connect_processes
+            from autoptd.runtime.comm.processes import connect_processes
 
             self.start(connect_processes(self.layout.mesh))
         assert self._trainer is not None
@@ -344,7 +347,7 @@ class Parallel:
         watch = self._watch
         watch.place.leave(doing)
         try:
-            with watch, Talk(watch.place, "with", ()):
+            with watch, PendingComm(watch.place, "with", ()):
                 yield
         finally:
             watch.place.leave()
@@ -393,12 +396,3 @@ def _check_compilable(plan: Plan, backend: str) -> None:
             where="compile",
             fix="plan with another schedule, or leave out compile=",
         )
-
-
-def _meter(plan: Plan) -> Meter:
-    ranks = plan.cluster.pool_ranks(plan.world)
-    peak = sum(
-        n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
-    )
-    averaged = plan.loss_averaging == "per-microbatch"
-    return Meter(plan.batch * plan.sizes.get("s", 1), plan.predicted.model_flops_per_step, peak, averaged)

@@ -22,8 +22,8 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
 from autoptd.models import load_model
 from autoptd.progress import Silent
+from autoptd.search.constraints.options import read_wishes
 from autoptd.search.planner import Planner, Task
-from autoptd.search.wishes import read_wishes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "search"))
 from every_plan import least_seconds

@@ -69,7 +69,7 @@ Results = Mapping[Case, Measured]
 def measure(case: Case, limit_s: float = LIMIT_S) -> Measured:
     """Run one case in a process of its own, for `limit_s` at most."""
     start = time.monotonic()
-    command = [sys.executable, "-m", "autoptd.cli", *case.command]
+    command = [sys.executable, "-m", "autoptd.cli.main", *case.command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         watch = threading.Timer(limit_s, process.kill)

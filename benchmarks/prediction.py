@@ -17,11 +17,11 @@ from typing import Any
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
-from autoptd.passes.collector import without_collector
+from autoptd.passes.gc_pause import without_collector
 from autoptd.progress import Silent
-from autoptd.search.assumed import by_keyword
+from autoptd.search.constraints.assumed import by_keyword
+from autoptd.search.constraints.options import read_wishes
 from autoptd.search.planner import Planner, Task
-from autoptd.search.wishes import read_wishes
 from benchmarks.published.clusters import cluster_of
 from benchmarks.published.fix import fix_of
 from benchmarks.published.predict import traced

@@ -1,1 +1,3 @@
-"""What a plan costs: clusters, times of ops and collectives, memory, simulated schedules. Numbers in, numbers out."""
+"""Seconds and bytes from formulas: ops on a device, collectives on a cluster's links, memory of a
+rank, and the simulated step. Knows neither graphs nor plans.
+"""

@@ -11,7 +11,6 @@ so each field is checked and each complaint names its path.
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 from functools import lru_cache
@@ -47,11 +46,11 @@ _LONG_KEY = re.compile(rf"(?<![\w\-]){_PART}(?:\.\s*{_PART}){{30}}")  # tomllib 
 _NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
 
-class _Frozen(BaseModel):
+class _ClusterPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class Peaks(_Frozen):
+class Peaks(_ClusterPart):
     """Dense matmul peak of one device in flop/s, by the precision of its operands."""
 
     fp64: Rate
@@ -66,14 +65,14 @@ class Peaks(_Frozen):
         return float(getattr(self, dtype))
 
 
-class Sustained(_Frozen):
+class Sustained(_ClusterPart):
     """The fraction of a peak that real programs reach, and where that was measured."""
 
     fraction: Fraction = 1.0
     source: str = ""
 
 
-class AttentionRates(_Frozen):
+class AttentionRates(_ClusterPart):
     """Fractions of the matmul peak that one implementation of fused attention sustains."""
 
     forward: Fraction
@@ -81,7 +80,7 @@ class AttentionRates(_Frozen):
     source: str = ""
 
 
-class Device(_Frozen):
+class Device(_ClusterPart):
     """One accelerator (or one CPU process). Sizes in bytes, rates per second, times in seconds."""
 
     name: Name
@@ -130,7 +129,7 @@ class Device(_Frozen):
         return self.memory_bytes - self.context_bytes
 
 
-class InSwitch(_Frozen):
+class InSwitch(_ClusterPart):
     """Sums in the switch of a level (NVLink SHARP): the fraction of `bytes_per_s` it sustains, and a pass's latency."""
 
     fraction: Fraction
@@ -138,7 +137,7 @@ class InSwitch(_Frozen):
     source: str = ""
 
 
-class Link(_Frozen):
+class Link(_ClusterPart):
     """One level: groups of `ranks` neighbouring ranks; None on the last level, which has no end.
 
     `bytes_per_s` is per GPU, one direction: the GPU's own share where several GPUs share a NIC. `port_bytes_per_s` is
@@ -177,14 +176,14 @@ class Link(_Frozen):
         return min(self.bytes_per_s * sharers / active, alone) * self.sustained.fraction
 
 
-class Pool(_Frozen):
+class Pool(_ClusterPart):
     """So many devices of another type, on the same links; whole nodes of them."""
 
     device: Device
     ranks: Ranks
 
 
-class Cluster(_Frozen):
+class Cluster(_ClusterPart):
     """A named device and its levels of links, innermost first.
 
     `others`: devices of other types in the same cluster; the rest of a world is of `device`.
@@ -278,8 +277,8 @@ class Cluster(_Frozen):
             name=f"{gpus_per_node}x {chosen.name}",
             device=chosen,
             levels=(
-                _with_rate(intra, intra_node_bytes_per_s, ranks=gpus_per_node),
-                _with_rate(inter, inter_node_bytes_per_s),
+                with_rate(intra, intra_node_bytes_per_s, ranks=gpus_per_node),
+                with_rate(inter, inter_node_bytes_per_s),
             ),
         )
 
@@ -328,48 +327,11 @@ class Cluster(_Frozen):
         return "\n".join(lines)
 
 
-def default_cluster() -> Cluster:
-    """The cluster one is on: of its GPUs by their name and count, `local` on a CPU under torchrun, else dgx-h100.
-
-    Raises ClusterError under torchrun on GPUs that no shipped cluster has: nothing is guessed for a real run.
-    """
-    under_torchrun = "LOCAL_WORLD_SIZE" in os.environ
-    gpus = _visible_gpus()
-    if not gpus:
-        return Cluster.load("local" if under_torchrun else "dgx-h100")
-    known = [c for c in map(Cluster.load, Cluster.names()) if {*gpus} <= {*c.device.reported_names}]
-    if known:
-        return _with_node_of(known[0], len(gpus)) if under_torchrun or len(gpus) > 1 else known[0]
-    if under_torchrun:
-        raise ClusterError(
-            f"no shipped cluster has the GPUs of this machine: {', '.join(sorted({*gpus}))}",
-            fix="name a cluster, or write its TOML file (docs/clusters.md) and give its path",
-        )
-    return Cluster.load("dgx-h100")
-
-
-def _with_rate(level: Link, bytes_per_s: float, **changes: Any) -> Link:
+def with_rate(level: Link, bytes_per_s: float, **changes: Any) -> Link:
     """The level at another rate per GPU, where what one GPU alone reaches is not known; `wiring` is not kept."""
     if bytes_per_s != level.bytes_per_s:
         changes |= {"bytes_per_s": float(bytes_per_s), "port_bytes_per_s": None}
     return level.model_copy(update={"wiring": None, **changes})
-
-
-def _visible_gpus() -> tuple[str, ...]:
-    import torch  # here, so that reading a cluster does not load torch
-
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-
-
-def _with_node_of(cluster: Cluster, gpus: int) -> Cluster:
-    """The same cluster with nodes of `gpus` GPUs."""
-    inner, *outer = cluster.levels
-    if gpus == inner.ranks:
-        return cluster
-    name = f"{cluster.name}, {gpus} GPUs a node"
-    return cluster.model_copy(
-        update={"name": name, "levels": (_with_rate(inner, inner.bytes_per_s, ranks=gpus), *outer)}
-    )
 
 
 def _check_sizes(gpus_per_node: int, intra_bytes_per_s: float, inter_bytes_per_s: float) -> None:

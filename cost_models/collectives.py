@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.nccl import COLLECTIVES, Way, common_protocols
+from autoptd.cost_models.nccl import COLLECTIVES, Algorithm, common_protocols
 from autoptd.cost_models.paths import Lane, Path, crossings, crossings_between, message_lanes
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "sum_in_shards_s",
     "ways",
 ]
-Ways = tuple[Way, ...]
+Ways = tuple[Algorithm, ...]
 
 
 def collective_s(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1, world: int = 0) -> float:
@@ -130,7 +130,7 @@ def _ways_of(name: str, path: Path, ranks: int) -> Ways:
 def _message_ways(cluster: Cluster, lane: Lane) -> Ways:
     link = lane.link
     return _worth_a_look(
-        Way(
+        Algorithm(
             protocol.name,
             protocol.base_s + link.latency_s * (protocol.hop_inside if lane.innermost else protocol.hop_between),
             1 / lane.bytes_per_s / protocol.bandwidth,
@@ -139,8 +139,8 @@ def _message_ways(cluster: Cluster, lane: Lane) -> Ways:
     )
 
 
-def _worth_a_look(candidates: Iterable[Way]) -> tuple[Way, ...]:
-    kept: list[Way] = []
+def _worth_a_look(candidates: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+    kept: list[Algorithm] = []
     for way in candidates:
         if not any(way.never_quicker(other) for other in kept):
             kept = [other for other in kept if not other.never_quicker(way)] + [way]

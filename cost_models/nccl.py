@@ -36,7 +36,7 @@ Path = tuple[Crossing, ...]
 
 
 @dataclass(frozen=True)
-class Way:
+class Algorithm:
     """One way to move V bytes; `fill_s` is four times the overhead of a chunk."""
 
     name: str
@@ -49,7 +49,7 @@ class Way:
         transfer_s = nbytes * self.s_per_byte
         return self.latency_s + transfer_s + sqrt(self.fill_s * transfer_s)
 
-    def never_quicker(self, other: Way) -> bool:
+    def never_quicker(self, other: Algorithm) -> bool:
         return (
             self.latency_s >= other.latency_s
             and self.s_per_byte >= other.s_per_byte
@@ -110,13 +110,13 @@ def ring_latency_s(path: Path, protocol: Protocol = PLAIN) -> float:
     return around_s - min(hop_s(crossing, protocol) for crossing in path)
 
 
-def _ring(path: Path, ranks: int, protocol: Protocol, passes: int) -> Way:
+def _ring(path: Path, ranks: int, protocol: Protocol, passes: int) -> Algorithm:
     latency_s = protocol.base_s + passes * ring_latency_s(path, protocol)
     s_per_byte = passes * (ranks - 1) / ranks / ring_bytes_per_s(path) / protocol.bandwidth
     if protocol.chunks and passes == 2 and path[0].innermost:
         s_per_byte += ODD_STEP / ranks / path[0].link.sustained_bytes_per_s
     chunk_s = CHUNK_HOPS * max(hop_s(crossing, protocol) for crossing in path) if protocol.chunks else 0.0
-    return Way(_called("ring", protocol), latency_s, s_per_byte, 4 * chunk_s)
+    return Algorithm(_called("ring", protocol), latency_s, s_per_byte, 4 * chunk_s)
 
 
 def _up_and_down(path: Path, protocol: Protocol) -> tuple[float, float]:
@@ -130,14 +130,14 @@ def _up_and_down(path: Path, protocol: Protocol) -> tuple[float, float]:
     return depth_s, s_per_byte
 
 
-def _tree(path: Path, protocol: Protocol) -> Way:
+def _tree(path: Path, protocol: Protocol) -> Algorithm:
     depth_s, s_per_byte = _up_and_down(path, protocol)
     fill_s = 4 * CHUNK_HOPS * depth_s if protocol.chunks else 0.0
     latency_s = protocol.base_s + 2 * depth_s
-    return Way(_called("tree", protocol), latency_s, s_per_byte / protocol.bandwidth / TREE_BANDWIDTH, fill_s)
+    return Algorithm(_called("tree", protocol), latency_s, s_per_byte / protocol.bandwidth / TREE_BANDWIDTH, fill_s)
 
 
-def _in_switch(path: Path, protocol: Protocol) -> Iterator[Way]:
+def _in_switch(path: Path, protocol: Protocol) -> Iterator[Algorithm]:
     inner, *outer = path
     switch, members = inner.link.in_switch, inner.units
     whole = all(crossing.lanes % members == 0 for crossing in outer)
@@ -151,14 +151,14 @@ def _in_switch(path: Path, protocol: Protocol) -> Iterator[Way]:
         s_per_byte = max(s_per_byte, between / TREE_BANDWIDTH)
     else:
         name = "nvls"
-    yield Way(name, latency_s, s_per_byte, 4 * chunk_s)
+    yield Algorithm(name, latency_s, s_per_byte, 4 * chunk_s)
 
 
 def _called(algorithm: str, protocol: Protocol) -> str:
     return algorithm if protocol is PLAIN else f"{algorithm} {protocol.name}"
 
 
-def _all_reduce(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Way]:
+def _all_reduce(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Algorithm]:
     for protocol in protocols:
         yield _ring(path, ranks, protocol, 2)
         if protocol is not PLAIN:
@@ -167,31 +167,31 @@ def _all_reduce(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iter
             yield from _in_switch(path, protocol)
 
 
-def _one_pass(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Way]:
+def _one_pass(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Algorithm]:
     for protocol in protocols:
         ring = _ring(path, ranks, protocol, 1)
         yield ring
         if protocol.name == "Simple" and not path[0].innermost:
             depth_s = sum(ceil(log2(crossing.units)) * hop_s(crossing, protocol) for crossing in path)
-            yield Way("pat", protocol.base_s + depth_s, ring.s_per_byte / PAT_BANDWIDTH, ring.fill_s)
+            yield Algorithm("pat", protocol.base_s + depth_s, ring.s_per_byte / PAT_BANDWIDTH, ring.fill_s)
 
 
-def _broadcast(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Way]:
+def _broadcast(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Algorithm]:
     for protocol in protocols:
         depth_s = ring_latency_s(path, protocol)
         s_per_byte = 1 / ring_bytes_per_s(path) / protocol.bandwidth
         fill_s = 4 * CHUNK_HOPS * depth_s if protocol.chunks else 0.0
-        yield Way(_called("ring", protocol), protocol.base_s + depth_s, s_per_byte, fill_s)
+        yield Algorithm(_called("ring", protocol), protocol.base_s + depth_s, s_per_byte, fill_s)
 
 
-def _all_to_all(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Way]:
+def _all_to_all(path: Path, ranks: int, protocols: tuple[Protocol, ...]) -> Iterator[Algorithm]:
     for protocol in protocols:
         latency_s = sum(crossing.partners * hop_s(crossing, protocol) for crossing in path)
         s_per_byte = max(crossing.partners / crossing.lane_bytes_per_s for crossing in path) / ranks**2
-        yield Way(_called("pairwise", protocol), protocol.base_s + latency_s, s_per_byte / protocol.bandwidth)
+        yield Algorithm(_called("pairwise", protocol), protocol.base_s + latency_s, s_per_byte / protocol.bandwidth)
 
 
-COLLECTIVES: dict[str, Callable[[Path, int, tuple[Protocol, ...]], Iterator[Way]]] = {
+COLLECTIVES: dict[str, Callable[[Path, int, tuple[Protocol, ...]], Iterator[Algorithm]]] = {
     "all_gather": _one_pass,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

@@ -1,7 +1,7 @@
 """Simulation of one training step from the lists of actions that its pipeline ranks execute.
 
 Each rank has streams that run beside each other: compute, tp, p2p (one per edge and direction), dp. Which ranks an edge
-joins is said by the schedule's route (`autoptd.schedule.route`).
+joins is said by the schedule's route (`autoptd.schedule.stage_map`).
 
     F, B, W   forward, backward, weight gradients of a microbatch on a chunk, on the compute stream. Collectives on the
               tp axis come on top: F lasts forward_s + forward_tp_s. With `Overlap.tp` it lasts the longer of the two.
@@ -45,7 +45,7 @@ from autoptd.cost_models.step_times import ChunkTimes as ChunkTimes
 from autoptd.cost_models.step_times import Overlap, StageTimes
 from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
 from autoptd.errors import PlanError
-from autoptd.schedule import Action, Channel, Route, channel_of, peer_of
+from autoptd.schedule import Action, Channel, StageMap, channel_of, peer_of
 
 KINDS = ("F", "B", "W", "SF", "SB", "RF", "RB", "REDUCE", "STEP", "GATHER")
 
@@ -53,7 +53,7 @@ KINDS = ("F", "B", "W", "SF", "SB", "RF", "RB", "REDUCE", "STEP", "GATHER")
 _Message: TypeAlias = tuple[int | None, int, float, float]  # microbatch, chunk, sent, there
 
 
-class _Rank:
+class _SimulatedRank:
     """One rank on its way through its list."""
 
     def __init__(self, actions: Sequence[ActionLike], times: StageTimes, overlap: Overlap) -> None:
@@ -143,13 +143,13 @@ _End: TypeAlias = tuple[_Line, int, int]  # of a send or receive of a chunk; the
 
 class _Simulation:
     def __init__(
-        self, schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes], overlap: Overlap, route: Route
+        self, schedule: Sequence[Sequence[ActionLike]], times: Sequence[StageTimes], overlap: Overlap, route: StageMap
     ) -> None:
         self.schedule, self.overlap, self.route = schedule, overlap, route
         for stage, own in enumerate(times):
             if len(own.chunks) < route.virtual:
                 raise ValueError(f"stage {stage}: {route.virtual} chunks, but times for {len(own.chunks)}")
-        self.ranks = [_Rank(actions, own, overlap) for actions, own in zip(schedule, times, strict=True)]
+        self.ranks = [_SimulatedRank(actions, own, overlap) for actions, own in zip(schedule, times, strict=True)]
         self.ends = self._ends()
         self.to_step = {s for s, actions in enumerate(schedule) if any(a.kind == "STEP" for a in reversed(actions))}
         self.at_step_s: dict[int, float] = {}
@@ -282,7 +282,7 @@ def simulate(
     schedule: Sequence[Sequence[ActionLike]],
     times: Sequence[StageTimes],
     overlap: Overlap | None = None,
-    route: Route | None = None,
+    route: StageMap | None = None,
 ) -> Timeline:
     """Play one step: `schedule[r]` is what pipeline rank r does in order, `times[r]` how long its actions take,
     `route` how the model lies on the ranks: that of the schedule's kind, left out a loop.
@@ -293,7 +293,7 @@ def simulate(
     if len(schedule) != len(times):
         raise ValueError(f"{len(schedule)} stages, but times for {len(times)}")
     chunks = 1 + max((action.chunk for actions in schedule for action in actions), default=0)
-    route = route or Route(len(schedule), chunks)
+    route = route or StageMap(len(schedule), chunks)
     simulation = _Simulation(schedule, times, overlap or Overlap(), route)
     simulation.run()
     return Timeline(

@@ -22,7 +22,7 @@ import numpy as np
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import Overlap, StageTimes
 from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
-from autoptd.schedule import Route, Schedule
+from autoptd.schedule import Schedule, StageMap
 
 _EQUAL = 1e-12  # of the makespan: what two cycles may differ by
 _DRAIN = 2  # times the ranks: rounds at the end of a step that may be unlike the others
@@ -35,7 +35,7 @@ def makespan_s(
     times: Sequence[StageTimes],
     overlap: Overlap | None = None,
     period: int = 1,
-    route: Route | None = None,
+    route: StageMap | None = None,
 ) -> float:
     """Seconds of a step, as `simulate(lists(microbatches), times, overlap, route)` has it.
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from autoptd.errors import PlanError
-from autoptd.schedule.route import Route, Shape
+from autoptd.schedule.stage_map import Shape, StageMap
 
 _END = ("reduce_s", "step_s", "gather_s")  # of a rank, besides its chunks
 
@@ -101,7 +101,7 @@ def times_to_data(times: Sequence[StageTimes], shape: Shape = "loop") -> tuple[d
     chunks = len(times[0].chunks) if times else 0
     if any(len(rank.chunks) != chunks for rank in times):
         raise ValueError(f"ranks with different numbers of chunks: {[len(rank.chunks) for rank in times]}")
-    places = map(Route(max(1, len(times)), chunks, shape).place, range(len(times) * chunks))
+    places = map(StageMap(max(1, len(times)), chunks, shape).place, range(len(times) * chunks))
     return tuple(
         asdict(times[rank].chunks[chunk]) | ({name: getattr(times[rank], name) for name in _END} if chunk == 0 else {})
         for rank, chunk in places
@@ -121,7 +121,7 @@ def times_from_data(data: Sequence[Mapping[str, float]], ranks: int, shape: Shap
             raise PlanError(f"the times of stage {i} cannot be read", where=f"times[{i}]: {said}")
         if entry.get("weight_s", 0.0) > entry["backward_s"]:
             raise PlanError("weight_s is part of backward_s and cannot be longer", where=f"times[{i}].weight_s")
-    route = Route(ranks, len(data) // ranks, shape)
+    route = StageMap(ranks, len(data) // ranks, shape)
     return tuple(
         StageTimes(
             tuple(ChunkTimes(**{k: v for k, v in entry.items() if k in known}) for entry in route.of(data, rank)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from autoptd.schedule import Action, Route, peer_of
+from autoptd.schedule import Action, StageMap, peer_of
 
 
 class ActionLike(Protocol):
@@ -74,7 +74,7 @@ class Timeline:
     makespan_s: float
     busy_s: tuple[float, ...]
     records: tuple[RankRecord, ...] = field(repr=False, compare=False)
-    route: Route = field(repr=False, compare=False)
+    route: StageMap = field(repr=False, compare=False)
 
     @property
     def idle_s(self) -> tuple[float, ...]:

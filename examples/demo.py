@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 import autoptd
-from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.progress import progress_on
 
 WIDTH = 80  # columns
-SIZES = Sizes(vocab=256, max_seq=128, width=128, layers=4, heads=4)  # bytes of text as tokens
+SIZES = GPTSizes(vocab=256, max_seq=128, width=128, layers=4, heads=4)  # bytes of text as tokens
 BATCH, SEQ, STEPS = 16, 128, 60
 MESH = {"dp": 2, "tp": 2, "pp": 2, "micro": 2}
 WORLD = 8
@@ -54,7 +54,7 @@ def main() -> int:
 
 def show_a_large_plan() -> None:
     """Part one: no GPU, no weights."""
-    from autoptd.explain import explain
+    from autoptd.explain.plan import explain
     from autoptd.models.load import load_model
 
     heading("1. gpt3-175b on 64 H100 GPUs")

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import autoptd
-from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 
-SIZES = Sizes(vocab=256, max_seq=64, width=64, layers=4, heads=4)
+SIZES = GPTSizes(vocab=256, max_seq=64, width=64, layers=4, heads=4)
 BATCH, STEPS, SAVE_EVERY = 16, 20, 4
 
 

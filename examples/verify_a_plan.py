@@ -12,10 +12,10 @@ import json
 import sys
 
 import autoptd
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.plans import Plan
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.plans.model import Plan
 from autoptd.verification.report import text
-from autoptd.verification.smaller import subject_of
+from autoptd.verification.smaller.smaller import subject_of
 from autoptd.verification.verdict import judge, make_trial, replace_text, verify_plan
 
 MESH = {"dp": 2, "tp": 2, "pp": 2, "micro": 1, "sequence_parallel": False}
@@ -23,7 +23,7 @@ MESH = {"dp": 2, "tp": 2, "pp": 2, "micro": 1, "sequence_parallel": False}
 
 def main() -> int:
     """0 where the right plan is verified and each wrong one is caught."""
-    model = NanoGPT(Sizes(vocab=256, max_seq=64, width=64, layers=4, heads=4))
+    model = NanoGPT(GPTSizes(vocab=256, max_seq=64, width=64, layers=4, heads=4))
     plan = autoptd.plan(model, world=8, batch=16, seq=64, precision="fp32", fix=MESH, cluster="dgx-h100")
 
     right = verify_plan(plan, model)

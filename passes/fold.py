@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
-from autoptd.passes.graph import ancestors, infos, is_getitem, module_path, operands, substitute
-from autoptd.passes.loss_form import LossForm, is_count, loss_form
-from autoptd.passes.signature import Text, shapes_text, signature_of, structures
-from autoptd.passes.trace import Traced
+from autoptd.passes.graph import ancestors, infos, is_getitem, operands, substitute
+from autoptd.passes.losses.loss_form import LossForm, is_count, loss_form
+from autoptd.passes.segment_names import base, common_prefix, name_kinds, segment_name
+from autoptd.passes.signature import Unquoted, shapes_text, signature_of, structures
+from autoptd.passes.trace.traced import Traced
 
 _NEAR = 24  # nodes on each side that a narrow place is compared with
 _HEAVY = [
@@ -65,7 +64,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Unit:
+class RepeatedUnit:
     """`count` repetitions of `length` segments, from segment `first`."""
 
     first: int
@@ -93,7 +92,7 @@ class Folded:
     traced: Traced
     prelude: tuple[fx.Node, ...]
     segments: tuple[Segment, ...]
-    units: tuple[Unit, ...]
+    units: tuple[RepeatedUnit, ...]
     loss: fx.Node
     counts: tuple[fx.Node, ...]
     unused_parameters: tuple[fx.Node, ...]
@@ -212,13 +211,7 @@ def _place_idle(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -
 
 def _works(node: fx.Node, traced: Traced) -> bool:
     """Whether a node reads a parameter or does heavy work."""
-    return _base(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
-
-
-def _base(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name.split("::")[1])
-    return getattr(node.target, "__name__", str(node.target))
+    return base(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
 
 
 def _segments(
@@ -236,41 +229,9 @@ def _segments(
         sends = tuple(n for n in nodes if n is loss or any(u not in inside and u.op != "output" for u in n.users))
         signature = signature_of(nodes, parameters, outside, receives, sends, prelude)
         signatures.append(signature)
-        segments.append(Segment(index, "", _segment_name(nodes), tuple(nodes), parameters, outside, receives, sends))
-    kinds = _name_kinds(signatures, [s.name for s in segments])
+        segments.append(Segment(index, "", segment_name(nodes), tuple(nodes), parameters, outside, receives, sends))
+    kinds = name_kinds(signatures, [s.name for s in segments])
     return tuple(replace(s, kind=kinds[signature]) for s, signature in zip(segments, signatures, strict=True))
-
-
-def _name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
-    """A name for each signature: what most of its segments are called, numbers starred."""
-    called: dict[str, Counter[str]] = {}
-    for signature, name in zip(signatures, names, strict=True):
-        called.setdefault(signature, Counter())[re.sub(r"\d+", "*", name)] += 1
-    kinds: dict[str, str] = {}
-    taken: set[str] = set()
-    for signature, counter in called.items():
-        name = counter.most_common(1)[0][0]
-        numbers = (f"{name}#{n}" for n in itertools.count(2))
-        kinds[signature] = next(kind for kind in itertools.chain([name], numbers) if kind not in taken)
-        taken.add(kinds[signature])
-    return kinds
-
-
-def _segment_name(nodes: list[fx.Node]) -> str:
-    """`transformer.h.0.{ln_1,attn}`: where the nodes come from, in the user's own words."""
-    paths = [p.split(".") for n in nodes if (p := module_path(n))]
-    if not paths:
-        return "loss" if any(_base(n).endswith("cross_entropy") or "loss" in _base(n) for n in nodes) else "model"
-    common = _common_prefix(paths)
-    children = list(dict.fromkeys(p[len(common)] for p in paths if len(p) > len(common)))
-    prefix = ".".join(common)
-    if len(children) <= 1:
-        return ".".join([*common, *children])
-    return f"{prefix}.{{{','.join(children)}}}" if prefix else f"{{{','.join(children)}}}"
-
-
-def _common_prefix(paths: list[list[str]]) -> list[str]:
-    return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]
 
 
 def _wired(segments: tuple[Segment, ...]) -> list[str]:
@@ -287,37 +248,40 @@ def _wired(segments: tuple[Segment, ...]) -> list[str]:
     return texts
 
 
-def find_units(kinds: list[str]) -> Iterator[Unit]:
+def find_units(kinds: list[str]) -> Iterator[RepeatedUnit]:
     """Greedily take, at each place, the repetition that covers most; the shortest period among equals.
 
     >>> list(find_units(list("eamamamh")))
-    [Unit(first=0, length=1, count=1), Unit(first=1, length=2, count=3), Unit(first=7, length=1, count=1)]
+    [RepeatedUnit(first=0, length=1, count=1), RepeatedUnit(first=1, length=2, count=3),
+     RepeatedUnit(first=7, length=1, count=1)]
     """
     at = 0
     while at < len(kinds):
-        best = Unit(at, 1, 1)
+        best = RepeatedUnit(at, 1, 1)
         for length in range(1, (len(kinds) - at) // 2 + 1):
             count = 1
             while kinds[at + count * length : at + (count + 1) * length] == kinds[at : at + length]:
                 count += 1
             if count > 1 and length * count > best.length * best.count:
-                best = Unit(at, length, count)
+                best = RepeatedUnit(at, length, count)
         yield best
         at = best.last + 1
 
 
-def _aligned(units: list[Unit], kinds: list[str], segments: tuple[Segment, ...], traced: Traced) -> tuple[Unit, ...]:
+def _aligned(
+    units: list[RepeatedUnit], kinds: list[str], segments: tuple[Segment, ...], traced: Traced
+) -> tuple[RepeatedUnit, ...]:
     """Where a repetition may as well begin a few segments later, begin it where its parameters' names repeat too.
 
     (norm, attention, norm, MLP) × 12 that starts with the embedding's norm is (attention, norm, MLP, norm) × 12 from
     the next segment on, and then every repetition is one module of the user's.
     """
-    found: list[Unit] = []
+    found: list[RepeatedUnit] = []
     at = 0
     for unit in units:
         if unit.last < at:
             continue
-        unit = Unit(max(at, unit.first), unit.length, unit.count) if unit.count == 1 else unit
+        unit = RepeatedUnit(max(at, unit.first), unit.length, unit.count) if unit.count == 1 else unit
         shifts = [0]
         while (
             unit.count > 1
@@ -326,20 +290,20 @@ def _aligned(units: list[Unit], kinds: list[str], segments: tuple[Segment, ...],
         ):
             shifts.append(len(shifts))
         shift = next((k for k in shifts if _names_repeat(unit, k, segments, traced)), 0)
-        found += [Unit(unit.first + k, 1, 1) for k in range(shift)]
-        found.append(Unit(unit.first + shift, unit.length, unit.count))
+        found += [RepeatedUnit(unit.first + k, 1, 1) for k in range(shift)]
+        found.append(RepeatedUnit(unit.first + shift, unit.length, unit.count))
         at = found[-1].last + 1
     return tuple(found)
 
 
-def _names_repeat(unit: Unit, shift: int, segments: tuple[Segment, ...], traced: Traced) -> bool:
+def _names_repeat(unit: RepeatedUnit, shift: int, segments: tuple[Segment, ...], traced: Traced) -> bool:
     """Whether the parameter names of all repetitions differ by a number in one place only."""
     patterns = set()
     for k in range(unit.count):
         start = unit.first + shift + k * unit.length
         names = [traced.parameters[p.name] for s in segments[start : start + unit.length] for p in s.parameters]
         paths = [n.split(".") for n in names]
-        patterns.add(tuple(n[len(".".join(_common_prefix(paths))) :] for n in names) if names else ())
+        patterns.add(tuple(n[len(".".join(common_prefix(paths))) :] for n in names) if names else ())
     return len(patterns) == 1
 
 
@@ -363,9 +327,9 @@ def _hashed(traced: Traced, graph: fx.Graph) -> list[str]:
             source = traced.parameters.get(node.name) or traced.buffers.get(node.name) or traced.inputs.get(node.name)
             lines.append(f"%{i} {source or node.name.split('_')[0]} {shapes_text(node)}")
         else:
-            args: Any = substitute(node.args, lambda n: Text(names[n]))
-            kwargs = {k: substitute(v, lambda n: Text(names[n])) for k, v in node.kwargs.items()}
-            lines.append(f"%{i} {_base(node)} {args} {kwargs} {shapes_text(node) if node.op != 'output' else ''}")
+            args: Any = substitute(node.args, lambda n: Unquoted(names[n]))
+            kwargs = {k: substitute(v, lambda n: Unquoted(names[n])) for k, v in node.kwargs.items()}
+            lines.append(f"%{i} {base(node)} {args} {kwargs} {shapes_text(node) if node.op != 'output' else ''}")
     return lines
 
 

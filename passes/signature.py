@@ -12,8 +12,8 @@ from autoptd.passes.opcall import TensorInfo
 
 
 def structures(prelude: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Text of each prelude node, given in program order, equal for equal ones alone: two layers that each read an own
-    but equal buffer are alike."""
+    """Text of each prelude node, given in program order. Equal exactly for equal nodes: two layers that each read an
+    own but equal buffer are alike."""
     texts: dict[fx.Node, str] = {}
     numbers: dict[str, int] = {}  # of the ops that differ
     for node in prelude:
@@ -21,12 +21,12 @@ def structures(prelude: Iterable[fx.Node]) -> dict[fx.Node, str]:
             buffer = node.name.startswith(("b_", "c_"))
             texts[node] = f"{'buffer' if buffer else node.name}{shapes_text(node)}"
         else:
-            args, kwargs = substitute((node.args, tuple(node.kwargs.items())), lambda n: Text(texts[n]))
+            args, kwargs = substitute((node.args, tuple(node.kwargs.items())), lambda n: Unquoted(texts[n]))
             texts[node] = f"#{numbers.setdefault(f'{node.target}{args}{kwargs}', len(numbers))}"
     return texts
 
 
-class Text(str):
+class Unquoted(str):
     """Text that stands for a node: written without quotes."""
 
     __slots__ = ()
@@ -60,8 +60,8 @@ def signature_of(
     names |= {n: f"x{i}{shapes_text(n)}" for i, n in enumerate(receives)}
     lines = []
     for n in nodes:
-        args = substitute(n.args, lambda o: Text(names[o]))
-        kwargs = {k: substitute(v, lambda o: Text(names[o])) for k, v in n.kwargs.items()}
+        args = substitute(n.args, lambda o: Unquoted(names[o]))
+        kwargs = {k: substitute(v, lambda o: Unquoted(names[o])) for k, v in n.kwargs.items()}
         lines.append(f"{names[n]}={n.target}{args}{kwargs}:{shapes_text(n)}")
     lines.append("sends " + " ".join(names[n] for n in sends))
     return "\n".join(lines)

@@ -35,11 +35,11 @@ SAMPLED = {
     "parity/test_parity_losses.py::test_over_schedules_and_zero": 2,
     "parity/test_parity_ranks.py::test_processes_are_one_process": 3,
     "parity/test_parity_schedules.py::test_a_schedule_trains_like_one_process": 3,
-    "passes/test_recurrent.py::test_trains_as_one_process": 3,
-    "passes/test_reduce_loss.py::test_a_function_of_sums_is_exact": 2,
-    "passes/test_reduce_loss.py::test_a_sum_over_what_inputs_give_is_exact": 2,
-    "runtime/test_footprint.py::test_a_plan_s_state_is_what_processes_hold": 3,
-    "runtime/test_watch.py::test_one_fault_of_each_kind_is_met": 0,
+    "passes/trace/test_recurrent.py::test_trains_as_one_process": 3,
+    "passes/losses/test_reduce_loss.py::test_a_function_of_sums_is_exact": 2,
+    "passes/losses/test_reduce_loss.py::test_a_sum_over_what_inputs_give_is_exact": 2,
+    "layout/test_state_bytes.py::test_a_plan_s_state_is_what_processes_hold": 3,
+    "runtime/faults/test_watchdog.py::test_one_fault_of_each_kind_is_met": 0,
     "search/test_optimal.py::test_the_search_finds_the_best_of_all_plans": 3,
     "search/test_optimal.py::test_the_tasks_are_of_all_kinds": 0,
     "search/test_pools.py::test_no_plan_is_better": 0,
@@ -47,8 +47,8 @@ SAMPLED = {
     "test_bad_input.py::test_what_cannot_be_fixed": 2,
     "test_bad_input.py::test_wishes_without_effect_that_do_no_harm": 2,
     "test_boundary.py::test_four_ranks_that_cannot_trace_the_model": 0,
-    "test_hand_tuned.py::test_no_plan_tuned_by_hand_is_predicted_faster": 3,
-    "test_published.py::test_processes_agree_with_one": 0,
+    "benchmarks/test_hand_tuned.py::test_no_plan_tuned_by_hand_is_predicted_faster": 3,
+    "benchmarks/test_published.py::test_processes_agree_with_one": 0,
     "verification/test_everyday.py::test_a_right_plan_is_verified": 3,
     "verification/test_planted_plans.py::test_a_right_plan_is_verified_and_no_line_of_it_is_blamed": 2,
 }
@@ -93,8 +93,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 POOLED = (
     "checkpoint/test_pairs.py",
     "parity/test_parity_ranks.py",
-    "runtime/test_footprint.py",
-    "runtime/test_pool.py",
+    "layout/test_state_bytes.py",
+    "testing/test_process_pool.py",
 )
 
 
@@ -115,9 +115,9 @@ def shares(nodeid: str) -> str:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
     """Eight gloo processes, for all tests of the files in `POOLED`."""
-    from autoptd.runtime.pool import Pool
+    from autoptd.testing.process_pool import ProcessPool
 
-    with Pool(8) as running:
+    with ProcessPool(8) as running:
         yield running
 
 

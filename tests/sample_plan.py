@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.plans import Mesh, Plan, Predicted, Schedule, Splits, Stage
+from autoptd.plans.data import MeshSizes, Predicted, Schedule, Splits, StagePlan
+from autoptd.plans.model import Plan
 
 LAYERS = 4
 CLUSTER = Cluster.from_data(
@@ -42,12 +43,12 @@ def sample_plan(**changes: Any) -> Plan:
         "sizes": {"b": 2, "s": 128},
         "precision": "bf16",
         "optimizer": "adamw",
-        "mesh": Mesh(dp=2, tp=2, pp=2),
+        "mesh": MeshSizes(dp=2, tp=2, pp=2),
         "schedule": Schedule(kind="1f1b", microbatches=4),
         "zero": 1,
         "stages": (
-            Stage(first=0, last=2, modules="transformer.wte … transformer.h.1", recompute=(1,)),
-            Stage(first=3, last=5, modules="transformer.h.2 … lm_head"),
+            StagePlan(first=0, last=2, modules="transformer.wte … transformer.h.1", recompute=(1,)),
+            StagePlan(first=3, last=5, modules="transformer.h.2 … lm_head"),
         ),
         "segments": ("embed", "h.0", "h.1", "h.2", "h.3", "head"),
         "splits": Splits(parameters=parameters, activations={"embed.hidden": "S1", "h.ids": "B"}),

@@ -17,8 +17,8 @@ import transformers
 from torch import nn
 
 import autoptd
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.plans import Plan
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.planner import Planner
 
@@ -28,7 +28,7 @@ PAIR = {"all_gather": 2, "reduce_scatter": 2}
 
 def gpt() -> NanoGPT:
     with torch.device("meta"):
-        return NanoGPT(Sizes(vocab=64, max_seq=16, width=32, layers=3, heads=4))
+        return NanoGPT(GPTSizes(vocab=64, max_seq=16, width=32, layers=3, heads=4))
 
 
 def llama() -> nn.Module:
@@ -192,7 +192,7 @@ def test_a_world_of_one_trains_here():
 
 
 def test_ranks_that_made_different_programs_refuse_to_start():
-    from autoptd.runtime.lockstep import run_lockstep
+    from autoptd.runtime.comm.threaded import run_lockstep
 
     parts = [
         autoptd.parallelize(gpt(), world=2, cluster="local", batch=4, precision="fp32", fix={"tp": 2, "recompute": how})

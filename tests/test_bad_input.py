@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-import autoptd.cli as cli
+import autoptd.cli.main as cli
 import autoptd.cost_models.cluster as cluster_module
 from autoptd.errors import (
     AutoptdError,
@@ -31,10 +31,10 @@ from autoptd.errors import (
     UnsupportedOp,
 )
 from autoptd.models import load_model
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.plans import Plan
-from autoptd.search.idle import idle_notes
-from autoptd.search.wishes import read_wishes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.plans.model import Plan
+from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.without_effect import idle_notes
 
 EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 16}
 X = {"x": torch.empty(4, 8)}
@@ -123,7 +123,7 @@ class Holder(nn.Module):
 
 def gpt(**sizes: int) -> NanoGPT:
     with torch.device("meta"):
-        return NanoGPT(Sizes(**{"vocab": 64, "max_seq": 16, "width": 24, "layers": 2, "heads": 12} | sizes))
+        return NanoGPT(GPTSizes(**{"vocab": 64, "max_seq": 16, "width": 24, "layers": 2, "heads": 12} | sizes))
 
 
 @cache

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 import autoptd
 from autoptd.boundary import OneVoice, public
 from autoptd.errors import AutoptdError, InputsError, PlanError
-from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 
 MOST = 30  # lines of a rank
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def untraceable(world: int | None = None) -> None:
 
 
 def gpt(**more: Any) -> autoptd.Parallel:
-    model = NanoGPT(Sizes(vocab=64, max_seq=16, width=32, layers=2, heads=4))
+    model = NanoGPT(GPTSizes(vocab=64, max_seq=16, width=32, layers=2, heads=4))
     return autoptd.parallelize(model, **{"world": 1, "cluster": "local", "batch": 4, "precision": "fp32", **more})
 
 

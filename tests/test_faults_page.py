@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import faults
 import pytest
+
+from tests import faults
 
 
 def test_every_fault_is_planted_and_the_page_is_fresh() -> None:

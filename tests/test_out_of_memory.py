@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 import autoptd
 from autoptd.errors import OutOfMemory
-from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.out_of_memory import OUTSIDE, WORKING, Account, account_of, categories, is_out_of_memory, what_would_fit
 
-SIZES = Sizes(vocab=64, max_seq=32, width=32, layers=4, heads=4)
+SIZES = GPTSizes(vocab=64, max_seq=32, width=32, layers=4, heads=4)
 
 
 def made(world: int = 1, **fix: Any) -> autoptd.Parallel:

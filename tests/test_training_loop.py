@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
-from autoptd.lockstep import differences
-from autoptd.runtime import ranges
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.lockstep import run_lockstep
+from autoptd.runtime import profiler_ranges as ranges
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.testing.parity import differences
 
 STEPS = 5
 LR = torch.optim.lr_scheduler

@@ -43,10 +43,10 @@ print(len(files), "modules, all of", autoptd.__path__[0])
 TRAINED = """
 import torch
 import autoptd
-from autoptd.lockstep import train_in_lockstep
-from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.testing.parity import train_in_lockstep
+from autoptd.models.nanogpt import NanoGPT, GPTSizes
 
-model = NanoGPT(Sizes(vocab=64, max_seq=16, width=32, layers=2, heads=4)).double()
+model = NanoGPT(GPTSizes(vocab=64, max_seq=16, width=32, layers=2, heads=4)).double()
 asked = dict(world=4, cluster="local", batch=8, precision="fp64", fix={"dp": 2, "tp": 2, "micro": 2})
 parallel = autoptd.parallelize(model, **asked)
 ids = torch.randint(64, (8, 16))

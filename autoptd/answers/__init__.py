@@ -1,1 +1,3 @@
-"""Answers about plans: sweeps, time against memory, sensitivity, why nothing fits, why an op is split as it is."""
+"""Answers to questions about plans, each made of several searches: sweeps, time against memory,
+sensitivity, the cost of a constraint, and why nothing fits. All are built on `query`.
+"""

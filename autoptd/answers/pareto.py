@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.answers.asked import Asked
-from autoptd.answers.choices import changes, short
+from autoptd.answers.query import PlanQuery
 from autoptd.cost_models.memory import Memory
 from autoptd.errors import DoesNotFit
-from autoptd.plans import Plan
+from autoptd.explain.choices import changes, short
+from autoptd.explain.tables import GIB, WIDTH, columns, gib, render, seconds, section
+from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
-from autoptd.tables import GIB, WIDTH, columns, gib, render, seconds, section
 
 _STEP = 0.08  # of the memory that the last point needs
 _POINTS = 30  # plans made, at most
@@ -66,7 +66,7 @@ def needed_bytes(plan: Plan) -> int:
 
 
 def frontier(
-    asked: Asked,
+    asked: PlanQuery,
     *,
     time_limit_s: float = math.inf,
     progress: Progress | None = None,

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from autoptd.compile import TracedModel, read_sharding
+from autoptd.compile.program import read_sharding
+from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.cost_models.paths import is_even
-from autoptd.passes.trace import SEQUENCE
-from autoptd.plans import Plan
-from autoptd.search.chunks import Chunks
-from autoptd.search.kinds import PARTIAL
-from autoptd.search.known import Question
+from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.plans.model import Plan
+from autoptd.search.constraints.options import Method
 from autoptd.search.meshes import Candidate
-from autoptd.search.staged import StageSolution, simulated, timed
-from autoptd.search.wishes import Method
+from autoptd.search.pipeline.chunk_cost import ChunkCosts
+from autoptd.search.pipeline.evaluate import StageSolution, simulated, timed
+from autoptd.search.sharding.cache import ShardingQuery
+from autoptd.search.sharding.kind_cost import PARTIAL
 
 
-def question_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None) -> Question:
+def question_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None) -> ShardingQuery:
     """What the splits of a plan answer, on its own cluster or another."""
     sizes = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
     if SEQUENCE in sizes:
         sizes[SEQUENCE] //= plan.mesh.cp
-    return Question(
+    return ShardingQuery(
         cluster=cluster or plan.cluster,
         tp=plan.mesh.tp,
         micro=plan.micro,
@@ -58,7 +59,7 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
         virtual=plan.schedule.virtual,
     )
     sharded = tensors.priced(read_sharding(traced, plan))
-    chunks = Chunks(tensors, sharded, candidate, _method(plan), plan.precision, plan.optimizer)
+    chunks = ChunkCosts(tensors, sharded, candidate, _method(plan), plan.precision, plan.optimizer)
     solution = StageSolution(
         tuple((stage.first, stage.last) for stage in plan.stages), tuple(plan.policies(stage) for stage in plan.stages)
     )

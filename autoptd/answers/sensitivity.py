@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.answers.asked import Asked
-from autoptd.answers.choices import changes, short
 from autoptd.answers.pareto import needed_bytes
+from autoptd.answers.query import PlanQuery
 from autoptd.answers.reprice import step_time_on
 from autoptd.answers.sweep import reason
 from autoptd.cost_models.cluster import Cluster, Device, Link
 from autoptd.errors import DoesNotFit
-from autoptd.plans import Plan
+from autoptd.explain.choices import changes, short
+from autoptd.explain.tables import WIDTH, columns, render, seconds, section
+from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
-from autoptd.tables import WIDTH, columns, render, seconds, section
 
 FACTORS = (0.8, 1.2)
 _SAME = 1e-6  # of a step: times that differ by less are equal
@@ -107,7 +107,7 @@ def _peaks(device: Device, factor: float) -> Any:
     return peaks.model_copy(update={name: getattr(peaks, name) * factor for name in type(peaks).model_fields})
 
 
-def sensitivity(asked: Asked, chosen: Plan, progress: Progress | None = None) -> list[Reaction]:
+def sensitivity(asked: PlanQuery, chosen: Plan, progress: Progress | None = None) -> list[Reaction]:
     """Two reactions for each thing that is changed. Raises what planning raises but DoesNotFit, which is an answer."""
     progress = progress or Silent()
     found = []
@@ -119,7 +119,7 @@ def sensitivity(asked: Asked, chosen: Plan, progress: Progress | None = None) ->
     return found
 
 
-def _reaction(asked: Asked, chosen: Plan, what: str, factor: float, cluster: Cluster) -> Reaction:
+def _reaction(asked: PlanQuery, chosen: Plan, what: str, factor: float, cluster: Cluster) -> Reaction:
     best: Plan | DoesNotFit
     try:
         best = asked.but(cluster=cluster).plan()

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from autoptd.answers.asked import Asked
-from autoptd.answers.choices import short
+from autoptd.answers.query import PlanQuery
 from autoptd.errors import AutoptdError, DoesNotFit, InputsError, PlanError
-from autoptd.plans import Plan
+from autoptd.explain.choices import short
+from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
 PAYS = 0.5  # of what a device of the first point brings, at least: else adding devices no longer pays
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One point of a sweep: its plan, or why there is none. `first`, `before`: fitting points that it is held to."""
 
     values: Mapping[str, object]  # swept name -> value
@@ -105,33 +105,34 @@ class Point:
 
 
 def sweep(
-    asked: Asked,
+    asked: PlanQuery,
     over: Mapping[str, Sequence[Any]],
     *,
     price_per_hour: float | None = None,
     progress: Progress | None = None,
-) -> list[Point]:
+) -> list[SweepPoint]:
     """A point for every combination of values; one that does not fit or cannot be is a point all the same.
 
-    over: swept name (what `Asked.but` changes) -> values. Raises InputsError, ClusterError before anything is planned.
+    over: swept name (what `PlanQuery.but` changes) -> values. Raises InputsError and ClusterError before
+    anything is planned.
     """
     progress = progress or Silent()
     questions = [
         (dict(zip(over, values, strict=True)), asked.but(**dict(zip(over, values, strict=True))))
         for values in product(*over.values())
     ]
-    points: list[Point] = []
+    points: list[SweepPoint] = []
     for values, question in questions:
         with progress.stage("plan " + ", ".join(f"{name}={shown(value)}" for name, value in values.items())):
             found = _answer(question)
         alike = [p for p in points if p.plan is not None and _others(p.values) == _others(values)]
         plans = [p.plan for p in alike]
         first = plans[0] if plans else found if isinstance(found, Plan) else None
-        points.append(Point(values, found, price_per_hour, first, plans[-1] if plans else None))
+        points.append(SweepPoint(values, found, price_per_hour, first, plans[-1] if plans else None))
     return points
 
 
-def _answer(question: Asked) -> Plan | AutoptdError:
+def _answer(question: PlanQuery) -> Plan | AutoptdError:
     try:
         return question.plan()
     except (DoesNotFit, PlanError, InputsError) as error:

@@ -8,13 +8,13 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from autoptd.answers.choices import short
-from autoptd.answers.sweep import PAYS, Point, reason, shown
+from autoptd.answers.sweep import PAYS, SweepPoint, reason, shown
 from autoptd.errors import AutoptdError
-from autoptd.tables import GIB, WIDTH, columns, rate, render, seconds
+from autoptd.explain.choices import short
+from autoptd.explain.tables import GIB, WIDTH, columns, rate, render, seconds
 
 
-def sweep_text(title: str, points: Sequence[Point], notes: Sequence[str], width: int) -> str:
+def sweep_text(title: str, points: Sequence[SweepPoint], notes: Sequence[str], width: int) -> str:
     """A row per point, then what the numbers say; at most `width` columns."""
     names = list(points[0].values)
     heads = [*(f"{name}>" for name in names), *(f"{head}>" for head in _heads(points[0], width)), "plan"]
@@ -35,14 +35,14 @@ def sweep_text(title: str, points: Sequence[Point], notes: Sequence[str], width:
     return render([*parts, *([""] if told else []), *map(Text, told)], width)
 
 
-def _heads(point: Point, width: int) -> list[str]:
+def _heads(point: SweepPoint, width: int) -> list[str]:
     priced = ["cost", "per Gtok"] if point.price_per_hour is not None else []
     spent = [] if priced and width < WIDTH else ["device·s"]  # a price times it says the same
     compared = ["scaling", "added"] if "world" in point.values else ["speed"]
     return ["step", "tokens/s", "MFU", "GiB", *spent, *priced, *compared]
 
 
-def _numbers(point: Point, points: Sequence[Point], width: int) -> dict[str, str]:
+def _numbers(point: SweepPoint, points: Sequence[SweepPoint], width: int) -> dict[str, str]:
     """The cells of a point that fits, by head."""
     assert point.plan is not None and point.device_seconds is not None
     said = point.plan.predicted
@@ -62,7 +62,7 @@ def _numbers(point: Point, points: Sequence[Point], width: int) -> dict[str, str
     return {head: cells[head] for head in _heads(point, width)}
 
 
-def _verdict(points: Sequence[Point]) -> list[str]:
+def _verdict(points: Sequence[SweepPoint]) -> list[str]:
     """Where adding devices stops to pay."""
     stops = [point for point in points if not point.pays]
     if not stops:

@@ -1,1 +1,3 @@
-"""Training state in one logical form, tied to no plan: written under any, read under any other."""
+"""Checkpoints that any plan can read: written beside training, verified by digests, read as data only.
+Imports the runtime's buffers and `plans`.
+"""

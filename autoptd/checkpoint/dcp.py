@@ -45,14 +45,14 @@ from torch.futures import Future
 
 from autoptd.checkpoint import files
 from autoptd.checkpoint.entries import Entry
-from autoptd.checkpoint.index import Chunk, Index, Saved
+from autoptd.checkpoint.index import Chunk, Index, SavedTensor
 from autoptd.checkpoint.regions import Ints, Region
 from autoptd.checkpoint.torch_files import as_type, locate, read_bytes, storage_of
 from autoptd.checkpoint.torch_index import read_torch_index
 from autoptd.errors import CheckpointError
 
 
-class _Writer(SavePlanner):
+class _CheckpointWriter(SavePlanner):
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._found: dict[tuple[str, Ints], Tensor] = {}
         self._items = []
@@ -82,7 +82,7 @@ class _Writer(SavePlanner):
         return self._found[index.fqn, tuple(index.offset)].contiguous()
 
 
-class _Reader(LoadPlanner):
+class _CheckpointReader(LoadPlanner):
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._targets: dict[str, list[tuple[Region, Tensor]]] = defaultdict(list)
         self._items: list[ReadItem] = []
@@ -124,7 +124,7 @@ class _Reader(LoadPlanner):
         pass
 
 
-class _Storage(StorageReader):
+class _IndexedStorage(StorageReader):
     """What torch's loading reads from: an index of ours, and the bytes that it names."""
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -171,12 +171,12 @@ class _Storage(StorageReader):
         return True
 
 
-def _described(saved: Saved) -> TensorStorageMetadata:
+def _described(saved: SavedTensor) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in saved.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
 
 
-def _box(file: BinaryIO, chunk: Chunk, saved: Saved, first: Ints, lengths: Ints) -> Tensor:
+def _box(file: BinaryIO, chunk: Chunk, saved: SavedTensor, first: Ints, lengths: Ints) -> Tensor:
     """Elements [lengths] of a chunk, from `first` on in each dim. Raises ValueError for bytes that do not hold them."""
     if chunk.archived:
         found = locate(file, chunk.at, chunk.bytes)
@@ -203,14 +203,14 @@ def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | Non
 
     Returns torch's index of all that was written.
     """
-    writer, planner = dcp.FileSystemWriter(folder), _Writer(entries)
+    writer, planner = dcp.FileSystemWriter(folder), _CheckpointWriter(entries)
     with _telling(folder, "cannot be written"):
         return dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
 def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
     """Where the elements of the chunks are that a rank has just written. Raises CheckpointError."""
-    index: dict[str, Saved] = {}
+    index: dict[str, SavedTensor] = {}
     tensors = metadata.state_dict_metadata
     boxes = {(key, tuple(c.offsets)): c for key, each in tensors.items() for c in getattr(each, "chunks", ())}
     by_file: dict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
@@ -227,14 +227,14 @@ def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
                 assert count == math.prod(sizes) * dtype.itemsize, f"{key} was not written element by element"
                 before = index[key].chunks if key in index else ()
                 whole = tuple(saved.size)  # type: ignore[union-attr]
-                index[key] = Saved(dtype, whole, (*before, Chunk(name, at, count, offsets, sizes)))
+                index[key] = SavedTensor(dtype, whole, (*before, Chunk(name, at, count, offsets, sizes)))
     return index
 
 
 def read(folder: Path, index: Index, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
     """Fill the entries' elements. A collective over `group`; alone without. Raises CheckpointError on every rank."""
     wanted = {key: index[key] for key in {entry.key for entry in entries}}
-    reader, planner = _Storage(folder, wanted), _Reader(entries)
+    reader, planner = _IndexedStorage(folder, wanted), _CheckpointReader(entries)
     with _telling(folder, "cannot be read"):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 

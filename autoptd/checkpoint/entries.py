@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from autoptd.checkpoint.regions import Ints, Region, regions
-from autoptd.passes.placements import Split
-from autoptd.runtime.buffers import Piece
-from autoptd.runtime.layout import TensorSpec
+from autoptd.layout.layout import TensorSpec
+from autoptd.layout.placements import Split
 from autoptd.runtime.trainer import Trainer
+from autoptd.runtime.zero.param_buffers import ParameterShard
 
 MOMENTS, COUNTS = "optimizer", "counts"
 
@@ -61,7 +61,7 @@ def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
                 yield optimizer_entry(trainer, piece, key, value)
 
 
-def optimizer_entry(trainer: Trainer, piece: Piece, key: str, value: Tensor) -> Entry:
+def optimizer_entry(trainer: Trainer, piece: ParameterShard, key: str, value: Tensor) -> Entry:
     """`value`: of the piece's length, or 0-dim, which the owner of the parameter's first element writes."""
     if value.dim() == 0:
         owned = piece.counts and piece.start == 0 and _first_of_tp(trainer, piece)
@@ -69,12 +69,12 @@ def optimizer_entry(trainer: Trainer, piece: Piece, key: str, value: Tensor) -> 
     return _of_piece(trainer, piece, f"{MOMENTS}.{piece.name}.{key}", value)
 
 
-def _first_of_tp(trainer: Trainer, piece: Piece) -> bool:
+def _first_of_tp(trainer: Trainer, piece: ParameterShard) -> bool:
     split = isinstance(trainer.layout.parameters[piece.name].placement, Split)
     return trainer.communicators.tp.rank == 0 or not split
 
 
-def _of_piece(trainer: Trainer, piece: Piece, key: str, flat: Tensor) -> Entry:
+def _of_piece(trainer: Trainer, piece: ParameterShard, key: str, flat: Tensor) -> Entry:
     spec = trainer.layout.parameters[piece.name]
     lie = _regions(trainer, spec, piece.start, piece.start + flat.numel())
     return Entry(key, spec.shape, flat, lie, piece.counts)

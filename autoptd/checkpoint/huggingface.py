@@ -24,7 +24,7 @@ from autoptd.checkpoint.index import Index
 from autoptd.cost_models.complaints import MIB, quoted, read_json
 from autoptd.errors import CheckpointError, ModelError
 from autoptd.models.downloaded import file_of
-from autoptd.runtime.stored import Stored
+from autoptd.runtime.lazy_tensor import Stored
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ENDING, _INDEX_BYTES = ".safetensors", 32 * MIB
@@ -170,8 +170,8 @@ def export(source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: i
 
 
 def _trained_in(where: Path) -> torch.dtype:
-    from autoptd.plans import Plan
-    from autoptd.runtime.layout import PRECISIONS
+    from autoptd.layout.layout import PRECISIONS
+    from autoptd.plans.model import Plan
 
     return PRECISIONS[Plan.load(where / folder.PLAN).precision]
 

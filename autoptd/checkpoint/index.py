@@ -49,7 +49,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Saved:
     chunks: tuple[Chunk, ...]
 
 
-Index = Mapping[str, Saved]
+Index = Mapping[str, SavedTensor]
 
 
 def to_json(index: Index) -> str:
@@ -82,11 +82,11 @@ def to_json(index: Index) -> str:
 
 def merged(parts: Iterable[Index]) -> Index:
     """One index of those of several ranks, each of which wrote some of the chunks."""
-    found: dict[str, Saved] = {}
+    found: dict[str, SavedTensor] = {}
     for part in parts:
         for key, saved in part.items():
             before = found[key].chunks if key in found else ()
-            found[key] = Saved(saved.dtype, saved.shape, before + saved.chunks)
+            found[key] = SavedTensor(saved.dtype, saved.shape, before + saved.chunks)
     return found
 
 
@@ -128,7 +128,7 @@ def _fields(data: Any, names: tuple[str, ...], what: str) -> dict[str, Any]:
     return data
 
 
-def _saved(key: str, data: Any, files: Sequence[str]) -> Saved:
+def _saved(key: str, data: Any, files: Sequence[str]) -> SavedTensor:
     if not key.isprintable() or len(key) > 1000:
         raise ValueError(f"{key!r:.60}: is no name of a tensor")
     fields = _fields(data, ("dtype", "shape", "chunks"), key)
@@ -137,7 +137,7 @@ def _saved(key: str, data: Any, files: Sequence[str]) -> Saved:
         raise ValueError(f"{key}: is of the unknown type {dtype!r:.30}")
     if not (is_shape(shape) and isinstance(rows, list)):
         raise ValueError(f"{key}: has no shape of a tensor, or no chunks")
-    return Saved(DTYPES[dtype], tuple(shape), tuple(_chunk(key, row, files) for row in rows))
+    return SavedTensor(DTYPES[dtype], tuple(shape), tuple(_chunk(key, row, files) for row in rows))
 
 
 def _chunk(key: str, row: Any, files: Sequence[str]) -> Chunk:
@@ -165,7 +165,7 @@ def check(index: Index, sizes: Mapping[str, int]) -> None:
                 raise ValueError(f"{one} and {other} share bytes of {file}")
 
 
-def _check_chunk(key: str, saved: Saved, chunk: Chunk, sizes: Mapping[str, int]) -> None:
+def _check_chunk(key: str, saved: SavedTensor, chunk: Chunk, sizes: Mapping[str, int]) -> None:
     if chunk.file not in sizes or not is_plain(chunk.file):
         raise ValueError(f"{key}: lies in {chunk.file!r:.60}, which the manifest does not list")
     if not len(chunk.offsets) == len(chunk.sizes) == len(saved.shape):
@@ -180,7 +180,7 @@ def _check_chunk(key: str, saved: Saved, chunk: Chunk, sizes: Mapping[str, int])
         raise ValueError(f"{key}: reaches to byte {end} of {chunk.file}, which has {sizes[chunk.file]}")
 
 
-def _check_cover(key: str, saved: Saved) -> None:
+def _check_cover(key: str, saved: SavedTensor) -> None:
     """Boxes that do not overlap and have as many elements as the whole are the whole."""
     boxes = [c for c in saved.chunks if math.prod(c.sizes)]
     if sum(math.prod(c.sizes) for c in boxes) != math.prod(saved.shape):

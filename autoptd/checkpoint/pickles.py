@@ -29,7 +29,7 @@ class Maker:
 
 
 @dataclass(eq=False)
-class Record:
+class NotedCall:
     """A call that is only noted: `name(*args)`, and the state that was set on its result."""
 
     name: str
@@ -39,7 +39,7 @@ class Record:
 
 def noted(name: str) -> Maker:
     """Notes calls of a name."""
-    return Maker(lambda *args: Record(name, args))
+    return Maker(lambda *args: NotedCall(name, args))
 
 
 class _Machine:
@@ -138,14 +138,14 @@ def _of(kind: type[Any], value: Any) -> Any:
 def checked_key(key: Any) -> Any:
     """A key, or an element of a set. Raises ValueError where hashing it might take long."""
     flat = isinstance(key, tuple) and len(key) <= 16 and all(isinstance(each, _SCALARS) for each in key)
-    if not (flat or isinstance(key, (*_SCALARS, Record))):
+    if not (flat or isinstance(key, (*_SCALARS, NotedCall))):
         raise ValueError(f"the pickle has a key of type {type(key).__name__}")
     return key
 
 
 def _set_state(value: Any, state: Any) -> None:
     """On a noted call; and `_metadata`, which the state of a module has."""
-    if isinstance(value, Record):
+    if isinstance(value, NotedCall):
         value.state = state
     elif type(value) is OrderedDict and isinstance(state, dict) and list(state) == ["_metadata"]:
         value._metadata = state["_metadata"]  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from autoptd.checkpoint import folder, torch_files
 from autoptd.checkpoint.files import ANOTHER, opened
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
-from autoptd.runtime.finite import LossScale
+from autoptd.runtime.loss_scaling import LossScale
 
 _COMMENT = struct.Struct("<H")  # its length, the last field of an archive
 _END = b"PK\x05\x06"  # of an archive: 22 bytes, where there is no comment
@@ -41,7 +41,7 @@ class _Optimizer(BaseModel):
     groups: Annotated[list[dict[str, Any]], Field(max_length=100_000)]
 
 
-class Progress(BaseModel):
+class TrainingProgress(BaseModel):
     """What `progress.pt` holds: all that is no tensor of the model."""
 
     model_config = ConfigDict(strict=True)
@@ -83,7 +83,7 @@ def read_progress(where: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"not readable: {said}", where=str(path), fix=ANOTHER) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"holds a {type(found).__name__} instead of fields", where=str(path), fix=ANOTHER)
-    folder.checked(found, Progress, path)
+    folder.checked(found, TrainingProgress, path)
     if found["step"] != manifest["step"]:
         told = f"is of step {found['step']}, the manifest of step {manifest['step']}"
         raise CheckpointError(told, where=str(path), fix=ANOTHER)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from autoptd.passes.placements import Placement, Split
+from autoptd.layout.placements import Placement, Split
 
 Ints = tuple[int, ...]
 

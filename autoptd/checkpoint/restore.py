@@ -18,7 +18,7 @@ from autoptd.checkpoint.index import Index
 from autoptd.checkpoint.progress import check_optimizer, read_progress
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
-from autoptd.runtime.comm import Communicators
+from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
 
 _SHOWN = 12  # tensors named in an error

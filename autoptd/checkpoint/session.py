@@ -15,7 +15,7 @@ from autoptd.checkpoint.entries import model_entries, optimizer_entries
 from autoptd.checkpoint.restore import damage_here, restore
 from autoptd.checkpoint.saver import Saver
 from autoptd.errors import CheckpointError
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.runtime.trainer import Trainer
 
 

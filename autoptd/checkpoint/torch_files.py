@@ -163,14 +163,14 @@ class _Archive:
         """What the pickle's `("storage", kind, key, device, elements)` stands for."""
         word, kind, key, _, count = identifier
         at, size = self._records[f"data/{key}"] if isinstance(key, str) else (0, -1)
-        known = word == "storage" and isinstance(kind, _Kind) and _is_count(count)
+        known = word == "storage" and isinstance(kind, _StorageClass) and _is_count(count)
         if not known or count * (kind.dtype or torch.uint8).itemsize != size:
             raise ValueError("a storage claims more or less than its record has")
         return _Storage(kind.dtype, at, size)
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _StorageClass:
     """A class of storages."""
 
     dtype: torch.dtype | None
@@ -191,11 +191,11 @@ def _located(storage: Any, offset: Any, sizes: Any, strides: Any, dtype: torch.d
 
 def _tensors(rebuilt: Callable[[Located], Any]) -> dict[Name, Any]:
     """The names that tensors need. `rebuilt`: what a tensor becomes."""
-    of_type = {("torch", f"{name}Storage"): _Kind(DTYPES[kind]) for name, kind in _STORAGES.items()}
+    of_type = {("torch", f"{name}Storage"): _StorageClass(DTYPES[kind]) for name, kind in _STORAGES.items()}
     return {
         **of_type,
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
-        ("torch.storage", "UntypedStorage"): _Kind(None),
+        ("torch.storage", "UntypedStorage"): _StorageClass(None),
         ("torch._utils", "_rebuild_tensor_v2"): Maker(lambda s, o, n, m, *_: rebuilt(_located(s, o, n, m, None))),
         ("torch._utils", "_rebuild_tensor_v3"): Maker(lambda s, o, n, m, g, h, t, *_: rebuilt(_located(s, o, n, m, t))),
         ("torch._utils", "_rebuild_parameter"): Maker(lambda data, *_: data),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.checkpoint.files import read_small
-from autoptd.checkpoint.index import Chunk, Index, Saved, check, unreadable
-from autoptd.checkpoint.pickles import LONGEST, Maker, Name, Record, noted, read_pickle
+from autoptd.checkpoint.index import Chunk, Index, SavedTensor, check, unreadable
+from autoptd.checkpoint.pickles import LONGEST, Maker, Name, NotedCall, noted, read_pickle
 from autoptd.checkpoint.torch_files import DTYPES, is_shape
 
 METADATA = ".metadata"
@@ -44,7 +44,7 @@ def read_torch_index(folder: Path, sizes: Mapping[str, int]) -> Index:
 
 
 def _state(found: Any, name: str) -> dict[str, Any]:
-    if not (isinstance(found, Record) and found.name == name and isinstance(found.state, dict)):
+    if not (isinstance(found, NotedCall) and found.name == name and isinstance(found.state, dict)):
         raise ValueError(f"holds something else than a {name}")
     return found.state
 
@@ -57,10 +57,10 @@ def _index(metadata: dict[str, Any]) -> Index:
         if not isinstance(named["fqn"], str) or not (offset is None or is_shape(offset)):
             raise ValueError("has a place of no tensor")
         places[named["fqn"], None if offset is None else tuple(offset)] = _state(what, "_StorageInfo")
-    index: dict[str, Saved] = {}
+    index: dict[str, SavedTensor] = {}
     left = len(places)
     for key, found in metadata["state_dict_metadata"].items():
-        if isinstance(found, Record) and found.name == "BytesStorageMetadata":
+        if isinstance(found, NotedCall) and found.name == "BytesStorageMetadata":
             continue
         saved = _state(found, "TensorStorageMetadata")
         left -= len(saved["chunks"])
@@ -70,11 +70,11 @@ def _index(metadata: dict[str, Any]) -> Index:
     return index
 
 
-def _saved(key: Any, state: dict[str, Any], places: Mapping[Any, dict[str, Any]]) -> Saved:
+def _saved(key: Any, state: dict[str, Any], places: Mapping[Any, dict[str, Any]]) -> SavedTensor:
     properties = state["properties"]
     if not (isinstance(key, str) and key.isprintable() and is_shape(state["size"])):
         raise ValueError("has no name or shape of a tensor")
-    if not (isinstance(properties, Record) and properties.name == "TensorProperties"):
+    if not (isinstance(properties, NotedCall) and properties.name == "TensorProperties"):
         raise ValueError(f"{key:.60}: is of no known type")
     dtype = properties.state[0]
     if dtype not in DTYPES.values():
@@ -92,4 +92,4 @@ def _saved(key: Any, state: dict[str, Any], places: Mapping[Any, dict[str, Any]]
         if not (isinstance(file, str) and type(at) is int and type(count) is int and at >= 0 and count >= 0):
             raise ValueError(f"{key:.60}: has a chunk without a place")
         chunks.append(Chunk(file, at, count, tuple(offsets), tuple(sizes), archived=True))
-    return Saved(dtype, tuple(state["size"]), tuple(chunks))
+    return SavedTensor(dtype, tuple(state["size"]), tuple(chunks))

@@ -1,1 +1,3 @@
-"""Write the planned program as Python that a person would accept in review."""
+"""Emitted programs: one readable stage module per pipeline stage. Import `emit_program` from
+`codegen.emit`. Imports passes and `ops`, never the search or the runtime.
+"""

@@ -10,17 +10,17 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.codegen.again import again_of, in_place_of
+from autoptd.codegen.blocks import BlockNames, BlockSegments
 from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.names import Names, wish
-from autoptd.codegen.pieces import Layout, Piece
 from autoptd.codegen.quoting import code_of, in_docstring, is_name, literal
+from autoptd.codegen.recompute import again_of, in_place_of
+from autoptd.layout.placements import B, Placement, Split
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info
-from autoptd.passes.placements import B, Placement, Split
-from autoptd.passes.sharding import Sharding
-from autoptd.passes.trace import SEQUENCE
+from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.trace.traced import SEQUENCE
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32", torch.float64: "FP64"}
 
@@ -37,7 +37,7 @@ class BlockClass:
     made: tuple[Made, ...] = ()  # what its arguments and its lines hold, for the unit's first instance
 
 
-def block_arguments(layout: Layout, piece: Piece) -> tuple[fx.Node, ...]:
+def block_arguments(layout: BlockNames, piece: BlockSegments) -> tuple[fx.Node, ...]:
     """What a block instance is called with: receives, prelude, parameters that it does not own."""
     own = set(owned_by(layout, piece))
     return (*piece.receives, *piece.prelude, *(p for p in piece.parameters if p not in own))
@@ -51,7 +51,7 @@ def placement_of(sharding: Sharding, folded: Folded, node: fx.Node) -> Placement
     raise AssertionError(f"{node.name} crosses nowhere")
 
 
-def parameter_placement(sharding: Sharding, piece: Piece, node: fx.Node) -> Placement:
+def parameter_placement(sharding: Sharding, piece: BlockSegments, node: fx.Node) -> Placement:
     """The placement in which a parameter is stored."""
     for segment in piece.segments:
         if node in segment.parameters:
@@ -84,7 +84,7 @@ def argument_names(names: Names, receives: Sequence[fx.Node], others: Sequence[f
     return found | {n: names.fresh(wish(n)) for n in others}
 
 
-def write_block(layout: Layout, sharding: Sharding, piece: Piece) -> BlockClass:
+def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) -> BlockClass:
     """The class of a piece, written from the first instance of its unit."""
     piece = piece.first_instance(layout)
     folded = layout.folded
@@ -137,9 +137,9 @@ def size_reads(
 
 
 def _source(
-    layout: Layout,
+    layout: BlockNames,
     sharding: Sharding,
-    piece: Piece,
+    piece: BlockSegments,
     body: Body,
     own: Sequence[fx.Node],
     given: dict[fx.Node, str],
@@ -184,7 +184,7 @@ def uses_axis(lines: Sequence[str], axis: str) -> bool:
     return any(re.search(rf"(?<![\w.]){axis}\b", code_of(line)) for line in lines)
 
 
-def owned_by(layout: Layout, piece: Piece) -> list[fx.Node]:
+def owned_by(layout: BlockNames, piece: BlockSegments) -> list[fx.Node]:
     """The parameters that a block instance declares itself."""
     names = layout.folded.traced.parameters
     return [p for p in piece.parameters if piece.block and piece.prefix and names[p.name] in layout.owned]

@@ -16,21 +16,21 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.codegen.again import Again, core_lines, kept_text, runs_of
-from autoptd.codegen.expressions import Text, expression, size_text, value_text
+from autoptd.codegen.expressions import SourceText, expression, size_text, value_text
 from autoptd.codegen.names import TAKEN, Names, ends_line, wish
 from autoptd.codegen.quoting import code_of
-from autoptd.passes.cut_tokens import TOKEN_OPS, before_cut, ring, ulysses
-from autoptd.passes.factors import Strategy, local_args, local_shape
+from autoptd.codegen.recompute import Again, core_lines, kept_text, runs_of
+from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
+from autoptd.passes.analysis.overwriting import WIDE
+from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, sample_place
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.overwriting import WIDE
-from autoptd.passes.placements import B, Broadcast, Placement, Split, conversion
-from autoptd.passes.rules import IMPLEMENTATIONS
-from autoptd.passes.samples import SamplePlace, counts_samples, sample_place
-from autoptd.passes.sharding import KindSharding, Sharding, ops_of, tensor_name
-from autoptd.passes.unknown import rule_for
+from autoptd.passes.rules.factors import Strategy, local_args, local_shape
+from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.rules.table import IMPLEMENTATIONS
+from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS, before_cut, ring, ulysses
+from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, tensor_name
 
 aten = torch.ops.aten
 Held = tuple[fx.Node, Placement]
@@ -159,7 +159,7 @@ class Body:
 
     def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement], done: Sequence[fx.Node]) -> None:
         """Write one op; `done` are the operands that nobody reads after it."""
-        texts = [Text(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
+        texts = [SourceText(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
         text = self.op_text(node, strategy, texts)
         text = self.again.written(node, text)
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
@@ -184,7 +184,7 @@ class Body:
         for key in [k for k in self.held if k[0] is node]:
             self.names.release(self.held.pop(key))
 
-    def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[Text]) -> str:
+    def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[SourceText]) -> str:
         """The op's expression on local tensors."""
         call = op_call(node)
         rule = None if node.target in TOKEN_OPS else rule_for(call)
@@ -196,7 +196,7 @@ class Body:
         if node.name in self.in_place:
             kwargs = {**kwargs, "in_place": True}
             if not self.in_place[node.name] and info(operands(node)[0]).dtype in WIDE:  # others are copied anyway
-                args = (Text(f"{args[0]}.clone()"), *args[1:])
+                args = (SourceText(f"{args[0]}.clone()"), *args[1:])
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
             return _implementation_text(function, args, kwargs)
@@ -248,7 +248,7 @@ class Body:
         for node in nodes:
             if is_getitem(node):
                 continue
-            texts = [Text(self.held[o, B]) for o in operands(node)]
+            texts = [SourceText(self.held[o, B]) for o in operands(node)]
             call = op_call(node)
             source = iter(texts)
             args = _with_texts(call.args, source)
@@ -328,7 +328,7 @@ _VIEWS = frozenset(
 )
 
 
-def _with_texts(value: Any, texts: Iterator[Text]) -> Any:
+def _with_texts(value: Any, texts: Iterator[SourceText]) -> Any:
     if isinstance(value, TensorInfo):
         return next(texts)
     if isinstance(value, tuple):
@@ -340,8 +340,8 @@ def _with_texts(value: Any, texts: Iterator[Text]) -> Any:
 
 def _implementation_text(function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Vocabulary-parallel ops take the axis after their tensors, then what differs from their own defaults."""
-    tensors = [str(a) for a in args if isinstance(a, Text)]
-    rest = [a for a in args if not isinstance(a, Text)]
+    tensors = [str(a) for a in args if isinstance(a, SourceText)]
+    rest = [a for a in args if not isinstance(a, SourceText)]
     takes = list(signature(function).parameters.values())[len(tensors) + 1 :]
     given = {p.name: a for p, a in zip(takes, rest, strict=False)} | dict(kwargs)
     unknown = [*rest[len(takes) :], *(v for k, v in kwargs.items() if k not in {p.name for p in takes})]

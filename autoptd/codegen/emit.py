@@ -22,16 +22,16 @@ from threading import Lock
 from types import ModuleType
 from typing import Any
 
+from autoptd.codegen.blocks import lay_out
+from autoptd.codegen.custom_grad import NAME as OWN
+from autoptd.codegen.custom_grad import own_file
 from autoptd.codegen.lines import wrapped
 from autoptd.codegen.loss import FUNCTIONS
-from autoptd.codegen.own_file import NAME as OWN
-from autoptd.codegen.own_file import own_file
-from autoptd.codegen.pieces import lay_out
 from autoptd.codegen.quoting import code_of, in_docstring, replace_code
 from autoptd.codegen.stage import StageSource, write_stage
 from autoptd.outputs import make_folder, private_folder, read_own, refuse_unwritable, write_whole
 from autoptd.passes.fold import Cut, Folded
-from autoptd.passes.sharding import Sharding
+from autoptd.passes.sharding.sharding import Sharding
 
 _MARK = "Written by autoptd from a plan"
 _IMPORTING = Lock()  # ranks that are threads: one must not see what another has imported by half
@@ -49,10 +49,10 @@ _IMPORTS = {
     "nn": "from torch import nn",
     "torch": "import torch",
     "F": "import torch.nn.functional as F",
-    "ops": "from autoptd.runtime import ops",
-    "Axis": "from autoptd.runtime.axis import Axis",
-    "Tokens": "from autoptd.runtime.tokens import Tokens",
-    "DropoutKey": "from autoptd.runtime.randomness import DropoutKey",
+    "ops": "from autoptd.ops import library as ops",
+    "Axis": "from autoptd.ops.tp_axis import Axis",
+    "Tokens": "from autoptd.ops.cp_axis import Tokens",
+    "DropoutKey": "from autoptd.ops.dropout import DropoutKey",
 }
 _STAGE_NAMES = ("Count", "Stage", "Wire", "buffer", "parameter", "submodule")
 _DTYPES = {"BF16": "torch.bfloat16", "FP16": "torch.float16", "FP32": "torch.float32", "FP64": "torch.float64"}
@@ -186,9 +186,9 @@ def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
     constants = [f"{name} = {text}" for name, text in _DTYPES.items() if reads(name)]
     lines = [text for name, text in _IMPORTS.items() if reads(name) or (constants and name == "torch")]
     again = [n for n in ("keep", "recompute", "spare") if re.search(rf"(?<!\.)\b{n}\(", code)]
-    lines += [f"from autoptd.runtime.recompute import {', '.join(again)}"] if again else []
+    lines += [f"from autoptd.ops.recompute import {', '.join(again)}"] if again else []
     stage = [n for n in _STAGE_NAMES if re.search(rf"(?<![\w.]){n}\(|\({n}\):|: {n}\b", code)]
-    lines += [f"from autoptd.runtime.stage import {', '.join(stage)}"] if stage else []
+    lines += [f"from autoptd.ops.stage import {', '.join(stage)}"] if stage else []
     torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})
     lines = [line for line in lines if not line.startswith("from torch import ")]
     lines += [f"from torch import {', '.join(torch_names)}"] if torch_names else []

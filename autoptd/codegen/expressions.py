@@ -15,16 +15,16 @@ from sympy.printing.pycode import PythonCodePrinter
 
 from autoptd.codegen.quoting import dotted_name, is_name, literal
 from autoptd.errors import TraceError
-from autoptd.passes.cut_tokens import convert, ring, ulysses
-from autoptd.passes.own_ops import OwnFunction, OwnHook
-from autoptd.runtime import ops
+from autoptd.ops import library as ops
+from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
+from autoptd.passes.sharding.context_parallel_graph import convert, ring, ulysses
 
 aten = torch.ops.aten
 _NUMBERS = (int, float, complex)
 _ONLY = "pass tensors, numbers, strings, and tuples or lists of them; a program can be given nothing else"
 
 
-class Text(str):
+class SourceText(str):
     """Python source of a tensor; its repr is itself, so that lists of them print as source."""
 
     __slots__ = ()
@@ -62,9 +62,9 @@ def size_text(size: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Any argument as source: tensors (Text), sizes, numbers, dtypes, lists."""
+    """Any argument as source: tensors (SourceText), sizes, numbers, dtypes, lists."""
     match value:
-        case Text():
+        case SourceText():
             return str(value)
         case sympy.Basic():
             return size_text(value)
@@ -98,14 +98,14 @@ def call_text(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def expression(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The op as source, tensors being `Text`."""
+    """The op as source, tensors being `SourceText`."""
     kwargs = {
         k: v for k, v in kwargs.items() if not (k in ("pin_memory", "layout") and v in (None, False, torch.strided))
     }
     if isinstance(target, OwnFunction):
         return call_text(f"{target}.apply", args, kwargs)
     if isinstance(target, OwnHook):
-        return call_text("ops.hooked", (*args, Text(str(target))), kwargs)
+        return call_text("ops.hooked", (*args, SourceText(str(target))), kwargs)
     printer = PRINTERS.get(target)
     text = printer(*args, **kwargs) if printer is not None else None
     return text if text is not None else _by_name(target, args, kwargs)
@@ -115,7 +115,7 @@ def _by_name(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if not isinstance(target, torch._ops.OpOverload):
         return call_text(f"ops.{target.__name__}", args, kwargs)
     name = target._schema.name.split("::")[1]
-    takes_tensor = bool(args) and isinstance(args[0], Text)
+    takes_tensor = bool(args) and isinstance(args[0], SourceText)
     if name in _AS_METHOD and takes_tensor:
         return call_text(f"{_operand(args[0])}.{name}", args[1:], kwargs)
     if name in _AS_FUNCTION:
@@ -261,7 +261,7 @@ def _over_tokens(name: str) -> Callable[..., str]:
         assert not dropout_p, "dropout in attention over cut tokens"
         given = {"mask": attn_mask, "is_causal": is_causal} | kwargs
         options = {k: v for k, v in given.items() if v is not None and v is not False}
-        return call_text(f"ops.{name}", (q, k, v, Text("cp")), options)
+        return call_text(f"ops.{name}", (q, k, v, SourceText("cp")), options)
 
     return printer
 

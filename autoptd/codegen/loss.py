@@ -14,12 +14,12 @@ from autoptd.codegen.expressions import value_text
 from autoptd.codegen.names import GLOBALS, Names
 from autoptd.codegen.quoting import checked_name, literal
 from autoptd.errors import TraceError
+from autoptd.layout.placements import B
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, info
-from autoptd.passes.loss_form import ADDEND, addend_slices, count_index, is_count
-from autoptd.passes.placements import B
-from autoptd.passes.sharding import Sharding
-from autoptd.passes.trace import Traced
+from autoptd.passes.losses.loss_form import ADDEND, addend_slices, count_index, is_count
+from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.trace.traced import Traced
 
 FUNCTIONS = ("loss_counts", "loss_of")
 _ARGUMENTS = ("self", "counts")  # what forward takes besides

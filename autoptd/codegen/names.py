@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from autoptd.codegen.quoting import plain_name
-from autoptd.passes.cut_tokens import convert
 from autoptd.passes.fold import owner
 from autoptd.passes.graph import info, is_getitem, module_path
+from autoptd.passes.sharding.context_parallel_graph import convert
 
 GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # that lines of forward read
 TAKEN = GLOBALS | {"tp", "cp", "self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}

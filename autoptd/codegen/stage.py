@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autoptd.codegen.again import again_of, in_place_of
 from autoptd.codegen.block import (
     BlockClass,
     attribute,
@@ -27,18 +26,19 @@ from autoptd.codegen.block import (
     wire_line,
     write_block,
 )
+from autoptd.codegen.blocks import BlockNames, BlockSegments, pieces_of
 from autoptd.codegen.body import Body, Made
 from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, names_of, size_source
 from autoptd.codegen.names import wish
-from autoptd.codegen.pieces import Layout, Piece, pieces_of
 from autoptd.codegen.quoting import literal, numbered
+from autoptd.codegen.recompute import again_of, in_place_of
+from autoptd.layout.placements import B, Placement
 from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, reads_counts
 from autoptd.passes.graph import info
-from autoptd.passes.loss_form import is_count
-from autoptd.passes.placements import B, Placement
-from autoptd.passes.sharding import Sharding
-from autoptd.passes.trace import SEQUENCE
+from autoptd.passes.losses.loss_form import is_count
+from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.trace.traced import SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,27 @@ class StageSource:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _BlockCall:
     """One block call: constructor and arguments."""
 
-    piece: Piece
+    piece: BlockSegments
     block: BlockClass
     arguments: str
     results: str
 
 
 @dataclass
-class _Writer:
+class _StageWriter:
     """A stage under way."""
 
-    layout: Layout
+    layout: BlockNames
     sharding: Sharding
-    pieces: list[Piece]
+    pieces: list[BlockSegments]
     body: Body
     blocks: dict[str, str] = field(default_factory=dict)
     made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by each of them
     setup: list[str] = field(default_factory=list)  # lines of __init__
-    calls: list[_Call] = field(default_factory=list)  # block calls not yet written
+    calls: list[_BlockCall] = field(default_factory=list)  # block calls not yet written
     groups: int = 0
     arguments: list[str] = field(default_factory=list)  # lines that rename arguments
 
@@ -88,7 +88,9 @@ class _Writer:
         return next(name for name in ("blocks", "calls", "_blocks") if name not in roots)
 
 
-def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recompute: Mapping[int, str]) -> StageSource:
+def write_stage(
+    layout: BlockNames, sharding: Sharding, first: int, last: int, recompute: Mapping[int, str]
+) -> StageSource:
     """Source of the stage that holds segments `first` to `last`; `recompute`: segment -> policy."""
     folded = layout.folded
     pieces = pieces_of(layout, sharding, first, last, recompute)
@@ -96,7 +98,7 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
     received = crossing(folded, first)
     sent = [] if is_last else crossing(folded, last + 1)
     body = Body(sharding, names_of(folded))
-    writer = _Writer(layout, sharding, pieces, body)
+    writer = _StageWriter(layout, sharding, pieces, body)
     preludes = _prelude(writer)
     given = {n: body.names.fresh("x") for n in received}
     for node, text in given.items():
@@ -113,18 +115,18 @@ def write_stage(layout: Layout, sharding: Sharding, first: int, last: int, recom
     return _assemble(writer, received, given, inputs, sent, (first, last))
 
 
-def _bind_input(writer: _Writer, node: fx.Node) -> None:
+def _bind_input(writer: _StageWriter, node: fx.Node) -> None:
     variable, lines = writer.body.names.argument(writer.folded.traced.inputs[node.name])
     writer.body.bind(node, B, variable)
     writer.arguments += lines
 
 
-def _prelude(writer: _Writer) -> list[fx.Node]:
+def _prelude(writer: _StageWriter) -> list[fx.Node]:
     """All prelude nodes that the stage needs, placeholders included, in program order."""
     return needed_prelude(writer.folded, (s for p in writer.pieces for s in p.segments))
 
 
-def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int, last: int) -> None:
+def _declare(writer: _StageWriter, preludes: Sequence[fx.Node], first: int, last: int) -> None:
     """Parameters that no block owns, and buffers."""
     folded, traced = writer.folded, writer.folded.traced
     owned = {p for piece in writer.pieces for p in owned_by(writer.layout, piece)}
@@ -155,7 +157,9 @@ def _declare(writer: _Writer, preludes: Sequence[fx.Node], first: int, last: int
         writer.body.bind(node, B, buffer_text(traced, node))
 
 
-def _write_piece(writer: _Writer, piece: Piece, later: Sequence[Piece], sent: Sequence[fx.Node]) -> None:
+def _write_piece(
+    writer: _StageWriter, piece: BlockSegments, later: Sequence[BlockSegments], sent: Sequence[fx.Node]
+) -> None:
     if not piece.block:
         _flush(writer)
         how = piece.segments, writer.sharding, "none", writer.layout.gathers_again
@@ -172,10 +176,10 @@ def _write_piece(writer: _Writer, piece: Piece, later: Sequence[Piece], sent: Se
     writer.made[block.name] = block.made
     arguments = _arguments(writer, piece, block)
     results = _results(writer, piece, block, later, sent)
-    writer.calls.append(_Call(piece, block, arguments, results))
+    writer.calls.append(_BlockCall(piece, block, arguments, results))
 
 
-def _arguments(writer: _Writer, piece: Piece, block: BlockClass) -> str:
+def _arguments(writer: _StageWriter, piece: BlockSegments, block: BlockClass) -> str:
     texts = []
     for node in block_arguments(writer.layout, piece):
         placement: Placement = B
@@ -188,7 +192,13 @@ def _arguments(writer: _Writer, piece: Piece, block: BlockClass) -> str:
     return ", ".join([*texts, *(f"{s}" for s in block.sizes)])
 
 
-def _results(writer: _Writer, piece: Piece, block: BlockClass, later: Sequence[Piece], sent: Sequence[fx.Node]) -> str:
+def _results(
+    writer: _StageWriter,
+    piece: BlockSegments,
+    block: BlockClass,
+    later: Sequence[BlockSegments],
+    sent: Sequence[fx.Node],
+) -> str:
     """Names for what a block returns: those of the operands it used up, so that equal calls read alike."""
     body = writer.body
     needed = {n for p in later for n in p.receives} | set(sent)
@@ -209,7 +219,7 @@ def _results(writer: _Writer, piece: Piece, block: BlockClass, later: Sequence[P
     return ", ".join(names)
 
 
-def _flush(writer: _Writer) -> None:
+def _flush(writer: _StageWriter) -> None:
     """Write the pending block calls: runs of equal ones as a loop."""
     calls, writer.calls = writer.calls, []
     at = 0
@@ -221,7 +231,7 @@ def _flush(writer: _Writer) -> None:
         at = end
 
 
-def _alike(a: _Call, b: _Call) -> bool:
+def _alike(a: _BlockCall, b: _BlockCall) -> bool:
     return (
         a.block.name == b.block.name
         and a.arguments == b.arguments
@@ -230,7 +240,7 @@ def _alike(a: _Call, b: _Call) -> bool:
     )
 
 
-def _write_run(writer: _Writer, run: list[_Call]) -> None:
+def _write_run(writer: _StageWriter, run: list[_BlockCall]) -> None:
     call, writer.groups = run[0], writer.groups + 1
     group = writer.group if writer.groups == 1 else f"{writer.group}_{writer.groups}"
     paths = [c.piece.prefix for c in run]
@@ -278,7 +288,7 @@ def _loop_over(paths: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _assemble(
-    writer: _Writer,
+    writer: _StageWriter,
     received: Sequence[fx.Node],
     given: dict[fx.Node, str],
     inputs: list[fx.Node],
@@ -334,7 +344,7 @@ def _wire(node: fx.Node, index: int, folded: Folded, sharding: Sharding, symbols
     return f"        {wire_line(folded, sharding, node, index, symbols)},"
 
 
-def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
+def _size_lines(writer: _StageWriter, inputs: list[fx.Node]) -> list[str]:
     """Sizes are read off the model inputs, which reach every stage."""
     traced, body = writer.folded.traced, writer.body
     by_name = {traced.inputs[n.name]: n for n in inputs}
@@ -353,7 +363,7 @@ def _size_lines(writer: _Writer, inputs: list[fx.Node]) -> list[str]:
     return lines
 
 
-def _add_input(writer: _Writer, inputs: list[fx.Node], source: str) -> None:
+def _add_input(writer: _StageWriter, inputs: list[fx.Node], source: str) -> None:
     node = input_node(writer.folded.traced, source)
     inputs.append(node)
     _bind_input(writer, node)

@@ -1,1 +1,1 @@
-"""`autoptd doctor`: is this machine, are these ranks, ready for a run."""
+"""Checks of the machines before a run (`autoptd doctor`)."""

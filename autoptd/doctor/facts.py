@@ -41,7 +41,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """One rank's machine."""
 
     host: str
@@ -54,7 +54,7 @@ class Facts:
     local_ranks: int = 1  # processes of the run on this machine
 
 
-def gather() -> Facts:
+def gather() -> MachineFacts:
     """The facts of this process."""
     import torch
 
@@ -62,7 +62,7 @@ def gather() -> Facts:
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         gpus.append(Gpu(torch.cuda.get_device_name(i), total, free))
-    return Facts(
+    return MachineFacts(
         host=platform.node(),
         versions={
             "Python": platform.python_version(),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, MOMENTS
 from autoptd.doctor.facts import Finding
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 
 GIB = 2**30
 _KEPT = 2  # checkpoints that lie there at once: the last one, and the one that is being written

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.doctor.facts import Facts, Finding
+from autoptd.doctor.facts import Finding, MachineFacts
 
 GIB = 2**30
 _LEAST_SHARED = 1 * GIB  # a container has 64 MiB unless it is told otherwise; loaders and NCCL pass tensors there
@@ -24,7 +24,7 @@ _OVERRIDING = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANN
 _OWN = ("CUDA_VISIBLE_DEVICES",)  # may differ between ranks
 
 
-def check_machine(ranks: Sequence[Facts], cluster: Cluster | None) -> Iterator[Finding]:
+def check_machine(ranks: Sequence[MachineFacts], cluster: Cluster | None) -> Iterator[Finding]:
     """All checks that need nothing but the facts, by rank."""
     yield _versions(ranks)
     yield from _devices(ranks, cluster)
@@ -34,7 +34,7 @@ def check_machine(ranks: Sequence[Facts], cluster: Cluster | None) -> Iterator[F
     yield from _environment(ranks)
 
 
-def _versions(ranks: Sequence[Facts]) -> Finding:
+def _versions(ranks: Sequence[MachineFacts]) -> Finding:
     apart = [
         f"{name} {_by_value(ranks, lambda facts, name=name: facts.versions[name])}"  # type: ignore[misc]
         for name in ranks[0].versions
@@ -46,7 +46,7 @@ def _versions(ranks: Sequence[Facts]) -> Finding:
     return Finding("ok", "versions", ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items()) + same)
 
 
-def _devices(ranks: Sequence[Facts], cluster: Cluster | None) -> Iterator[Finding]:
+def _devices(ranks: Sequence[MachineFacts], cluster: Cluster | None) -> Iterator[Finding]:
     hosts = {facts.host: facts for facts in ranks}
     if not any(facts.gpus for facts in ranks):
         wanted = cluster is not None and bool(cluster.device.reported_names)
@@ -74,7 +74,7 @@ def _devices(ranks: Sequence[Facts], cluster: Cluster | None) -> Iterator[Findin
         yield Finding("warn", "device memory", f"taken by others: {'; '.join(busy[:8])}", "end those processes")
 
 
-def _too_few(facts: Facts) -> bool:
+def _too_few(facts: MachineFacts) -> bool:
     return facts.local_ranks > len(facts.gpus)
 
 
@@ -93,7 +93,7 @@ def _like_cluster(kinds: Sequence[tuple[int, str, int]], cluster: Cluster) -> Fi
     return Finding("ok", "cluster file", f"{cluster.name} has these devices")
 
 
-def _shared_memory(ranks: Sequence[Facts]) -> Finding:
+def _shared_memory(ranks: Sequence[MachineFacts]) -> Finding:
     least = min((x.shared_memory_bytes for x in ranks if x.shared_memory_bytes is not None), default=None)
     if least is None:
         return Finding("ok", "shared memory", "this system has no /dev/shm")
@@ -103,7 +103,7 @@ def _shared_memory(ranks: Sequence[Facts]) -> Finding:
     return Finding("ok", "shared memory", seen)
 
 
-def _open_files(ranks: Sequence[Facts]) -> Finding:
+def _open_files(ranks: Sequence[MachineFacts]) -> Finding:
     least = min((x.open_files for x in ranks if x.open_files is not None), default=None)
     if least is None:
         return Finding("ok", "open files", "no limit")
@@ -112,7 +112,7 @@ def _open_files(ranks: Sequence[Facts]) -> Finding:
     return Finding(grade, "open files", f"{least} a process", fix)  # type: ignore[arg-type]
 
 
-def _threads(ranks: Sequence[Facts]) -> Finding:
+def _threads(ranks: Sequence[MachineFacts]) -> Finding:
     for x in ranks:
         text = x.environment.get("OMP_NUM_THREADS", "")
         if text and not text.isdigit():
@@ -127,7 +127,7 @@ def _threads(ranks: Sequence[Facts]) -> Finding:
     return Finding("ok", "threads", f"OMP_NUM_THREADS {threads}, {ranks[0].cpus} cores")
 
 
-def _environment(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _environment(ranks: Sequence[MachineFacts]) -> Iterator[Finding]:
     names = sorted({name for x in ranks for name in x.environment if name not in _OWN})
     apart = [name for name in names if len({x.environment.get(name) for x in ranks}) > 1]
     if apart:
@@ -147,11 +147,11 @@ def _environment(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("ok", "environment", ", ".join(names) or "nothing set that changes a run")
 
 
-def _is_set(ranks: Sequence[Facts], name: str, value: str) -> bool:
+def _is_set(ranks: Sequence[MachineFacts], name: str, value: str) -> bool:
     return any(x.environment.get(name, "").upper() == value for x in ranks)
 
 
-def _by_value(ranks: Sequence[Facts], of: Callable[[Facts], str]) -> str:
+def _by_value(ranks: Sequence[MachineFacts], of: Callable[[MachineFacts], str]) -> str:
     """`2.9.0 on ranks 0, 1; 2.8.0 on rank 2`, with few ranks named."""
     found: dict[str, list[int]] = {}
     for rank, facts in enumerate(ranks):

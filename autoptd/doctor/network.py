@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
-from autoptd.doctor.facts import Facts, Finding, Gpu
-from autoptd.plans import Mesh
+from autoptd.doctor.facts import Finding, Gpu, MachineFacts
+from autoptd.plans.data import MeshSizes
 from autoptd.profile.network import Network
-from autoptd.profile.record import Case, Point
+from autoptd.profile.record import Case, Measurement
 from autoptd.profile.timing import timer
-from autoptd.runtime.listening import is_one_address
+from autoptd.runtime.comm.listening import is_one_address
 
 _SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: latency, bandwidth
 _SHARE_S = 0.5  # of measuring one size
@@ -99,10 +99,10 @@ def _connects(host: str, port: int) -> str | None:
 # --- what ranks tell each other -------------------------------------------------------------------------------------
 
 
-def all_facts(own: Facts, group: dist.ProcessGroup) -> list[Facts]:
+def all_facts(own: MachineFacts, group: dist.ProcessGroup) -> list[MachineFacts]:
     """Every rank's, by rank. A collective."""
     told = _told(asdict(own), group)
-    return [Facts(**{**data, "gpus": tuple(Gpu(**gpu) for gpu in data["gpus"])}) for data in told]
+    return [MachineFacts(**{**data, "gpus": tuple(Gpu(**gpu) for gpu in data["gpus"])}) for data in told]
 
 
 def _told(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -172,7 +172,9 @@ def check_shared(folder: Path, group: dist.ProcessGroup) -> Finding:
 # --- links --------------------------------------------------------------------------------------------------------
 
 
-def check_links(device: torch.device, node_ranks: int, mesh: Mesh | None, cluster: Cluster | None) -> Iterator[Finding]:
+def check_links(
+    device: torch.device, node_ranks: int, mesh: MeshSizes | None, cluster: Cluster | None
+) -> Iterator[Finding]:
     """All-reduces over each axis of the mesh, or inside of a machine and over all ranks. A collective."""
     network = Network(device, timer(device))
     for name, (ranks, stride) in _axes(network.world, node_ranks, mesh).items():
@@ -182,15 +184,15 @@ def check_links(device: torch.device, node_ranks: int, mesh: Mesh | None, cluste
                 family="collective", op="all_reduce", dtype="fp32", bytes_moved=size, ranks=ranks, stride=stride
             )
             points.append(network.measure(case, _SHARE_S))
-        measured = [point for point in points if isinstance(point, Point)]
+        measured = [point for point in points if isinstance(point, Measurement)]
         if len(measured) < len(points):
-            why = "; ".join(point.why for point in points if not isinstance(point, Point))
+            why = "; ".join(point.why for point in points if not isinstance(point, Measurement))
             yield Finding("FAIL", f"links, {name}", f"an all-reduce fails: {why}", "set NCCL_DEBUG=INFO, and look why")
         else:
             yield judged_link(name, measured, cluster)
 
 
-def _axes(world: int, node_ranks: int, mesh: Mesh | None) -> dict[str, tuple[int, int]]:
+def _axes(world: int, node_ranks: int, mesh: MeshSizes | None) -> dict[str, tuple[int, int]]:
     """Name -> (ranks of a group, their distance)."""
     if mesh is not None:
         inner = mesh.cp * mesh.tp
@@ -206,7 +208,7 @@ def _axes(world: int, node_ranks: int, mesh: Mesh | None) -> dict[str, tuple[int
     return {name: place for i, (name, place) in enumerate(found.items()) if place not in list(found.values())[:i]}
 
 
-def judged_link(name: str, points: Sequence[Point], cluster: Cluster | None) -> Finding:
+def judged_link(name: str, points: Sequence[Measurement], cluster: Cluster | None) -> Finding:
     """Times of a small and a large all-reduce, against what the cluster's figures make them."""
     small, large = points[0], points[-1]
     ranks = large.case.ranks

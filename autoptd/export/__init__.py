@@ -1,1 +1,3 @@
-"""A plan in the words of other systems: Megatron-LM's arguments, a torch.distributed program, a table of tensors."""
+"""Plans written for other systems: Megatron-LM's arguments, a program on torch.distributed alone, a
+plain table. Imports `plans` and codegen's quoting.
+"""

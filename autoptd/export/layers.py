@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from autoptd.errors import PlanError
 from autoptd.fold_names import ranges
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 
 _LAYER = re.compile(r"^(?P<stack>(?:(?!\d+\.)[^.{}]+\.)*)(?P<index>\d+)(?=\.|$)")
 

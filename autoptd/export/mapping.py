@@ -2,7 +2,7 @@
 
 dp  B: whole on every rank (gradients are averaged)     F: a share of the flattened tensor (ZeRO-3)
 cp  B
-tp  the plan's placement, `autoptd.passes.placements`
+tp  the plan's placement, `autoptd.layout.placements`
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoptd.export.layers import modules_of
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 
 FORMAT = "autoptd-export"
 

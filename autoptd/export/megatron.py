@@ -28,7 +28,7 @@ from autoptd.export.layers import (
 )
 from autoptd.export.megatron_model import Argument, shape_arguments
 from autoptd.export.megatron_splits import split_differences
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.printable import printable
 
 _LEFT = "--lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints"

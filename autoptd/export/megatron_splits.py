@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from autoptd.export.layers import Layers
-from autoptd.export.roles import Part, read_parts
+from autoptd.export.roles import SplitModule, read_parts
 from autoptd.fold_names import fold_table
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 
 _SHOWN = 8
 
@@ -34,7 +34,7 @@ def split_differences(plan: Plan, model: nn.Module, layers: Layers) -> list[str]
     return [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more placements"] if len(lines) > _SHOWN else lines
 
 
-def _of_part(part: Part, model: nn.Module, layers: Layers) -> Iterator[tuple[str, str, str]]:
+def _of_part(part: SplitModule, model: nn.Module, layers: Layers) -> Iterator[tuple[str, str, str]]:
     """(parameter, the plan's placement, Megatron-LM's)."""
     module = model.get_submodule(part.path)
     inside = part.path.startswith(f"{layers.stack}." if layers.stack else "") and _within(part.path, layers)
@@ -50,7 +50,7 @@ def _within(path: str, layers: Layers) -> bool:
     return rest.split(".")[0].isdecimal()
 
 
-def _theirs(part: Part, leaf: str, module: nn.Module, model: nn.Module, inside: bool) -> str:
+def _theirs(part: SplitModule, leaf: str, module: nn.Module, model: nn.Module, inside: bool) -> str:
     if part.kind == "embedding":
         return "S0" if _is_first_table(part.path, model) else "B"
     if part.kind == "other":

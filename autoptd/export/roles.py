@@ -18,15 +18,15 @@ from typing import Literal
 from torch import nn
 
 from autoptd.errors import PlanError
-from autoptd.passes.placements import Split, parse_placement
-from autoptd.plans import Plan
+from autoptd.layout.placements import Split, parse_placement
+from autoptd.plans.model import Plan
 
 Role = Literal["column", "row", "table", "whole"]
 _TRANSPOSED = "Conv1D"  # transformers' name for a linear layer whose weight is [in, out]
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitModule:
     """A module that holds parameters of its own, and what the plan makes of it.
 
     path       "model.layers.0.self_attn.q_proj"
@@ -51,7 +51,7 @@ class Part:
         return dict(self.tensors).get(f"{self.path}.{leaf}" if self.path else leaf, "")
 
 
-def read_parts(plan: Plan, model: nn.Module) -> list[Part]:
+def read_parts(plan: Plan, model: nn.Module) -> list[SplitModule]:
     """In module order. Raises PlanError if the plan is of another model."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if missing := sorted(set(plan.splits.parameters) - names):
@@ -63,7 +63,7 @@ def read_parts(plan: Plan, model: nn.Module) -> list[Part]:
     return list(_parts(plan, model))
 
 
-def _parts(plan: Plan, model: nn.Module) -> Iterator[Part]:
+def _parts(plan: Plan, model: nn.Module) -> Iterator[SplitModule]:
     planned = plan.splits.parameters
     canonical = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in planned}
     for path, module in model.named_modules():
@@ -75,7 +75,7 @@ def _parts(plan: Plan, model: nn.Module) -> Iterator[Part]:
         kind = _kind(module)
         weight = dict(tensors).get(f"{dot}weight", "B")
         role, groups = _role(kind, weight)
-        yield Part(path, kind, role, groups, tensors)
+        yield SplitModule(path, kind, role, groups, tensors)
 
 
 def _kind(module: nn.Module) -> Literal["linear", "transposed", "embedding", "other"]:

@@ -54,7 +54,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # outputs and targets of a microbatch ->
 
 
 @dataclass
-class Parallel:
+class StageModules:
     """This rank's part: its stages' modules (`parts`), whose parameters are for the optimizer, and the schedule."""
 
     mesh: DeviceMesh
@@ -68,7 +68,7 @@ class Parallel:
             yield from part.parameters()
 
 
-def parallelize(model: nn.Module, loss_fn: Loss, device_type: str = "cuda") -> Parallel:
+def parallelize(model: nn.Module, loss_fn: Loss, device_type: str = "cuda") -> StageModules:
     """Split `model` in place: the same model on every rank, one process per rank of MESH, on the rank's device.
 
     `model` takes one tensor and returns one, or an object with `.logits`, which `loss_fn` then gets. It may be on meta:
@@ -90,7 +90,7 @@ def parallelize(model: nn.Module, loss_fn: Loss, device_type: str = "cuda") -> P
         parts.append(part)
         if len(STAGES) > 1:
             stages.append(PipelineStage(part, index, len(STAGES), device, group=pipe.get_group()))
-    return Parallel(mesh, parts, make_schedule(stages, loss_fn) if stages else None, loss_fn)
+    return StageModules(mesh, parts, make_schedule(stages, loss_fn) if stages else None, loss_fn)
 
 
 def _tensor_of(module: nn.Module, args: Any, output: Any) -> Tensor:
@@ -104,7 +104,7 @@ def make_schedule(stages: list[PipelineStage], loss_fn: Loss) -> Any:
     return SCHEDULE(stages[0] if single else stages, MICROBATCHES, loss_fn=loss_fn)
 
 
-def train_step(parallel: Parallel, inputs: Tensor, targets: Tensor) -> Tensor | None:
+def train_step(parallel: StageModules, inputs: Tensor, targets: Tensor) -> Tensor | None:
     """Forward and backward of this data-parallel rank's samples; returns their mean loss where the last stage is.
 
     `inputs` and `targets`: [MICROBATCHES * MICRO_BATCH, …], the same on all tp and pp ranks. Gradients are means over

@@ -19,7 +19,7 @@ from autoptd.errors import PlanError
 from autoptd.export.layers import Layers, modules_of, read_layers, recomputed, whole_layers
 from autoptd.export.roles import tied
 from autoptd.export.torch_styles import Styles, styles_of
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 
 _BODY = Path(__file__).with_name("torch_body.py")
 _BEGIN, _END = "# --- the plan ---\n", "# --- what carries it out ---\n"

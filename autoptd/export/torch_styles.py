@@ -25,9 +25,9 @@ from glob import escape
 from torch import nn
 
 from autoptd.export.layers import Layers, collectives_differ, is_sequence_parallel
-from autoptd.export.roles import Part, read_parts
+from autoptd.export.roles import SplitModule, read_parts
 from autoptd.fold_names import fold_table
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 
 _WHOLE, _LAST = "Replicate()", "Shard(-1)"
 _ENDS = ("input", "output")
@@ -74,16 +74,16 @@ def _is_inside(path: str, layers: Layers) -> bool:
     return path.startswith(prefix) and path.removeprefix(prefix).split(".")[0].isdecimal()
 
 
-def _can_split(part: Part) -> bool:
+def _can_split(part: SplitModule) -> bool:
     return part.kind in ("linear", "embedding") and part.groups == 1 and part.role != "whole"
 
 
-def _is_norm(part: Part, model: nn.Module) -> bool:
+def _is_norm(part: SplitModule, model: nn.Module) -> bool:
     module = model.get_submodule(part.path)
     return part.kind == "other" and all(p.dim() == 1 for p in module.parameters(recurse=False))
 
 
-def _obstacle(parts: list[Part], model: nn.Module, layers: Layers) -> str:
+def _obstacle(parts: list[SplitModule], model: nn.Module, layers: Layers) -> str:
     """Why hidden states cannot be split by sequence; "" if they can."""
     if type(model).__module__.startswith("transformers."):
         return "models of transformers take positions from the length of the hidden states"
@@ -97,7 +97,7 @@ def _obstacle(parts: list[Part], model: nn.Module, layers: Layers) -> str:
 
 
 def _decide(
-    parts: list[Part], model: nn.Module, layers: Layers, tp: int, sequence: bool
+    parts: list[SplitModule], model: nn.Module, layers: Layers, tp: int, sequence: bool
 ) -> tuple[dict[str, _Style], list[str]]:
     hidden = "Shard(1)" if sequence else _WHOLE
     found: dict[str, _Style] = {}
@@ -126,21 +126,21 @@ def _is_unit(path: str, layers: Layers) -> bool:
     return path.count(".") == layers.path(0).count(".")
 
 
-def _groups(parts: list[Part], layers: Layers) -> dict[str, list[Part]]:
+def _groups(parts: list[SplitModule], layers: Layers) -> dict[str, list[SplitModule]]:
     """Linear layers with the same parent, in layers: kept only where all of them can be split as planned."""
-    groups: dict[str, list[Part]] = {}
+    groups: dict[str, list[SplitModule]] = {}
     for part in parts:
         if part.kind in ("linear", "transposed") and _is_inside(part.path, layers):
             groups.setdefault(part.parent, []).append(part)
     return {parent: group for parent, group in groups.items() if all(_can_split(part) for part in group)}
 
 
-def _is_chain(group: list[Part]) -> bool:
+def _is_chain(group: list[SplitModule]) -> bool:
     """Columns, then one layer, a row as a rule, that takes what they make."""
     return len(group) > 1 and all(part.role == "column" for part in group[:-1])
 
 
-def _linear(part: Part, group: list[Part], hidden: str, parent_is_layer: bool) -> _Style | None:
+def _linear(part: SplitModule, group: list[SplitModule], hidden: str, parent_is_layer: bool) -> _Style | None:
     if not group:
         return None
     style = _column if part.role == "column" else _row
@@ -151,14 +151,14 @@ def _linear(part: Part, group: list[Part], hidden: str, parent_is_layer: bool) -
     return _column(hidden if parent_is_layer else _WHOLE, _LAST)
 
 
-def _head(part: Part, model: nn.Module, tp: int, hidden: str, sequence: bool) -> _Style | None:
+def _head(part: SplitModule, model: nn.Module, tp: int, hidden: str, sequence: bool) -> _Style | None:
     if part.kind != "linear" or (not _can_split(part) and not sequence):
         return None
     by_row = part.role == "row" or (part.role == "whole" and not _rows_divide(part, model, tp))
     return _row(hidden, _WHOLE) if by_row else _column(hidden, _WHOLE)
 
 
-def _table(part: Part, model: nn.Module, tp: int, hidden: str, sequence: bool) -> _Style | None:
+def _table(part: SplitModule, model: nn.Module, tp: int, hidden: str, sequence: bool) -> _Style | None:
     if part.role == "whole" and not sequence:
         return None
     by_hidden = part.text_of("weight") == "S1" or (part.role == "whole" and not _rows_divide(part, model, tp))
@@ -166,13 +166,13 @@ def _table(part: Part, model: nn.Module, tp: int, hidden: str, sequence: bool) -
     return _Style(style.text, "S1" if by_hidden else "S0", "")
 
 
-def _rows_divide(part: Part, model: nn.Module, tp: int) -> bool:
+def _rows_divide(part: SplitModule, model: nn.Module, tp: int) -> bool:
     weight = model.get_submodule(part.path).weight
     assert isinstance(weight, nn.Parameter)
     return weight.shape[0] % tp == 0
 
 
-def _norm(part: Part, in_group: bool, sequence: bool) -> _Style | None:
+def _norm(part: SplitModule, in_group: bool, sequence: bool) -> _Style | None:
     """A norm of heads, inside attention, sees this rank's heads: [b, s, heads, head size], dim 2."""
     if in_group and any(text == "Bp" for _, text in part.tensors):
         return _Style("SequenceParallel(sequence_dim=2, use_local_output=True)", "B", "B")
@@ -227,7 +227,7 @@ def _folded(styles: dict[str, str], layers: Layers) -> dict[str, str]:
     return found
 
 
-def _differences(parts: list[Part], found: dict[str, _Style]) -> Iterator[str]:
+def _differences(parts: list[SplitModule], found: dict[str, _Style]) -> Iterator[str]:
     rows: dict[tuple[str, str], None] = {}
     for part in parts:
         style = found.get(part.path)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GPTSizes:
     """The defaults are GPT-2 small with the vocabulary rounded up to a multiple of 64."""
 
     vocab: int = 50304
@@ -29,7 +29,7 @@ class Sizes:
 class Attention(nn.Module):
     """Causal self-attention; one linear layer makes queries, keys and values."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
         self.heads, self.dropout = sizes.heads, sizes.dropout
         self.qkv = nn.Linear(sizes.width, 3 * sizes.width, bias=sizes.bias)
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention, then a pre-norm perceptron four times as wide."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(sizes.width, bias=sizes.bias)
         self.attention = Attention(sizes)
@@ -65,9 +65,9 @@ class Block(nn.Module):
 class NanoGPT(nn.Module):
     """`model(idx)` gives the logits; `model(idx, targets)` the mean cross entropy, targets of -1 ignored."""
 
-    def __init__(self, sizes: Sizes | None = None) -> None:
+    def __init__(self, sizes: GPTSizes | None = None) -> None:
         super().__init__()
-        sizes = sizes or Sizes()
+        sizes = sizes or GPTSizes()
         self.max_seq = sizes.max_seq
         self.tokens = nn.Embedding(sizes.vocab, sizes.width)
         self.positions = nn.Embedding(sizes.max_seq, sizes.width)

@@ -1,1 +1,3 @@
-"""Measuring a machine: `measure` gives a `Record` of timed points, `fit` the `Cluster` whose models explain them."""
+"""Measures a machine and fits the constants of a cluster file to it (`autoptd profile`). Imports cost
+models and communicators.
+"""

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autoptd.profile.record import Case, Point, Skipped
+from autoptd.profile.record import Case, Measurement, Skipped
 from autoptd.profile.timing import LEAST
 
-Measure = Callable[[Case, float], "Point | Skipped"]
-Tell = Callable[["Point | Skipped"], None]
+Measure = Callable[[Case, float], "Measurement | Skipped"]
+Tell = Callable[["Measurement | Skipped"], None]
 
 
 def spend(
     series: Sequence[Sequence[Case]], limit_s: float, elapsed_s: Callable[[], float], measure: Measure, tell: Tell
-) -> list[Point | Skipped]:
+) -> list[Measurement | Skipped]:
     """Measure all series, of each at least its first case, and no case that the one before shows to take too long.
 
     `measure(case, share_s)`; `elapsed_s()` seconds since the start, which all ranks of a collective must agree on.
     """
-    found: list[Point | Skipped] = []
+    found: list[Measurement | Skipped] = []
     left = sum(map(len, series))
     for cases in series:
-        last: Point | None = None
+        last: Measurement | None = None
         for index, case in enumerate(cases):
             left_s = max(0.0, limit_s - elapsed_s())
             share_s = left_s / left
             left -= 1
             why = _why_not(last, case, left_s, share_s * (len(cases) - index)) if index else None
             result = Skipped(case=case, why=why) if why else measure(case, share_s)
-            if isinstance(result, Point):
+            if isinstance(result, Measurement):
                 last = result
             found.append(result)
             tell(result)
     return found
 
 
-def _why_not(last: Point | None, case: Case, left_s: float, share_s: float) -> str | None:
+def _why_not(last: Measurement | None, case: Case, left_s: float, share_s: float) -> str | None:
     """Why a case is left out. Its time is guessed from the one before it; it has its series' share of what is left."""
     if not left_s:
         return "no time was left"

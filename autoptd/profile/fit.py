@@ -14,7 +14,7 @@ from autoptd.cost_models.cluster import Cluster, Device, Peaks, Sustained
 from autoptd.cost_models.op_time import op_s
 from autoptd.errors import ClusterError
 from autoptd.profile.links import fit_levels
-from autoptd.profile.record import ITEMSIZE, Point, Record
+from autoptd.profile.record import ITEMSIZE, Measurement, ProfileRecord
 from autoptd.profile.search import best_rate, best_two, mean_error, rounded
 
 # what a missing precision is taken to be like: tensor cores treat both half precisions alike; nothing better is known
@@ -24,7 +24,7 @@ _HEAD_OVERHEADS = (0.0, *(2.0**i for i in range(8)))  # elements of a head
 _BEYOND_CACHE = 2.0  # caches, at least: an op with fewer bytes finds part of them there
 
 
-def fit(record: Record) -> Cluster:
+def fit(record: ProfileRecord) -> Cluster:
     """The cluster that explains a record. Raises ClusterError where points of a needed kind are missing."""
     known = shipped_with(record.device)
     device = _device(record, known)
@@ -38,7 +38,7 @@ def shipped_with(device: str) -> Cluster | None:
     return next((cluster for cluster in clusters if device in cluster.device.reported_names), None)
 
 
-def _device(record: Record, known: Cluster | None) -> Device:
+def _device(record: ProfileRecord, known: Cluster | None) -> Device:
     launch_s = rounded(_needed(record.of("launch"), "launch")[0].seconds)
     dispatch_s = [point.seconds for point in record.of("dispatch")]
     first = Device(
@@ -59,7 +59,7 @@ def _device(record: Record, known: Cluster | None) -> Device:
     return _with_attention(with_matmul, record)
 
 
-def _with_memory(device: Device, record: Record, known: Device | None) -> Device:
+def _with_memory(device: Device, record: ProfileRecord, known: Device | None) -> Device:
     points = beyond_cache(_needed(record.of("memory"), "memory"), record.cache_bytes)
     rates = [point.case.nbytes / point.seconds for point in points]
 
@@ -76,7 +76,7 @@ def _with_memory(device: Device, record: Record, known: Device | None) -> Device
     )
 
 
-def beyond_cache(points: Iterable[Point], cache_bytes: int | None) -> tuple[Point, ...]:
+def beyond_cache(points: Iterable[Measurement], cache_bytes: int | None) -> tuple[Measurement, ...]:
     """Those that move more than caches hold; where the cache is unknown, a quarter of the most that was moved."""
     points = tuple(points)
     most = max((point.case.nbytes for point in points), default=0)
@@ -84,7 +84,7 @@ def beyond_cache(points: Iterable[Point], cache_bytes: int | None) -> tuple[Poin
     return tuple(point for point in points if point.case.nbytes >= least)
 
 
-def _with_matmul(device: Device, record: Record, known: Device | None) -> Device:
+def _with_matmul(device: Device, record: ProfileRecord, known: Device | None) -> Device:
     points = _needed(record.of("matmul"), "matmul")
     main = main_dtype(points)
     own = [point for point in points if point.case.dtype == main]
@@ -118,7 +118,7 @@ def _with_matmul(device: Device, record: Record, known: Device | None) -> Device
     )
 
 
-def _with_attention(device: Device, record: Record) -> Device:
+def _with_attention(device: Device, record: ProfileRecord) -> Device:
     points = record.of("attention")
     forward = [point for point in points if not point.case.backward]
     backward = [point for point in points if point.case.backward]
@@ -152,21 +152,21 @@ def _with_attention(device: Device, record: Record) -> Device:
     return device.model_copy(update={"attention_backward_sustained": sustained})
 
 
-def main_dtype(points: Iterable[Point]) -> str:
+def main_dtype(points: Iterable[Measurement]) -> str:
     """The precision with most points, which the shared constants follow."""
     return statistics.mode(point.case.dtype for point in points)
 
 
-def device_error(device: Device, points: Iterable[Point]) -> float:
+def device_error(device: Device, points: Iterable[Measurement]) -> float:
     return mean_error((op_s(device, point.case.work), point.seconds) for point in points)
 
 
-def _sustained(rate: float, peak: float, record: Record, what: str, points: Iterable[Point]) -> Sustained:
+def _sustained(rate: float, peak: float, record: ProfileRecord, what: str, points: Iterable[Measurement]) -> Sustained:
     text = what.format(n=len(tuple(points)))
     return Sustained(fraction=min(1.0, rounded(rate / peak)), source=f"{record.origin}: {text}")
 
 
-def _needed(points: tuple[Point, ...], family: str) -> tuple[Point, ...]:
+def _needed(points: tuple[Measurement, ...], family: str) -> tuple[Measurement, ...]:
     if not points:
         raise ClusterError(
             f"no point of the kind {family!r} was measured", fix="measure again with a higher --time-limit"

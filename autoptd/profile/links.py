@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 from autoptd.cost_models.cluster import Cluster, Device, InSwitch, Link, Sustained
 from autoptd.cost_models.collectives import collective_s, p2p_s
-from autoptd.profile.record import Case, Point, Record
+from autoptd.profile.record import Case, Measurement, ProfileRecord
 from autoptd.profile.search import best_two, mean_error, rounded
 
 _LATENCIES_S = (0.0, *(2.0**i * 1e-7 for i in range(18)))  # up to 13 ms
 
 
-def fit_levels(record: Record, device: Device, known: Cluster | None) -> tuple[Link, ...]:
+def fit_levels(record: ProfileRecord, device: Device, known: Cluster | None) -> tuple[Link, ...]:
     """Levels of the machine a record was made on; `known` is the shipped cluster with its GPUs."""
     pattern = known or Cluster.load("dgx-h100" if record.kind == "cuda" else "local")
     points = record.of("collective", "p2p")
@@ -47,7 +47,12 @@ def _last_rank(case: Case) -> int:
 
 
 def _fitted(
-    record: Record, device: Device, inner: tuple[Link, ...], points: list[Point], ranks: int | None, known: Link | None
+    record: ProfileRecord,
+    device: Device,
+    inner: tuple[Link, ...],
+    points: list[Measurement],
+    ranks: int | None,
+    known: Link | None,
 ) -> Link:
     """The outermost of levels whose inner ones are known. A `known` link keeps its peak; only fractions are fitted."""
     text = f"{record.origin}: {len(points)} messages and collectives"
@@ -61,7 +66,7 @@ def _fitted(
         sustained = Sustained.model_construct(fraction=rate / start.bytes_per_s, source=text)
         return start.model_copy(update={"sustained": sustained, "latency_s": latency_s})
 
-    def error(link: Link, of: list[Point]) -> float:
+    def error(link: Link, of: list[Measurement]) -> float:
         cluster = Cluster.model_construct(name="fit", source="", device=device, levels=(*inner, link))
         return exchange_error(cluster, of)
 
@@ -81,7 +86,7 @@ def _fitted(
     return switched(rounded(fraction), rounded(latency_s))
 
 
-def _unknown(record: Record, ranks: int | None) -> Link:
+def _unknown(record: ProfileRecord, ranks: int | None) -> Link:
     """A link of which nothing is known but who carries it."""
     where = "inside a node" if ranks or record.world == record.node_ranks else "between nodes"
     if record.backend == "gloo":
@@ -89,7 +94,7 @@ def _unknown(record: Record, ranks: int | None) -> Link:
     return Link(name=f"NCCL, {where}", bytes_per_s=1.0, latency_s=0.0)
 
 
-def exchange_error(cluster: Cluster, points: Iterable[Point]) -> float:
+def exchange_error(cluster: Cluster, points: Iterable[Measurement]) -> float:
     return mean_error((exchange_s(cluster, point.case), point.seconds) for point in points)
 
 

@@ -20,7 +20,7 @@ from autoptd.profile.budget import first_line, spend
 from autoptd.profile.cases import network_series, op_series
 from autoptd.profile.network import Network
 from autoptd.profile.ops import time_op
-from autoptd.profile.record import Case, Point, Record, Skipped
+from autoptd.profile.record import Case, Measurement, ProfileRecord, Skipped
 from autoptd.profile.timing import Timer, timer
 from autoptd.profile.world import Place, default_processes, joined, launch, launched
 
@@ -30,7 +30,7 @@ _MARGIN = 0.8  # of the limit is given out: a case may take a little longer than
 Tell = Callable[[Case, str, int], None]  # the case that is done, how it went, and how many there are in all
 
 
-def measure(limit_s: float, processes: int | None = None, show: bool = False) -> Record:
+def measure(limit_s: float, processes: int | None = None, show: bool = False) -> ProfileRecord:
     """Time ops and collectives of this machine within about `limit_s` seconds, but at least the smallest of each kind.
 
     processes: on this machine; left out, one per GPU, or two without a GPU. Under torchrun all its ranks take part, and
@@ -43,7 +43,7 @@ def measure(limit_s: float, processes: int | None = None, show: bool = False) ->
     return launch(processes, _measure_here, limit_s, show, time.time())
 
 
-def _measure_here(limit_s: float, show: bool, began_s: float) -> Record:
+def _measure_here(limit_s: float, show: bool, began_s: float) -> ProfileRecord:
     threads = torch.get_num_threads()
     with _bar(show) as tell, joined() as place:
         torch.set_num_threads(1 if place.world > 1 or launched() else threads)  # a plan's ranks have a core each
@@ -72,7 +72,7 @@ def _bar(show: bool) -> Iterator[Tell]:
         yield tell
 
 
-def _measure(place: Place, limit_s: float, tell: Tell) -> Record:
+def _measure(place: Place, limit_s: float, tell: Tell) -> ProfileRecord:
     clock = timer(place.device)
     kind = place.device.type
     ops = list(op_series(kind))
@@ -84,8 +84,8 @@ def _measure(place: Place, limit_s: float, tell: Tell) -> Record:
     if network:  # the clock of rank 0's person counts, whoever started earlier
         limit_s = -network.agree(-limit_s)[0]
 
-    def told(result: Point | Skipped) -> None:
-        tell(result.case, f"{result.seconds:.3g} s" if isinstance(result, Point) else result.why, total)
+    def told(result: Measurement | Skipped) -> None:
+        tell(result.case, f"{result.seconds:.3g} s" if isinstance(result, Measurement) else result.why, total)
 
     def elapsed_s() -> float:
         return time.perf_counter() - started
@@ -100,7 +100,7 @@ def _measure(place: Place, limit_s: float, tell: Tell) -> Record:
     return _record(place, context_bytes, found)
 
 
-def _time_op(place: Place, clock: Timer, case: Case, share_s: float) -> Point | Skipped:
+def _time_op(place: Place, clock: Timer, case: Case, share_s: float) -> Measurement | Skipped:
     try:
         seconds, repeats = time_op(case, place.device, clock, share_s)
     except (RuntimeError, MemoryError) as error:  # no memory, or a type that the device does not compute in
@@ -108,31 +108,33 @@ def _time_op(place: Place, clock: Timer, case: Case, share_s: float) -> Point | 
     finally:
         if place.device.type == "cuda":
             torch.cuda.empty_cache()
-    return Point(case=case, seconds=seconds, repeats=repeats)
+    return Measurement(case=case, seconds=seconds, repeats=repeats)
 
 
-def _time_exchange(network: Network, case: Case, share_s: float) -> Point | Skipped:
+def _time_exchange(network: Network, case: Case, share_s: float) -> Measurement | Skipped:
     return network.measure(case, share_s)
 
 
-def _of_all_ranks(mine: list[Point | Skipped]) -> list[Point | Skipped]:
+def _of_all_ranks(mine: list[Measurement | Skipped]) -> list[Measurement | Skipped]:
     """For each case the median of the ranks that timed it; left out where none did. A collective."""
-    everybody: list[list[Point | Skipped]] = [[] for _ in range(dist.get_world_size())]
+    everybody: list[list[Measurement | Skipped]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everybody, mine)
-    merged: list[Point | Skipped] = []
+    merged: list[Measurement | Skipped] = []
     for results in zip(*everybody, strict=True):
-        points = [result for result in results if isinstance(result, Point)]
+        points = [result for result in results if isinstance(result, Measurement)]
         if not points:
             merged.append(results[0])
             continue
         seconds = statistics.median(point.seconds for point in points)
-        merged.append(Point(case=results[0].case, seconds=seconds, repeats=sum(point.repeats for point in points)))
+        merged.append(
+            Measurement(case=results[0].case, seconds=seconds, repeats=sum(point.repeats for point in points))
+        )
     return merged
 
 
-def _record(place: Place, context_bytes: int, found: list[Point | Skipped]) -> Record:
+def _record(place: Place, context_bytes: int, found: list[Measurement | Skipped]) -> ProfileRecord:
     cuda = torch.cuda.get_device_properties(place.device) if place.device.type == "cuda" else None
-    return Record(
+    return ProfileRecord(
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         kind="cuda" if cuda else "cpu",
         device=cuda.name if cuda else _cpu_name(),
@@ -144,7 +146,7 @@ def _record(place: Place, context_bytes: int, found: list[Point | Skipped]) -> R
         cache_bytes=(getattr(cuda, "L2_cache_size", 0) or None) if cuda else None,
         world=place.world,
         node_ranks=place.node_ranks,
-        points=tuple(result for result in found if isinstance(result, Point)),
+        points=tuple(result for result in found if isinstance(result, Measurement)),
         skipped=tuple(result for result in found if isinstance(result, Skipped)),
     )
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from autoptd.profile.budget import first_line
 from autoptd.profile.ops import DTYPES
-from autoptd.profile.record import Case, Point, Skipped
+from autoptd.profile.record import Case, Measurement, Skipped
 from autoptd.profile.timing import ENOUGH_S, LEAST, MOST, Run, Timer, runs_per_sample
-from autoptd.runtime.process_group import ProcessGroup
-from autoptd.runtime.processes import ProcessChannel
+from autoptd.runtime.comm.process_group import ProcessGroup
+from autoptd.runtime.comm.processes import ProcessChannel
 
 
 class Network:
@@ -93,7 +93,7 @@ class Network:
 
         return there_and_back
 
-    def measure(self, case: Case, share_s: float) -> Point | Skipped:
+    def measure(self, case: Case, share_s: float) -> Measurement | Skipped:
         """A collective call; the same answer on every rank."""
         run, problem = self._prepared(case)
         if any(self.agree(problem is not None)):
@@ -107,7 +107,7 @@ class Network:
         wanted = min(share_s, ENOUGH_S) / (once_s * runs)
         samples = self.agree(*(self.clock.sample(run, runs) for _ in range(max(LEAST, min(MOST, int(wanted))))))
         seconds = statistics.median(samples) / (2 if case.family == "p2p" else 1)
-        return Point(case=case, seconds=seconds, repeats=runs * len(samples))
+        return Measurement(case=case, seconds=seconds, repeats=runs * len(samples))
 
     def _prepared(self, case: Case) -> tuple[Run, str | None]:
         try:

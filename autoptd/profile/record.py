@@ -27,11 +27,11 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Frozen(BaseModel):
+class _RecordPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Case(_Frozen):
+class Case(_RecordPart):
     """One thing to time. Sizes as in `OpWork`; `bytes_moved` of memory-bound ops, collectives and messages.
 
     Products are [batch] m×k times k×n; attention has `batch` heads (samples × heads), `m` tokens and head size `k`.
@@ -102,7 +102,7 @@ class Case(_Frozen):
         return " ".join(words)
 
 
-class Point(_Frozen):
+class Measurement(_RecordPart):
     """A case and its time: the median of `repeats` runs; of all ranks that timed it."""
 
     case: Case
@@ -110,14 +110,14 @@ class Point(_Frozen):
     repeats: Annotated[int, Field(gt=0)]
 
 
-class Skipped(_Frozen):
+class Skipped(_RecordPart):
     """A case that has no time, and why."""
 
     case: Case
     why: str
 
 
-class Record(_Frozen):
+class ProfileRecord(_RecordPart):
     """All points of one machine."""
 
     format: Literal["autoptd-points"] = "autoptd-points"
@@ -133,10 +133,10 @@ class Record(_Frozen):
     cache_bytes: Annotated[int, Field(gt=0)] | None = None  # the last level before the memory
     world: Annotated[int, Field(gt=0)] = 1
     node_ranks: Annotated[int, Field(gt=0)] = 1
-    points: tuple[Point, ...]
+    points: tuple[Measurement, ...]
     skipped: tuple[Skipped, ...] = ()
 
-    def of(self, *families: Family) -> tuple[Point, ...]:
+    def of(self, *families: Family) -> tuple[Measurement, ...]:
         return tuple(point for point in self.points if point.case.family in families)
 
     @property
@@ -154,7 +154,7 @@ class Record(_Frozen):
         return "{\n" + "\n".join(lines).removesuffix(",") + "\n}\n"
 
     @staticmethod
-    def parse(text: str, where: str = "points") -> Record:
+    def parse(text: str, where: str = "points") -> ProfileRecord:
         """The record that `to_json` wrote. Raises ClusterError with the path of every wrong field."""
         fix = "give a file that `autoptd profile --points FILE` wrote"
         data = parse_json(text, "file of points", ClusterError, where, fix)
@@ -163,16 +163,16 @@ class Record(_Frozen):
                 f"not a file of measured points (format {FORMAT!r}, version {VERSION})", where=where, fix=fix
             )
         try:
-            return Record.model_validate(data)
+            return ProfileRecord.model_validate(data)
         except ValidationError as error:
             what = f"the measured points are wrong in {error.error_count()} place(s)"
-            raise ClusterError(what, where=f"{where}\n" + describe_mistakes(error, Record), fix=fix) from error
+            raise ClusterError(what, where=f"{where}\n" + describe_mistakes(error, ProfileRecord), fix=fix) from error
 
     @staticmethod
-    def load(path: Path) -> Record:
+    def load(path: Path) -> ProfileRecord:
         """Raises ClusterError where there is no such file, or it is not one of points."""
         fix = "give a file that `autoptd profile --points` wrote"
-        return Record.parse(read_text(path, "file of points", ClusterError, fix), str(path))
+        return ProfileRecord.parse(read_text(path, "file of points", ClusterError, fix), str(path))
 
 
 def bytes_text(nbytes: float) -> str:

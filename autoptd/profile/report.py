@@ -10,11 +10,11 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.op_time import op_s
 from autoptd.profile.fit import beyond_cache
 from autoptd.profile.links import exchange_s
-from autoptd.profile.record import Case, Point, Record
+from autoptd.profile.record import Case, Measurement, ProfileRecord
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """Points of one family: the best that was measured, what the cluster predicts for that point, and errors of all."""
 
     name: str
@@ -28,9 +28,9 @@ class Row:
         return {**vars(self)}
 
 
-def rows(record: Record, cluster: Cluster) -> list[Row]:
+def rows(record: ProfileRecord, cluster: Cluster) -> list[ReportRow]:
     """One row per family, in the order in which it was measured."""
-    families: dict[str, list[Point]] = {}
+    families: dict[str, list[Measurement]] = {}
     beyond = beyond_cache(record.of("memory"), record.cache_bytes)
     for point in record.points:
         if point.case.family != "dispatch" or cluster.device.dispatch_s:
@@ -52,7 +52,7 @@ def predicted_s(cluster: Cluster, case: Case) -> float:
             return op_s(cluster.device, case.work)
 
 
-def table(found: Iterable[Row]) -> str:
+def table(found: Iterable[ReportRow]) -> str:
     """Aligned columns."""
     heads = ("", "points", "best measured", "predicted", "median error", "worst")
     cells = [
@@ -67,7 +67,7 @@ def table(found: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def skipped_text(record: Record) -> str:
+def skipped_text(record: ProfileRecord) -> str:
     """How many cases have no time, by reason; errors in full, since they say something of the machine."""
     if not record.skipped:
         return ""
@@ -78,12 +78,12 @@ def skipped_text(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, points: list[Point], cluster: Cluster) -> Row:
+def _row(name: str, points: list[Measurement], cluster: Cluster) -> ReportRow:
     errors = [abs(predicted_s(cluster, point.case) / point.seconds - 1) for point in points]
     best = max(points, key=lambda point: _amount(point.case) / point.seconds)
     measured = _speed(best.case, best.seconds)
     predicted = _speed(best.case, predicted_s(cluster, best.case))
-    return Row(name, len(points), measured, predicted, statistics.median(errors), max(errors))
+    return ReportRow(name, len(points), measured, predicted, statistics.median(errors), max(errors))
 
 
 def _name(case: Case) -> str:

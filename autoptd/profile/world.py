@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.listening import LOOPBACK, host_store, on_loopback, on_named_interface
-from autoptd.runtime.processes import default_device
+from autoptd.runtime.comm.listening import LOOPBACK, host_store, on_loopback, on_named_interface
+from autoptd.runtime.comm.processes import default_device
 
 _TIMEOUT = timedelta(seconds=120)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that torch's launcher takes over

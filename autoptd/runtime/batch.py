@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import InputsError
-from autoptd.runtime.layout import InputSpec
+from autoptd.layout.layout import InputSpec
 
 Microbatch = dict[str, Tensor]
 

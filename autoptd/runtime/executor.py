@@ -8,89 +8,26 @@ includes. What a chunk hands to a chunk of the same rank stays where it is.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autoptd.errors import RuntimeFault
+from autoptd.ops.dropout import DropoutKey
+from autoptd.ops.group import Handle
+from autoptd.ops.stage import Stage, Wire
 from autoptd.runtime.batch import Microbatch, sample_count
-from autoptd.runtime.comm import Channel, Communicators, Group, Handle
-from autoptd.runtime.halves import Later, Root, backward_of_inputs
-from autoptd.runtime.handshake import exchange
-from autoptd.runtime.loss_of_sums import LossOfSums
-from autoptd.runtime.randomness import DropoutKey
-from autoptd.runtime.ranges import in_ranges
-from autoptd.runtime.stage import Stage, Wire
+from autoptd.runtime.batch_counts import LossOfSums
+from autoptd.runtime.comm.handshake import exchange
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
+from autoptd.runtime.profiler_ranges import in_ranges
+from autoptd.runtime.split_backward import Later, Root, backward_of_inputs
 from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of
-
-Tensors = tuple[Tensor, ...]
-At = tuple[int, int]  # microbatch, chunk
-Edge = tuple[int, str]  # as `channel_of` names it
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of a message. `slices`: the tp ranks that each send a slice of it, padded to equal ones; 1: whole."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    slices: int
-
-    @property
-    def width(self) -> int:
-        """Elements of a slice."""
-        return -(-math.prod(self.shape) // self.slices)
-
-    def cut(self, x: Tensor, rank: int) -> Tensor:
-        """What a tp rank sends."""
-        if self.slices == 1:
-            return x.contiguous()
-        flat = x.reshape(-1)[rank * self.width : (rank + 1) * self.width]
-        return F.pad(flat, (0, self.width - flat.numel())) if flat.numel() < self.width else flat.contiguous()
-
-    def empty(self, device: torch.device) -> Tensor:
-        """For what a tp rank receives."""
-        shape = self.shape if self.slices == 1 else (self.width,)
-        return torch.empty(shape, dtype=self.dtype, device=device)
-
-    def whole(self, x: Tensor, tp: Group) -> Tensor:
-        """A collective on the tp axis."""
-        if self.slices == 1:
-            return x
-        return tp.all_gather(x).view(-1)[: math.prod(self.shape)].view(self.shape)
-
-
-@dataclass
-class _Inbox:
-    """The receiving end of a channel: messages in the order of the action list."""
-
-    channel: Channel
-    expected: deque[tuple[At, list[_Part]]]
-    tp: Group
-    device: torch.device
-    posted: deque[tuple[At, list[tuple[_Part, Tensor, Handle]]]] = field(default_factory=deque)
-
-    def _post(self) -> None:
-        at, parts = self.expected.popleft()
-        outs = [(part, part.empty(self.device)) for part in parts]
-        self.posted.append((at, [(part, out, self.channel.receive(out)) for part, out in outs]))
-
-    def take(self, at: At) -> Tensors:
-        """The tensors of a microbatch on a chunk; posts the next receive."""
-        while len(self.posted) < 2 and self.expected:
-            self._post()
-        found, parts = self.posted.popleft()
-        assert found == at, (found, at)
-        for _, _, handle in parts:
-            handle.wait()
-        return tuple(part.whole(out, self.tp) for part, out, _ in parts)
 
 
 class Gradients(Protocol):
@@ -155,7 +92,7 @@ class Executor:
         `counted` microbatches are added; left out, of all. `scale`: the loss's gradient, by which all gradients are
         larger.
         """
-        run = _Run(self, actions, microbatches, counts, loss, gradients, counted, scale, of_sums)
+        run = _StepState(self, actions, microbatches, counts, loss, gradients, counted, scale, of_sums)
         lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
         if not self._shaken and lasts:
             run.shake_hands()
@@ -200,7 +137,7 @@ class Executor:
         return " ".join(filter(None, (f"{action} stage {stage}", self._module(action))))
 
 
-class _Run:
+class _StepState:
     """The state of one step, by microbatch and chunk."""
 
     def __init__(
@@ -233,12 +170,12 @@ class _Run:
         self.sending: dict[Edge, deque[list[Handle]]] = {}  # by message
         self.loss, self.scale = loss, scale
         self.slices = executor._slices
-        messages: dict[Edge, deque[tuple[At, list[_Part]]]] = {}
+        messages: dict[Edge, deque[tuple[At, list[MessagePart]]]] = {}
         for action in actions:
             if action.kind in ("RF", "RB"):
                 messages.setdefault(self._edge(action), deque()).append((_at(action), self._parts(action)))
         c = self.comm
-        self.inboxes = {edge: _Inbox(c.edges[edge], order, c.tp, c.device) for edge, order in messages.items()}
+        self.inboxes = {edge: Inbox(c.edges[edge], order, c.tp, c.device) for edge, order in messages.items()}
 
     # ---- messages ----
 
@@ -251,12 +188,14 @@ class _Run:
         wires = stage.receives if action.kind in ("RF", "SB") else stage.sends
         return wires if action.kind in ("RF", "SF") else tuple(wire for wire in wires if wire.requires_grad)
 
-    def _parts(self, action: Action) -> list[_Part]:
+    def _parts(self, action: Action) -> list[MessagePart]:
         """What goes through the channel."""
         i, chunk = _at(action)
         gradient = action.kind in ("SB", "RB")
         return [
-            _Part(tuple(w.shape(**self.sizes[chunk][i])), w.dtype, self.slices if w.is_whole(gradient=gradient) else 1)
+            MessagePart(
+                tuple(w.shape(**self.sizes[chunk][i])), w.dtype, self.slices if w.is_whole(gradient=gradient) else 1
+            )
             for w in self._wires(action)
         ]
 
@@ -287,14 +226,14 @@ class _Run:
         edge = self._edge(action)
         under_way = self.sending.setdefault(edge, deque())
         if len(under_way) == SENDS_UNDER_WAY:
-            _wait(under_way.popleft())
+            wait(under_way.popleft())
         cut = [part.cut(x, self.comm.tp.rank) for part, x in zip(self._parts(action), tensors, strict=True)]
         under_way.append([self.comm.edges[edge].send(x) for x in cut])
 
     def finish_sends(self) -> None:
         for under_way in self.sending.values():
             while under_way:
-                _wait(under_way.popleft())
+                wait(under_way.popleft())
 
     # ---- actions ----
 
@@ -398,11 +337,6 @@ class _Run:
 def _at(action: Action) -> At:
     assert action.microbatch is not None
     return action.microbatch, action.chunk
-
-
-def _wait(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.wait()
 
 
 def _sizes(stage: Stage, microbatch: Microbatch) -> dict[str, int]:

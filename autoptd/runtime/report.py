@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from autoptd.plans.data import PlanData
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True)
@@ -83,3 +89,13 @@ def _count(x: float) -> str:
         if x >= limit:
             return f"{x / limit:.3g}{unit}"
     return f"{x:.3g}"
+
+
+def meter_of(plan: PlanData) -> Meter:
+    """The meter of a plan's steps."""
+    ranks = plan.cluster.pool_ranks(plan.world)
+    peak = sum(
+        n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
+    )
+    averaged = plan.loss_averaging == "per-microbatch"
+    return Meter(plan.batch * plan.sizes.get("s", 1), plan.predicted.model_flops_per_step, peak, averaged)

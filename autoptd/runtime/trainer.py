@@ -15,26 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.passes.placements import Split
-from autoptd.runtime.agreement import NUMBERS, Agreement
-from autoptd.runtime.axis import from_slices, own_slice
+from autoptd.layout.layout import Layout, TensorSpec
+from autoptd.layout.placements import Split
+from autoptd.ops.dropout import DropoutKey
+from autoptd.ops.stage import Stage
+from autoptd.ops.tp_axis import from_slices, own_slice
 from autoptd.runtime.batch import Microbatch, sample_count
-from autoptd.runtime.batch_counts import counts_under_way
-from autoptd.runtime.buffers import Buffers, Piece, squared_norm
-from autoptd.runtime.comm import Communicators, Group
+from autoptd.runtime.batch_check import NUMBERS, Agreement
+from autoptd.runtime.batch_counts import LossOfSums, counts_under_way
+from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
-from autoptd.runtime.finite import Finite, LossScale
-from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.runtime.loss_of_sums import LossOfSums
+from autoptd.runtime.faults.nonfinite_origin import origin
+from autoptd.runtime.lazy_tensor import Stored
+from autoptd.runtime.loss_scaling import Finite, LossScale
 from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
-from autoptd.runtime.origin import origin
-from autoptd.runtime.randomness import DropoutKey
-from autoptd.runtime.stage import Stage
-from autoptd.runtime.storage import Sharing
-from autoptd.runtime.stored import Stored
+from autoptd.runtime.zero.materialise import check_names, materialise, tied_groups
+from autoptd.runtime.zero.param_buffers import ParameterShard, squared_norm
 from autoptd.schedule import forward_only, training_step, with_communication
 
 
@@ -65,10 +64,10 @@ class Trainer:
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64
         self._dropout = self.stages[0].dropout or DropoutKey()
-        _check_names(self.stages, layout, communicators)
-        tied = _tied_groups(layout, communicators)
+        check_names(self.stages, layout, communicators)
+        tied = tied_groups(layout, communicators)
         self._loaded = not any(p.is_meta for stage in self.stages for p in stage.parameters())
-        self._buffers, self._tensors = _materialise(self.stages, layout, communicators, tied)
+        self._buffers, self._tensors = materialise(self.stages, layout, communicators, tied)
         self._pieces = self._buffers.pieces(communicators.stage)
         self._frozen_pieces = self._buffers.frozen_pieces(communicators.stage)
         given = grouped([(piece.name, piece.param) for piece in self._pieces], groups)
@@ -89,12 +88,12 @@ class Trainer:
         return self.stages[0]
 
     @property
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[ParameterShard]:
         """What this rank's optimizer updates."""
         return self._pieces
 
     @property
-    def frozen_pieces(self) -> Sequence[Piece]:
+    def frozen_pieces(self) -> Sequence[ParameterShard]:
         """This rank's elements of the frozen parameters that are sharded: with ZeRO 3 all of them."""
         return self._frozen_pieces
 
@@ -332,78 +331,3 @@ class Trainer:
     def _check_loaded(self) -> None:
         if not self._loaded:
             raise RuntimeFault("the parameters have no values yet", fix="call load_parameters first")
-
-
-def _check_names(stages: Sequence[Stage], layout: Layout, communicators: Communicators) -> None:
-    """A stage must hold exactly the tensors that the layout gives it, in their local shapes."""
-    tp, numbers = layout.mesh.tp, layout.mesh.stages_of(communicators.stage)
-    if len(stages) != len(numbers):
-        raise PlanError(f"{len(stages)} stages given, but the plan has {len(numbers)} on each pipeline rank")
-    for here, stage in zip(numbers, stages, strict=True):
-        wrong = []
-        for kind, held, specs in (
-            ("parameter", dict(stage.named_parameters()), layout.parameters),
-            ("buffer", dict(stage.named_buffers()), layout.buffers),
-        ):
-            planned = {name: spec for name, spec in specs.items() if here in spec.stages}
-            wrong += [f"{kind} {name}: in the plan, not in the stage" for name in planned if name not in held]
-            for name, x in held.items():
-                if name not in planned:
-                    wrong.append(f"{kind} {name}: in the stage, not in the plan")
-                elif tuple(x.shape) != planned[name].local_shape(tp):
-                    local = list(planned[name].local_shape(tp))
-                    wrong.append(f"{kind} {name}: {list(x.shape)} in the stage, {local} in the plan")
-        if wrong:
-            raise PlanError(
-                f"stage {here} and the plan hold different tensors",
-                where="\n".join(wrong),
-                fix="emit the stages again from this plan",
-            )
-
-
-def _tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int, ...], Group]:
-    """A group for every set of pipeline ranks that share parameters; all ranks create all sets in one order."""
-    sets = sorted({held for spec in layout.parameters.values() if len(held := layout.mesh.holders(spec.stages)) > 1})
-    groups = {ranks: communicators.over_stages(ranks) for ranks in sets}
-    return {ranks: group for ranks, group in groups.items() if group is not None}
-
-
-@torch.no_grad()
-def _materialise(
-    stages: Sequence[Stage], layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
-) -> tuple[Buffers, dict[str, Tensor]]:
-    """Give the stages real tensors: parameters in flat buffers, what these do not hold on its own. Values are kept.
-
-    Returns the buffers and every local tensor by name. What several stages of a rank hold is one tensor.
-    """
-    device = communicators.device
-    old = {name: held for stage in stages for name, held in stage.named_parameters()}
-    holders = [{name for name, _ in stage.named_parameters()} for stage in stages]
-    with torch.enable_grad():
-        sharing = Sharing(*communicators.within_dp(layout.sharing))
-        buffers = Buffers(old, layout, device, communicators.tp, sharing, tied, holders)
-    new: dict[str, nn.Parameter] = dict(buffers.parameters)
-    for name, parameter in old.items():
-        if name not in new:
-            new[name] = nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=False)
-        if not parameter.is_meta:
-            buffers.write(name, parameter) if name in buffers.parameters else new[name].copy_(parameter)
-    for chunk, stage in enumerate(stages):
-        buffers.attach(stage, chunk)
-    tensors: dict[str, Tensor] = dict(new)
-    for stage in stages:
-        replacement = {id(parameter): new[name] for name, parameter in stage.named_parameters()}
-        for module in stage.modules():
-            for leaf, declared in module._parameters.items():
-                if declared is not None:
-                    module._parameters[leaf] = replacement[id(declared)]
-            for leaf, held in module._buffers.items():
-                if held is not None:
-                    module._buffers[leaf] = torch.zeros_like(held, device=device) if held.is_meta else held.to(device)
-        for name, held in list(stage.named_buffers()):
-            if name in tensors:
-                owner, _, leaf = name.rpartition(".")
-                stage.get_submodule(owner)._buffers[leaf] = tensors[name]
-            else:
-                tensors[name] = held
-    return buffers, tensors

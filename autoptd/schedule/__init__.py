@@ -15,7 +15,7 @@
     F3.1    the same on this rank's chunk 1; without a dot, on chunk 0
 
 A rank of p may hold v chunks of the model, which are stages of it; which ones, and who sends to whom, is said by the
-`Route` of the kind (`route.py`). With v = 1 a stage is a rank. What a rank hands on to itself is not sent.
+`StageMap` of the kind (`route.py`). With v = 1 a stage is a rank. What a rank hands on to itself is not sent.
 
 The simulator, the picture and the executor read the same lists. A schedule is one row of `SCHEDULES`: a pure function
 of (ranks, microbatches, chunks) that gives F, B and W of each rank; `with_communication` adds the rest mechanically.
@@ -41,13 +41,12 @@ from autoptd.schedule.actions import (
     parse_action,
     text,
 )
-from autoptd.schedule.lists import step_lists, training_step, with_communication, with_step_end
+from autoptd.schedule.build import step_lists, training_step, with_communication, with_step_end
 from autoptd.schedule.proof import SENDS_UNDER_WAY, StuckSchedule, UncountedActivations, grid, prove, prove_memory
-from autoptd.schedule.route import Channel, Route, channel_of, peer_of
-from autoptd.schedule.rows import (
+from autoptd.schedule.schedules import (
     RUNNABLE,
     SCHEDULES,
-    Row,
+    ScheduleKind,
     forward_only,
     gpipe,
     interleaved,
@@ -58,6 +57,7 @@ from autoptd.schedule.rows import (
     zero_bubble,
     zero_bubble_v,
 )
+from autoptd.schedule.stage_map import Channel, StageMap, channel_of, peer_of
 
 __all__ = [
     "RUNNABLE",
@@ -68,9 +68,9 @@ __all__ = [
     "Actions",
     "Alive",
     "Channel",
-    "Route",
-    "Row",
     "Schedule",
+    "ScheduleKind",
+    "StageMap",
     "StuckSchedule",
     "UncountedActivations",
     "channel_of",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from autoptd.schedule.actions import RECEIVES, SENDS, Action, Actions, Alive, Schedule, chunks_of, moments
-from autoptd.schedule.route import Route, channel_of, peer_of
+from autoptd.schedule.stage_map import StageMap, channel_of, peer_of
 
 SENDS_UNDER_WAY = (
     2  # microbatches per channel: a further send waits for the oldest, so that sent tensors do not pile up
@@ -20,7 +20,7 @@ class StuckSchedule(ValueError):
 
 def prove(
     schedule: Schedule,
-    route: Route | None = None,
+    route: StageMap | None = None,
     channel: Callable[[int, Action], object] | None = None,
     under_way: int = SENDS_UNDER_WAY,
 ) -> None:
@@ -35,8 +35,8 @@ def prove(
 
     Raises StuckSchedule with a rank × step grid, `<` marking where a rank stands, and who waits for whom.
     """
-    route = route or Route(len(schedule), chunks_of(schedule))
-    run = _Run(schedule, route, channel or partial(channel_of, route=route), under_way)
+    route = route or StageMap(len(schedule), chunks_of(schedule))
+    run = _ProofRun(schedule, route, channel or partial(channel_of, route=route), under_way)
     run.to_the_end()
     for rank, actions in enumerate(schedule):
         _prove_data_flow(rank, route, actions)
@@ -57,11 +57,11 @@ def prove_memory(schedule: Schedule, counted: Sequence[Alive]) -> None:
                 )
 
 
-class _Run:
+class _ProofRun:
     """All ranks on their way through their lists."""
 
     def __init__(
-        self, schedule: Schedule, route: Route, channel: Callable[[int, Action], object], under_way: int
+        self, schedule: Schedule, route: StageMap, channel: Callable[[int, Action], object], under_way: int
     ) -> None:
         self.schedule, self.route, self.channel, self.under_way = schedule, route, channel, under_way
         self.position = [0] * len(schedule)
@@ -151,7 +151,7 @@ class _Run:
         return self._peer(rank, self.queues[rank, self.channel(rank, action)][0])[0]
 
 
-def _prove_data_flow(rank: int, route: Route, actions: Actions) -> None:
+def _prove_data_flow(rank: int, route: StageMap, actions: Actions) -> None:
     """What an action needs must stand before it, each action once, and what is begun must be finished."""
     seen: set[Action] = set()
     for action in actions:
@@ -167,7 +167,7 @@ def _prove_data_flow(rank: int, route: Route, actions: Actions) -> None:
             raise StuckSchedule(f"stage {rank}: {Action('F', *missing[0])} has no {Action(kind, *missing[0])}")
 
 
-def _needs(rank: int, action: Action, route: Route) -> Iterator[Action]:
+def _needs(rank: int, action: Action, route: StageMap) -> Iterator[Action]:
     """What comes from a chunk of the same rank is not received, but made there."""
     kind, i, chunk = action
     match kind:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from autoptd.errors import PlanError, nearest
-from autoptd.schedule import Route, route_of, row_of
+from autoptd.schedule import StageMap, route_of, row_of
 
 FIXABLE = ("dp", "micro", "pp", "recompute", "tp", "zero")
 
@@ -41,7 +41,7 @@ class Candidate:
         return self.dp * self.cp * self.tp * self.pp
 
     @property
-    def route(self) -> Route:
+    def route(self) -> StageMap:
         """Which pipeline rank holds which stages."""
         return route_of(self.schedule, self.pp, self.virtual)
 
@@ -61,7 +61,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MeshLimits:
     """What the devices and the model allow. `batch`: samples per step; `segments`: cuttable pieces of the model;
     `max_micro`: largest microbatch to consider (a fixed one may be larger), per context-parallel rank."""
 
@@ -79,7 +79,7 @@ class Limits:
     pool_ranks: tuple[int, ...] = ()  # devices of each type, where there are several
 
 
-def candidates(limits: Limits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
+def candidates(limits: MeshLimits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
     """Every candidate within `limits` that has what `fix` says (any of `FIXABLE`).
 
     With one data-parallel rank ZeRO changes nothing: its first level stands for all.
@@ -95,7 +95,7 @@ def candidates(limits: Limits, fix: Mapping[str, int | str] | None = None) -> tu
     return found
 
 
-def _with_cp(limits: Limits, wish: Mapping[str, int | str], cp: int) -> Iterator[Candidate]:
+def _with_cp(limits: MeshLimits, wish: Mapping[str, int | str], cp: int) -> Iterator[Candidate]:
     most = None if limits.max_micro is None else limits.max_micro * cp
     alone = replace(limits, world=limits.world // cp, max_micro=most, cps=(cp,))
     if len(limits.cps) == 1:
@@ -105,7 +105,7 @@ def _with_cp(limits: Limits, wish: Mapping[str, int | str], cp: int) -> Iterator
             yield from _ways(alone, replace(option, cp=cp), strict="micro" not in wish)
 
 
-def _ways(limits: Limits, c: Candidate, strict: bool) -> Iterator[Candidate]:
+def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]:
     """Schedules, chunks and groups of shards that a mesh allows; without a pipeline all but GPipe are one.
 
     `strict`: leave out what the schedule refuses, where another microbatch may do."""
@@ -123,7 +123,7 @@ def _ways(limits: Limits, c: Candidate, strict: bool) -> Iterator[Candidate]:
                     yield replace(c, schedule=schedule, virtual=virtual, shards=shards, pools=pools)
 
 
-def _placed(limits: Limits, c: Candidate) -> Iterator[tuple[int, ...]]:
+def _placed(limits: MeshLimits, c: Candidate) -> Iterator[tuple[int, ...]]:
     """The types of device of the pipeline's ranks, of each type all together, in any order."""
     if len(limits.pool_ranks) < 2:
         yield ()
@@ -134,7 +134,7 @@ def _placed(limits: Limits, c: Candidate) -> Iterator[tuple[int, ...]]:
             yield tuple(pool for pool in order for _ in range(limits.pool_ranks[pool] // stage))
 
 
-def _meshes(limits: Limits, wish: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:
+def _meshes(limits: MeshLimits, wish: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:
     """(dp, tp, pp)."""
     for tp in sorted(set(limits.tp_sizes)):
         if limits.world % tp or wish.get("tp", tp) != tp:
@@ -145,7 +145,7 @@ def _meshes(limits: Limits, wish: Mapping[str, int | str]) -> Iterator[tuple[int
                 yield dp, tp, pp
 
 
-def _options(limits: Limits, wish: Mapping[str, int | str], dp: int, tp: int, pp: int) -> Iterator[Candidate]:
+def _options(limits: MeshLimits, wish: Mapping[str, int | str], dp: int, tp: int, pp: int) -> Iterator[Candidate]:
     if limits.batch % dp:
         return
     share = limits.batch // dp
@@ -167,7 +167,7 @@ def divisors(number: int) -> list[int]:
 # ---- wishes that cannot be met ----
 
 
-def _check_alone(limits: Limits, wish: Mapping[str, int | str]) -> None:
+def _check_alone(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:
     for name in wish:
         if name not in FIXABLE:
             raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(name, FIXABLE))
@@ -182,7 +182,7 @@ def _check_alone(limits: Limits, wish: Mapping[str, int | str]) -> None:
             raise PlanError(f"{name} {wish[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}")
 
 
-def _check_together(limits: Limits, wish: Mapping[str, int | str]) -> None:
+def _check_together(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:
     fixed = {name: int(wish[name]) for name in ("dp", "tp", "pp") if name in wish}
     for name, value in fixed.items():
         if limits.world % value:
@@ -217,7 +217,7 @@ def _check_together(limits: Limits, wish: Mapping[str, int | str]) -> None:
     _check_batch(limits, wish)
 
 
-def _check_batch(limits: Limits, wish: Mapping[str, int | str]) -> None:
+def _check_batch(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:
     fixed = {name: int(wish[name]) for name in ("dp", "micro") if name in wish}
     if {"tp", "pp"} <= wish.keys():
         fixed["dp"] = limits.world // (int(wish["tp"]) * int(wish["pp"]))
@@ -242,7 +242,7 @@ def around(value: int, known: Sequence[int]) -> str:
     return " or ".join(str(k) for k in (*([max(below)] if below else []), *([min(above)] if above else [])))
 
 
-def _nothing_left(limits: Limits, wish: Mapping[str, int | str]) -> PlanError:
+def _nothing_left(limits: MeshLimits, wish: Mapping[str, int | str]) -> PlanError:
     """No single demand is at fault: say what the meshes would need."""
     meshes = list(_meshes(limits, wish))
     asked = ", ".join(f"{name} {value}" for name, value in sorted(wish.items())) or "nothing fixed"

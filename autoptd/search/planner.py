@@ -22,25 +22,24 @@ from functools import lru_cache
 
 from autoptd.cost_models.memory import alive
 from autoptd.errors import AutoptdError, PlanError
-from autoptd.passes.sharding import parameter_splits
-from autoptd.passes.trace import SEQUENCE
+from autoptd.passes.sharding.sharding import parameter_splits
+from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.progress import Progress
 from autoptd.schedule import period_of, prove, prove_memory, route_of, row_of
-from autoptd.search.bounds import cut_bound_s
-from autoptd.search.known import Known, Question
-from autoptd.search.meshes import Candidate, Limits, around, candidates, divisors
-from autoptd.search.outlook import Outlook
-from autoptd.search.pins import allowed, read_pins
-from autoptd.search.refine import Effort, refine
-from autoptd.search.room import Room
-from autoptd.search.splits import InfeasibleSplit
-from autoptd.search.splitter import CLOSE, Splitter, key_of
-from autoptd.search.staged import Staged, action_lists, simulated
-from autoptd.search.stages import NoRoom, Stages
+from autoptd.search.constraints.named import allowed, read_pins
+from autoptd.search.constraints.options import Method, schedules_and_chunks
+from autoptd.search.memory_filter import Room
+from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
+from autoptd.search.pipeline.evaluate import Staged, action_lists, simulated
+from autoptd.search.pipeline.exact import Effort, refine
+from autoptd.search.pipeline.lower_bounds import Outlook, cut_bound_s
+from autoptd.search.pipeline.stages import NoRoom, Stages
+from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
+from autoptd.search.sharding.solve import CLOSE, Splitter, key_of
+from autoptd.search.sharding.splits import InfeasibleSplit
+from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
-from autoptd.search.tensors import Sharded, Tensors
-from autoptd.search.wishes import Method, schedules_and_chunks
 
 _TOKENS = 131072  # of the largest microbatch that is considered
 _CUT = 3  # the step of a candidate from which on it is gone through with at once, until there is something to beat
@@ -61,8 +60,8 @@ class Answer:
     considered: int
     visited: int
     gap: float  # no candidate takes less than (1 - gap) times the best
-    question: Question  # that `tensors` answers
-    known: Known
+    question: ShardingQuery  # that `tensors` answers
+    known: ShardingCache
 
 
 @dataclass
@@ -84,10 +83,10 @@ _TAKE_ROOM = {"cuts", "headroom", "max_tp", "splits", "whole"}  # what may be fi
 class Planner:
     """Answers one task; sharded models are kept per (tp, micro, cp), and in `known` for further tasks of this graph."""
 
-    def __init__(self, task: Task, progress: Progress, known: Known | None = None) -> None:
+    def __init__(self, task: Task, progress: Progress, known: ShardingCache | None = None) -> None:
         assert known is None or known.folded is task.folded, "what is known is of another graph"
         self.task, self.progress = task, progress
-        self.known = known or Known(task.folded)
+        self.known = known or ShardingCache(task.folded)
         self._pins = read_pins(task.folded, task.wishes)
         self._method = self._pins.on(task.wishes.method)
         self._room = Room(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
@@ -345,7 +344,7 @@ class Planner:
         schedules, virtuals = schedules_and_chunks(task.wishes, task.folded.loss_form.outer is not None)
         zeros = (1, 0, 2, 3) if "zero" in wish or "zero" in include else (1, 0)
         groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
-        limits = Limits(
+        limits = MeshLimits(
             world=task.world,
             batch=task.batch,
             segments=len(task.folded.segments),

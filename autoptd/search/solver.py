@@ -3,10 +3,11 @@
     minimise  sum_j cost_j v_j   subject to   low_i <= sum_j a_ij v_j <= high_i,   lower_j <= v_j <= upper_j,
               v_j a whole number for some j
 
-A `Program` is a PuLP problem under construction. Its constraints carry the number that they have in the docstring of
-the module that states them: `(5)_17` states (5), and is the 17th row. Columns, rows and coefficients are read off the
-problem once, so that a program that is solved again with another objective is not built again. Variables and rows keep
-the order in which they were added: the same calls give the same program, and (one thread, one seed) the same optimum.
+An `IntegerProgram` is a PuLP problem under construction. Its constraints carry the number that they have in the
+docstring of the module that states them: `(5)_17` states (5), and is the 17th row. Columns, rows and coefficients are
+read off the problem once, so that a program that is solved again with another objective is not built again. Variables
+and rows keep the order in which they were added: the same calls give the same program, and (one thread, one seed) the
+same optimum.
 
 `minimise` solves the linear relaxation first: where that is whole already, it is the answer. Otherwise branch and bound
 goes on from it. Where HiGHS is missing or fails, PuLP hands the problem to CBC, which the outcome's `notes` say.
@@ -40,7 +41,7 @@ class SolverFailed(AutoptdError, RuntimeError):
     """No solver is there, or every one failed."""
 
 
-class Program:
+class IntegerProgram:
     """A mixed-integer program in PuLP: first its variables and constraints, then one objective after another."""
 
     def __init__(self, name: str) -> None:
@@ -128,7 +129,7 @@ class Outcome:
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
-def minimise(program: Program, costs: Mapping[pulp.LpVariable, float], time_limit_s: float = 60.0) -> Outcome:
+def minimise(program: IntegerProgram, costs: Mapping[pulp.LpVariable, float], time_limit_s: float = 60.0) -> Outcome:
     """The least cost of a program, within about `time_limit_s` seconds.
 
     Raises `SolverFailed` when neither HiGHS nor CBC gives an answer.
@@ -151,20 +152,20 @@ def minimise(program: Program, costs: Mapping[pulp.LpVariable, float], time_limi
     raise SolverFailed("no integer-programming solver works here", where="; ".join(notes), fix="pip install highspy")
 
 
-def _rounded(program: Program, values: Sequence[float]) -> tuple[float, ...]:
+def _rounded(program: IntegerProgram, values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(round(v)) if whole else float(v) for v, whole in zip(values, program.whole, strict=True))
 
 
-def _optimal(program: Program, found: Sequence[float]) -> Outcome:
+def _optimal(program: IntegerProgram, found: Sequence[float]) -> Outcome:
     values = _rounded(program, found)
     return Outcome("optimal", values, program.cost_of(values), program.cost_of(values), "")
 
 
-def _is_whole(program: Program, values: Sequence[float]) -> bool:
+def _is_whole(program: IntegerProgram, values: Sequence[float]) -> bool:
     return all(abs(v - round(v)) <= WHOLE for v, whole in zip(values, program.whole, strict=True) if whole)
 
 
-def _solve_highs(program: Program, time_limit_s: float) -> Outcome:
+def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
     """The relaxation; then, on the same HiGHS model, branch and bound."""
     import highspy
 
@@ -217,7 +218,7 @@ def _set(highs: Any, settings: Mapping[str, object]) -> None:
         highs.setOptionValue(name, value)
 
 
-def _read_highs(program: Program, highs: Any, states: Any, bound: float, scale: float) -> Outcome:
+def _read_highs(program: IntegerProgram, highs: Any, states: Any, bound: float, scale: float) -> Outcome:
     status, info = highs.getModelStatus(), highs.getInfo()
     if status in (states.kInfeasible, states.kUnboundedOrInfeasible):
         return Outcome("infeasible", (), math.inf, math.inf, "")
@@ -234,7 +235,7 @@ def _read_highs(program: Program, highs: Any, states: Any, bound: float, scale: 
     return Outcome("feasible", values, objective, min(bound, objective), "")
 
 
-def _solve_cbc(program: Program, time_limit_s: float) -> Outcome:
+def _solve_cbc(program: IntegerProgram, time_limit_s: float) -> Outcome:
     """The relaxation, then branch and bound; CBC tells no bound, so the relaxation's stands."""
     command = getattr(pulp, "PULP_CBC_CMD", None) or pulp.COIN_CMD
     problem, bound = program.problem, -math.inf
@@ -257,4 +258,4 @@ def _solve_cbc(program: Program, time_limit_s: float) -> Outcome:
     return Outcome("feasible", _rounded(program, values), program.cost_of(values), bound, "")
 
 
-_SOLVERS: dict[str, Callable[[Program, float], Outcome]] = {"HiGHS": _solve_highs, "CBC": _solve_cbc}
+_SOLVERS: dict[str, Callable[[IntegerProgram, float], Outcome]] = {"HiGHS": _solve_highs, "CBC": _solve_cbc}

@@ -9,7 +9,7 @@ import sympy
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.fold import Folded
-from autoptd.search.wishes import Wishes
+from autoptd.search.constraints.options import Constraints
 
 EFFORT = 200  # cuts beyond the first of each candidate that are simulated, unless more is asked for
 
@@ -29,6 +29,6 @@ class Task:
     sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
     precision: str
     optimizer: str
-    wishes: Wishes
+    wishes: Constraints
     effort: int | None = EFFORT
     time_limit_s: float = float("inf")

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from autoptd.lockstep import difference
-from autoptd.passes.placements import Split
-from autoptd.runtime.axis import own_slice
-from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.verification.plain import Step
+from autoptd.layout.layout import Layout, TensorSpec
+from autoptd.layout.placements import Split
+from autoptd.ops.tp_axis import own_slice
+from autoptd.testing.parity import difference
+from autoptd.verification.plain import PlainStep
 from autoptd.verification.ranks import RankRun, RankStep
 
 TOLERANCE = 1e-9
@@ -57,7 +57,7 @@ class Compared:
         return self.step is None and not self.diverged and not self.missing
 
 
-def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[Step], clip: float) -> Compared:
+def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[PlainStep], clip: float) -> Compared:
     """Every rank's steps beside the plain model's."""
     held, updated = {n for run in runs for n in run.steps[0].state}, {p.name for run in runs for p in run.owned}
     found = Compared(missing=tuple(n for n in expected[0].state if n not in held))
@@ -77,7 +77,7 @@ def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[Step], c
     return found
 
 
-def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Step, clip: float) -> None:
+def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep, clip: float) -> None:
     whole = _norm(step.gradients)
     for rank, one in enumerate(mine):
         undo = 1 / min(1.0, clip / (one.norm + 1e-6)) if one.norm == one.norm else 1.0
@@ -93,7 +93,7 @@ def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: 
             off.see(difference(part.gradient * undo, wanted, full.norm().item(), whole), rank)
 
 
-def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Step) -> None:
+def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep) -> None:
     whole = _norm(step.state)
     for rank, one in enumerate(mine):
         tp = rank % layout.mesh.tp

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.compile import TracedModel
+from autoptd.compile.traced import TracedModel
+from autoptd.ops import library as ops
+from autoptd.passes.analysis.flops import work
 from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, op_name, operands
-from autoptd.passes.work import work
-from autoptd.runtime import ops
 
 aten = torch.ops.aten
 Sizes = Mapping[Any, int]

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoptd.compile import TracedModel
+from autoptd.compile.traced import TracedModel
 from autoptd.errors import InputsError
 from autoptd.passes.graph import info
-from autoptd.passes.trace import BATCH
+from autoptd.passes.trace.traced import BATCH
 from autoptd.verification.domains import Domain, domains_of
 
 Batch = dict[str, Tensor]
@@ -38,7 +38,7 @@ USER_ERRORS = (  # what a model may raise of a batch that does not suit it
 
 
 @dataclass(frozen=True)
-class Way:
+class InputMaker:
     """One way to make an input, in words and as a function of a generator."""
 
     text: str
@@ -80,7 +80,7 @@ def try_batches(
         yield [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)], tuple(told)
 
 
-def ways_of(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+def ways_of(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     """How an input, the `k`-th, may be made: the most telling way first."""
     if domain.dtype.is_floating_point or domain.dtype.is_complex:
         return _floats(domain, k, micro)
@@ -105,7 +105,7 @@ def valid(shape: Sequence[int], k: int, micro: int, *, empty: bool) -> Tensor:
     return found.view(samples, *[1] * (len(shape) - 2), length).expand(shape) if len(shape) > 1 else found[:, 0]
 
 
-def _floats(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+def _floats(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     shape, wide = domain.shape, torch.complex128 if domain.dtype.is_complex else torch.float64
 
     def ragged(empty: bool, weighted: bool = False) -> Callable[[torch.Generator], Tensor]:
@@ -115,10 +115,13 @@ def _floats(domain: Domain, k: int, micro: int) -> Iterator[Way]:
     def share(g: torch.Generator) -> Tensor:
         return 0.05 + 0.9 * torch.rand(shape, generator=g, dtype=torch.float64)
 
-    normal = Way("normal", lambda g: torch.randn(shape, generator=g, dtype=wide))
-    shares, ones = Way("between 0 and 1", share), Way("all 1", lambda _: torch.ones(shape, dtype=wide))
-    masks = [Way("0 or 1, uneven", ragged(True)), Way("0 or 1, uneven, some of each sample 1", ragged(False))]
-    weights = Way("between 0 and 1, uneven", ragged(True, weighted=True))
+    normal = InputMaker("normal", lambda g: torch.randn(shape, generator=g, dtype=wide))
+    shares, ones = InputMaker("between 0 and 1", share), InputMaker("all 1", lambda _: torch.ones(shape, dtype=wide))
+    masks = [
+        InputMaker("0 or 1, uneven", ragged(True)),
+        InputMaker("0 or 1, uneven, some of each sample 1", ragged(False)),
+    ]
+    weights = InputMaker("between 0 and 1, uneven", ragged(True, weighted=True))
     yield from {
         "value": [normal, shares, masks[1], ones],
         "share": [shares, ones, normal],
@@ -127,16 +130,18 @@ def _floats(domain: Domain, k: int, micro: int) -> Iterator[Way]:
     }[domain.role]
 
 
-def _flags(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+def _flags(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     shape = domain.shape
-    yield Way("true or false, uneven", lambda _: valid(shape, k, micro, empty=True).clone())
-    yield Way("true or false, uneven, some of each sample true", lambda _: valid(shape, k, micro, empty=False).clone())
-    yield Way("true or false, uneven, some of each sample false", lambda _: ~valid(shape, k, micro, empty=False))
-    yield Way("all true", lambda _: torch.ones(shape, dtype=torch.bool))
-    yield Way("all false", lambda _: torch.zeros(shape, dtype=torch.bool))
+    yield InputMaker("true or false, uneven", lambda _: valid(shape, k, micro, empty=True).clone())
+    yield InputMaker(
+        "true or false, uneven, some of each sample true", lambda _: valid(shape, k, micro, empty=False).clone()
+    )
+    yield InputMaker("true or false, uneven, some of each sample false", lambda _: ~valid(shape, k, micro, empty=False))
+    yield InputMaker("all true", lambda _: torch.ones(shape, dtype=torch.bool))
+    yield InputMaker("all false", lambda _: torch.zeros(shape, dtype=torch.bool))
 
 
-def _indices(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+def _indices(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     """Numbers below a bound, low ones more often, and more so in some samples."""
     shape, bound = domain.shape, domain.bound
     assert bound is not None
@@ -147,10 +152,10 @@ def _indices(domain: Domain, k: int, micro: int) -> Iterator[Way]:
         return drawn.long().clamp(0, bound - 1).to(domain.dtype)
 
     yield from _marked(f"0 to {bound - 1}", body, domain, k, micro)
-    yield Way("all 0", lambda _: torch.zeros(shape, dtype=domain.dtype))
+    yield InputMaker("all 0", lambda _: torch.zeros(shape, dtype=domain.dtype))
 
 
-def _numbers(domain: Domain, k: int, micro: int) -> Iterator[Way]:
+def _numbers(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     """Integers that choose from nothing: a mask, lengths, counts."""
     shape, dtype = domain.shape, domain.dtype
 
@@ -160,14 +165,18 @@ def _numbers(domain: Domain, k: int, micro: int) -> Iterator[Way]:
     if set(domain.marks) - {0, 1}:
         yield from _marked("1 to 3", small, domain, k, micro)
     elif len(shape) == 1:
-        yield Way("1 to 3", small)
-    yield Way("0 or 1, uneven", lambda _: valid(shape, k, micro, empty=True).to(dtype))
-    yield Way("0 or 1, uneven, some of each sample 1", lambda _: valid(shape, k, micro, empty=False).to(dtype))
-    yield Way("0 or 1, uneven, some of each sample 0", lambda _: (~valid(shape, k, micro, empty=False)).to(dtype))
-    yield Way("all 1", lambda _: torch.ones(shape, dtype=dtype))
+        yield InputMaker("1 to 3", small)
+    yield InputMaker("0 or 1, uneven", lambda _: valid(shape, k, micro, empty=True).to(dtype))
+    yield InputMaker("0 or 1, uneven, some of each sample 1", lambda _: valid(shape, k, micro, empty=False).to(dtype))
+    yield InputMaker(
+        "0 or 1, uneven, some of each sample 0", lambda _: (~valid(shape, k, micro, empty=False)).to(dtype)
+    )
+    yield InputMaker("all 1", lambda _: torch.ones(shape, dtype=dtype))
 
 
-def _marked(text: str, body: Callable[[torch.Generator], Tensor], domain: Domain, k: int, micro: int) -> Iterator[Way]:
+def _marked(
+    text: str, body: Callable[[torch.Generator], Tensor], domain: Domain, k: int, micro: int
+) -> Iterator[InputMaker]:
     """With each of the numbers that the model tells from others, where the sample ends; then without them."""
     info, inside = torch.iinfo(domain.dtype), range(domain.bound or 0)
     held = [m for m in domain.marks if info.min <= m <= info.max]
@@ -180,5 +189,5 @@ def _marked(text: str, body: Callable[[torch.Generator], Tensor], domain: Domain
                 rest = each.view(-1, *[1] * (len(domain.shape) - 1)).expand(domain.shape)
                 return torch.where(valid(domain.shape, k, micro, empty=empty), body(g), rest)
 
-            yield Way(said, make)
-    yield Way(text, body)
+            yield InputMaker(said, make)
+    yield InputMaker(text, body)

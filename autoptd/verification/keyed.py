@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autoptd.passes.trace import PRECISIONS
-from autoptd.runtime import ops
-from autoptd.runtime.randomness import DropoutKey, Where
+from autoptd.ops import library as ops
+from autoptd.ops.dropout import DropoutKey, Where
+from autoptd.passes.trace.traced import PRECISIONS
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)

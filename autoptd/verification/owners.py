@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autoptd.passes.placements import Split
-from autoptd.runtime.layout import Layout, TensorSpec
+from autoptd.layout.layout import Layout, TensorSpec
+from autoptd.layout.placements import Split
 from autoptd.verification.ranks import RankRun
 
 

@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 
 from autoptd.codegen.emit import Program
 from autoptd.codegen.quoting import replace_code
-from autoptd.compile import TracedModel
+from autoptd.compile.traced import TracedModel
+from autoptd.ops import library as ops
+from autoptd.ops.dropout import DropoutKey, Samples, Where
+from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import info
-from autoptd.passes.loss import Objective
-from autoptd.passes.samples import counts_samples, sample_place
-from autoptd.passes.trace import BATCH
-from autoptd.runtime import ops
+from autoptd.passes.trace.loss import Objective
+from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizer import NAMED
-from autoptd.runtime.randomness import DropoutKey, Samples, Where
 from autoptd.verification.copies import copied
 from autoptd.verification.keyed import TYPES, Draw, Keyed, MoreDraws
 
@@ -33,7 +33,7 @@ Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class PlainStep:
     """One step of the plain model; tensors by original name."""
 
     loss: float
@@ -94,7 +94,7 @@ def train_plain(
     optimizer: str,
     options: Mapping[str, Any],
     draws: Sequence[Draw] | None,
-) -> tuple[list[Step], float]:
+) -> tuple[list[PlainStep], float]:
     """Steps of the user's own model and autograd on whole batches, and the norm to which they were clipped: half the
     first. `draws`: None where nothing is dropped.
 
@@ -102,7 +102,7 @@ def train_plain(
     """
     model, objective = copied(source.model), source.objective.in_precision(torch.float64)
     stepper = NAMED[optimizer](model.parameters(), **options)
-    steps: list[Step] = []
+    steps: list[PlainStep] = []
     clip = 0.0
     for number, batch in enumerate(batches):
         stepper.zero_grad()
@@ -115,7 +115,7 @@ def train_plain(
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         stepper.step()
         state = {n: p.detach().clone() for n, p in model.named_parameters()}
-        steps.append(Step(value, whole, gradients, state))
+        steps.append(PlainStep(value, whole, gradients, state))
     return steps, clip
 
 

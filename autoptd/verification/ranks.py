@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from autoptd.api import Parallel
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.verification.recorder import Recorder, record_here
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.verification.locate.recorder import Recorder, record_here
 
 T = TypeVar("T")
 Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdatedElements:
     """Elements of a rank's local parameter that its optimizer updates, from `start` on, flat, and their gradient."""
 
     name: str
@@ -39,7 +39,7 @@ class RankStep:
 
     loss: float
     norm: float
-    parts: tuple[Part, ...]
+    parts: tuple[UpdatedElements, ...]
     state: dict[str, Tensor]  # local parameters and buffers after the step
 
 
@@ -47,7 +47,7 @@ class RankStep:
 class RankRun:
     """What a rank owns before the first step, and its steps."""
 
-    owned: tuple[Part, ...]
+    owned: tuple[UpdatedElements, ...]
     steps: tuple[RankStep, ...]
 
 
@@ -99,6 +99,8 @@ def _step(mine: Parallel, batch: Batch) -> RankStep:
 
 
 @torch.no_grad()
-def _parts(mine: Parallel) -> tuple[Part, ...]:
+def _parts(mine: Parallel) -> tuple[UpdatedElements, ...]:
     pieces = mine._running.pieces
-    return tuple(Part(p.name, p.start, p.param.numel(), p.grad.detach().reshape(-1).clone(), p.counts) for p in pieces)
+    return tuple(
+        UpdatedElements(p.name, p.start, p.param.numel(), p.grad.detach().reshape(-1).clone(), p.counts) for p in pieces
+    )

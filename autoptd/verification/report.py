@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from autoptd.explain import headline
+from autoptd.explain.plan import headline
+from autoptd.explain.tables import columns, render, section
 from autoptd.fold_names import fold_table
-from autoptd.tables import columns, render, section
 from autoptd.verification.compare import TOLERANCE
 from autoptd.verification.verdict import Verdict
 

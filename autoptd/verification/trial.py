@@ -12,14 +12,14 @@ from torch import Tensor
 
 from autoptd.api import Parallel
 from autoptd.codegen.emit import Program
-from autoptd.compile import make_program, read_sharding
+from autoptd.compile.program import make_program, read_sharding
 from autoptd.errors import CannotVerify
+from autoptd.layout.layout import Layout
 from autoptd.progress import Progress, Silent
-from autoptd.runtime.layout import Layout
 from autoptd.verification.inputs import USER_ERRORS, Batch, try_batches
 from autoptd.verification.keyed import TYPES, Draw, MoreDraws, float64_by_default
-from autoptd.verification.plain import NoReference, Step, draws_of, train_plain, widened
-from autoptd.verification.smaller import Subject
+from autoptd.verification.plain import NoReference, PlainStep, draws_of, train_plain, widened
+from autoptd.verification.smaller.smaller import Subject
 
 STEPS = 2  # the second sees what the first left behind: stale gradients, parameters that were not collected
 OPTIONS: dict[str, dict[str, Any]] = {"adamw": {"lr": 3e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.05, "momentum": 0.9}}
@@ -57,7 +57,7 @@ class Trial:
     batches: tuple[Mapping[str, Tensor], ...]
     draws: tuple[Draw, ...]
     optimizer: str
-    expected: tuple[Step, ...]
+    expected: tuple[PlainStep, ...]
     clip: float
     made: tuple[str, ...]
     drops: bool = True
@@ -105,7 +105,7 @@ def _nothing_to_compare(failed: Sequence[tuple[Exception, tuple[str, ...]]]) -> 
     )
 
 
-def _train(subject: Subject, batches: list[Batch], optimizer: str) -> tuple[list[Draw] | None, list[Step], float]:
+def _train(subject: Subject, batches: list[Batch], optimizer: str) -> tuple[list[Draw] | None, list[PlainStep], float]:
     """With the graph's draws; where the plain model drops other things, or what one drops depends on microbatches, with
     none on either side.
     """

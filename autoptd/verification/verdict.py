@@ -8,24 +8,25 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from autoptd.api import Parallel
-from autoptd.certificates import program_digest, versions
-from autoptd.compile import make_program, read_sharding
+from autoptd.compile.program import make_program, read_sharding
 from autoptd.errors import RuntimeFault
-from autoptd.passes.loss import Targets
-from autoptd.plans import Certificate, Plan
+from autoptd.passes.trace.loss import Targets
+from autoptd.plans.certificate import program_digest, versions
+from autoptd.plans.data import Certificate
+from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 from autoptd.schedule import StuckSchedule, prove, step_lists
 from autoptd.verification.compare import TOLERANCE, Compared, compare
-from autoptd.verification.explain import explain
-from autoptd.verification.graph import first_untrue
 from autoptd.verification.inputs import USER_ERRORS
 from autoptd.verification.keyed import float64_by_default
-from autoptd.verification.locate import first_wrong, tell
+from autoptd.verification.locate.explain import explain
+from autoptd.verification.locate.graph import first_untrue
+from autoptd.verification.locate.locate import first_wrong, tell
+from autoptd.verification.locate.recorder import recording
 from autoptd.verification.owners import wrong_owners
-from autoptd.verification.plain import Step
+from autoptd.verification.plain import PlainStep
 from autoptd.verification.ranks import RankRun, record_ranks, run_ranks
-from autoptd.verification.recorder import recording
-from autoptd.verification.smaller import Loss, Subject, subject_of
+from autoptd.verification.smaller.smaller import Loss, Subject, subject_of
 from autoptd.verification.trial import STEPS, Trial, make_trial, replace_text
 
 Place = tuple[str, str]  # where, what
@@ -132,7 +133,12 @@ def _attempt(parallel: Parallel, trial: Trial) -> tuple[list[RankRun], list[Plac
 
 
 def _located(
-    trial: Trial, parallel: Parallel, compared: Compared, runs: list[RankRun], expected: Sequence[Step], clip: float
+    trial: Trial,
+    parallel: Parallel,
+    compared: Compared,
+    runs: list[RankRun],
+    expected: Sequence[PlainStep],
+    clip: float,
 ) -> Iterator[Place]:
     """What explains the differences, first what comes first."""
     if found := first_line(trial, parallel) or _untrue(trial, parallel):

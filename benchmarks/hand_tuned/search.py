@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit
-from autoptd.search.assumed import by_keyword
+from autoptd.search.constraints.assumed import by_keyword
+from autoptd.search.constraints.options import INCLUDABLE, read_wishes
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner
-from autoptd.search.staged import Staged
-from autoptd.search.wishes import INCLUDABLE, read_wishes
 from benchmarks.published.fix import Fix, fix_of
 from benchmarks.published.predict import planner_of, staged
 from benchmarks.published.rows import Row, Unsupported

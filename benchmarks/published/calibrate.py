@@ -23,7 +23,7 @@ from pathlib import Path
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError
 from autoptd.outputs import write_whole
-from autoptd.search.staged import Staged, bounded
+from autoptd.search.pipeline.evaluate import Staged, bounded
 from benchmarks.published.bars import TIMED
 from benchmarks.published.compare import line_name
 from benchmarks.published.constants import CONSTANTS, present, with_values

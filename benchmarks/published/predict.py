@@ -11,12 +11,12 @@ import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory
 from autoptd.errors import AutoptdError
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.search.assumed import by_keyword
+from autoptd.search.constraints.assumed import by_keyword
+from autoptd.search.constraints.options import Constraints, read_wishes
+from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner, Task
-from autoptd.search.staged import Staged
-from autoptd.search.wishes import Wishes, read_wishes
 from benchmarks.published.clusters import cluster_of
 from benchmarks.published.fix import fix_of
 from benchmarks.published.rows import Row, Unsupported
@@ -91,7 +91,7 @@ def traced(shape: Shape, seq: int, precision: str) -> Any:
     return model if trace is None else trace(model, seq=seq, precision=precision)
 
 
-def planner_of(row: Row, wishes: Wishes, cluster: Cluster, time_limit_s: float = math.inf) -> Planner:
+def planner_of(row: Row, wishes: Constraints, cluster: Cluster, time_limit_s: float = math.inf) -> Planner:
     """The search of a run's model, batch and number of devices on this cluster. Raises Unsupported."""
     row.need("precision", "n_gpus", "global_batch_size_seqs", "seq_len_tokens")
     assert row.precision and row.seq_len_tokens and row.n_gpus and row.global_batch_size_seqs

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import autoptd
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.pool import Pool
+from autoptd.layout.mesh import Mesh
+from autoptd.testing.process_pool import ProcessPool
 from benchmarks.runtime.by_turns import Outcome, Task, by_turns, peak_bytes
 from benchmarks.runtime.model import LAYERS, SEQ, WIDTH, Trained
 
@@ -82,7 +82,7 @@ def measure(case: Case, pairs: int = PAIRS) -> Outcome:
     """Of rank 0, and the fullest rank's bytes of each."""
     task = task_of(case)
     mesh = task.layout.mesh
-    with Pool(mesh.world, timeout_s=60 + 15 * pairs) as pool:
+    with ProcessPool(mesh.world, timeout_s=60 + 15 * pairs) as pool:
         times = pool.run(mesh, by_turns, task, pairs)[0]
         full = [fullest([pool.run(mesh, peak_bytes, task, ours) for _ in range(PEAKS)]) for ours in (True, False)]
     return Outcome(times, full[0], full[1])

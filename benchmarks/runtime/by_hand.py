@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
 from benchmarks.runtime.model import LAYERS, Decoder, mean_cross_entropy
 
 Step = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]

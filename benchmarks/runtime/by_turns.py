@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoptd.codegen.emit import Program, load_stage
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.layout import Layout
+from autoptd.layout.layout import Layout
+from autoptd.ops.tp_axis import Axis
+from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
 from benchmarks.runtime.by_hand import Step, program
 from benchmarks.runtime.model import SEQ, VOCAB

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoptd.checkpoint import folder, session  # noqa: F401  the second is loaded before processes are forked off
-from autoptd.runtime.beat import Limits
+from autoptd.runtime.faults.heartbeat import Timeouts
 from benchmarks.soak import report
 from benchmarks.soak.faults import FILES, KINDS, SAVE_EVERY, Fault, damage, draw
 from benchmarks.soak.launch import Outcome, free_port, launch
@@ -46,7 +46,7 @@ class Met:
 class Soak:
     """The state of the training that goes on through all faults."""
 
-    def __init__(self, jobs: list[Job], home: Path, limits: Limits, rng: random.Random) -> None:
+    def __init__(self, jobs: list[Job], home: Path, limits: Timeouts, rng: random.Random) -> None:
         self.jobs, self.home, self.limits, self.rng = jobs, home, limits, rng
         self.root = home / "checkpoints"
         self.losses: list[dict[int, str]] = []
@@ -145,7 +145,7 @@ def main() -> int:
     asked = parser.parse_args()
     rng = random.Random(asked.seed)
     home, began = Path(tempfile.mkdtemp(prefix="soak-")), time.time()
-    soak = Soak(make_jobs(), home, Limits.of(asked.limits), rng)
+    soak = Soak(make_jobs(), home, Timeouts.of(asked.limits), rng)
     soak.run(steps=4)
     met: list[Met] = []
     kinds = list(KINDS) if asked.each else [rng.choice(KINDS) for _ in range(asked.faults)]

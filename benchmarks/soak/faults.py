@@ -16,7 +16,7 @@ import torch
 
 from autoptd.checkpoint import dcp, folder
 from autoptd.checkpoint.saver import Saver
-from autoptd.runtime.place import Place
+from autoptd.runtime.faults.rank_status import RankStatus
 from autoptd.runtime.trainer import Trainer
 
 SAVE_EVERY = 2  # steps
@@ -31,11 +31,11 @@ ACTIONS = {
     "NaN": "F",
 }
 PHASES: dict[str, tuple[int | None, Any, str]] = {  # the rank, where it is a certain one; what is replaced
-    "kill in a save, while tensors are written": (None, dcp._Writer, "resolve_data"),
+    "kill in a save, while tensors are written": (None, dcp._CheckpointWriter, "resolve_data"),
     "kill in a save, before files are sealed": (None, Saver, "_seal"),
     "kill in a save, before it is committed": (0, folder, "commit"),
     "kill in a save, before latest is replaced": (0, Path, "replace"),
-    "full disk, tensors": (None, dcp._Writer, "resolve_data"),
+    "full disk, tensors": (None, dcp._CheckpointWriter, "resolve_data"),
     "full disk, small files": (0, folder, "write_durably"),
 }
 FILES = ("flipped byte", "missing shard")
@@ -102,9 +102,9 @@ def plant(fault: Fault, rank: int, steps_done: Callable[[], int], stamp: Callabl
 
 
 def _plant_at_action(fault: Fault, steps_done: Callable[[], int], stamp: Callable[[], None]) -> None:
-    enter = Place.enter
+    enter = RankStatus.enter
 
-    def enter_with_fault(place: Place, action: str, *rest: Any) -> None:
+    def enter_with_fault(place: RankStatus, action: str, *rest: Any) -> None:
         enter(place, action, *rest)
         if steps_done() == fault.after and action == fault.action:
             stamp()
@@ -132,7 +132,7 @@ def _plant_at_action(fault: Fault, steps_done: Callable[[], int], stamp: Callabl
         return train_step(trainer, batch)
 
     Trainer.train_step = remember  # type: ignore[method-assign]
-    Place.enter = enter_with_fault  # type: ignore[method-assign]
+    RankStatus.enter = enter_with_fault  # type: ignore[method-assign]
 
 
 def _plant_in_save(

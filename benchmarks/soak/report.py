@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoptd.outputs import write_whole
-from autoptd.runtime.beat import Limits
+from autoptd.runtime.faults.heartbeat import Timeouts
 from benchmarks.soak.faults import KINDS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ rank 0 had said so.
 
 
 def write(
-    path: Path, met: Sequence[Met], seed: int, limits: Limits, seconds: float, differences: Sequence[str] | None
+    path: Path, met: Sequence[Met], seed: int, limits: Timeouts, seconds: float, differences: Sequence[str] | None
 ) -> None:
     """`differences`: from the run without faults; None where that is not known yet."""
     bad = [each for each in met if each.wrong]

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import autoptd
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.runtime.beat import Limits
-from autoptd.runtime.processes import connect_processes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.runtime.comm.processes import connect_processes
+from autoptd.runtime.faults.heartbeat import Timeouts
 from benchmarks.soak.faults import SAVE_EVERY, Fault, plant
 
-SIZES = Sizes(vocab=32, max_seq=8, width=16, layers=2, heads=2, dropout=0.1)
+SIZES = GPTSizes(vocab=32, max_seq=8, width=16, layers=2, heads=2, dropout=0.1)
 WORLD, BATCH, SAMPLES = 4, 16, 80
 PLANS: Mapping[str, Mapping[str, int]] = {
     "dp 2, pp 2, ZeRO 1": {"dp": 2, "tp": 1, "pp": 2, "zero": 1, "micro": 2},
@@ -54,7 +54,7 @@ class Run:
     root: Path
     notes: Path
     port: int
-    limits: Limits
+    limits: Timeouts
     steps: int = 6
     until: int | None = None
     saves: bool = True

@@ -1,0 +1,1 @@
+"""Shipped clusters, a TOML file each."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import autoptd
-from autoptd.answers.asked import Asked
-from autoptd.compile import TracedModel
+from autoptd.answers.query import PlanQuery
+from autoptd.compile.traced import TracedModel
 from tests.answers.small import nodes_of_four, small_gpt
 
 
@@ -16,5 +16,5 @@ def traced() -> TracedModel:
 
 
 @pytest.fixture
-def asked(traced: TracedModel) -> Asked:
-    return Asked(traced, 8, nodes_of_four(), 32, name="small")
+def asked(traced: TracedModel) -> PlanQuery:
+    return PlanQuery(traced, 8, nodes_of_four(), 32, name="small")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 
 
 def small_gpt() -> torch.nn.Module:
     with torch.device("meta"):
-        return NanoGPT(Sizes(vocab=1024, max_seq=256, layers=4, heads=8, width=512))
+        return NanoGPT(GPTSizes(vocab=1024, max_seq=256, layers=4, heads=8, width=512))
 
 
 def nodes_of_four(memory_gib: float = 80.0, inter: float = 25e9) -> Cluster:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import autoptd.api
-import autoptd.cli as cli
-from autoptd.compile import TracedModel
+import autoptd.cli.main as cli
+from autoptd.compile.traced import TracedModel
 
 SMALL = "tests.answers.small:small_gpt"
 PLAN = ["plan", SMALL, "--seq", "256", "--cluster", "dgx-h100"]

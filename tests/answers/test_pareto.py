@@ -6,24 +6,24 @@ from itertools import pairwise
 
 import pytest
 
-from autoptd.answers.asked import Asked
 from autoptd.answers.pareto import Frontier, frontier, needed_by_stage, needed_bytes, pareto_text
+from autoptd.answers.query import PlanQuery
 from autoptd.answers.reprice import step_time_on
 from autoptd.answers.sensitivity import FACTORS, Reaction, sensitivity, sensitivity_text, variants
-from autoptd.compile import TracedModel
+from autoptd.compile.traced import TracedModel
 from autoptd.errors import DoesNotFit
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from tests.answers.small import nodes_of_four
 from tests.sample_plan import sample_plan
 
 
 @pytest.fixture(scope="module")
-def found(traced: TracedModel) -> tuple[Asked, Frontier]:
-    asked = Asked(traced, 1, nodes_of_four(), 64)
+def found(traced: TracedModel) -> tuple[PlanQuery, Frontier]:
+    asked = PlanQuery(traced, 1, nodes_of_four(), 64)
     return asked, frontier(asked)
 
 
-def test_each_point_is_the_fastest_for_its_memory(found: tuple[Asked, Frontier]):
+def test_each_point_is_the_fastest_for_its_memory(found: tuple[PlanQuery, Frontier]):
     asked, curve = found
     assert curve.complete and len(curve.points) >= 3
     assert curve.points[0] == asked.plan()
@@ -36,14 +36,14 @@ def test_each_point_is_the_fastest_for_its_memory(found: tuple[Asked, Frontier])
         assert needed_bytes(room) == needed_bytes(plan)
 
 
-def test_below_the_leanest_nothing_fits(found: tuple[Asked, Frontier]):
+def test_below_the_leanest_nothing_fits(found: tuple[PlanQuery, Frontier]):
     asked, curve = found
     assert curve.refused_bytes is not None and curve.refused_bytes < needed_bytes(curve.points[-1])
     with pytest.raises(DoesNotFit):
         asked.with_memory(curve.refused_bytes).plan()
 
 
-def test_a_spent_limit_is_told(found: tuple[Asked, Frontier]):
+def test_a_spent_limit_is_told(found: tuple[PlanQuery, Frontier]):
     ticks = iter(range(100))
     curve = frontier(found[0], time_limit_s=1.5, clock=lambda: float(next(ticks)))
     assert not curve.complete and len(curve.points) == 2
@@ -63,7 +63,7 @@ def test_what_another_beats_is_left_out():
     assert needed_by_stage(fast) == [8 * 2**30] * 2
 
 
-def test_the_curve_reads_well(found: tuple[Asked, Frontier]):
+def test_the_curve_reads_well(found: tuple[PlanQuery, Frontier]):
     for width in (80, 120):
         lines = pareto_text("title", found[1], width).splitlines()
         assert max(map(len, lines)) <= width
@@ -74,7 +74,7 @@ def test_the_curve_reads_well(found: tuple[Asked, Frontier]):
 
 
 @pytest.mark.parametrize("fix", [{}, {"tp": 2, "pp": 2}, {"tp": 4, "recompute": "full", "zero": 0}])
-def test_a_plan_repriced_where_it_was_made_takes_its_time(asked: Asked, fix: dict):
+def test_a_plan_repriced_where_it_was_made_takes_its_time(asked: PlanQuery, fix: dict):
     plan = asked.but(**fix).plan()
     assert step_time_on(plan, asked.traced, asked.cluster) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 
@@ -91,7 +91,7 @@ def test_variants_change_one_thing():
     assert all(variant(1.0) == cluster for variant in variants(cluster).values())
 
 
-def test_slower_links_between_nodes_change_what_hangs_on_them(asked: Asked):
+def test_slower_links_between_nodes_change_what_hangs_on_them(asked: PlanQuery):
     """With data parallel over slow links and little to compute, a rate between nodes decides the step."""
     slow = asked.but(cluster=nodes_of_four(inter=1e9), pp=1, tp=1)
     rows = {(row.what, row.factor): row for row in sensitivity(slow, slow.plan())}
@@ -105,7 +105,7 @@ def test_slower_links_between_nodes_change_what_hangs_on_them(asked: Asked):
         assert max(map(len, sensitivity_text("title", list(rows.values()), width).splitlines())) <= width
 
 
-def test_a_plan_that_no_longer_fits(asked: Asked):
+def test_a_plan_that_no_longer_fits(asked: PlanQuery):
     asked = asked.but(recompute="none", world=1, batch=64, micro=32)
     tight = asked.with_memory(int(needed_bytes(asked.plan()) * 1.05)).but(micro=None)
     rows = {(row.what, row.factor): row for row in sensitivity(tight, asked.plan())}

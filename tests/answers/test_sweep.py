@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 import autoptd
-from autoptd.answers.asked import Asked
 from autoptd.answers.pareto import needed_bytes
-from autoptd.answers.sweep import Point, reason, shown, sweep
+from autoptd.answers.query import PlanQuery
+from autoptd.answers.sweep import SweepPoint, reason, shown, sweep
 from autoptd.answers.sweep_text import sweep_text
 from autoptd.errors import ClusterError, DoesNotFit, InputsError, PlanError
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from tests.answers.small import small_gpt
 from tests.sample_plan import sample_plan
 
@@ -29,14 +29,15 @@ def planned(world: int, tokens_per_s: float) -> Plan:
     return sample_plan(world=world, batch=2 * world, mesh=mesh, schedule=schedule, stages=(stage,), predicted=said)
 
 
-def points(*found: tuple[int, float]) -> list[Point]:
+def points(*found: tuple[int, float]) -> list[SweepPoint]:
     plans = [planned(*pair) for pair in found]
     return [
-        Point({"world": plan.world}, plan, 3.6, plans[0], plans[i - 1] if i else None) for i, plan in enumerate(plans)
+        SweepPoint({"world": plan.world}, plan, 3.6, plans[0], plans[i - 1] if i else None)
+        for i, plan in enumerate(plans)
     ]
 
 
-def test_a_point_is_the_plan_by_itself(asked: Asked):
+def test_a_point_is_the_plan_by_itself(asked: PlanQuery):
     found = sweep(asked, {"world": [4, 8], "tp": [1, 2]})
     assert [point.values for point in found] == [
         {"world": 4, "tp": 1},
@@ -50,7 +51,7 @@ def test_a_point_is_the_plan_by_itself(asked: Asked):
     assert found[3].before == found[1].plan
 
 
-def test_another_length_is_that_of_its_own_trace(asked: Asked):
+def test_another_length_is_that_of_its_own_trace(asked: PlanQuery):
     (point,) = sweep(asked, {"seq": [128]})
     alone = autoptd.plan(small_gpt(), seq=128, world=8, cluster=asked.cluster, batch=32)
     assert point.plan is not None
@@ -75,7 +76,7 @@ def test_cost_by_hand():
     assert point.cost_per_billion_tokens == pytest.approx(0.008 / 700e-9)
 
 
-def test_what_has_no_plan_is_a_point(asked: Asked):
+def test_what_has_no_plan_is_a_point(asked: PlanQuery):
     asked = asked.but(recompute="none", world=1, batch=64)
     tight = asked.with_memory(needed_bytes(asked.but(micro=32).plan()) * 3 // 4)
     found = sweep(tight, {"micro": [32, 1], "tp": [1, 3]})
@@ -90,13 +91,13 @@ def test_what_has_no_plan_is_a_point(asked: Asked):
         assert "[1] does not fit" in text and text.count("cannot be") == 1
 
 
-def test_wrong_points_are_refused_before_any_plan(asked: Asked, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Asked, "plan", lambda *_: pytest.fail("planned"))
+def test_wrong_points_are_refused_before_any_plan(asked: PlanQuery, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PlanQuery, "plan", lambda *_: pytest.fail("planned"))
     with pytest.raises(ClusterError):
         sweep(asked, {"cluster": ["dgx-h100", "nowhere"]})
 
 
-def test_a_model_without_sequence_has_none_to_sweep(asked: Asked):
+def test_a_model_without_sequence_has_none_to_sweep(asked: PlanQuery):
     with pytest.raises(InputsError, match="no sequence"):
         replace(asked, traced=replace(asked.traced, sizes={})).but(seq=8)
 
@@ -110,7 +111,9 @@ def test_texts():
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("price", [None, 2.5])
 def test_the_table_fits_and_marks_what_no_longer_pays(width: int, price: float | None):
-    rows = [Point(p.values, p.found, price, p.first, p.before) for p in points((4, 400.0), (8, 700.0), (16, 900.0))]
+    rows = [
+        SweepPoint(p.values, p.found, price, p.first, p.before) for p in points((4, 400.0), (8, 700.0), (16, 900.0))
+    ]
     lines = sweep_text("title", rows, ["a note"], width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[4:7]] == ["4", "8", "16"]

@@ -8,20 +8,20 @@ import signal
 import sys
 from typing import Any
 
-from autoptd.runtime.place import Place
+from autoptd.runtime.faults.rank_status import RankStatus
 
 
 def plant(action: str, step: int) -> None:
-    enter, seen = Place.enter, [0]
+    enter, seen = RankStatus.enter, [0]
 
-    def enter_and_die(place: Place, name: str, *rest: Any) -> None:
+    def enter_and_die(place: RankStatus, name: str, *rest: Any) -> None:
         enter(place, name, *rest)
         seen[0] += name == action
         if seen[0] == step:
             print("rank 1 is killed", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Place.enter = enter_and_die  # type: ignore[method-assign]
+    RankStatus.enter = enter_and_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

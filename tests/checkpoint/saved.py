@@ -17,16 +17,16 @@ from autoptd.checkpoint import contents
 from autoptd.checkpoint.entries import Entry, model_entries, optimizer_entries
 from autoptd.checkpoint.session import Session
 from autoptd.codegen.emit import Program, load_stage
-from autoptd.compile import TracedModel
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.plans import Plan
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.layout import Layout
-from autoptd.runtime.tokens import tokens_axis
+from autoptd.compile.traced import TracedModel
+from autoptd.layout.layout import Layout
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.ops.cp_axis import tokens_axis
+from autoptd.ops.tp_axis import Axis
+from autoptd.plans.model import Plan
+from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
 
-SIZES = Sizes(vocab=66, max_seq=8, width=24, layers=3, heads=4)  # 66 words: not for 4 or 8 ranks
+SIZES = GPTSizes(vocab=66, max_seq=8, width=24, layers=3, heads=4)  # 66 words: not for 4 or 8 ranks
 WORLD, BATCH = 8, 16
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "dp 8": {"dp": 8, "tp": 1, "pp": 1, "zero": 1, "micro": 2},

@@ -16,11 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import autoptd
 from autoptd.checkpoint.huggingface import INDEX, ONE, Weights, export
-from autoptd.cli import main
+from autoptd.cli.main import main
 from autoptd.errors import CheckpointError, ModelError
-from autoptd.lockstep import train_in_lockstep
-from autoptd.runtime.axis import own_slice
-from autoptd.runtime.stored import Stored
+from autoptd.ops.tp_axis import own_slice
+from autoptd.runtime.lazy_tensor import Stored
+from autoptd.testing.parity import train_in_lockstep
 
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
 
@@ -137,9 +137,9 @@ def test_damaged_weights_name_the_file(tmp_path: Path, harm: str) -> None:
 
 
 def test_a_model_that_is_not_of_transformers_has_nothing_to_export(tmp_path: Path) -> None:
-    from autoptd.models.nanogpt import NanoGPT, Sizes
+    from autoptd.models.nanogpt import GPTSizes, NanoGPT
 
-    tiny = NanoGPT(Sizes(vocab=16, max_seq=8, width=8, layers=1, heads=2))
+    tiny = NanoGPT(GPTSizes(vocab=16, max_seq=8, width=8, layers=1, heads=2))
     autoptd.parallelize(tiny, **ALONE).save(tmp_path)
     with pytest.raises(CheckpointError, match="no configuration to export"):
         export(tmp_path, tmp_path / "out", None)

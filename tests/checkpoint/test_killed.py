@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved import batch, made, session_of, trainer_of
 
 from autoptd.checkpoint import dcp, folder
 from autoptd.checkpoint.saver import Saver
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.pool import Pool
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.testing.process_pool import ProcessPool
+from tests.checkpoint.saved import batch, made, session_of, trainer_of
 
 pytestmark = pytest.mark.ranks
 
 NAME = "dp 2"
 PHASES = {  # where rank 0 or 1 dies
-    "while tensors are written": (1, dcp._Writer, "resolve_data"),
+    "while tensors are written": (1, dcp._CheckpointWriter, "resolve_data"),
     "before the files are sealed": (0, Saver, "_seal"),
     "before it is committed": (0, folder, "commit"),
     "before latest is replaced": (0, Path, "replace"),
@@ -53,20 +53,20 @@ def train(c: Communicators, job: Any, root: str, phase: str | None) -> list[floa
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
+def pair() -> Iterator[ProcessPool]:
     """Two processes; after a failed job two others."""
-    with Pool(2, timeout_s=60) as pool:
+    with ProcessPool(2, timeout_s=60) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def whole(pair: Pool) -> list[float]:
+def whole(pair: ProcessPool) -> list[float]:
     """Losses of a run that nobody interrupts."""
     return pair.run(made(NAME).layout.mesh, train, made(NAME), "nowhere", None)[0]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_in_a_save(phase: str, tmp_path: Path, pair: Pool, whole: list[float]) -> None:
+def test_killed_in_a_save(phase: str, tmp_path: Path, pair: ProcessPool, whole: list[float]) -> None:
     job = made(NAME)
     root = str(tmp_path / "checkpoints")
     with pytest.raises(RuntimeFault, match=r"the process ended|failed"):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from saved import PLANS, load_and_compare, made, whole_of, write
 
-from autoptd.runtime.pool import Pool
+from autoptd.testing.process_pool import ProcessPool
+from tests.checkpoint.saved import PLANS, load_and_compare, made, whole_of, write
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def roots(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def roots(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A checkpoint of two steps under each plan."""
     found = {}
     for name in PLANS:
@@ -30,7 +30,7 @@ READ = pairwise(product(PLANS, PLANS), lambda pair: [PLANS[name].get(field) for 
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_what_any_plan_wrote_is_read_to_the_bit(name: str, pool: Pool, roots: dict[str, str]) -> None:
+def test_what_any_plan_wrote_is_read_to_the_bit(name: str, pool: ProcessPool, roots: dict[str, str]) -> None:
     mine = {writer: roots[writer] for writer, reader in READ if reader == name}
     wrong = pool.run(made(name).layout.mesh, load_and_compare, made(name), mine)
     assert not any(wrong), wrong

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoptd.checkpoint.regions import regions
-from autoptd.passes.placements import B, Split
-from autoptd.runtime.axis import own_slice
+from autoptd.layout.placements import B, Split
+from autoptd.ops.tp_axis import own_slice
 
 
 @st.composite

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.checkpoint import contents, folder
 from autoptd.errors import CheckpointError
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.pool import Pool
+from autoptd.layout.mesh import Mesh
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.testing.process_pool import ProcessPool
 
 ROOT = Path(__file__).parents[2]
 FAULTED = Path(__file__).with_name("run_killed.py")
@@ -37,7 +37,7 @@ def test_a_killed_rank_under_torchrun(action: str, step: int, tmp_path: Path) ->
     command += ["--max-restarts", "3", str(FAULTED), script, action, str(step), str(tmp_path / "killed")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    with Pool(2) as pool:
+    with ProcessPool(2) as pool:
         pool.run(Mesh(2, 1, 1), uninterrupted, script, str(tmp_path / "whole"))
     told, wrong = killed.communicate()
     assert killed.returncode == 0, wrong[-3000:]

@@ -20,20 +20,20 @@ from autoptd.checkpoint import dcp
 from autoptd.checkpoint.folder import PROGRESS, find
 from autoptd.checkpoint.restore import restore
 from autoptd.errors import CheckpointError
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.lockstep import run_lockstep
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 
-SIZES = Sizes(vocab=32, max_seq=8, width=16, layers=1, heads=2, dropout=0.1)
+SIZES = GPTSizes(vocab=32, max_seq=8, width=16, layers=1, heads=2, dropout=0.1)
 
 
 @cache
-def source(sizes: Sizes, precision: str) -> autoptd.TracedModel:
+def source(sizes: GPTSizes, precision: str) -> autoptd.TracedModel:
     torch.manual_seed(0)
     return autoptd.trace(NanoGPT(sizes), seq=8, precision=precision)
 
 
-def made(sizes: Sizes = SIZES, precision: str = "fp32", **options: Any) -> Parallel:
+def made(sizes: GPTSizes = SIZES, precision: str = "fp32", **options: Any) -> Parallel:
     given = {"world": 1, "batch": 4, "cluster": "local", "clip_norm": 1.0}
     return autoptd.parallelize(source(sizes, precision), **{**given, **options})
 
@@ -109,8 +109,8 @@ def nothing(path: Path) -> None:
     pass
 
 
-WIDER = Sizes(vocab=32, max_seq=8, width=24, layers=1, heads=2)
-DEEPER = Sizes(vocab=32, max_seq=8, width=16, layers=2, heads=2)
+WIDER = GPTSizes(vocab=32, max_seq=8, width=24, layers=1, heads=2)
+DEEPER = GPTSizes(vocab=32, max_seq=8, width=16, layers=2, heads=2)
 GROUPS = {"parameter_groups": [{"names": "*norm*", "weight_decay": 0.0}]}
 Refusal = tuple[Callable[[Path], None], dict[str, Any], dict[str, Any], str]
 REFUSALS: dict[str, Refusal] = {  # harm to the checkpoint, the other run, keywords of load, what is said
@@ -170,7 +170,7 @@ def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(dcp._Writer, "resolve_data", full)
+        patch.setattr(dcp._CheckpointWriter, "resolve_data", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             parallel.save(tmp_path)
     assert find(tmp_path).name == "step-00000001" and not list(tmp_path.glob(".*"))

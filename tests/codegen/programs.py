@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.fold import Folded, fold
-from autoptd.passes.normalise import normalise
-from autoptd.passes.trace import BATCH, SEQUENCE, trace
-from autoptd.search.tensors import Tensors
+from autoptd.passes.normalise.normalise import normalise
+from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.search.sharding.tensors import Tensors
 
 LENGTH = 32
 

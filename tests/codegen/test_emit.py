@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import folded_of, gpt2, llama, meta, program_of, text_of
 
 from autoptd.codegen.emit import Program, load_stage
-from autoptd.passes.activations import POLICIES
+from autoptd.ops.tp_axis import Axis
+from autoptd.passes.analysis.activations import POLICIES
 from autoptd.passes.fold import Folded
 from autoptd.printable import printable
-from autoptd.runtime.axis import Axis
+from tests.codegen.programs import folded_of, gpt2, llama, meta, program_of, text_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = {"gpt2": gpt2, "llama": llama, "gpt2_dropout": partial(gpt2, 0.1)}

@@ -11,13 +11,13 @@ import re
 import pytest
 import sympy
 import torch
-from programs import folded_of, program_of
 from torch import Tensor, nn
 
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.lines import wrapped
 from autoptd.codegen.names import Names
 from autoptd.codegen.stage import _loop_over
+from tests.codegen.programs import folded_of, program_of
 
 WIDTH = 8
 

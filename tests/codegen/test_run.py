@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoptd.api import Parallel
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
-from autoptd.lockstep import differences, train_alone, train_in_lockstep
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.search.wishes import read_wishes
+from autoptd.search.constraints.options import read_wishes
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 WIDTH, SAMPLES, LENGTH = 8, 8, 4
 

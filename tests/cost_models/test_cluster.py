@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autoptd.cost_models import cluster as cluster_module
-from autoptd.cost_models.cluster import Cluster, Device, Peaks, default_cluster
+from autoptd.cost_models import local_cluster
+from autoptd.cost_models.cluster import Cluster, Device, Peaks
+from autoptd.cost_models.local_cluster import default_cluster
 from autoptd.errors import ClusterError
 
 GPU_CLUSTERS = [name for name in Cluster.names() if name != "local"]
@@ -228,7 +229,7 @@ def test_unknown_precision():
     ],
 )
 def test_default_cluster(monkeypatch: pytest.MonkeyPatch, gpus: list[str], torchrun: bool, name: str, node: int | None):
-    monkeypatch.setattr(cluster_module, "_visible_gpus", lambda: tuple(gpus))
+    monkeypatch.setattr(local_cluster, "_visible_gpus", lambda: tuple(gpus))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if torchrun:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -237,7 +238,7 @@ def test_default_cluster(monkeypatch: pytest.MonkeyPatch, gpus: list[str], torch
 
 
 def test_default_cluster_guesses_nothing_for_a_real_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cluster_module, "_visible_gpus", lambda: ("NVIDIA A100 80GB PCIe",) * 8)
+    monkeypatch.setattr(local_cluster, "_visible_gpus", lambda: ("NVIDIA A100 80GB PCIe",) * 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ClusterError, match="A100 80GB PCIe"):
         default_cluster()

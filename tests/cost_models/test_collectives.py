@@ -21,7 +21,7 @@ from autoptd.cost_models.collectives import (
     p2p_s,
     ways,
 )
-from autoptd.cost_models.nccl import Way
+from autoptd.cost_models.nccl import Algorithm
 from autoptd.cost_models.paths import crossings, is_even
 from autoptd.cost_models.wiring import parallel_rings
 from autoptd.errors import ClusterError
@@ -365,7 +365,7 @@ def test_impossible_links():
 
 
 def test_a_way_that_is_never_quicker_is_left_out():
-    way = Way("a", 1e-6, 1e-9, 4e-6)
+    way = Algorithm("a", 1e-6, 1e-9, 4e-6)
     assert not way.never_quicker(replace(way, latency_s=2e-6, s_per_byte=0.5e-9))
     assert way.never_quicker(replace(way, s_per_byte=0.5e-9))
     assert not way.never_quicker(replace(way, s_per_byte=0.5e-9, fill_s=9e-6)), "its chunks cost more in between"

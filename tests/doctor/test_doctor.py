@@ -14,29 +14,29 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import autoptd.cli as cli
+import autoptd.cli.main as cli
 from autoptd.cost_models.cluster import Cluster
 from autoptd.doctor import files, network
-from autoptd.doctor.facts import Facts, Finding, Gpu, gather
+from autoptd.doctor.facts import Finding, Gpu, MachineFacts, gather
 from autoptd.doctor.machine import check_machine
-from autoptd.profile.record import Case, Point
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.pool import Pool
+from autoptd.layout.mesh import Mesh
+from autoptd.profile.record import Case, Measurement
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.testing.process_pool import ProcessPool
 from tests.sample_plan import sample_plan
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984, 85_000_000_000)
 VERSIONS = {"Python": "3.11.7", "torch": "2.9.0", "CUDA": "12.8", "NCCL": "2.27.3", "autoptd": "0.1.0"}
-NODE = Facts("node0", VERSIONS, (H100,) * 8, 64 * GIB, 65536, 128, {"OMP_NUM_THREADS": "8"}, 8)
+NODE = MachineFacts("node0", VERSIONS, (H100,) * 8, 64 * GIB, 65536, 128, {"OMP_NUM_THREADS": "8"}, 8)
 DGX = Cluster.load("dgx-h100")
 
 
-def lines(ranks: list[Facts], cluster: Cluster | None = DGX) -> str:
+def lines(ranks: list[MachineFacts], cluster: Cluster | None = DGX) -> str:
     return "\n".join(map(str, check_machine(ranks, cluster)))
 
 
-def with_environment(facts: Facts, **changes: str) -> Facts:
+def with_environment(facts: MachineFacts, **changes: str) -> MachineFacts:
     return replace(facts, environment={**facts.environment, **changes})
 
 
@@ -49,7 +49,7 @@ def test_a_healthy_cluster_has_nothing_to_say():
     assert "8 × NVIDIA H100 80GB HBM3, 79.6 GiB, on 2 machines" in lines([NODE, replace(NODE, host="node1")])
 
 
-PLANTED: list[tuple[Facts, str]] = [
+PLANTED: list[tuple[MachineFacts, str]] = [
     (replace(NODE, versions={**VERSIONS, "torch": "2.8.0"}), "FAIL versions: torch 2.9.0 on rank 0, 2.8.0 on rank 1 —"),
     (replace(NODE, versions={**VERSIONS, "NCCL": "2.19"}), "FAIL versions: NCCL 2.27.3 on rank 0, 2.19 on rank 1 —"),
     (replace(NODE, host="n1", gpus=(H100,) * 4), "FAIL devices: n1: 4 GPUs for 8 ranks — start one process per GPU"),
@@ -77,7 +77,7 @@ PLANTED: list[tuple[Facts, str]] = [
 
 
 @pytest.mark.parametrize(("spoilt", "said"), PLANTED, ids=[said for _, said in PLANTED])
-def test_what_is_wrong_with_a_machine_is_said(spoilt: Facts, said: str):
+def test_what_is_wrong_with_a_machine_is_said(spoilt: MachineFacts, said: str):
     ranks = [NODE, spoilt] if spoilt.host != NODE.host or said.startswith("FAIL") else [spoilt]
     found = [line for line in lines(ranks).splitlines() if said in line]
     assert found, lines(ranks)
@@ -180,7 +180,7 @@ def judged(small_s: float, large_s: float) -> str:
     points = []
     for size, seconds in ((8192, small_s), (2**24, large_s)):
         case = Case(family="collective", op="all_reduce", dtype="fp32", bytes_moved=size, ranks=8)
-        points.append(Point(case=case, seconds=seconds, repeats=10))
+        points.append(Measurement(case=case, seconds=seconds, repeats=10))
     return str(network.judged_link("tp 8", points, DGX))
 
 
@@ -226,7 +226,7 @@ def test_two_processes(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    with Pool(2) as pool:
+    with ProcessPool(2) as pool:
         first, second = pool.run(Mesh(dp=2), checks_between, str(tmp_path), port)
     assert first[:1] + first[2:3] == second[:1] + second[2:3]
     assert first[0].startswith("ok   shared folder")

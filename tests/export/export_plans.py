@@ -6,11 +6,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from sample_clusters import CLUSTER
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoptd.plans import Mesh, Plan, Predicted, Schedule, Splits, Stage
+from autoptd.plans.data import MeshSizes, Predicted, Schedule, Splits, StagePlan
+from autoptd.plans.model import Plan
+from tests.export.sample_clusters import CLUSTER
 
 HASH = "sha256:" + "0123456789abcdef" * 4
 
@@ -20,7 +21,7 @@ def plan_of(
     segments: tuple[str, ...],
     cuts: tuple[int, ...] = (),
     *,
-    mesh: Mesh,
+    mesh: MeshSizes,
     sequence: bool = False,
     **changes: Any,
 ) -> Plan:
@@ -29,7 +30,7 @@ def plan_of(
     virtual = (len(cuts) + 1) // mesh.pp
     bounds = (0, *cuts, len(segments))
     stages = tuple(
-        Stage(
+        StagePlan(
             first=first,
             last=end - 1,
             modules=segments[first],
@@ -169,7 +170,7 @@ def llama_segments(layers: int = 4) -> tuple[str, ...]:
 def llama_plan(
     cuts: tuple[int, ...] = (),
     *,
-    mesh: Mesh,
+    mesh: MeshSizes,
     layers: int = 4,
     sequence: bool = False,
     splits: dict[str, str] | None = None,
@@ -206,7 +207,7 @@ GPT_SPLITS = {
 }
 
 
-def gpt3_plan(cuts: tuple[int, ...], *, mesh: Mesh, layers: int = 96, **changes: Any) -> Plan:
+def gpt3_plan(cuts: tuple[int, ...], *, mesh: MeshSizes, layers: int = 96, **changes: Any) -> Plan:
     """Of gpt3-175b, whose halves of layers are segments: 0 and 1 the embeddings, 2 + 2 i and 3 + 2 i layer i."""
     halves = (f"transformer.h.{i}.{{{part}}}" for i in range(layers) for part in ("ln_1,attn", "ln_2,mlp"))
     segments = ("transformer.wte", "transformer.{wpe,drop}", *halves, "transformer.ln_f", "lm_head")

@@ -1,6 +1,7 @@
 """Exported programs on a world of 4 gloo ranks: a train step in float64, its gradients made whole.
 
-`python run_exported.py FOLDER PORT`: FOLDER holds programs `*.py`; rank r leaves `r.pt` there, program -> its results.
+`python -m tests.export.run_exported FOLDER PORT`: FOLDER holds programs `*.py`; rank r leaves
+`r.pt` there, program -> its results.
 A process of its own, which imports torch once and forks the ranks.
 """
 
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
-from export_plans import VOCAB, Llama
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+
+from tests.export.export_plans import VOCAB, Llama
 
 LAYERS, WORLD = 4, 4
 

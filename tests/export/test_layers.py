@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from export_plans import gpt3_plan, llama_plan, plan_of
 
 from autoptd.errors import PlanError
 from autoptd.export.layers import is_sequence_parallel, modules_of, read_layers
-from autoptd.plans import Mesh
+from autoptd.plans.data import MeshSizes
+from tests.export.export_plans import gpt3_plan, llama_plan, plan_of
 
-PP2, PP3 = Mesh(dp=1, tp=1, pp=2), Mesh(dp=1, tp=1, pp=3)
+PP2, PP3 = MeshSizes(dp=1, tp=1, pp=2), MeshSizes(dp=1, tp=1, pp=3)
 
 
 def test_segments_belong_to_layers():
-    layers = read_layers(gpt3_plan((98,), mesh=Mesh(dp=1, tp=8, pp=2)))
+    layers = read_layers(gpt3_plan((98,), mesh=MeshSizes(dp=1, tp=8, pp=2)))
     assert (layers.stack, layers.count) == ("transformer.h", 96)
     assert layers.owners[:5] == (0, 0, 1, 1, 2)
     assert layers.owners[-3:] == (96, 97, 97)
@@ -44,7 +44,7 @@ def test_the_nearer_end_of_a_layer_is_taken():
 
 
 def test_a_cut_inside_what_comes_first_is_moved_to_its_end():
-    layers = read_layers(gpt3_plan((1,), mesh=Mesh(dp=1, tp=1, pp=2)))
+    layers = read_layers(gpt3_plan((1,), mesh=MeshSizes(dp=1, tp=1, pp=2)))
     assert layers.bounds == (0, 1, 98)
     assert layers.moved == ("stage 1 begins with layer 0, not inside it with transformer.{wpe,drop}",)
 
@@ -58,17 +58,17 @@ def test_two_cuts_in_one_layer_are_refused():
 
 def test_models_without_one_stack_are_refused():
     with pytest.raises(PlanError, match="no layers are found"):
-        read_layers(plan_of({}, ("first", "second"), mesh=Mesh(dp=1, tp=1, pp=1)))
+        read_layers(plan_of({}, ("first", "second"), mesh=MeshSizes(dp=1, tp=1, pp=1)))
     two = ("shared", "encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1", "lm_head")
     with pytest.raises(PlanError, match=r"2 stacks of layers \(decoder.block, encoder.block\)"):
-        read_layers(plan_of({}, two, mesh=Mesh(dp=1, tp=1, pp=1)))
+        read_layers(plan_of({}, two, mesh=MeshSizes(dp=1, tp=1, pp=1)))
     with pytest.raises(PlanError, match="do not follow one another from 0: 0,2"):
-        read_layers(plan_of({}, ("h.0", "h.2"), mesh=Mesh(dp=1, tp=1, pp=1)))
+        read_layers(plan_of({}, ("h.0", "h.2"), mesh=MeshSizes(dp=1, tp=1, pp=1)))
 
 
 def test_sequence_parallel_is_read_off_the_layers():
     for sequence in (True, False):
-        plan = llama_plan(mesh=Mesh(dp=1, tp=2, pp=1), sequence=sequence)
+        plan = llama_plan(mesh=MeshSizes(dp=1, tp=2, pp=1), sequence=sequence)
         assert is_sequence_parallel(plan, read_layers(plan)) is sequence
 
 

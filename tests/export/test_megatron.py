@@ -6,16 +6,17 @@ import re
 from typing import Any
 
 import pytest
-from export_plans import Llama, gpt3_plan, llama_plan
 
 from autoptd.errors import PlanError
 from autoptd.export.layers import read_layers
 from autoptd.export.megatron import layout, megatron
 from autoptd.export.torch_program import torch_program
 from autoptd.models.load import load_model
-from autoptd.plans import Collectives, Mesh, Method, Plan, Schedule
+from autoptd.plans.data import Collectives, ExecutionOptions, MeshSizes, Schedule
+from autoptd.plans.model import Plan
+from tests.export.export_plans import Llama, gpt3_plan, llama_plan
 
-AS_MEGATRON = Method(kernels="fused", overlap=("dp",), loss="in_place", gathers="again")
+AS_MEGATRON = ExecutionOptions(kernels="fused", overlap=("dp",), loss="in_place", gathers="again")
 
 
 def arguments(plan: Plan, model: Any = None) -> dict[str, str]:
@@ -24,7 +25,7 @@ def arguments(plan: Plan, model: Any = None) -> dict[str, str]:
 
 def test_gpt3_golden():
     plan = gpt3_plan(
-        (25, 48, 73, 98, 121, 146, 171), mesh=Mesh(dp=2, tp=8, pp=8), recompute=(*range(2, 12), 26, 27, 99)
+        (25, 48, 73, 98, 121, 146, 171), mesh=MeshSizes(dp=2, tp=8, pp=8), recompute=(*range(2, 12), 26, 27, 99)
     )
     assert megatron(plan, load_model("gpt3-175b")[0]).to_text() == GPT3
 
@@ -79,7 +80,7 @@ MEGATRON_ARGS=(
 def test_llama_golden():
     """Even chunks, everything as Megatron-LM does it: the plan's model is not given."""
     plan = llama_plan(
-        (3, 5, 7), mesh=Mesh(dp=2, tp=2, pp=2, cp=2), sequence=True, method=AS_MEGATRON, recompute=range(1, 9)
+        (3, 5, 7), mesh=MeshSizes(dp=2, tp=2, pp=2, cp=2), sequence=True, method=AS_MEGATRON, recompute=range(1, 9)
     )
     assert megatron(plan).to_text() == LLAMA
 
@@ -114,7 +115,7 @@ MEGATRON_ARGS=(
 
 
 def test_a_plan_of_megatron_s_own_kind_differs_in_nothing():
-    plan = llama_plan(mesh=Mesh(dp=4, tp=2, pp=1), sequence=True, method=AS_MEGATRON)
+    plan = llama_plan(mesh=MeshSizes(dp=4, tp=2, pp=1), sequence=True, method=AS_MEGATRON)
     said = megatron(plan, Llama())
     assert said.differs == (
         "the model's sizes are left to you: it is a Llama, which has no configuration; "
@@ -123,7 +124,7 @@ def test_a_plan_of_megatron_s_own_kind_differs_in_nothing():
 
 
 def test_shapes_of_llama():
-    found = dict(megatron(llama_plan(mesh=Mesh(dp=1, tp=1, pp=1)), load_model("llama3-8b")[0]).arguments)
+    found = dict(megatron(llama_plan(mesh=MeshSizes(dp=1, tp=1, pp=1)), load_model("llama3-8b")[0]).arguments)
     expected = {
         "--num-layers": "32",
         "--hidden-size": "4096",
@@ -156,7 +157,7 @@ def read_layout(text: str) -> list[str]:
 @pytest.mark.parametrize("cuts", [(3, 5, 7), (1, 3, 9), (1, 5, 9), (1, 2, 10), (2, 5, 7), (7, 9, 10)])
 def test_the_layout_reads_back_as_the_plan(cuts: tuple[int, ...]):
     try:
-        layers = read_layers(llama_plan(cuts, mesh=Mesh(dp=1, tp=1, pp=4)))
+        layers = read_layers(llama_plan(cuts, mesh=MeshSizes(dp=1, tp=1, pp=4)))
     except PlanError:
         assert cuts in {(1, 2, 10), (2, 5, 7), (7, 9, 10)}
         return
@@ -172,29 +173,29 @@ def test_the_layout_reads_back_as_the_plan(cuts: tuple[int, ...]):
     [((3,), "Et|t*3L"), ((1,), "E|t*4L"), ((9,), "Et*4|L"), ((1, 3, 5, 7, 9), "E|(t|)*4,L"), ((3, 5), "Et|t|t*2L")],
 )
 def test_layouts_golden(cuts: tuple[int, ...], text: str):
-    assert layout(read_layers(llama_plan(cuts, mesh=Mesh(dp=1, tp=1, pp=len(cuts) + 1)))) == text
+    assert layout(read_layers(llama_plan(cuts, mesh=MeshSizes(dp=1, tp=1, pp=len(cuts) + 1)))) == text
 
 
 # --- what differs -------------------------------------------------------------------------------------------------
 
-TP2 = Mesh(dp=1, tp=2, pp=1)
+TP2 = MeshSizes(dp=1, tp=2, pp=1)
 
 
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2), schedule=Schedule(kind="gpipe", microbatches=4)), "gpipe"),
+        (llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=Schedule(kind="gpipe", microbatches=4)), "gpipe"),
         (
-            llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2), schedule=Schedule(kind="zero-bubble", microbatches=4)),
+            llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=Schedule(kind="zero-bubble", microbatches=4)),
             "zero-b",
         ),
-        (llama_plan(mesh=TP2, method=Method(gradients="both")), "bf16 buffer beside"),
-        (llama_plan(mesh=TP2, method=Method(kernels="compiled")), "compiled kernels"),
-        (llama_plan(mesh=TP2, method=Method(overlap=("tp",))), "tensor-parallel sums beside compute"),
-        (llama_plan(mesh=Mesh(dp=2, tp=1, pp=1), batch=7), "the batch is 7"),
+        (llama_plan(mesh=TP2, method=ExecutionOptions(gradients="both")), "bf16 buffer beside"),
+        (llama_plan(mesh=TP2, method=ExecutionOptions(kernels="compiled")), "compiled kernels"),
+        (llama_plan(mesh=TP2, method=ExecutionOptions(overlap=("tp",))), "tensor-parallel sums beside compute"),
+        (llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1), batch=7), "the batch is 7"),
         (llama_plan(mesh=TP2, optimizer="custom"), "--optimizer is left to you"),
-        (llama_plan(mesh=TP2, recompute=(1, 2), method=Method(recompute="ops")), "recomputed by kind"),
-        (llama_plan(mesh=TP2, recompute=(1,), method=Method(recompute="selective")), "3 layers are not"),
+        (llama_plan(mesh=TP2, recompute=(1, 2), method=ExecutionOptions(recompute="ops")), "recomputed by kind"),
+        (llama_plan(mesh=TP2, recompute=(1,), method=ExecutionOptions(recompute="selective")), "3 layers are not"),
         (llama_plan(mesh=TP2, recompute=(9, 10)), "before or after the layers"),
     ],
 )
@@ -205,7 +206,7 @@ def test_what_megatron_cannot_say_is_said(plan: Plan, said: str):
 def test_a_vee_is_refused():
     schedule = Schedule(kind="zero-bubble-v", microbatches=4, virtual=2)
     with pytest.raises(PlanError, match="zero-bubble-v lays stages"):
-        megatron(llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), schedule=schedule))
+        megatron(llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=schedule))
 
 
 @pytest.mark.parametrize(
@@ -244,9 +245,12 @@ def test_a_layer_that_communicates_otherwise_is_said(gathers: int, differs: bool
 
 
 def test_zero_as_arguments():
-    mesh = Mesh(dp=4, tp=2, pp=1)
+    mesh = MeshSizes(dp=4, tp=2, pp=1)
     assert "--use-distributed-optimizer" not in arguments(llama_plan(mesh=mesh, zero=0))
-    assert arguments(llama_plan(mesh=mesh, method=Method(shards=2)))["--num-distributed-optimizer-instances"] == "2"
+    assert (
+        arguments(llama_plan(mesh=mesh, method=ExecutionOptions(shards=2)))["--num-distributed-optimizer-instances"]
+        == "2"
+    )
     for zero, strategy in ((2, "optim_grads"), (3, "optim_grads_params")):
         said = megatron(llama_plan(mesh=mesh, zero=zero))
         assert dict(said.arguments)["--data-parallel-sharding-strategy"] == strategy
@@ -254,7 +258,7 @@ def test_zero_as_arguments():
 
 
 def test_buckets_are_counted_in_gradients():
-    mesh, method = Mesh(dp=2, tp=1, pp=1), Method(overlap=("dp",), bucket_bytes=400)
+    mesh, method = MeshSizes(dp=2, tp=1, pp=1), ExecutionOptions(overlap=("dp",), bucket_bytes=400)
     assert arguments(llama_plan(mesh=mesh, method=method))["--ddp-bucket-size"] == "100"
     method = method.model_copy(update={"gradients": "compute"})
     found = arguments(llama_plan(mesh=mesh, method=method))
@@ -266,8 +270,8 @@ def test_buckets_are_counted_in_gradients():
     ("plan", "what"),
     [
         (llama_plan(mesh=TP2, precision="fp64"), "not in fp64"),
-        (llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), microbatches=5), "5 microbatches leave 1"),
-        (llama_plan(mesh=Mesh(dp=4, tp=1, pp=1), method=Method(shards=3)), "do not divide dp 4"),
+        (llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), microbatches=5), "5 microbatches leave 1"),
+        (llama_plan(mesh=MeshSizes(dp=4, tp=1, pp=1), method=ExecutionOptions(shards=3)), "do not divide dp 4"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(plan: Plan, what: str):

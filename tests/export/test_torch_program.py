@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from export_plans import Llama, gpt3_plan, llama_plan
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -17,9 +16,11 @@ from autoptd.errors import PlanError
 from autoptd.export.roles import read_parts
 from autoptd.export.torch_program import torch_program
 from autoptd.models.load import load_model
-from autoptd.plans import Collectives, Mesh, Method, Plan, Schedule
+from autoptd.plans.data import Collectives, ExecutionOptions, MeshSizes, Schedule
+from autoptd.plans.model import Plan
+from tests.export.export_plans import Llama, gpt3_plan, llama_plan
 
-TP2 = Mesh(dp=1, tp=2, pp=1)
+TP2 = MeshSizes(dp=1, tp=2, pp=1)
 HEAD = "# --- the plan ---\n\n"
 
 
@@ -34,7 +35,9 @@ def loaded(text: str) -> Any:
 
 
 def test_llama_golden():
-    plan = llama_plan((4,), mesh=Mesh(dp=4, tp=2, pp=2), sequence=True, recompute=(1, 2, 3), method=Method(shards=2))
+    plan = llama_plan(
+        (4,), mesh=MeshSizes(dp=4, tp=2, pp=2), sequence=True, recompute=(1, 2, 3), method=ExecutionOptions(shards=2)
+    )
     program = torch_program(plan, Llama())
     assert constants(program.text) == LLAMA
     assert program.differs == (
@@ -123,7 +126,7 @@ def test_a_column_at_the_end_of_attention_gathers_twice():
 
 
 def test_policies_of_recomputation_go_by_module():
-    plan = llama_plan(mesh=Mesh(dp=1, tp=1, pp=1), recompute=(1, 2, 3, 5))
+    plan = llama_plan(mesh=MeshSizes(dp=1, tp=1, pp=1), recompute=(1, 2, 3, 5))
     stage = plan.stages[0].model_copy(update={"policies": ("full", "full", "ops", "selective")})
     program = loaded(torch_program(plan.model_copy(update={"stages": (stage,)}), Llama()).text)
     assert program.RECOMPUTED == {
@@ -133,7 +136,7 @@ def test_policies_of_recomputation_go_by_module():
         "layers.2.input_norm": "selective",
         "layers.2.attention": "selective",
     }
-    every = loaded(torch_program(llama_plan(mesh=Mesh(dp=1, tp=1, pp=1), recompute=range(1, 9)), Llama()).text)
+    every = loaded(torch_program(llama_plan(mesh=MeshSizes(dp=1, tp=1, pp=1), recompute=range(1, 9)), Llama()).text)
     assert every.RECOMPUTED == {"layers.*": "full"}
 
 
@@ -154,9 +157,12 @@ def test_one_odd_layer_is_named_by_itself():
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
-        (llama_plan(mesh=Mesh(dp=1, tp=1, pp=1)), {}),
-        (llama_plan((5,), mesh=Mesh(dp=2, tp=2, pp=2), sequence=True, recompute=range(11)), {}),
-        (llama_plan(mesh=TP2, tied=True, zero=3, method=Method(recompute="selective"), recompute=(1,)), {"tied": True}),
+        (llama_plan(mesh=MeshSizes(dp=1, tp=1, pp=1)), {}),
+        (llama_plan((5,), mesh=MeshSizes(dp=2, tp=2, pp=2), sequence=True, recompute=range(11)), {}),
+        (
+            llama_plan(mesh=TP2, tied=True, zero=3, method=ExecutionOptions(recompute="selective"), recompute=(1,)),
+            {"tied": True},
+        ),
     ],
 )
 def test_programs_are_python(plan: Plan, options: dict[str, bool]):
@@ -177,7 +183,7 @@ def test_programs_are_python(plan: Plan, options: dict[str, bool]):
 )
 def test_schedules_are_built(kind: Any, cuts: tuple[int, ...], virtual: int, expected: type):
     schedule = Schedule(kind=kind, microbatches=4, virtual=virtual)
-    program = loaded(torch_program(llama_plan(cuts, mesh=Mesh(dp=1, tp=1, pp=2), schedule=schedule), Llama()).text)
+    program = loaded(torch_program(llama_plan(cuts, mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=schedule), Llama()).text)
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     stages = []
     for index in range(0, len(program.STAGES), 2):
@@ -191,7 +197,7 @@ def test_schedules_are_built(kind: Any, cuts: tuple[int, ...], virtual: int, exp
 
 def test_stages_of_a_model_are_cut_out_of_it():
     """One after the other they compute what the whole does."""
-    plan = llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=4))
+    plan = llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=4))
     program = loaded(torch_program(plan, Llama()).text)
     torch.manual_seed(0)
     model = Llama()
@@ -214,16 +220,24 @@ VEE = Schedule(kind="zero-bubble-v", microbatches=4, virtual=2)
 @pytest.mark.parametrize(
     ("plan", "model", "what"),
     [
-        (llama_plan(mesh=Mesh(dp=1, tp=1, pp=1, cp=2)), Llama(), "context parallelism"),
-        (llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2), tied=True), Llama(tied=True), "head.weight is embed.weight"),
+        (llama_plan(mesh=MeshSizes(dp=1, tp=1, pp=1, cp=2)), Llama(), "context parallelism"),
         (
-            llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2), microbatches=1),
+            llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2), tied=True),
+            Llama(tied=True),
+            "head.weight is embed.weight",
+        ),
+        (
+            llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2), microbatches=1),
             Llama(),
             "1 microbatches are fewer than 2 stages",
         ),
-        (llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), microbatches=5), Llama(), "do not divide into 2 rounds"),
+        (
+            llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), microbatches=5),
+            Llama(),
+            "do not divide into 2 rounds",
+        ),
         (llama_plan(mesh=TP2), Llama(3), "which the model lacks"),
-        (llama_plan((3, 5, 7), mesh=Mesh(dp=1, tp=1, pp=2), schedule=VEE), Llama(), "zero-bubble-v lays stages"),
+        (llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=VEE), Llama(), "zero-bubble-v lays stages"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(plan: Plan, model: nn.Module, what: str):
@@ -236,11 +250,11 @@ def test_a_parameter_outside_of_modules_is_refused_in_a_pipeline():
     model = Llama()
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     with pytest.raises(PlanError, match="scale belongs to no module of one stage"):
-        torch_program(llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2)), model)
+        torch_program(llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2)), model)
 
 
 def test_stages_that_hand_on_two_tensors_are_refused():
-    plan = llama_plan((5,), mesh=Mesh(dp=1, tp=1, pp=2))
+    plan = llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2))
     plan = plan.model_copy(update={"boundaries": plan.boundaries | {"head": ("B", "B")}})
     with pytest.raises(PlanError, match="head is given 2 tensors"):
         torch_program(plan, Llama())
@@ -249,11 +263,14 @@ def test_stages_that_hand_on_two_tensors_are_refused():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"zero": 2, "cuts": (5,), "mesh": Mesh(dp=2, tp=1, pp=2)}, "after the last microbatch"),
-        ({"mesh": Mesh(dp=2, tp=1, pp=1), "batch": 7}, "the batch is 7"),
-        ({"mesh": TP2, "method": Method(kernels="compiled")}, "compiled kernels"),
-        ({"mesh": TP2, "method": Method(gathers="again")}, "not gathered again"),
-        ({"mesh": TP2, "method": Method(overlap=("tp",))}, "tensor-parallel ranks exchange is not beside compute"),
+        ({"zero": 2, "cuts": (5,), "mesh": MeshSizes(dp=2, tp=1, pp=2)}, "after the last microbatch"),
+        ({"mesh": MeshSizes(dp=2, tp=1, pp=1), "batch": 7}, "the batch is 7"),
+        ({"mesh": TP2, "method": ExecutionOptions(kernels="compiled")}, "compiled kernels"),
+        ({"mesh": TP2, "method": ExecutionOptions(gathers="again")}, "not gathered again"),
+        (
+            {"mesh": TP2, "method": ExecutionOptions(overlap=("tp",))},
+            "tensor-parallel ranks exchange is not beside compute",
+        ),
         ({"mesh": TP2, "precision": "fp64"}, "torch.float64"),
     ],
 )

@@ -7,19 +7,21 @@ import socket
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
-import run_exported
 import torch
-from export_plans import LLAMA_SPLITS, Llama, llama_plan
 from torch import Tensor
 
 from autoptd.export.torch_program import torch_program
-from autoptd.plans import Mesh, Method, Plan
+from autoptd.plans.data import ExecutionOptions, MeshSizes
+from autoptd.plans.model import Plan
+from tests.export import run_exported
+from tests.export.export_plans import LLAMA_SPLITS, Llama, llama_plan
 
 pytestmark = pytest.mark.ranks
-TP_DP, TP_PP = Mesh(dp=2, tp=2, pp=1), Mesh(dp=1, tp=2, pp=2)
+TP_DP, TP_PP = MeshSizes(dp=2, tp=2, pp=1), MeshSizes(dp=1, tp=2, pp=2)
 CASES: dict[str, dict[str, Any]] = {
     "sequence_zero3": {"mesh": TP_DP, "sequence": True, "zero": 3},
     "zero1_tied_recomputed": {"mesh": TP_DP, "zero": 1, "tied": True, "recompute": range(1, 9)},
@@ -28,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
         "zero": 0,
         "splits": {"attention.q_proj.weight": "S0/2"},
         "recompute": (1, 2, 4),
-        "method": Method(recompute="ops"),
+        "method": ExecutionOptions(recompute="ops"),
     },
     "columns_by_hidden_size": {
         "mesh": TP_DP,
@@ -40,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "pipeline": {"mesh": TP_PP, "sequence": True, "cuts": (5,), "zero": 0, "recompute": (1, 2)},
     "chunks": {"mesh": TP_PP, "cuts": (3, 5, 7), "zero": 0},
-    "zero_bubble": {"mesh": Mesh(dp=2, tp=1, pp=2), "cuts": (5,), "schedule": "zero-bubble"},
+    "zero_bubble": {"mesh": MeshSizes(dp=2, tp=1, pp=2), "cuts": (5,), "schedule": "zero-bubble"},
 }
 
 
@@ -54,6 +56,9 @@ def planned(name: str) -> Plan:
     return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"kind": schedule})})
 
 
+ROOT = Path(__file__).parents[2]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank: case -> (loss, gradients, names of what lies split)."""
@@ -63,9 +68,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, run_exported.__file__, str(folder), str(port)]
+    command = [sys.executable, "-m", "tests.export.run_exported", str(folder), str(port)]
     ran = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(run_exported.WORLD)]

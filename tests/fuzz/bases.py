@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.plans import Plan
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.plans.model import Plan
 
 SEQ = 16
 
 
 def nanogpt() -> nn.Module:
-    return NanoGPT(Sizes(vocab=64, max_seq=SEQ, width=32, layers=4, heads=4))
+    return NanoGPT(GPTSizes(vocab=64, max_seq=SEQ, width=32, layers=4, heads=4))
 
 
 def tied() -> nn.Module:

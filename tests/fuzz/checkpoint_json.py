@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from autoptd.checkpoint import contents, folder
-from autoptd.checkpoint.index import Saved
+from autoptd.checkpoint.index import SavedTensor
 from autoptd.errors import CheckpointError
 from tests.fuzz.loading import readable
 from tests.fuzz.mutations import spoil_bytes, spoil_data, written
@@ -79,7 +79,7 @@ def listing(manifest: str, index: bytes) -> bytes:
     return json.dumps(data).encode()
 
 
-def holds_all(saved: Saved) -> bool:
+def holds_all(saved: SavedTensor) -> bool:
     """Element by element."""
     times = torch.zeros(saved.shape, dtype=torch.int64)
     for chunk in saved.chunks:

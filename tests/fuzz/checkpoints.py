@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import autoptd
-import autoptd.cli as cli
+import autoptd.cli.main as cli
 from autoptd.checkpoint import folder
 from autoptd.errors import CheckpointError
 from tests.fuzz.bases import SEQ, nanogpt

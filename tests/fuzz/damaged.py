@@ -31,9 +31,9 @@ import torch
 import autoptd
 from autoptd.checkpoint import contents, dcp, folder
 from autoptd.errors import CheckpointError
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.pool import Pool
+from autoptd.layout.mesh import Mesh
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.testing.process_pool import ProcessPool
 from tests.checkpoint.saved import Made, session_of, trainer_of
 from tests.fuzz.bases import SEQ, nanogpt
 from tests.fuzz.checkpoints import running
@@ -65,7 +65,7 @@ def by_two_processes(root: Path) -> None:
         nanogpt(), world=2, cluster="dgx-h100", batch=2, seq=SEQ, precision="fp32", fix=fix, optimizer="adamw"
     )
     job = Made(made.plan, made.layout, made.program, made.initial_values())
-    with Pool(2) as pool:
+    with ProcessPool(2) as pool:
         pool.run(Mesh(2, 1, 1), write, job, str(root))
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.paths import crossings
 from autoptd.errors import AutoptdError
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from tests.fuzz.bases import BASES, planned
 from tests.fuzz.mutations import spoil_bytes, spoil_data, spoil_lines, spoil_path, spoil_tokens, written
 
@@ -143,8 +143,8 @@ def read(sort: str, path: Path, number: int) -> None:
 
 
 def _read_plan(path: Path, number: int) -> None:
-    from autoptd.export.command import export
-    from autoptd.simulate import report, simulate_plan, summary
+    from autoptd.cli.export import export
+    from autoptd.explain.timeline import report, simulate_plan, summary
 
     plan, how = Plan.load(path), number // 4 % 4
     if how == 0:

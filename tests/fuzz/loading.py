@@ -15,7 +15,7 @@ import torch.distributed as dist
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, InputsError, PlanError, PlanFileError
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.schedule import prove, training_step
 from tests.fuzz.bases import BASES, traced
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import autoptd
 from autoptd.errors import AutoptdError, RuntimeFault
-from autoptd.lockstep import differences, train_alone, train_in_lockstep
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 SAMPLES, TOKENS, WIDTH, CLASSES = 6, 4, 8, 5
 TOLERANCE = 1e-9

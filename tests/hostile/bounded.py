@@ -22,8 +22,15 @@ from pathlib import Path
 LONGEST_S = 10.0
 MOST_BYTES = 2 * 10**9
 _PATIENCE_S = 60.0
-_PRELOADED = ["autoptd.cli", "autoptd.api", "autoptd.compile", "autoptd.simulate", "autoptd.explain", "transformers"]
-_MODULES = ["transformers.modeling_utils", "autoptd.verification.verdict", "autoptd.export.command"]
+_PRELOADED = [
+    "autoptd.cli.main",
+    "autoptd.api",
+    "autoptd.compile",
+    "autoptd.explain.timeline",
+    "autoptd.explain.plan",
+    "transformers",
+]
+_MODULES = ["transformers.modeling_utils", "autoptd.verification.verdict", "autoptd.cli.export"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ def run(*argv: str | Path) -> Ended:
 
 
 def _work(pipe: Connection, argv: Sequence[str]) -> None:
-    import autoptd.cli
+    import autoptd.cli.main
 
     os.environ["OMP_NUM_THREADS"] = "1"
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -100,7 +107,7 @@ def _work(pipe: Connection, argv: Sequence[str]) -> None:
     start = time.process_time()
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            code: int | None = autoptd.cli.main(argv)
+            code: int | None = autoptd.cli.main.main(argv)
     except BaseException:  # noqa: BLE001  whatever left the command is the finding
         code = None
         err.write(traceback.format_exc())

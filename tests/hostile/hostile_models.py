@@ -13,10 +13,11 @@ from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.codegen.quoting import is_name
 from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.fold import Folded, fold
-from autoptd.passes.normalise import normalise
-from autoptd.passes.sharding import Sharding
-from autoptd.passes.trace import BATCH, SEQUENCE, trace
-from autoptd.search.tensors import Tensors
+from autoptd.passes.normalise.normalise import normalise
+from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.search.sharding.tensors import Tensors
 
 WIDTH, LENGTH = 8, 4
 MARK = "mark"  # the file that a payload makes where it is run; none of them needs a dot, which names cannot hold

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.certificates import program_digest, versions
-from autoptd.cli import main
+from autoptd.cli.main import main
 from autoptd.errors import AutoptdError, PlanFileError, SigningError
 from autoptd.parallel import Parallel
-from autoptd.plans import Certificate, Plan, Signature
-from autoptd.signatures import check_signature, private_key, sign
+from autoptd.plans.certificate import program_digest, versions
+from autoptd.plans.data import Certificate, Signature
+from autoptd.plans.model import Plan
+from autoptd.plans.signing import check_signature, private_key, sign
 
 from .hostile_models import KINDS, LENGTH, WIDTH, harmless, model_of
 

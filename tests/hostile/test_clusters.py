@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import autoptd.cli as cli
+import autoptd.cli.main as cli
 from autoptd.cost_models import wiring
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError

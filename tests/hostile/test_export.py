@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from sample_plan import sample_plan
 from torch import nn
 
 from autoptd.errors import AutoptdError, InputsError, PlanFileError
 from autoptd.export.mapping import mapping
 from autoptd.export.megatron import megatron
 from autoptd.export.torch_program import torch_program
-from autoptd.passes.unwrap import refuse_unsuitable
-from autoptd.plans import Plan, Splits
+from autoptd.passes.trace.unwrap import refuse_unsuitable
+from autoptd.plans.data import Splits
+from autoptd.plans.model import Plan
 from autoptd.printable import printable
+from tests.sample_plan import sample_plan
 
 from .hostile_models import MARK, PAYLOADS
 from .test_source import shape

@@ -26,7 +26,7 @@ from autoptd.checkpoint import contents, dcp, folder, index, torch_files
 from autoptd.checkpoint.huggingface import export
 from autoptd.checkpoint.pickles import read_pickle
 from autoptd.checkpoint.torch_index import METADATA
-from autoptd.cli import main
+from autoptd.cli.main import main
 from autoptd.errors import AutoptdError, CheckpointError
 from tests.hostile.checkpoints import (
     SHARD,
@@ -540,7 +540,7 @@ def test_sizes_that_the_manifest_claims_too_are_refused_before_anything_is_alloc
 def test_an_index_is_refused_by_itself() -> None:
     """Before anything is read: what lies beyond its file, and what shares bytes."""
     box = index.Chunk("a", 0, 16, (0,), (4,))
-    tensor = index.Saved(torch.float32, (4,), (box,))
+    tensor = index.SavedTensor(torch.float32, (4,), (box,))
     index.check({"x": tensor}, {"a": 16})
     for wrong, size in (({"x": tensor}, 15), ({"x": tensor, "y": tensor}, 64)):
         with pytest.raises(ValueError, match=r"reaches to byte 16 of a, which has 15|share bytes of a"):

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sample_plan import sample_plan
 
 from autoptd import boundary, outputs
-from autoptd.cli import main
+from autoptd.cli.main import main
 from autoptd.codegen.emit import Program
 from autoptd.errors import PlanFileError
 from autoptd.outputs import make_folder, private_folder, read_own, write_whole
+from tests.sample_plan import sample_plan
 
 VICTIM = "what was there before"
 FILES = {"__init__.py": "# of a program\n", "stage_0.py": "# Written by autoptd from a plan\n", "plan.json": "{}\n"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import autoptd.cli as cli
-from autoptd.plans import Plan
+import autoptd.cli.main as cli
+from autoptd.plans.model import Plan
 from tests.hostile.bounded import plain, refused, run
 from tests.sample_plan import sample_plan
 

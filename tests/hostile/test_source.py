@@ -17,16 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoptd.codegen.custom_grad import own_file
 from autoptd.codegen.emit import Program, load_stage
 from autoptd.codegen.expressions import call_text, value_text
 from autoptd.codegen.lines import wrapped
 from autoptd.codegen.names import GLOBALS
-from autoptd.codegen.own_file import own_file
 from autoptd.codegen.quoting import code_of, is_name, literal, numbered, plain_name
 from autoptd.errors import TraceError
+from autoptd.passes.custom_grad.ops import OwnFunction
 from autoptd.passes.fold import Folded
-from autoptd.passes.own_ops import OwnFunction
-from autoptd.passes.sharding import Sharding
+from autoptd.passes.sharding.sharding import Sharding
 
 from .hostile_models import CALL, KINDS, MARK, PAYLOADS, harmless, planned, renamed, written
 

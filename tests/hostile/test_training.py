@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.lockstep import differences, train_alone, train_in_lockstep
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 from .hostile_models import LENGTH, MARK, PAYLOADS, WIDTH, model_of
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from parity_check import OPTIONS, complaints
 from torch import Tensor, nn
 
 import autoptd
 from autoptd.api import Parallel
-from autoptd.lockstep import train_alone, train_in_lockstep
-from autoptd.passes.loss import Targets
+from autoptd.passes.trace.loss import Targets
+from autoptd.testing.parity import train_alone, train_in_lockstep
+from tests.parity.parity_check import OPTIONS, complaints
 
 WIDTH, SAMPLES = 16, 15  # of 16 planned: the last microbatch of the last rank is short
 CUBE = (2, 2, 2)  # dp, tp, pp

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from parity_models import TOKENS, VOCAB, WIDTH, Case, randomised, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.parity.parity_models import TOKENS, VOCAB, WIDTH, Case, randomised, tokens
 
 Head = Callable[["Model", Tensor, Tensor], Tensor]
 

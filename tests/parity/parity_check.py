@@ -13,18 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from parity_models import DROPOUT, FEW_MESHES, MODELS, WITH_TABLES, Case
 from torch import Tensor
 
 from autoptd.api import Parallel
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
-from autoptd.lockstep import Trained, differences, train_alone, train_in_lockstep
-from autoptd.plans import Plan
+from autoptd.layout.mesh import Mesh
+from autoptd.ops import context_attention as ring
+from autoptd.ops import library as ops
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.runtime import ops, ring
-from autoptd.runtime.mesh import Mesh
-from autoptd.search.wishes import read_wishes
+from autoptd.search.constraints.options import read_wishes
+from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
+from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, WITH_TABLES, Case
 
 TOLERANCE = 1e-10
 STEPS = 2  # the second sees what the first left behind; a few tests go on for longer

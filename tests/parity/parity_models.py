@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoptd.models.nanogpt import NanoGPT, Sizes
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 
 SAMPLES, TOKENS, VOCAB, WIDTH = 16, 8, 64, 32
 
@@ -200,7 +200,7 @@ def vit() -> Case:
 def nanogpt(*, dropout: float = 0.0) -> Case:
     """Fused qkv; a tied head; the loss from `forward`, ignoring -1."""
     torch.manual_seed(0)
-    sizes = Sizes(vocab=VOCAB, max_seq=16, width=WIDTH, layers=4, heads=8, dropout=dropout, bias=True)
+    sizes = GPTSizes(vocab=VOCAB, max_seq=16, width=WIDTH, layers=4, heads=8, dropout=dropout, bias=True)
     ids, labels = tokens(ignore=-1)
     return Case(randomised(NanoGPT(sizes)), {"idx": ids, "targets": labels})
 

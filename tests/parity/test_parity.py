@@ -8,12 +8,12 @@ from itertools import product
 
 import pytest
 import torch
-from parity_check import MESHES, Variant, alone, batches, case, check, complaints, parallel, planned
-from parity_models import FEW_MESHES, MODELS, OFTEN
 
-from autoptd.lockstep import Trained, differences, train_in_lockstep
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
+from autoptd.testing.parity import Trained, differences, train_in_lockstep
 from tests.pairwise import pairwise
+from tests.parity.parity_check import MESHES, Variant, alone, batches, case, check, complaints, parallel, planned
+from tests.parity.parity_models import FEW_MESHES, MODELS, OFTEN
 
 PLAIN = Variant()
 # by one optimizer a mesh is used plainly, by the other in one of these ways, which goes round

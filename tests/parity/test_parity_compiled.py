@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity_check import Variant, alone, batches, complaints, parallel, planned
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from autoptd.lockstep import differences, train_in_lockstep
+from autoptd.layout.mesh import Mesh
 from autoptd.parallel import Parallel
-from autoptd.runtime import compiled
-from autoptd.runtime.mesh import Mesh
+from autoptd.runtime import torch_compile as compiled
+from autoptd.testing.parity import differences, train_in_lockstep
+from tests.parity.parity_check import Variant, alone, batches, complaints, parallel, planned
 
 BULK = Variant(bulk=True)
 LATER = replace(BULK, recompute="full", overlap=("dp", "p2p"), clip_norm=0.7)

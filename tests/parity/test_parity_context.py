@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity_check import (
+from torch import Tensor
+
+from autoptd.api import Parallel
+from autoptd.errors import AutoptdError, InputsError, PlanError
+from autoptd.layout.mesh import Mesh
+from autoptd.runtime.comm import interfaces as comm
+from autoptd.runtime.comm import threaded as lockstep
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.testing.parity import train_alone, train_in_lockstep
+from tests.parity.parity_check import (
     OPTIONS,
     STEPS,
     Variant,
@@ -22,14 +31,6 @@ from parity_check import (
     spoil_ring,
     with_files,
 )
-from torch import Tensor
-
-from autoptd.api import Parallel
-from autoptd.errors import AutoptdError, InputsError, PlanError
-from autoptd.lockstep import train_alone, train_in_lockstep
-from autoptd.runtime import comm, lockstep
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.mesh import Mesh
 
 BULK = Variant(bulk=True, micro=4)
 WAYS = [

@@ -10,29 +10,33 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import own_passes as own
 import pytest
 import torch
 import torch.nn.functional as F
-from own_passes import WIDTH, Net
-from parity_check import OPTIONS, TOLERANCE, Variant
-from parity_models import TOKENS, VOCAB, randomised, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from autoptd.api import Parallel
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, PlanError, UnsupportedOp
-from autoptd.lockstep import differences, train_alone, train_in_lockstep
-from autoptd.passes import normalise, own_calls, trace
-from autoptd.passes.own_ops import OwnHook
-from autoptd.passes.own_proof import prove_own
+from autoptd.layout.mesh import Mesh
+from autoptd.passes.custom_grad import calls as own_calls
+from autoptd.passes.custom_grad.ops import OwnHook
+from autoptd.passes.custom_grad.proof import prove_own
+from autoptd.passes.normalise import normalise
+from autoptd.passes.trace import trace
 from autoptd.progress import Silent
-from autoptd.runtime import compiled
-from autoptd.runtime.mesh import Mesh
-from autoptd.search.wishes import read_wishes
+from autoptd.runtime import torch_compile as compiled
+from autoptd.search.constraints.options import read_wishes
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.parity import own_passes as own
+from tests.parity.own_passes import WIDTH, Net
+from tests.parity.parity_check import OPTIONS, TOLERANCE, Variant
+from tests.parity.parity_models import TOKENS, VOCAB, randomised, tokens
 
 CUBE, PLAIN = Mesh(2, 2, 2), Variant()
 SAMPLES = 14
@@ -300,7 +304,8 @@ def test_functions_that_cannot_be_imported_are_handed_over() -> None:
 
 def test_functions_are_called_by_name(tmp_path: Any) -> None:
     part = made(net(KEPT["straight_through"]), batch())
-    assert part.program.files["own.py"].endswith("\nimport own_passes\n\nRound = own_passes.Round\n")
+    says = "\nimport tests.parity.own_passes\n\nRound = tests.parity.own_passes.Round\n"
+    assert part.program.files["own.py"].endswith(says)
     assert part.program.files["blocks.py"].count(" = own.Round.apply(layer, 8)") == 1  # one block for all
     assert (part.emit(tmp_path) / "own.py").exists()
 
@@ -535,7 +540,7 @@ def test_a_function_of_another_s_name_is_seen() -> None:
 
 
 def test_private_parts_of_torch_are_where_they_were() -> None:
-    """Seen in torch 2.13.0: see the module docstring of `passes/own_trace.py`."""
+    """Seen in torch 2.13.0: see the module docstring of `passes/custom_grad/trace_calls.py`."""
     from torch.autograd import function
 
     assert "apply" not in vars(function._SingleLevelFunction) and "apply" in vars(torch.autograd.Function)

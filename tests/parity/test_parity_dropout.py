@@ -9,16 +9,17 @@ from functools import cache
 
 import pytest
 import torch
-from parity_check import MESHES, Variant, batches, case, parallel, planned, spoil_ring, with_files
-from parity_models import DROPOUT
 
 from autoptd.api import Parallel
-from autoptd.lockstep import Trained, differences, train_in_lockstep
-from autoptd.passes.cut_tokens import _SegmentWriter
-from autoptd.runtime import executor, recompute
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.randomness import DropoutKey, Elements
+from autoptd.layout.mesh import Mesh
+from autoptd.ops import recompute
+from autoptd.ops.dropout import DropoutKey, Elements
+from autoptd.passes.sharding.context_parallel_graph import _SegmentWriter
+from autoptd.runtime import executor
 from autoptd.runtime.trainer import Trainer
+from autoptd.testing.parity import Trained, differences, train_in_lockstep
+from tests.parity.parity_check import MESHES, Variant, batches, case, parallel, planned, spoil_ring, with_files
+from tests.parity.parity_models import DROPOUT
 
 PLAIN = Variant(bulk=True)
 CUBE = Mesh(2, 2, 2)

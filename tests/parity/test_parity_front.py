@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from front_check import MESHES, SAMPLES, WIDTH, Plain, planned, random, wrong, x
-from parity_models import randomised
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoptd
 from autoptd.errors import InputsError
-from autoptd.lockstep import train_in_lockstep
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.passes.loss import Form, read_objective
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.passes.trace.loss import LossArguments, read_objective
+from autoptd.testing.parity import train_in_lockstep
 from autoptd.verification.verdict import verify_plan
+from tests.parity.front_check import MESHES, SAMPLES, WIDTH, Plain, planned, random, wrong, x
+from tests.parity.parity_models import randomised
 
 
 def values() -> Tensor:
@@ -181,13 +181,13 @@ def test_what_worked_without_targets_still_does() -> None:
 
     assert wrong(randomised(Plain()), x(), reads_inputs) == []
     assert wrong(randomised(Plain()), x(), lambda out: out.square().mean()) == []
-    assert read_objective(reads_inputs, x())[0].form == Form.INPUTS
-    assert read_objective(lambda out, scale=2.0: out.mean(), x())[0].form == Form.OUTPUTS
+    assert read_objective(reads_inputs, x())[0].form == LossArguments.INPUTS
+    assert read_objective(lambda out, scale=2.0: out.mean(), x())[0].form == LossArguments.OUTPUTS
 
 
 def test_targets_are_planned_traced_and_verified() -> None:
     ids = torch.randint(0, 40, (2, 8))
-    model = NanoGPT(Sizes(vocab=40, max_seq=8, width=16, layers=2, heads=2))
+    model = NanoGPT(GPTSizes(vocab=40, max_seq=8, width=16, layers=2, heads=2))
     loss = Flat(nn.CrossEntropyLoss(weight=torch.rand(40), reduction="sum"))  # in float32, beside logits in bf16
     given: dict[str, Any] = {"inputs": {"idx": ids}, "targets": {"y": ids}, "loss": loss}
     traced = autoptd.trace(model, **given)
@@ -206,7 +206,7 @@ class Flat(nn.Module):
 
 
 def test_inputs_that_are_made_leave_out_what_is_a_target() -> None:
-    model = NanoGPT(Sizes(vocab=40, max_seq=8, width=16, layers=2, heads=2))
+    model = NanoGPT(GPTSizes(vocab=40, max_seq=8, width=16, layers=2, heads=2))
     targets = {"targets": torch.zeros(3, 8, dtype=torch.int64)}
     traced = autoptd.trace(model, loss=Flat(nn.CrossEntropyLoss()), targets=targets["targets"], seq=8)
     assert list(traced.folded.traced.inputs.values()) == ["idx", "targets"]

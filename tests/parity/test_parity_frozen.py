@@ -10,22 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from parity_check import OPTIONS, complaints
-from parity_models import VOCAB, WIDTH, Case, randomised, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
-from autoptd.lockstep import Trained, train_alone, train_in_lockstep
+from autoptd.layout.state_bytes import state_bytes
 from autoptd.parallel import Parallel
 from autoptd.progress import Silent
-from autoptd.runtime import storage
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.footprint import state_bytes
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.search.wishes import read_wishes
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.zero import flat_buffer as storage
+from autoptd.search.constraints.options import read_wishes
+from autoptd.testing.parity import Trained, train_alone, train_in_lockstep
 from tests.pairwise import pairwise
+from tests.parity.parity_check import OPTIONS, complaints
+from tests.parity.parity_models import VOCAB, WIDTH, Case, randomised, tokens
 
 
 class Adapted(nn.Module):

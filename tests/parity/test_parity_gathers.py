@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity_check import Variant, check, complaints, planned, source, with_files
-from parity_models import VOCAB, WIDTH, randomised, tokens
-from test_parity_dropout import is_alone, trained
-from test_parity_recompute import KINDS, made_for, measured, predicted
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoptd
-from autoptd.compile import make_program, read_sharding
-from autoptd.lockstep import train_alone, train_in_lockstep
-from autoptd.runtime.mesh import Mesh
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.layout.mesh import Mesh
+from autoptd.testing.parity import train_alone, train_in_lockstep
+from tests.parity.parity_check import Variant, check, complaints, planned, source, with_files
+from tests.parity.parity_models import VOCAB, WIDTH, randomised, tokens
+from tests.parity.test_parity_dropout import is_alone, trained
+from tests.parity.test_parity_recompute import KINDS, made_for, measured, predicted
 
 CUBE = Mesh(2, 2, 2)
 AGAIN = Variant(bulk=True, gathers="again")

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from front_check import CUBE, MESHES, SAMPLES, WIDTH, Plain, Scored, planned, random, wrong, x
-from parity_models import randomised
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import autoptd
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
-from autoptd.lockstep import train_alone
 from autoptd.models.load import load_model
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.passes.unwrap import unwrap
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.passes.trace.unwrap import unwrap
+from autoptd.testing.parity import train_alone
 from autoptd.verification.verdict import verify_plan
+from tests.parity.front_check import CUBE, MESHES, SAMPLES, WIDTH, Plain, Scored, planned, random, wrong, x
+from tests.parity.parity_models import randomised
 
 
 def sources(made: autoptd.Parallel) -> str:
@@ -78,7 +78,7 @@ def test_a_model_in_eval_mode_is_trained_so_and_says_so() -> None:
 
 
 def test_one_module_of_many_alike_in_eval_mode() -> None:
-    model = randomised(NanoGPT(Sizes(vocab=40, max_seq=8, width=16, layers=4, heads=2, dropout=0.3)))
+    model = randomised(NanoGPT(GPTSizes(vocab=40, max_seq=8, width=16, layers=4, heads=2, dropout=0.3)))
     for block in (model.blocks[1], model.blocks[3]):
         block.eval()
     model.drop.eval()
@@ -89,7 +89,7 @@ def test_one_module_of_many_alike_in_eval_mode() -> None:
 
 
 def test_verify_leaves_out_layers_and_keeps_the_modes_of_the_others() -> None:
-    model = randomised(NanoGPT(Sizes(vocab=40, max_seq=8, width=16, layers=6, heads=2, dropout=0.3)))
+    model = randomised(NanoGPT(GPTSizes(vocab=40, max_seq=8, width=16, layers=6, heads=2, dropout=0.3)))
     for block in model.blocks:  # their list stays in training mode
         block.eval()
     ids = {name: torch.randint(0, 40, (2, 8)) for name in ("idx", "targets")}

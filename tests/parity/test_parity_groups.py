@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from parity_check import OPTIONS, batches, case, complaints, parallel, planned
-from parity_check import Variant as Way
 from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.lockstep import Trained, train_alone, train_in_lockstep
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
 from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
+from autoptd.testing.parity import Trained, train_alone, train_in_lockstep
+from tests.parity.parity_check import OPTIONS, batches, case, complaints, parallel, planned
+from tests.parity.parity_check import Variant as Way
 
 NORMS: dict[str, Any] = {"names": ["*.bias", "*[nN]orm*"], "weight_decay": 0.0}
 TABLES: dict[str, Any] = {"names": "*embed*", "lr": 1e-4, "weight_decay": 0.5}

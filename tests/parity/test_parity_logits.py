@@ -8,22 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from logit_heads import HEADS, headed
-from parity_check import OPTIONS, complaints
-from parity_models import VOCAB, WIDTH, randomised, tokens
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
-from autoptd.lockstep import Trained, train_alone, train_in_lockstep
 from autoptd.parallel import Parallel
-from autoptd.passes import overwriting
-from autoptd.plans import Plan
+from autoptd.passes.analysis import overwriting
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.search.wishes import read_wishes
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.search.constraints.options import read_wishes
+from autoptd.testing.parity import Trained, train_alone, train_in_lockstep
+from tests.parity.logit_heads import HEADS, headed
+from tests.parity.parity_check import OPTIONS, complaints
+from tests.parity.parity_models import VOCAB, WIDTH, randomised, tokens
 
 MIXED = {"split_in_two", "unbound", "selected", "transposed_in_two", "choice"}  # classes are positions: not over cp
 OPS: tuple[int, dict[str, Any]] = (0, {"tp": 2, "recompute": "ops"})  # (layers, fix): without layers heads run again

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity_check import OPTIONS, Variant, check, complaints, planned, source
-from parity_models import TOKENS, VOCAB, WIDTH, randomised, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoptd
-from autoptd.compile import make_program, read_sharding
+from autoptd.compile.program import make_program, read_sharding
 from autoptd.errors import RuntimeFault
-from autoptd.lockstep import train_alone, train_in_lockstep
-from autoptd.passes import overwriting
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
+from autoptd.passes.analysis import overwriting
+from autoptd.testing.parity import train_alone, train_in_lockstep
+from tests.parity.parity_check import OPTIONS, Variant, check, complaints, planned, source
+from tests.parity.parity_models import TOKENS, VOCAB, WIDTH, randomised, tokens
 
 CUBE = Mesh(2, 2, 2)
 IN_PLACE = Variant(bulk=True, loss="in_place")

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from everyday_losses import EXACT, FUNCTIONS, RATIOS, REFUSED, Loss, Model, model_of, ragged
-from parity_check import TOLERANCE
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,12 +14,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import autoptd
 from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
-from autoptd.lockstep import differences, train_alone, train_in_lockstep
 from autoptd.parallel import Parallel
-from autoptd.passes import normalise
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.loss_of_sums import LossOfSums
+from autoptd.passes.normalise import normalise
+from autoptd.runtime.batch_counts import LossOfSums
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.everyday_losses import EXACT, FUNCTIONS, RATIOS, REFUSED, Loss, Model, model_of, ragged
+from tests.parity.parity_check import TOLERANCE
 
 LOSSES = {**EXACT, **RATIOS, **FUNCTIONS}
 

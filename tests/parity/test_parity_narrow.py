@@ -7,17 +7,19 @@ from functools import cache
 
 import pytest
 import torch
-from parity_check import alone, batches, case, source
 from torch import Tensor
 
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
-from autoptd.lockstep import Trained, train_in_lockstep
+from autoptd.layout.mesh import Mesh
 from autoptd.parallel import Parallel
-from autoptd.passes.loss import loss_of
+from autoptd.passes.trace.loss import loss_of
 from autoptd.progress import Silent
-from autoptd.runtime.mesh import Mesh
-from autoptd.search.wishes import read_wishes
+from autoptd.search.constraints.options import read_wishes
+from autoptd.testing.parity import Trained, train_in_lockstep
+from tests.parity.parity_check import alone, batches, case, source
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CASES = (

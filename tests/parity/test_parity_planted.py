@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from parity_check import Variant, alone, batches, complaints, parallel, planned, with_files
 
 from autoptd.api import Parallel
 from autoptd.errors import AutoptdError
-from autoptd.lockstep import train_in_lockstep
-from autoptd.passes.placements import B, parse_placement
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
+from autoptd.layout.placements import B, parse_placement
+from autoptd.testing.parity import train_in_lockstep
+from tests.parity.parity_check import Variant, alone, batches, complaints, parallel, planned, with_files
 
 BULK = Variant(bulk=True)
 CUBE = Mesh(2, 2, 2)

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from parity_check import Variant, alone, batches, check, complaints, parallel, planned, with_files
 from torch import Tensor
 
 import autoptd
 from autoptd import parallel as running
 from autoptd.errors import PlanError
-from autoptd.lockstep import Trained, differences, train_in_lockstep
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.runtime import ops, trainer
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.ops import library as ops
+from autoptd.runtime import trainer
+from autoptd.testing.parity import Trained, differences, train_in_lockstep
+from tests.parity.parity_check import Variant, alone, batches, check, complaints, parallel, planned, with_files
 
 BULK = Variant(bulk=True)
 Patch = pytest.MonkeyPatch
@@ -113,7 +114,7 @@ def test_masks_that_are_the_same_in_every_step_are_caught(monkeypatch: Patch) ->
 @pytest.mark.fault("values by cut")
 def test_first_values_that_depend_on_the_cut_are_caught(monkeypatch: Patch) -> None:
     with torch.device("meta"):
-        model = NanoGPT(Sizes(vocab=64, max_seq=16, width=32, layers=2, heads=4))
+        model = NanoGPT(GPTSizes(vocab=64, max_seq=16, width=32, layers=2, heads=4))
     made = autoptd.parallelize(model, world=2, batch=4, precision="fp32", fix={"pp": 2}, seed=3)
 
     def same() -> bool:
@@ -160,7 +161,7 @@ def test_key_heads_of_other_queries_are_seen() -> None:
 def test_a_vocabulary_that_does_not_divide_is_not_split() -> None:
     """Nothing is padded: asked for, it is refused; else the table lies in another way."""
     with torch.device("meta"):
-        model = NanoGPT(Sizes(vocab=63, max_seq=16, width=32, layers=2, heads=4))
+        model = NanoGPT(GPTSizes(vocab=63, max_seq=16, width=32, layers=2, heads=4))
     asked: dict[str, Any] = {"world": 2, "batch": 4, "precision": "fp32"}
     with pytest.raises(PlanError, match=r"63|S0"):
         autoptd.plan(model, **asked, fix={"tp": 2, "splits": {"tokens.weight": "S0"}})

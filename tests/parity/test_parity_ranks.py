@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from parity_check import OPTIONS, TOLERANCE, Variant, alone, batches, complaints, parallel, planned
 from torch import Tensor
 
 from autoptd.codegen.emit import Program, load_stage
-from autoptd.lockstep import Trained, differences, train_in_lockstep
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.layout import Layout
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.pool import Pool
-from autoptd.runtime.tokens import tokens_axis
+from autoptd.layout.layout import Layout
+from autoptd.layout.mesh import Mesh
+from autoptd.ops.cp_axis import tokens_axis
+from autoptd.ops.tp_axis import Axis
+from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
+from autoptd.testing.parity import Trained, differences, train_in_lockstep
+from autoptd.testing.process_pool import ProcessPool
+from tests.parity.parity_check import OPTIONS, TOLERANCE, Variant, alone, batches, complaints, parallel, planned
 
 pytestmark = pytest.mark.ranks
 
@@ -71,7 +71,7 @@ def train_rank(
 @pytest.mark.parametrize(
     ("name", "mesh", "variant", "optimizer"), PAIRS, ids=[f"{n}-{m}-{v.schedule}" for n, m, v, _ in PAIRS]
 )
-def test_processes_are_one_process(pool: Pool, name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
+def test_processes_are_one_process(pool: ProcessPool, name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
     made = parallel(name, planned(name, mesh, variant), optimizer, variant.clip_norm)
     job: tuple[Any, ...] = (made.program, made.layout, made.initial_values(), batches(name), optimizer)
     results = pool.run(made.layout.mesh, train_rank, *job, variant.clip_norm)

@@ -12,7 +12,32 @@ from typing import Any
 
 import pytest
 import torch
-from parity_check import (
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoptd.api import Parallel
+from autoptd.compile.make_plan import make_plan
+from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.traced import TracedModel, read_model
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import PlanFileError
+from autoptd.layout.mesh import Mesh
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.ops.recompute import recompute
+from autoptd.passes.analysis.activations import POLICIES, kept, nbytes
+from autoptd.passes.analysis.dataflow import flow
+from autoptd.passes.opcall import Sizes as Numbers
+from autoptd.passes.trace.traced import BATCH
+from autoptd.plans.model import Plan
+from autoptd.progress import Silent
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.search.constraints.options import read_wishes
+from autoptd.testing.parity import train_in_lockstep
+from tests.pairwise import pairwise
+from tests.parity.parity_check import (
     OPTIONS,
     Variant,
     alone,
@@ -24,32 +49,9 @@ from parity_check import (
     planned,
     with_files,
 )
-from parity_check import source as read_source
-from parity_models import SAMPLES, TOKENS, VOCAB, WIDTH, randomised
-from test_parity_dropout import is_alone, trained
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from autoptd.api import Parallel
-from autoptd.compile import TracedModel, make_plan, make_program, read_model, read_sharding
-from autoptd.cost_models.cluster import Cluster
-from autoptd.errors import PlanFileError
-from autoptd.lockstep import train_in_lockstep
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.passes.activations import POLICIES, kept, nbytes
-from autoptd.passes.flow import flow
-from autoptd.passes.opcall import Sizes as Numbers
-from autoptd.passes.trace import BATCH
-from autoptd.plans import Plan
-from autoptd.progress import Silent
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.recompute import recompute
-from autoptd.search.wishes import read_wishes
-from tests.pairwise import pairwise
+from tests.parity.parity_check import source as read_source
+from tests.parity.parity_models import SAMPLES, TOKENS, VOCAB, WIDTH, randomised
+from tests.parity.test_parity_dropout import is_alone, trained
 
 CUBE = Mesh(2, 2, 2)
 SELECTIVE, OPS = Variant(bulk=True, recompute="selective"), Variant(bulk=True, recompute="ops", micro=1)
@@ -171,7 +173,7 @@ def eager_bert() -> nn.Module:
 
 
 def nanogpt() -> nn.Module:
-    return NanoGPT(Sizes(vocab=VOCAB, max_seq=16, width=WIDTH, layers=3, heads=8, dropout=0.2, bias=True))
+    return NanoGPT(GPTSizes(vocab=VOCAB, max_seq=16, width=WIDTH, layers=3, heads=8, dropout=0.2, bias=True))
 
 
 KINDS = {

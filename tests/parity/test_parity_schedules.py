@@ -7,17 +7,19 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
-from parity_check import Variant, alone, batches, check, complaints, parallel, planned
-from parity_models import FEW_MESHES, MODELS, OFTEN
 from torch import Tensor
 
-from autoptd.lockstep import train_in_lockstep
-from autoptd.runtime import executor, halves, layout, trainer
-from autoptd.runtime.halves import Later
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.stage import Wire
-from autoptd.schedule import SENDS, Action, Actions, Channel, Route, Schedule
+from autoptd.layout import layout
+from autoptd.layout.mesh import Mesh
+from autoptd.ops.stage import Wire
+from autoptd.runtime import executor, messages, trainer
+from autoptd.runtime import split_backward as halves
+from autoptd.runtime.split_backward import Later
+from autoptd.schedule import SENDS, Action, Actions, Channel, Schedule, StageMap
+from autoptd.testing.parity import train_in_lockstep
 from tests.pairwise import pairwise
+from tests.parity.parity_check import Variant, alone, batches, check, complaints, parallel, planned
+from tests.parity.parity_models import FEW_MESHES, MODELS, OFTEN
 
 WAYS = {
     "gpipe": Variant(schedule="gpipe", micro=1, bulk=True),
@@ -102,13 +104,13 @@ def test_most_of_the_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_what_all_tp_ranks_hold_is_sent_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: set[int] = set()
-    cut = executor._Part.cut
+    cut = messages.MessagePart.cut
 
-    def noted(self: executor._Part, x: Tensor, rank: int) -> Tensor:
+    def noted(self: messages.MessagePart, x: Tensor, rank: int) -> Tensor:
         sent.add(self.slices)
         return cut(self, x, rank)
 
-    monkeypatch.setattr(executor._Part, "cut", noted)
+    monkeypatch.setattr(messages.MessagePart, "cut", noted)
     variant = Variant(sends="slices", sequence_parallel=False, micro=2, bulk=True)
     assert not check(name, Mesh(1, 4, 2), variant, "sgd")
     assert 4 in sent
@@ -158,7 +160,7 @@ def test_chunks_on_the_wrong_ranks_are_caught(way: str, monkeypatch: pytest.Monk
 
 
 def test_a_loop_where_a_vee_is_planned_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout.Mesh, "stages_of", lambda self, pp: Route(self.pp, self.virtual).stages_of(pp))
+    monkeypatch.setattr(layout.Mesh, "stages_of", lambda self, pp: StageMap(self.pp, self.virtual).stages_of(pp))
     assert found_wrong("nanogpt", "vee")
 
 
@@ -166,7 +168,7 @@ def test_swapped_channels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations and gradients that go the same way between two ranks, each on the channel of the others."""
     honest = executor.channel_of
 
-    def swapped(rank: int, action: Action, route: Route) -> Channel:
+    def swapped(rank: int, action: Action, route: StageMap) -> Channel:
         edge, way = honest(rank, action, route)
         if action.kind not in SENDS:
             return edge, way

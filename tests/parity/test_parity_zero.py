@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity_check import Variant, alone, batches, case, check, complaints, parallel, planned, source
-from parity_models import MODELS
 from torch import Tensor
 
 import autoptd
-from autoptd.lockstep import Trained, differences, train_in_lockstep
-from autoptd.runtime import gathering, reduction, storage
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
+from autoptd.runtime.zero import flat_buffer as storage
+from autoptd.runtime.zero import grad_reduce as reduction
+from autoptd.runtime.zero import param_gather as gathering
+from autoptd.testing.parity import Trained, differences, train_in_lockstep
+from tests.parity.parity_check import Variant, alone, batches, case, check, complaints, parallel, planned, source
+from tests.parity.parity_models import MODELS
 
 WAYS: tuple[tuple[Mesh, Variant], ...] = (
     (Mesh(4, 1, 1), Variant(zero=3, micro=1, clip_norm=0.7)),

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.layout.placements import Broadcast, PartialSum, Placement, Split
 from autoptd.passes.fold import Folded, Segment, fold
-from autoptd.passes.normalise import normalise
+from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.placements import Broadcast, PartialSum, Placement, Split
-from autoptd.passes.trace import BATCH, SEQUENCE, trace
-from autoptd.search.legal import counts_tokens
-from autoptd.search.tensors import Sharded, Tensors
+from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.search.sharding.strategies import counts_tokens
+from autoptd.search.sharding.tensors import Sharded, Tensors
 
 H, A, V = 56 * 52, 56, 32 * 17 * 19  # width, heads, vocabulary: 56 | 2912, so widths are tried before heads
 

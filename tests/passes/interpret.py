@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.passes.graph import concrete, substitute
-from autoptd.passes.loss_form import ADDEND, COUNT, LossForm, addend_slices, loss_form
-from autoptd.passes.normalise import normalise
-from autoptd.passes.trace import Traced, trace
+from autoptd.passes.losses.loss_form import ADDEND, COUNT, LossForm, addend_slices, loss_form
+from autoptd.passes.normalise.normalise import normalise
+from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.traced import Traced
 
 Batch = Mapping[str, Tensor]
 

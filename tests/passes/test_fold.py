@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from interpret import normalised
 from torch import Tensor, nn
 
-from autoptd.passes.fold import Folded, Unit, crossing, find_units, fold, graph_hash, needed_prelude
+from autoptd.passes.fold import Folded, RepeatedUnit, crossing, find_units, fold, graph_hash, needed_prelude
+from tests.passes.interpret import normalised
 
 WIDTH = 8
 
@@ -249,7 +249,7 @@ def test_unused_parameters_are_listed() -> None:
     ],
 )
 def test_units(text: str, units: list[tuple[int, int, int]]) -> None:
-    assert list(find_units(list(text))) == [Unit(*u) for u in units]
+    assert list(find_units(list(text))) == [RepeatedUnit(*u) for u in units]
 
 
 # ---- the hash of a graph ----

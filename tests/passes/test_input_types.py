@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoptd.passes.input_types import inputs_to_cast
+from autoptd.passes.normalise.input_types import inputs_to_cast
 
 
 class Read(nn.Module):

@@ -7,24 +7,24 @@ import weakref
 from typing import Any
 
 import pytest
-import test_trainer
-import tiny_model as tiny
 import torch
 from torch import Tensor
 
 from autoptd.cost_models.memory import in_flight
 from autoptd.errors import RuntimeFault
-from autoptd.passes.placements import B
-from autoptd.runtime import executor
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.randomness import DropoutKey
-from autoptd.runtime.stage import Stage, Wire, buffer, parameter
+from autoptd.layout.layout import Layout, TensorSpec
+from autoptd.layout.mesh import Mesh
+from autoptd.layout.placements import B
+from autoptd.ops.dropout import DropoutKey
+from autoptd.ops.stage import Stage, Wire, buffer, parameter
+from autoptd.ops.tp_axis import Axis
+from autoptd.runtime import messages
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.trainer import Trainer
 from autoptd.schedule import RUNNABLE, row_of
+from tests.runtime import test_trainer
+from tests.runtime import tiny_model as tiny
 
 F64 = torch.float64
 
@@ -161,7 +161,7 @@ def test_slices_make_up_the_whole(shape: tuple[int, ...]) -> None:
 
     def body(c: Communicators) -> bool:
         x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-        part = executor._Part(shape, x.dtype, c.tp.size)
+        part = messages.MessagePart(shape, x.dtype, c.tp.size)
         mine = part.cut(x, c.tp.rank)
         assert mine.shape == part.empty(c.device).shape and mine.numel() * c.tp.size < x.numel() + c.tp.size
         return torch.equal(part.whole(mine, c.tp), x)

@@ -8,15 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_trainer
-import tiny_model as tiny
 import torch
 from torch import Tensor
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime import buffers, comm, executor, flat, lockstep, reduction, storage, trainer
-from autoptd.runtime.comm import Alone
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout import packing as flat
+from autoptd.layout.mesh import Mesh
+from autoptd.ops.group import SingleRankGroup
+from autoptd.runtime import executor, messages, trainer
+from autoptd.runtime.comm import interfaces as comm
+from autoptd.runtime.comm import threaded as lockstep
+from autoptd.runtime.zero import flat_buffer as storage
+from autoptd.runtime.zero import grad_reduce as reduction
+from autoptd.runtime.zero import param_buffers as buffers
+from tests.runtime import test_trainer
+from tests.runtime import tiny_model as tiny
 
 MESH = Mesh(2, 2, 2)
 Patch = pytest.MonkeyPatch
@@ -31,7 +37,7 @@ def parity(zero: int = 1, **kwargs: Any) -> None:
 
 def mean_of_means(patch: Patch) -> None:
     """Each microbatch divides by its own valid tokens, then by their number."""
-    whole = executor._Run.forward
+    whole = executor._StepState.forward
 
     def forward(self: Any, action: Any) -> None:
         stage = self.stages[action.chunk]
@@ -40,7 +46,7 @@ def mean_of_means(patch: Patch) -> None:
             self.counts = lambda: (count.clamp(min=1) * len(self.microbatches) * self.comm.mesh.dp,)
         whole(self, action)
 
-    patch.setattr(executor._Run, "forward", forward)
+    patch.setattr(executor._StepState, "forward", forward)
 
 
 def count_of_one_rank(patch: Patch) -> None:
@@ -49,7 +55,7 @@ def count_of_one_rank(patch: Patch) -> None:
 
     def counts(self: Any, microbatches: Any) -> Any:
         kept = self.communicators
-        object.__setattr__(self, "communicators", comm.Communicators(**{**vars(kept), "dp": Alone()}))
+        object.__setattr__(self, "communicators", comm.Communicators(**{**vars(kept), "dp": SingleRankGroup()}))
         try:
             return whole(self, microbatches)
         finally:
@@ -71,7 +77,7 @@ def average_over_dp(patch: Patch) -> None:
 
 def norm_of(rule: Callable[[Any, int, int, int], bool]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
-        def pieces(self: Any, stage: int) -> list[buffers.Piece]:
+        def pieces(self: Any, stage: int) -> list[storage.ParameterShard]:
             counts = [rule(b, stage, b.sharing.across.rank, self._tp.rank) for b in self._buffers]
             return [p for b, mine in zip(self._buffers, counts, strict=True) for p in b.pieces(mine)]
 
@@ -95,7 +101,7 @@ def no_sum_over_tied_stages(patch: Patch) -> None:
     whole = comm.Communicators.over_stages
 
     def over_stages(self: Any, stages: tuple[int, ...]) -> Any:
-        return Alone() if whole(self, stages) is not None else None
+        return SingleRankGroup() if whole(self, stages) is not None else None
 
     patch.setattr(comm.Communicators, "over_stages", over_stages)
 
@@ -116,8 +122,8 @@ def lost_flat_view(patch: Patch) -> None:
     """The optimizer's gradient is a copy from before the reduction."""
     whole = buffers.Buffer.pieces
 
-    def pieces(self: Any, counts: bool) -> list[buffers.Piece]:
-        return [buffers.Piece(p.name, p.param, p.grad.clone(), p.counts) for p in whole(self, counts)]
+    def pieces(self: Any, counts: bool) -> list[storage.ParameterShard]:
+        return [storage.ParameterShard(p.name, p.param, p.grad.clone(), p.counts) for p in whole(self, counts)]
 
     patch.setattr(buffers.Buffer, "pieces", pieces)
 
@@ -161,14 +167,14 @@ def shards_of_the_wrong_group(patch: Patch) -> None:
 
 
 def swapped_receives(patch: Patch) -> None:
-    post = executor._Inbox._post
+    post = messages.Inbox._post
 
     def swapped(self: Any) -> None:
         if len(self.expected) > 1:
             self.expected[0], self.expected[1] = self.expected[1], self.expected[0]
         post(self)
 
-    patch.setattr(executor._Inbox, "_post", swapped)
+    patch.setattr(messages.Inbox, "_post", swapped)
 
 
 def clipped_by_its_own_norm(patch: Patch) -> None:
@@ -229,8 +235,8 @@ def test_padding_in_the_norm_is_caught(monkeypatch: Patch) -> None:
     """A piece that reaches into the padding."""
     whole = buffers.Buffer.pieces
 
-    def pieces(self: Any, counts: bool) -> list[buffers.Piece]:
-        padding = [buffers.Piece("idle", torch.nn.Parameter(self.data[-1:]), self.grad[-1:], counts)]
+    def pieces(self: Any, counts: bool) -> list[storage.ParameterShard]:
+        padding = [storage.ParameterShard("idle", torch.nn.Parameter(self.data[-1:]), self.grad[-1:], counts)]
         return whole(self, counts) + padding
 
     monkeypatch.setattr(buffers.Buffer, "pieces", pieces)
@@ -262,8 +268,8 @@ def test_padding_of_shards_in_the_norm_is_caught(monkeypatch: Patch) -> None:
     monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
     parity(zero=3)
 
-    def pieces(self: Any, counts: bool) -> list[buffers.Piece]:
-        padding = [buffers.Piece("idle", torch.nn.Parameter(self.main[-1:]), self.grad[-1:], counts)]
+    def pieces(self: Any, counts: bool) -> list[storage.ParameterShard]:
+        padding = [storage.ParameterShard("idle", torch.nn.Parameter(self.main[-1:]), self.grad[-1:], counts)]
         return whole(self, counts) + padding
 
     monkeypatch.setattr(buffers.Buffer, "pieces", pieces)

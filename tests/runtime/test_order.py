@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_trainer
-import tiny_model as tiny
 
 import autoptd.runtime.executor as executor
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, StageTimes
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.mesh import Mesh
+from autoptd.layout.mesh import Mesh
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.schedule import RUNNABLE, Action, row_of, step_lists
+from tests.runtime import test_trainer
+from tests.runtime import tiny_model as tiny
 
 DOES = {
     "receive_activations": "RF",
@@ -44,7 +44,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         return call
 
     for name, kind in DOES.items():
-        monkeypatch.setattr(executor._Run, name, recorded(getattr(executor._Run, name), kind))
+        monkeypatch.setattr(executor._StepState, name, recorded(getattr(executor._StepState, name), kind))
     return done
 
 

@@ -7,23 +7,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import test_executor
-import test_trainer
-import tiny_model as tiny
 import torch
 from torch import Tensor
 
 from autoptd.errors import RuntimeFault
-from autoptd.passes.placements import BP, B
-from autoptd.runtime import comm, executor, reduction, storage, trainer
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.ops import element_count
-from autoptd.runtime.stage import Stage, parameter
+from autoptd.layout.layout import Layout, TensorSpec
+from autoptd.layout.mesh import Mesh
+from autoptd.layout.placements import BP, B
+from autoptd.ops.library import element_count
+from autoptd.ops.stage import Stage, parameter
+from autoptd.ops.tp_axis import Axis
+from autoptd.runtime import executor, trainer
+from autoptd.runtime.comm import interfaces as comm
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.trainer import Trainer
+from autoptd.runtime.zero import flat_buffer as storage
+from autoptd.runtime.zero import grad_reduce as reduction
+from tests.runtime import test_executor, test_trainer
+from tests.runtime import tiny_model as tiny
 
 Patch = pytest.MonkeyPatch
 MISTAKES = (AttributeError, NameError, TypeError, KeyError)  # of the planting, not of what was planted
@@ -101,7 +103,7 @@ def closed_form() -> None:
 
 def mean_over_microbatches(patch: Patch) -> None:
     """Each microbatch counts its own, and is one of m."""
-    whole = executor._Run.forward
+    whole = executor._StepState.forward
 
     def forward(self: Any, action: Any) -> None:
         stage = self.stages[action.chunk]
@@ -111,7 +113,7 @@ def mean_over_microbatches(patch: Patch) -> None:
             self.counts = lambda: (count.clamp(min=1) * len(self.microbatches) * self.comm.mesh.dp,)
         whole(self, action)
 
-    patch.setattr(executor._Run, "forward", forward)
+    patch.setattr(executor._StepState, "forward", forward)
 
 
 def scaled(factor: float) -> Callable[[Patch], None]:
@@ -188,7 +190,7 @@ def zero_grads(made: Trainer) -> None:
 def forgotten_with_grad(patch: Patch) -> None:
     """A piece reads its gradient off `.grad`, which zero_grad sets to None."""
 
-    class Held(storage.Piece):
+    class Held(storage.ParameterShard):
         @property
         def grad(self) -> Tensor:  # type: ignore[override]
             return torch.zeros_like(self.param) if self.param.grad is None else self.param.grad
@@ -326,13 +328,13 @@ def sized_by_the_first(patch: Patch) -> None:
 
 def relay_without_gradient(patch: Patch) -> None:
     """Of a tensor that goes through a stage, what the stages behind want is not passed back."""
-    whole = executor._Run._returned
+    whole = executor._StepState._returned
 
     def returned(self: Any, i: int, chunk: int) -> tuple[Tensor, ...]:
         found = whole(self, i, chunk)
         return (torch.zeros_like(found[0]), *found[1:]) if self.comm.stage == 1 else found
 
-    patch.setattr(executor._Run, "_returned", returned)
+    patch.setattr(executor._StepState, "_returned", returned)
 
 
 def gradients_of_integers(patch: Patch) -> None:

@@ -11,10 +11,10 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import AutoptdError, RuntimeFault
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.pool import Pool
+from autoptd.layout.mesh import Mesh
+from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.search.planner import Planner
+from autoptd.testing.process_pool import ProcessPool
 
 pytestmark = pytest.mark.ranks
 WORLD, WIDTH = 3, 16
@@ -31,8 +31,8 @@ class Small(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(WORLD) as made:
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(WORLD) as made:
         yield made
 
 
@@ -65,7 +65,7 @@ def asked(c: Communicators, options: list[dict[str, Any]], breaks: bool = False)
     return len(searches), results
 
 
-def test_rank_0_searches_and_all_have_its_plan(pool: Pool) -> None:
+def test_rank_0_searches_and_all_have_its_plan(pool: ProcessPool) -> None:
     found = pool.run(MESH, asked, [{"fix": {"micro": 1}}, {"fix": {"micro": 2}}])
     assert [searches for searches, _ in found] == [2, 0, 0]
     (first, second), *others = [plans for _, plans in found]
@@ -73,14 +73,14 @@ def test_rank_0_searches_and_all_have_its_plan(pool: Pool) -> None:
     assert all(plan[1] is True for plan in (first, second)), "each rank has trained with it"  # type: ignore[index]
 
 
-def test_all_raise_the_one_error_that_rank_0_met(pool: Pool) -> None:
+def test_all_raise_the_one_error_that_rank_0_met(pool: ProcessPool) -> None:
     (_, errors), *others = pool.run(MESH, asked, [{"fix": {"headroom": 0.999999999}}, {"fix": {"tp": 2}}, {}])
     assert [kind for kind, *_ in errors[:2]] == ["DoesNotFit", "PlanError"]  # type: ignore[misc]
     assert "  where  " in str(errors[0]) or "  fix    " in str(errors[0])
     assert all(found == (0, errors) for found in others)  # the third plan is that of the third call
 
 
-def test_what_is_no_error_of_ours_reaches_all(pool: Pool) -> None:
+def test_what_is_no_error_of_ours_reaches_all(pool: ProcessPool) -> None:
     (_, raised), *others = pool.run(MESH, asked, [{}], True)
     assert raised == [("ZeroDivisionError", "of a search")]
     for _, ((kind, text),) in others:  # type: ignore[misc]

@@ -7,20 +7,20 @@ from itertools import product
 from typing import Any
 
 import pytest
-import tiny_model as tiny
 import torch
 from torch import Tensor
 
 from autoptd.errors import InputsError, PlanError, RuntimeFault
-from autoptd.passes.placements import B, Split
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.comm import Communicators
-from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.runtime.lockstep import run_lockstep
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.stage import Stage, buffer, parameter
+from autoptd.layout.layout import Layout, TensorSpec
+from autoptd.layout.mesh import Mesh
+from autoptd.layout.placements import B, Split
+from autoptd.ops.stage import Stage, buffer, parameter
+from autoptd.ops.tp_axis import Axis
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.trainer import Trainer
 from tests.pairwise import pairwise
+from tests.runtime import tiny_model as tiny
 
 MESHES = [Mesh(dp, tp, pp) for dp in (1, 2, 4, 8) for tp in (1, 2) for pp in (1, 2, 4) if dp * tp * pp in (1, 2, 4, 8)]
 STEPS = 3

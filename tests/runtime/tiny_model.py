@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from autoptd.passes.placements import BP, B, Split
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.layout import Layout, TensorSpec
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.ops import dropout, valid_count, vocab_cross_entropy, vocab_embedding
-from autoptd.runtime.randomness import DropoutKey
-from autoptd.runtime.stage import Stage, Wire, parameter
+from autoptd.layout.layout import Layout, TensorSpec
+from autoptd.layout.mesh import Mesh
+from autoptd.layout.placements import BP, B, Split
+from autoptd.ops.dropout import DropoutKey
+from autoptd.ops.library import dropout, valid_count, vocab_cross_entropy, vocab_embedding
+from autoptd.ops.stage import Stage, Wire, parameter
+from autoptd.ops.tp_axis import Axis
 
 V, H, M, S, LAYERS = 12, 6, 10, 4, 4
 INPUTS = ("ids", "labels")

@@ -10,12 +10,12 @@ import numpy as np
 
 from autoptd.cost_models.memory import Memory
 from autoptd.errors import AutoptdError
-from autoptd.search.menus import Way, bytes_of
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.evaluate import StageSolution, simulated, timed
+from autoptd.search.pipeline.recompute_options import RecomputeOption, bytes_of
+from autoptd.search.pipeline.stage_cost import StageCost
+from autoptd.search.pipeline.stages import Stages
 from autoptd.search.planner import Planner
-from autoptd.search.site import Site
-from autoptd.search.staged import StageSolution, simulated, timed
-from autoptd.search.stages import Stages
 
 Cuts = tuple[tuple[int, int], ...]
 
@@ -89,7 +89,7 @@ class ChunkWays:
 
     Of ways that are alike in all three, the first."""
 
-    def __init__(self, site: Site, run: tuple[int, int]) -> None:
+    def __init__(self, site: StageCost, run: tuple[int, int]) -> None:
         self.blocks = list(site.blocks(*run))
         self.menus = [[site.way(block, policy) for policy in site.policies_for(block)] for block in self.blocks]
         self.again_s, self.kept, self.peak = np.zeros(1), np.zeros(1), np.zeros(1)
@@ -101,7 +101,7 @@ class ChunkWays:
         _, self.index = np.unique(np.stack([self.again_s, self.kept, self.peak]), axis=1, return_index=True)
         self.again_s, self.kept, self.peak = (x[self.index] for x in (self.again_s, self.kept, self.peak))
 
-    def ways(self, index: int) -> tuple[Way, ...]:
+    def ways(self, index: int) -> tuple[RecomputeOption, ...]:
         places = np.unravel_index(self.index[index], [len(menu) for menu in self.menus])
         return tuple(menu[i] for menu, i in zip(self.menus, places, strict=True))
 
@@ -110,7 +110,7 @@ class ChunkWays:
         return {i: way.policy for block, way in pairs if way.policy != "none" for i in block}
 
 
-def _of(way: Way) -> tuple[int, int, float]:
+def _of(way: RecomputeOption) -> tuple[int, int, float]:
     return way.peak.kept, max(way.peak.forward, way.peak.backward), way.again_s
 
 

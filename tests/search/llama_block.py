@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoptd.passes.placements import BP, B, P, Placement, Split, conversion
-from autoptd.search.splits import Choice, Node, SplitProblem
+from autoptd.layout.placements import BP, B, P, Placement, Split, conversion
+from autoptd.search.sharding.splits import Choice, Node, SplitProblem
 
 S0, S1, S2 = Split(0), Split(1), Split(2)
 TP, TOKENS, HIDDEN, FFN = 8, 4096, 8192, 28672

@@ -15,11 +15,11 @@ import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import communicator_bytes
 from autoptd.errors import PlanError
+from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
-from autoptd.models.nanogpt import Sizes as NanoSizes
 from autoptd.progress import Silent
+from autoptd.search.constraints.options import INCLUDABLE, read_wishes
 from autoptd.search.planner import Planner, Task
-from autoptd.search.wishes import INCLUDABLE, read_wishes
 
 SEQ = 256
 

@@ -10,34 +10,36 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from random_cuts import Problem, random_problem
-from random_tasks import random_task
 
 import autoptd
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
 from autoptd.models.load import load_model
 from autoptd.progress import Silent
-from autoptd.search import cut_program, cuts, stages
-from autoptd.search.cut_program import Option, integer_cut
-from autoptd.search.cuts import solve_cuts
+from autoptd.search.constraints.options import read_wishes
+from autoptd.search.pipeline import cut_ilp as cut_program
+from autoptd.search.pipeline import partition as cuts
+from autoptd.search.pipeline import stages
+from autoptd.search.pipeline.cut_ilp import StageOption, integer_cut
+from autoptd.search.pipeline.partition import solve_cuts
+from autoptd.search.pipeline.windows import Cuts, Measure, PartitionProblem
 from autoptd.search.planner import Planner
 from autoptd.search.task import Task
-from autoptd.search.windows import Cuts, Line, Measure
-from autoptd.search.wishes import read_wishes
+from tests.search.pipeline.random_cuts import Problem, random_problem
+from tests.search.random_tasks import random_task
 
 
-def options(problem: Problem) -> Callable[[int, int, int], list[Option]]:
+def options(problem: Problem) -> Callable[[int, int, int], list[StageOption]]:
     """Every set of segments that recompute, whether it fits or not."""
     line = problem.line
 
-    def ways(stage: int, first: int, last: int) -> list[Option]:
+    def ways(stage: int, first: int, last: int) -> list[StageOption]:
         pool, own = line.pools[stage], [problem.segment(i) for i in range(first, last + 1)]
         base = problem.seconds_without(stage, first, last)
         state, found = sum(s.state for s in own), []
         for chosen in itertools.product((False, True), repeat=len(own)):
             kept = sum(s.lean if again else s.kept for s, again in zip(own, chosen, strict=True))
             again_s = sum(s.again_s for s, again in zip(own, chosen, strict=True) if again)
-            found.append(Option(base + again_s, (state + line.alive[stage] * kept) / line.room[pool]))
+            found.append(StageOption(base + again_s, (state + line.alive[stage] * kept) / line.room[pool]))
         return found
 
     return ways
@@ -62,9 +64,9 @@ def test_both_solvers_cut_random_lines_equally_well() -> None:
 
 
 def _dropped(*numbers: int) -> Callable[..., None]:
-    demand = cut_program.Program.demand
+    demand = cut_program.IntegerProgram.demand
 
-    def without(self: cut_program.Program, this: int, constraint: object) -> None:
+    def without(self: cut_program.IntegerProgram, this: int, constraint: object) -> None:
         if this not in numbers:
             demand(self, this, constraint)
 
@@ -81,25 +83,25 @@ def _is_caught(seed: int) -> bool:
 @pytest.mark.parametrize("numbers", [(1, 3), (2,), (4,), (5,), (6,)], ids=str)
 def test_every_constraint_is_needed(numbers: tuple[int, ...]) -> None:
     """(1) and (3) follow from one another where all runs of a stage line up with those of others."""
-    with mock.patch.object(cut_program.Program, "demand", _dropped(*numbers)):
+    with mock.patch.object(cut_program.IntegerProgram, "demand", _dropped(*numbers)):
         assert any(map(_is_caught, range(40)))
 
 
 def test_the_way_to_recompute_is_chosen_by_what_fits_and_the_slowest_stage() -> None:
     """Two segments on two stages: the first fits if it recomputes, at 5 s rather than 3 s."""
-    runs = {(0, 0, 0): [Option(3.0, 1.2), Option(5.0, 0.9)], (1, 1, 1): [Option(4.0, 0.5)]}
+    runs = {(0, 0, 0): [StageOption(3.0, 1.2), StageOption(5.0, 0.9)], (1, 1, 1): [StageOption(4.0, 0.5)]}
     assert integer_cut(runs, 2, 10.0) == (pytest.approx(10 * 5 + 5 + 4), ((0, 0), (1, 1)))
-    full = {(0, 0, 0): [Option(3.0, 1.2)], (1, 1, 1): [Option(4.0, 0.5)]}
+    full = {(0, 0, 0): [StageOption(3.0, 1.2)], (1, 1, 1): [StageOption(4.0, 0.5)]}
     assert integer_cut(full, 2, 10.0) is None
     assert integer_cut({(0, 0, 0): [], (1, 1, 1): []}, 2, 10.0) is None
-    assert integer_cut({(0, 0, 0): [Option(1.0, 0.5)], (1, 1, 2): [Option(1.0, 0.5)]}, 4, 1.0) is None
+    assert integer_cut({(0, 0, 0): [StageOption(1.0, 0.5)], (1, 1, 2): [StageOption(1.0, 0.5)]}, 4, 1.0) is None
 
 
 def compared(task: Task, model: autoptd.TracedModel) -> int:
     """Search with the integer program; how many cuts were made, each as good as that of the dynamic program."""
     count = 0
 
-    def both(line: Line, ramp: float, seconds: Measure, options: cuts.Options | None = None) -> Cuts | None:
+    def both(line: PartitionProblem, ramp: float, seconds: Measure, options: cuts.Options | None = None) -> Cuts | None:
         nonlocal count
         count += 1
         assert options is not None
@@ -113,7 +115,7 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
     return count
 
 
-def bound_s(line: Line, ramp: float, seconds: Measure, cut: Cuts | None) -> float:
+def bound_s(line: PartitionProblem, ramp: float, seconds: Measure, cut: Cuts | None) -> float:
     if cut is None:
         return math.inf
     times = [seconds(k, *run) + float(line.send_s[k, run[1]]) for k, run in enumerate(cut)]
@@ -145,4 +147,4 @@ def test_a_solver_that_does_not_finish_is_an_error() -> None:
         mock.patch.object(cut_program, "minimise", return_value=mock.Mock(status="unknown")),
         pytest.raises(AutoptdError, match="not found within"),
     ):
-        integer_cut({(0, 0, 0): [Option(1.0, 0.5)]}, 1, 1.0)
+        integer_cut({(0, 0, 0): [StageOption(1.0, 0.5)]}, 1, 1.0)

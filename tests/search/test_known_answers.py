@@ -12,18 +12,18 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_tasks import random_cluster, traced
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import DoesNotFit
+from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
-from autoptd.models.nanogpt import Sizes as NanoSizes
-from autoptd.passes.trace import BATCH, SEQUENCE
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.progress import Silent
+from autoptd.search.constraints.options import read_wishes
 from autoptd.search.planner import Answer, Planner, Task
-from autoptd.search.tensors import Sharded, Tensors
-from autoptd.search.wishes import read_wishes
+from autoptd.search.sharding.tensors import Sharded, Tensors
+from tests.search.random_tasks import random_cluster, traced
 
 
 @cache

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoptd.errors import PlanError
-from autoptd.search.meshes import Candidate, Limits, candidates, divisors
+from autoptd.search.meshes import Candidate, MeshLimits, candidates, divisors
 
-LIMITS = Limits(world=64, batch=512, segments=98, tp_sizes=(1, 2, 4, 8), recomputes=("auto",))
+LIMITS = MeshLimits(world=64, batch=512, segments=98, tp_sizes=(1, 2, 4, 8), recomputes=("auto",))
 
 
 def test_every_mesh_is_listed_once() -> None:
-    limits = Limits(world=12, batch=24, segments=3, tp_sizes=(1, 2, 4), zeros=(0, 1), recomputes=("none", "full"))
+    limits = MeshLimits(world=12, batch=24, segments=3, tp_sizes=(1, 2, 4), zeros=(0, 1), recomputes=("none", "full"))
     expected = {
         (dp, tp, pp, micro, zero, recompute)
         for dp, tp, pp, micro in itertools.product(range(1, 13), (1, 2, 4), (1, 2, 3), range(1, 25))
@@ -42,7 +42,7 @@ def test_a_fix_is_honoured() -> None:
 
 
 def test_the_largest_microbatch_binds_unless_fixed() -> None:
-    limits = Limits(world=1, batch=64, segments=1, tp_sizes=(1,), recomputes=("auto",), max_micro=4)
+    limits = MeshLimits(world=1, batch=64, segments=1, tp_sizes=(1,), recomputes=("auto",), max_micro=4)
     assert [c.micro for c in candidates(limits)] == [1, 2, 4]
     assert [c.micro for c in candidates(limits, {"micro": 16})] == [16]
 
@@ -75,19 +75,19 @@ def test_a_wish_that_cannot_be_met_names_what_is_wrong(fix: dict[str, int | str]
 
 def test_too_many_stages_are_refused() -> None:
     with pytest.raises(PlanError, match="pp 32 is more than the 10 pieces"):
-        candidates(Limits(64, 512, 10, (1, 8)), {"pp": 32})
+        candidates(MeshLimits(64, 512, 10, (1, 8)), {"pp": 32})
 
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:
     with pytest.raises(PlanError, match="batch 5 is not divisible by dp x micro of any mesh of world 8") as error:
-        candidates(Limits(world=8, batch=5, segments=2, tp_sizes=(1, 2)))
+        candidates(MeshLimits(world=8, batch=5, segments=2, tp_sizes=(1, 2)))
     assert "dp x micro may be 2, 4, 8" in str(error.value)
     assert "use a batch of 4 or 6" in str(error.value)
 
 
 def test_a_world_that_no_mesh_fills_is_refused() -> None:
     with pytest.raises(PlanError, match="no dp x tp x pp gives a world of 8"):
-        candidates(Limits(world=8, batch=8, segments=2, tp_sizes=(1, 2)), {"dp": 1})
+        candidates(MeshLimits(world=8, batch=8, segments=2, tp_sizes=(1, 2)), {"dp": 1})
 
 
 @given(st.integers(1, 5000))
@@ -97,7 +97,7 @@ def test_divisors(number: int) -> None:
 
 # ---- dimensions that are asked for ----
 
-WIDE = Limits(world=16, batch=32, segments=7, tp_sizes=(1, 2, 4), zeros=(1, 0, 2, 3), recomputes=("auto",))
+WIDE = MeshLimits(world=16, batch=32, segments=7, tp_sizes=(1, 2, 4), zeros=(1, 0, 2, 3), recomputes=("auto",))
 
 
 def test_every_way_is_listed_once() -> None:

@@ -8,15 +8,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from every_plan import least_seconds
-from random_tasks import MODELS, random_task
 
 import autoptd
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.progress import Silent
-from autoptd.search import menus, outlook, planner, refine
+from autoptd.search import planner
+from autoptd.search.constraints.options import INCLUDABLE
+from autoptd.search.pipeline import exact as refine
+from autoptd.search.pipeline import lower_bounds
+from autoptd.search.pipeline import recompute_options as menus
 from autoptd.search.planner import Planner, Task
-from autoptd.search.wishes import INCLUDABLE
+from tests.search.every_plan import least_seconds
+from tests.search.random_tasks import MODELS, random_task
 
 EQUAL = 1e-9
 TASKS = 120
@@ -124,8 +127,8 @@ def _bad(seeds: range) -> bool:
 
 
 def test_a_wrong_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = outlook.even_bound_s
-    monkeypatch.setattr(outlook, "even_bound_s", lambda *args: 1.3 * honest(*args))
+    honest = lower_bounds.even_bound_s
+    monkeypatch.setattr(lower_bounds, "even_bound_s", lambda *args: 1.3 * honest(*args))
     assert _bad(range(30))
 
 

@@ -11,15 +11,15 @@ from torch import nn
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import DoesNotFit
+from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
-from autoptd.models.nanogpt import Sizes as NanoSizes
 from autoptd.progress import Silent
+from autoptd.search.constraints.options import read_wishes
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.evaluate import Staged, simulated
 from autoptd.search.planner import Planner, Task
-from autoptd.search.splits import InfeasibleSplit
-from autoptd.search.staged import Staged, simulated
-from autoptd.search.tensors import Sharded
-from autoptd.search.wishes import read_wishes
+from autoptd.search.sharding.splits import InfeasibleSplit
+from autoptd.search.sharding.tensors import Sharded
 
 
 def small_gpt(width: int = 512, layers: int = 4) -> nn.Module:

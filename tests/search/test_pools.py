@@ -6,15 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
-from every_plan import least_seconds
-from random_tasks import random_task, traced
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster, Pool
 from autoptd.errors import ClusterError, DoesNotFit, PlanError
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.planner import Planner, Task
+from tests.search.every_plan import least_seconds
+from tests.search.random_tasks import random_task, traced
 
 
 def mixed(cluster: Cluster, ranks: int, speed: float, memory: float) -> Cluster:

@@ -14,19 +14,19 @@ import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.errors import InputsError, PlanError
+from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
-from autoptd.models.nanogpt import Sizes as NanoSizes
 from autoptd.passes.graph import infos
-from autoptd.passes.sharding import ops_of
-from autoptd.plans import Plan
+from autoptd.passes.sharding.sharding import ops_of
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.search.assumed import by_keyword, only_predicted
-from autoptd.search.chunks import Chunks
-from autoptd.search.even import even_counts, even_cuts
-from autoptd.search.kinds import exposed_s
+from autoptd.search.constraints.assumed import by_keyword, only_predicted
+from autoptd.search.constraints.options import ALLOWED, read_wishes
+from autoptd.search.pipeline.chunk_cost import ChunkCosts
+from autoptd.search.pipeline.partition import even_counts, even_cuts
 from autoptd.search.planner import Planner, Task
-from autoptd.search.tensors import Tensors
-from autoptd.search.wishes import ALLOWED, read_wishes
+from autoptd.search.sharding.kind_cost import exposed_s
+from autoptd.search.sharding.tensors import Tensors
 
 SEQ, WIDTH, VOCAB, LAYERS = 256, 512, 1024, 4
 NODE = Cluster.load("dgx-h100")
@@ -55,7 +55,7 @@ def planner(traced: autoptd.TracedModel, world: int = 8, cluster: Cluster = NODE
     return Planner(task, Silent(), traced.known)
 
 
-def chunks(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> tuple[Chunks, Tensors]:
+def chunks(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> tuple[ChunkCosts, Tensors]:
     search = planner(traced, world, **fix)
     (candidate,) = search.candidates()
     search.predict(candidate)

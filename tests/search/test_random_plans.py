@@ -9,17 +9,17 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_tasks import random_cluster
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import DoesNotFit, PlanError
-from autoptd.lockstep import differences, train_alone, train_in_lockstep
+from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
-from autoptd.models.nanogpt import Sizes as NanoSizes
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.search.random_tasks import random_cluster
 
 SEQ, TOLERANCE, STEPS = 8, 1e-10, 2
 Fix = dict[str, Any]

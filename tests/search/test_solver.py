@@ -9,14 +9,14 @@ import pulp
 import pytest
 
 from autoptd.search import solver
-from autoptd.search.solver import Program, SolverFailed, minimise
+from autoptd.search.solver import IntegerProgram, SolverFailed, minimise
 
 Costs = dict[pulp.LpVariable, float]
 
 
-def knapsack(items: int, seed: int = 0) -> tuple[Program, Costs]:
+def knapsack(items: int, seed: int = 0) -> tuple[IntegerProgram, Costs]:
     """Cover a need at the least cost: fractional in the relaxation."""
-    rng, program = random.Random(seed), Program("knapsack")
+    rng, program = random.Random(seed), IntegerProgram("knapsack")
     costs = {program.variable(whole=True): rng.uniform(50, 60) for _ in range(items)}
     sizes = {variable: rng.uniform(50, 60) for variable in costs}
     program.demand(1, pulp.LpAffineExpression(sizes) >= sum(sizes.values()) / 2)
@@ -24,7 +24,7 @@ def knapsack(items: int, seed: int = 0) -> tuple[Program, Costs]:
 
 
 def test_a_whole_relaxation_is_the_answer() -> None:
-    program = Program("cover")
+    program = IntegerProgram("cover")
     a, b = program.variable(whole=True), program.variable(whole=True)
     program.demand(1, a + b >= 1)
     outcome = minimise(program, {a: 2.0, b: 3.0})
@@ -32,7 +32,7 @@ def test_a_whole_relaxation_is_the_answer() -> None:
 
 
 def test_a_program_is_stated_once_and_solved_for_other_costs() -> None:
-    program = Program("cover")
+    program = IntegerProgram("cover")
     a, b, idle = (program.variable(whole=True) for _ in range(3))
     program.demand(1, a + b + 0 * idle >= 1)
     assert minimise(program, {a: 2.0, b: 3.0}).values == (1.0, 0.0, 0.0)
@@ -43,7 +43,7 @@ def test_a_program_is_stated_once_and_solved_for_other_costs() -> None:
 
 
 def test_constraints_carry_their_number() -> None:
-    program = Program("numbered")
+    program = IntegerProgram("numbered")
     a = program.variable()
     program.demand(7, a >= 0)
     program.demand(2, a <= 1)
@@ -51,7 +51,7 @@ def test_constraints_carry_their_number() -> None:
 
 
 def test_a_fractional_relaxation_is_branched_on() -> None:
-    program = Program("triangle")
+    program = IntegerProgram("triangle")
     variables = [program.variable(whole=True) for _ in range(3)]
     for i, j in ((0, 1), (1, 2), (0, 2)):
         program.demand(1, variables[i] + variables[j] >= 1)
@@ -59,13 +59,13 @@ def test_a_fractional_relaxation_is_branched_on() -> None:
 
 
 def test_infeasible_is_a_status() -> None:
-    program = Program("half")
+    program = IntegerProgram("half")
     program.demand(1, 2 * program.variable(whole=True) == 1)
     assert minimise(program, {}).status == "infeasible"
-    nothing = Program("nothing")
+    nothing = IntegerProgram("nothing")
     nothing.demand(1, pulp.lpSum([]) >= 1)
     assert minimise(nothing, {}).status == "infeasible"
-    assert minimise(Program("empty"), {}).status == "optimal"
+    assert minimise(IntegerProgram("empty"), {}).status == "optimal"
 
 
 def test_the_same_program_gives_the_same_answer() -> None:
@@ -73,7 +73,7 @@ def test_the_same_program_gives_the_same_answer() -> None:
 
 
 def test_small_costs_are_not_lost_in_tolerances() -> None:
-    program = Program("small")
+    program = IntegerProgram("small")
     dear, cheap = program.variable(whole=True), program.variable(whole=True)
     program.demand(1, dear + cheap >= 1)
     assert minimise(program, {dear: 1e-9 * (1.0 + 1e-6), cheap: 1e-9}).values == (0.0, 1.0)
@@ -86,7 +86,7 @@ def test_a_time_limit_gives_the_best_found_and_its_gap() -> None:
     assert 0 <= outcome.gap < 0.05
 
 
-def _fails(program: Program, time_limit_s: float) -> solver.Outcome:
+def _fails(program: IntegerProgram, time_limit_s: float) -> solver.Outcome:
     raise pulp.PulpError("library not found")
 
 
@@ -108,7 +108,7 @@ def test_no_solver_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bounds_of_variables_hold() -> None:
-    program = Program("bounds")
+    program = IntegerProgram("bounds")
     costs = {program.variable(upper=2.5, whole=True): -1.0, program.variable(lower=0.5, upper=None): 1.0}
     outcome = minimise(program, costs)
     assert outcome.values == (2.0, 0.5)

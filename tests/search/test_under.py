@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_predictions import NODE, SEQ, gpt, planner
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
-from autoptd.search.staged import Staged, under
+from autoptd.search.pipeline.evaluate import Staged, under
+from tests.search.test_predictions import NODE, SEQ, gpt, planner
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from torch import nn
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import alive
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.plans import Plan
+from autoptd.explain.timeline import simulate_plan
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.plans.model import Plan
 from autoptd.schedule import Alive, UncountedActivations
 from autoptd.search import planner
-from autoptd.simulate import simulate_plan
 
 NODE = Cluster.of("H100-SXM5-80GB", 4, 450e9, 50e9)
 ASKED = {"world": 4, "cluster": NODE, "batch": 16}
@@ -25,7 +25,7 @@ PIPELINE = {"pp": 4, "micro": 1}
 @pytest.fixture(scope="module")
 def traced() -> autoptd.TracedModel:
     with torch.device("meta"):
-        model = NanoGPT(Sizes(vocab=1024, max_seq=256, layers=8, heads=8, width=512))
+        model = NanoGPT(GPTSizes(vocab=1024, max_seq=256, layers=8, heads=8, width=512))
     return autoptd.trace(model, seq=256)
 
 

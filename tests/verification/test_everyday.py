@@ -6,17 +6,17 @@ from functools import cache
 
 import pytest
 import torch
-from everyday import CASES, CLASSES, IDS, NUMBERS, PAIR, REAL, Case, perceptron
 from torch import Tensor, nn
-from verified import told
 
 import autoptd
-from autoptd.compile import read_model
+from autoptd.compile.traced import read_model
 from autoptd.errors import CannotVerify, InputsError
-from autoptd.plans import Plan
+from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.verification.inputs import try_batches, valid
 from autoptd.verification.verdict import Verdict, verify_plan
+from tests.verification.everyday import CASES, CLASSES, IDS, NUMBERS, PAIR, REAL, Case, perceptron
+from tests.verification.verified import told
 
 
 def planned(case: Case) -> tuple[nn.Module, Plan]:

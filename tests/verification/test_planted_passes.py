@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from everyday import CLASSES, NUMBERS, PAIR, REAL, WIDTH, Case, perceptron
-from test_everyday import planned, verified
 from torch import Tensor, fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from verified import told
 
 import autoptd
-from autoptd.lockstep import differences, train_alone, train_in_lockstep
-from autoptd.passes import normalise
+from autoptd.ops import library as ops
+from autoptd.passes.normalise import normalise
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.trace import BATCH, Traced
-from autoptd.runtime import ops
+from autoptd.passes.trace.traced import BATCH, Traced
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from autoptd.verification.verdict import verify_plan
+from tests.verification.everyday import CLASSES, NUMBERS, PAIR, REAL, WIDTH, Case, perceptron
+from tests.verification.test_everyday import planned, verified
+from tests.verification.verified import told
 
 aten = torch.ops.aten
 Patch = pytest.MonkeyPatch
@@ -90,7 +90,7 @@ class Ranked(Neighbour):
 
 
 def test_an_index_move_over_the_batch_is_found(monkeypatch: Patch) -> None:
-    trusting = [step for step in normalise.EXACT_LOSS if "mix" not in step.__module__.rpartition(".")[2]]
+    trusting = [step for step in normalise.EXACT_LOSS if not step.__module__.endswith("batch_independence")]
     monkeypatch.setattr(normalise, "EXACT_LOSS", trusting)
     for build in (Neighbour, Ranked):
         found = verified(Case(build, CLASSES, PAIR))

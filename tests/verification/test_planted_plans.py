@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from verified import FIXED, plan, told, trial, verdict
 
 from autoptd.errors import PlanFileError
-from autoptd.plans import Plan
-from autoptd.runtime import buffers, executor, reduction, storage, trainer
-from autoptd.runtime.axis import Axis
-from autoptd.runtime.flat import Bucket
-from autoptd.runtime.lockstep import LockstepGroup
+from autoptd.layout.packing import Bucket
+from autoptd.ops.tp_axis import Axis
+from autoptd.plans.model import Plan
+from autoptd.runtime import executor, messages, trainer
+from autoptd.runtime.comm.threaded import LockstepGroup
+from autoptd.runtime.zero import flat_buffer as storage
+from autoptd.runtime.zero import grad_reduce as reduction
+from autoptd.runtime.zero import param_buffers as buffers
 from autoptd.schedule import Action
 from autoptd.verification import verdict as verdicts
 from autoptd.verification.verdict import Trial, first_line, replace_text
+from tests.verification.verified import FIXED, plan, told, trial, verdict
 
 Patch = pytest.MonkeyPatch
 BLOCK = r"blocks\.py:\d+  "
@@ -120,14 +123,14 @@ def a_norm_not_summed_over_tp(patch: Patch) -> None:
 
 
 def tied_apart(patch: Patch) -> None:
-    from autoptd.runtime.comm import Alone
+    from autoptd.ops.group import SingleRankGroup
 
     build = buffers._build
 
     def apart(*args: Any) -> Any:
         found = build(*args)
         for buffer in found:
-            buffer.tied = Alone()
+            buffer.tied = SingleRankGroup()
         return found
 
     patch.setattr(buffers, "_build", apart)
@@ -148,13 +151,13 @@ def own_norm(patch: Patch) -> None:
 
 
 def gradient_lost_between_stages(patch: Patch) -> None:
-    whole = executor._Run._returned
-    patch.setattr(executor._Run, "_returned", lambda self, *at: tuple(0 * x for x in whole(self, *at)))
+    whole = executor._StepState._returned
+    patch.setattr(executor._StepState, "_returned", lambda self, *at: tuple(0 * x for x in whole(self, *at)))
 
 
 def spoilt_message(patch: Patch) -> None:
-    whole = executor._Inbox.take
-    patch.setattr(executor._Inbox, "take", lambda self, at: tuple(x.flip(1) for x in whole(self, at)))
+    whole = messages.Inbox.take
+    patch.setattr(messages.Inbox, "take", lambda self, at: tuple(x.flip(1) for x in whole(self, at)))
 
 
 def swapped_stages(patch: Patch) -> None:

@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
-from verified import model, plan, told, trial, verdict
 
 import autoptd
-from autoptd.cli import main
+from autoptd.cli.main import main
 from autoptd.errors import PlanFileError
 from autoptd.models.load import load_model
-from autoptd.plans import Plan
-from autoptd.runtime import ops
+from autoptd.ops import library as ops
+from autoptd.plans.model import Plan
 from autoptd.verification.report import text
+from autoptd.verification.smaller.widths import Ranks, narrow
 from autoptd.verification.verdict import replace_text, verify_plan
-from autoptd.verification.widths import Ranks, narrow
+from tests.verification.verified import model, plan, told, trial, verdict
 
 
 @cache

@@ -7,9 +7,9 @@ from functools import cache
 import torch
 
 import autoptd
-from autoptd.models.nanogpt import NanoGPT, Sizes
-from autoptd.plans import Plan
-from autoptd.verification.smaller import subject_of
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.plans.model import Plan
+from autoptd.verification.smaller.smaller import subject_of
 from autoptd.verification.verdict import Trial, Verdict, judge, make_trial
 
 COMMON = {"micro": 1, "recompute": "none", "sequence_parallel": False}
@@ -25,7 +25,7 @@ FIXED = {
 def model() -> NanoGPT:
     """Tied tables, biases, dropout."""
     torch.manual_seed(0)
-    return NanoGPT(Sizes(vocab=40, max_seq=8, width=8, layers=3, heads=2, dropout=0.1, bias=True))
+    return NanoGPT(GPTSizes(vocab=40, max_seq=8, width=8, layers=3, heads=2, dropout=0.1, bias=True))
 
 
 @cache

@@ -1,0 +1,101 @@
+"""Arguments of the public functions, checked before anything is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoptd.errors import AutoptdError, PlanError, nearest
+from autoptd.parallel import Optimizer
+from autoptd.plans.model import Plan
+from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer
+from autoptd.search.constraints.options import require_count
+
+OPTIMIZERS = ("adamw", "sgd")
+_MOST_DEVICES = 2**18  # that a search takes seconds for: groups are looked at rank by rank
+_MOST_SAMPLES = 2**40  # whose divisors are found as quickly
+
+
+def optimizer_name(
+    optimizer: Optimizer, options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = ()
+) -> str:
+    """`adamw`, `sgd` or `custom`. One is made on nothing, so that a wrong one is refused before any process starts."""
+    known = "give 'adamw', 'sgd', or a callable that makes one of parameters, such as torch.optim.Adam"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(
+            f"optimizer is a {type(optimizer).__name__} of parameters already", where="optimizer", fix=known
+        )
+    if not callable(optimizer) and optimizer not in OPTIMIZERS:
+        fix = nearest(optimizer, OPTIMIZERS) + "; or a callable" if isinstance(optimizer, str) else known
+        raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
+    try:
+        make_optimizer(optimizer, grouped([], groups), **(options or {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, AutoptdError):
+            raise
+        raise PlanError(
+            f"the optimizer cannot be made: {error}", where="optimizer", fix="correct optimizer= or optimizer_options="
+        ) from error
+    return "custom" if callable(optimizer) else optimizer
+
+
+def planned_optimizer(plan: Plan) -> str:
+    """The plan's optimizer, where it has a name."""
+    if plan.optimizer == "custom":
+        raise PlanError(
+            "the plan was made for an optimizer of your own, which a file cannot hold",
+            where="optimizer",
+            fix="pass the same optimizer= again",
+        )
+    return plan.optimizer
+
+
+def check_nothing_to_search(**wishes: Any) -> None:
+    """Raise PlanError for wishes for a search beside a plan."""
+    if given := [name for name, wish in wishes.items() if wish]:
+        raise PlanError(
+            f"a plan is given, so nothing is searched, and {' and '.join(given)} can change nothing",
+            where=", ".join(["plan", *given]),
+            fix=f"leave out {', '.join(given)}; or leave out plan, and search again",
+        )
+
+
+def check_as_planned(plan: Plan, **asked: Any) -> None:
+    """Raise PlanError for a plan that was made for something else than is asked for; None asks for nothing."""
+    held = {"cluster": plan.cluster, "batch": plan.batch, "seq": plan.sizes.get("s"), "precision": plan.precision}
+    if not callable(asked["optimizer"]):
+        held["optimizer"] = plan.optimizer
+    others = [n for n, value in held.items() if None not in (asked[n], value) and asked[n] != value]
+    if not others:
+        return
+    planned = {name: f"{name} {getattr(held[name], 'name', held[name])}" for name in others}
+    wanted = {name: f"{name} {getattr(asked[name], 'name', asked[name])}" for name in others}
+    if "cluster" in others and planned["cluster"] == wanted["cluster"]:
+        wanted["cluster"] += " with other figures"
+    raise PlanError(
+        f"the plan is for {', '.join(planned.values())}; asked for is {', '.join(wanted.values())}",
+        where=", ".join(["plan", *others]),
+        fix=f"leave out {', '.join(others)}, and the plan's hold; or leave out plan, and search again",
+    )
+
+
+def check_sizes(world: object, batch: object) -> None:
+    require_count(world, "world", of="the devices, all nodes together", most=_MOST_DEVICES)
+    if batch is not None:
+        require_count(batch, "batch", of="the samples of a step, all ranks together", most=_MOST_SAMPLES)
+
+
+def check_limit(time_limit_s: object) -> None:
+    number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
+    if time_limit_s is not None and not (number and time_limit_s > 0):  # type: ignore[operator]
+        raise PlanError(
+            f"time_limit_s is {time_limit_s!r}", where="time_limit_s", fix="give a positive number, or none"
+        )
+
+
+def check_clip(clip_norm: object) -> None:
+    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):  # type: ignore[operator]
+        raise PlanError(f"clip_norm is {clip_norm!r}", where="clip_norm", fix="give a positive number, or leave it out")

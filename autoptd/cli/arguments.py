@@ -1,0 +1,216 @@
+"""How words of the command line are read: `--fix`, `--assume`, `--sweep`, counts, times and prices.
+
+Nothing here needs torch, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Collection
+
+from autoptd.errors import AutoptdError, nearest
+from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
+
+SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
+
+# What `--fix` and `--assume` take, and how each value is read.
+FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
+    "dp": int,
+    "tp": int,
+    "pp": int,
+    "cp": int,
+    "micro": int,
+    "virtual": int,
+    "shards": int,
+    "zero": int,
+    "recompute": ("auto", "none", "selective", "ops", "full"),
+    "schedule": SCHEDULE_KINDS,
+    "overlap": ("dp", "p2p", "tp"),  # several, or none
+    "kernels": ("eager", "fused", "compiled"),
+    "cut_solver": ("dynamic", "ilp"),
+    "attention": ("flash", "triton", "cudnn"),
+    "context": ("ring", "ulysses"),
+    "loss": ("auto", "kept", "in_place"),
+    "gathers": ("kept", "again"),
+    "gradients": ("main", "compute", "both"),
+    "bucket_bytes": int,
+    "stages": ("balanced", "even"),
+    "sends": ("whole", "slices"),
+    "memory": ("check", "ignore"),
+    "sequence_parallel": ("true", "false"),
+    "max_tp": int,
+    "headroom": float,
+}
+INCLUDABLE = (
+    "cp",
+    "recompute",
+    "shards",
+    "virtual",
+    "zero",
+    "zero-bubble",
+    "zero-bubble-v",
+)  # what `--include` takes, or all
+COUNTED = ("world", "batch", "seq")  # what `--sweep` takes besides: numbers from 1,
+NAMED = ("cluster",)  # and names
+SWEPT = (*COUNTED, *NAMED, *FIXABLE)
+FIXED = tuple(name for name in FIXABLE if name != "attention")  # what `--fix` takes
+
+
+class UsageError(AutoptdError, ValueError):
+    """The command line itself is wrong."""
+
+
+def read_fix(text: str) -> dict[str, object]:
+    """`tp=8,overlap=dp,p2p` -> {"tp": 8, "overlap": ("dp", "p2p")}. Raises argparse's error for a bad one."""
+    fixed = _read_choices(text, FIXABLE, "fixed")
+    for name, value in fixed.items():
+        if only_predicted(name, value):
+            said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
+            raise argparse.ArgumentTypeError(
+                f"{said} is only predicted: no program can be asked for it; give --assume {said}"
+            )
+    return fixed
+
+
+def read_assume(text: str) -> dict[str, object]:
+    """`kernels=fused,overlap=dp` -> {"kernels": "fused", "overlap": ("dp",)}. Raises argparse's error for a bad one."""
+    return _read_choices(text, ASSUMABLE, "assumed")
+
+
+def _read_choices(text: str, known: Collection[str], done: str) -> dict[str, object]:
+    fixed: dict[str, object] = {}
+    for item in re.sub(r",(?=\s*(?:dp|p2p|tp)\s*(?:,|$))", "+", text).split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not value:
+            raise argparse.ArgumentTypeError(f"{item!r} is not NAME=VALUE, for example tp=8")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be {done}; {nearest(name, known, MEANT)}")
+        if name in fixed:
+            raise argparse.ArgumentTypeError(f"{name!r} is {done} twice")
+        fixed[name] = _fixed_value(name, value)
+    return fixed
+
+
+def read_sweep(text: str) -> tuple[str, tuple[object, ...]]:
+    """`world=8,16` -> ("world", (8, 16)); several streams of one overlap as `dp+p2p`. Raises argparse's error."""
+    name, equals, values = (part.strip() for part in text.partition("="))
+    if not equals or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE,…, for example world=8,16,32")
+    if name not in SWEPT:
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be swept; {nearest(name, SWEPT, MEANT)}")
+    points: list[object] = []
+    for value in (part.strip() for part in values.split(",")):
+        if not value:
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty value")
+        point = value if name in NAMED else count(value) if name in COUNTED else _fixed_value(name, value)
+        if point in points:
+            raise argparse.ArgumentTypeError(f"{text!r} has {value} twice")
+        points.append(point)
+    return name, tuple(points)
+
+
+def _fixed_value(name: str, value: str) -> object:
+    kind = FIXABLE[name]
+    if name == "overlap":
+        return _streams(value)
+    if name == "sequence_parallel" and value in ("true", "false"):
+        return value == "true"
+    if isinstance(kind, tuple):
+        if value not in kind:
+            raise argparse.ArgumentTypeError(f"{name} is one of {', '.join(kind)}, not {value!r}")
+        return value
+    if name == "headroom":
+        return _share(name, value)
+    least = 0 if name == "zero" else 1
+    if not value.isascii() or not value.isdecimal() or int(value) < least:
+        raise argparse.ArgumentTypeError(f"{name} is a whole number from {least}, not {value!r}")
+    return kind(value)
+
+
+def _share(name: str, value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{name} is a share from 0 to below 1, such as 0.1, not {value!r}")
+    return share
+
+
+def read_include(text: str) -> tuple[str, ...]:
+    """`cp,virtual` or `all`. Raises argparse's error for a name that cannot be included."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    known = (*INCLUDABLE, "all")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be included; {nearest(name, known)}")
+    return names
+
+
+def read_split(text: str) -> tuple[str, str]:
+    """`*.q_proj.weight=S0` -> its two sides. Raises argparse's error."""
+    pattern, _, placement = (part.strip() for part in text.rpartition("="))
+    if not pattern or not placement:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=PLACEMENT, for example '*.q_proj.weight=S0'")
+    return pattern, placement
+
+
+def module_name(text: str) -> str:
+    """A module's name or a pattern of names."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty name")
+    return text.strip()
+
+
+def all_fixed(arguments: argparse.Namespace) -> dict[str, object]:
+    """All choices made by hand, of every option. Raises UsageError for one that is given twice."""
+    fixed: dict[str, object] = dict(arguments.fix or {})
+    for name, value in (arguments.assume or {}).items():
+        if name in fixed:
+            raise UsageError(f"{name} is fixed and assumed", where=f"--assume {name}=", fix="leave one out")
+        fixed[name] = value
+    splits: dict[str, str] = {}
+    for pattern, placement in arguments.split or ():
+        if pattern in splits:
+            raise UsageError(f"{pattern!r} is split twice", where="--split", fix="give it once")
+        splits[pattern] = placement
+    named = {"splits": splits, "cuts": tuple(arguments.cut or ()), "whole": tuple(arguments.whole or ())}
+    return fixed | {name: value for name, value in named.items() if value}
+
+
+def _streams(value: str) -> tuple[str, ...]:
+    """`dp+p2p` or `none`: what runs beside compute."""
+    streams = FIXABLE["overlap"]
+    assert isinstance(streams, tuple)
+    named = () if value == "none" else tuple(part.strip() for part in value.split("+"))
+    if wrong := [part for part in named if part not in streams]:
+        raise argparse.ArgumentTypeError(f"overlap is none, or some of {', '.join(streams)}, not {wrong[0]!r}")
+    return named
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A positive time."""
+    return _positive(text, "number of seconds")
+
+
+def price(text: str) -> float:
+    """A positive price of one device for one hour, in any currency."""
+    return _positive(text, "price")
+
+
+def _positive(text: str, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}")
+    return value

@@ -1,0 +1,93 @@
+"""`autoptd explain` and `autoptd compare`: what a plan does, why, and how it differs from another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from autoptd.cli.arguments import UsageError
+from autoptd.cli.output import model_of, print_json, progress_of, show, width
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoptd.plans.model import Plan
+    from autoptd.progress import Progress
+
+DONE, NO = 0, 1
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Show a plan; with `--memory` its formulas, with `--op` the alternatives to one choice."""
+    from autoptd.explain.plan import explain, headline, prediction
+    from autoptd.plans.model import Plan
+
+    if arguments.memory and arguments.op:
+        raise UsageError("--memory and --op are two questions", fix="ask one of them")
+    plan = Plan.load(arguments.plan)
+    if arguments.memory:
+        return _memory(arguments, plan)
+    if arguments.op:
+        return _op(arguments, plan)
+    if arguments.json:
+        print_json({"headline": headline(plan), "prediction": prediction(plan), "plan": json.loads(plan.to_json())})
+    else:
+        show(explain(plan, width(), arguments.all))
+    return DONE
+
+
+def _memory(arguments: argparse.Namespace, plan: Plan) -> int:
+    model, progress = _model(arguments, plan)
+    from autoptd.explain.memory import explain_memory, memory_data, traced
+
+    found = traced(plan, model, progress)
+    if arguments.json:
+        print_json(memory_data(plan, *found))
+    else:
+        show(explain_memory(plan, *found, width()))
+    return DONE
+
+
+def _op(arguments: argparse.Namespace, plan: Plan) -> int:
+    model, progress = _model(arguments, plan)
+    import autoptd.api
+    from autoptd.answers.op_alternatives import why, why_text
+
+    traced = autoptd.api.trace(
+        model,
+        seq=plan.sizes.get("s"),
+        precision=plan.precision,
+        progress=progress,
+        loss_averaging=plan.loss_averaging,
+    )
+    found, left = why(plan, traced, arguments.op, progress)
+    if arguments.json:
+        print_json({"found": [one.to_data() for one in found], "left_out": [slot.node for slot in left]})
+    else:
+        show(why_text(plan, found, left, width()))
+    return DONE
+
+
+def _model(arguments: argparse.Namespace, plan: Plan) -> tuple[nn.Module, Progress]:
+    """The plan's model, where it is shipped or named. Raises UsageError."""
+    from autoptd.models.load import load_model
+
+    progress = progress_of(arguments)
+    name = model_of(arguments.model, plan.model)
+    with progress.stage("make the model, without weights"):
+        model, _ = load_model(name)
+    return model, progress
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Show two plans side by side; the exit code says whether they are equal."""
+    from autoptd.explain.compare import compare, comparison_data
+    from autoptd.plans.model import Plan
+
+    a, b = Plan.load(arguments.a), Plan.load(arguments.b)
+    if arguments.json:
+        print_json(comparison_data(a, b))
+    else:
+        show(compare(a, b, width=width()))
+    return DONE if a == b else NO

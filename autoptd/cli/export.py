@@ -1,0 +1,80 @@
+"""`autoptd export PLAN --to megatron|torch|json`: read the plan, make the model if it is needed, write the text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoptd.errors import PlanError
+
+if TYPE_CHECKING:
+    from autoptd.plans.model import Plan
+
+TARGETS = ("json", "megatron", "torch")
+
+
+def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """What `autoptd export` takes."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan file")
+    parser.add_argument("--to", choices=TARGETS, required=True, help="arguments, a program, or a table of tensors")
+    parser.add_argument("--model", metavar="MODEL", help=f"{model_help} (default: the plan's, if shipped)")
+    parser.add_argument("-o", "--out", metavar="FILE", help="write there, not to standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns exit code 0. Raises PlanFileError, PlanError, ModelError."""
+    from autoptd.cli.output import show
+    from autoptd.outputs import refuse_unwritable, write_whole
+    from autoptd.plans.model import Plan
+
+    if arguments.out:
+        refuse_unwritable(Path(arguments.out))
+    plan = Plan.load(arguments.plan)
+    found = _exported(plan, arguments.to, arguments.model)
+    text = f"{json.dumps(found['data'], indent=1, sort_keys=True)}\n" if arguments.json else found["text"]
+    if not arguments.out:
+        show(text)
+        return 0
+    write_whole(Path(arguments.out), found["text"])
+    if arguments.json:
+        show(text)
+        return 0
+    for what in found["differs"]:
+        show(f"differs: {what}")
+    show(f"saved to {arguments.out}")
+    return 0
+
+
+def _exported(plan: Plan, to: str, model: str | None) -> dict[str, Any]:
+    """`text` (what a file gets), `data` (for JSON) and `differs`. The model is made only where it is used."""
+    if to == "json":
+        from autoptd.export.mapping import mapping
+
+        table = mapping(plan)
+        return {"text": f"{json.dumps(table, indent=1, sort_keys=True)}\n", "data": table, "differs": ()}
+    if to == "megatron":
+        from autoptd.export.megatron import megatron
+
+        said = megatron(plan, _model(plan, model, needed=False))
+        return {"text": said.to_text(), "data": said.to_data(), "differs": said.differs}
+    from autoptd.export.torch_program import torch_program
+
+    program = torch_program(plan, _model(plan, model, needed=True))
+    return {"text": program.to_text(), "data": program.to_data(), "differs": program.differs}
+
+
+def _model(plan: Plan, name: str | None, needed: bool) -> Any:
+    """The model on meta; None where it may be left out, and the plan's is not shipped. Raises PlanError, ModelError."""
+    from autoptd.models.load import load_model, model_names
+
+    if name is None and plan.model not in model_names():
+        if needed:
+            raise PlanError(
+                f"the plan is for {plan.model!r}, which is no shipped model",
+                where="model",
+                fix="say which: --model MODEL",
+            )
+        return None
+    return load_model(name or plan.model)[0]

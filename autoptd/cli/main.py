@@ -1,0 +1,366 @@
+"""The command line: `autoptd plan | explain | compare | simulate | emit | verify | models | clusters`.
+
+Exit codes: 0 done; 1 the answer is no (nothing fits, plans or results differ); 2 bad usage or input, or a fault.
+With `--json` standard output holds one JSON value, an `{"error": …}` object if things went wrong.
+
+Whatever needs torch is imported inside the command that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from autoptd.cli import checkpoint, doctor
+from autoptd.cli.arguments import (
+    FIXED,
+    INCLUDABLE,
+    SCHEDULE_KINDS,
+    SWEPT,
+    UsageError,
+    count,
+    module_name,
+    price,
+    read_assume,
+    read_fix,
+    read_include,
+    read_split,
+    read_sweep,
+    seconds,
+)
+from autoptd.cli.explain import run_compare, run_explain
+from autoptd.cli.fault import internal_error, show_traceback
+from autoptd.cli.output import error_data, model_of, print_json, progress_of, show, width
+from autoptd.cli.plan import run_plan
+from autoptd.cli.verify import add_arguments as add_verify_arguments
+from autoptd.cli.verify import run_verify
+from autoptd.errors import AutoptdError, DoesNotFit
+from autoptd.passes.gc_pause import without_collector
+from autoptd.search.constraints.assumed import ASSUMABLE
+
+DONE, NO, BAD = 0, 1, 2
+_MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
+_ALL_HELP = "show every stage, activation and op as well"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and leave, so that every mistake is answered in one way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, fix=f"see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    atexit.register(gc.freeze)  # or Python looks for garbage once more as it leaves, for 1.5 s
+    try:
+        arguments = _parser().parse_args(argv)
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except AutoptdError as error:
+        show_traceback(error)
+        _tell(error, as_json="--json" in argv)
+        return NO if isinstance(error, DoesNotFit) else BAD
+    except BrokenPipeError:  # the reader, such as `head`, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt:
+        show("autoptd: interrupted", on_error=True)
+        return 130
+    except Exception as error:  # noqa: BLE001  at the edge of the program: Python's 1 is "no"
+        show_traceback(error)
+        _tell(internal_error(error), as_json="--json" in argv)
+        return BAD
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """The command's exit code. Raises InternalError where the model's own code would leave the process with another."""
+    try:
+        with without_collector():
+            code: int = arguments.run(arguments)
+            return code
+    except SystemExit as error:
+        raise internal_error(error) from error
+
+
+def _tell(error: AutoptdError, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"error": error_data(error)})
+    else:
+        show(f"autoptd: {error}", on_error=True)
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from autoptd.explain.timeline import rank_names, refuse_untraceable, report, simulate_plan, summary
+    from autoptd.outputs import refuse_unwritable, write_whole
+    from autoptd.plans.model import Plan
+
+    if arguments.virtual is not None and arguments.schedule != "interleaved":
+        raise UsageError("--virtual is for the interleaved schedule", fix="add --schedule interleaved")
+    plan = Plan.load(arguments.plan)
+    if arguments.trace:
+        refuse_unwritable(Path(arguments.trace))
+        refuse_untraceable(plan)
+    schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
+    if arguments.trace:
+        from autoptd.cost_models.perfetto import trace_text
+
+        write_whole(Path(arguments.trace), trace_text(timeline, rank_names(plan)))
+    if arguments.json:
+        print_json(summary(plan, schedule, timeline))
+    else:
+        show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width()))
+        if arguments.trace:
+            show(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
+    return DONE
+
+
+def _emit(arguments: argparse.Namespace) -> int:
+    from autoptd.models.load import load_model
+    from autoptd.plans.model import Plan
+
+    plan = Plan.load(arguments.plan)
+    name = model_of(arguments.model, plan.model)
+    _refuse_folder(Path(arguments.out))
+    progress = progress_of(arguments)
+    with progress.stage("make the model, without weights"):
+        model, _ = load_model(name)
+    import autoptd.api
+
+    parallel = autoptd.api.parallelize(
+        model,
+        world=plan.world,
+        plan=plan,
+        seq=plan.sizes.get("s"),
+        signed_by=arguments.signed_by,
+        progress=progress,
+    )
+    parallel.emit(arguments.out)
+    files = sorted(str(path) for path in Path(arguments.out).rglob("*.py"))
+    if arguments.json:
+        print_json({"files": files})
+    else:
+        show("\n".join(files))
+    return DONE
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from autoptd.cli.export import run
+
+    return run(arguments)
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from autoptd.models.load import describe_models
+
+    _list(describe_models(), as_json=arguments.json)
+    return DONE
+
+
+def _clusters(arguments: argparse.Namespace) -> int:
+    from autoptd.cost_models.cluster import Cluster
+
+    clusters = [Cluster.load(name) for name in Cluster.names()]
+    if arguments.json:
+        print_json({cluster.name: cluster.to_data() for cluster in clusters})
+    else:
+        show("\n\n".join(cluster.describe() for cluster in clusters))
+    return DONE
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from autoptd.cli.profile import profile, text
+
+    source = Path(arguments.source) if arguments.source else None
+    if source and (arguments.processes or arguments.points or arguments.time_limit is not None):
+        fix = "leave out --processes, --points and --time-limit, or leave out --from"
+        raise UsageError("--from measures nothing", fix=fix)
+    out, points = Path(arguments.out), Path(arguments.points) if arguments.points else None
+    found = profile(
+        out,
+        points=points,
+        source=source,
+        limit_s=arguments.time_limit or 120.0,
+        processes=arguments.processes,
+        show=not arguments.json,
+    )
+    if found is None:  # another rank of torchrun tells
+        return DONE
+    cluster, record, rows = found
+    if arguments.json:
+        data = {"cluster": cluster.to_data(), "fit": [row.to_data() for row in rows], "saved": str(out)}
+        print_json(data | {"skipped": [f"{skipped.case}: {skipped.why}" for skipped in record.skipped]})
+    else:
+        show(text(cluster, record, rows, out, points))
+    return DONE
+
+
+# --- what the commands share --------------------------------------------------------------------------------------
+
+
+def _list(table: dict[str, str], *, as_json: bool) -> None:
+    """Name and text, a row each; wrapped on a terminal only."""
+    if as_json:
+        print_json(table)
+        return
+    column = max(map(len, table)) + 2
+    for name, text in table.items():
+        lines = textwrap.wrap(text, width() - column) if sys.stdout.isatty() else [text]
+        show(f"{name:{column}}" + f"\n{'':{column}}".join(lines))
+
+
+def _refuse_folder(path: Path) -> None:
+    """Raise UsageError if no files could be written into a folder at `path`, which may be yet to be made."""
+    fix = "name a folder that is yours, or that can be made"
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"cannot write into {path}: it is a file", where=str(path), fix=fix)
+    standing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write into {path}: no permission in {standing}", where=str(path), fix=fix)
+
+
+def _parser() -> _Parser:
+    from autoptd.cli.export import add_arguments
+
+    parser = _Parser(prog="autoptd", allow_abbrev=False)
+    parser.description = "Plan how to train a PyTorch model on many devices, see what it costs, and write the program."
+    parser.epilog = "exit codes: 0 done; 1 the answer is no (nothing fits, the plans differ); 2 bad usage, or a fault"
+    parser.add_argument("--version", action="version", version=f"autoptd {version('autoptd')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", allow_abbrev=False)
+        made.set_defaults(run=run)
+        made.add_argument("--json", action="store_true", help="print JSON for machines")
+        return made
+
+    plan = command("plan", run_plan, "find the fastest plan that fits")
+    plan.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    plan.add_argument("--world", type=count, metavar="N", help="number of devices (unless it is swept)")
+    plan.add_argument("--cluster", metavar="NAME", help="a shipped name (autoptd clusters) or a .toml file")
+    plan.add_argument("--batch", type=count, metavar="N", help="samples per step over all devices (default 8 × world)")
+    plan.add_argument("--seq", type=count, metavar="N", help="tokens per sample (default the model's own, up to 4096)")
+    plan.add_argument(
+        "--precision", choices=["bf16", "fp16", "fp32", "fp64"], default="bf16", help="default %(default)s"
+    )
+    plan.add_argument(
+        "--loss-averaging",
+        choices=["global", "per-microbatch"],
+        default="global",
+        help="of a loss that cannot be the whole batch's: refuse it, or take the mean of microbatches' own",
+    )
+    plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default %(default)s")
+    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXED)}")
+    told = f"{', '.join(ASSUMABLE)}: as no program runs; the plan is a prediction only"
+    plan.add_argument("--assume", type=read_assume, metavar="K=V,…", help=told)
+    _add_constraints(plan)
+    _add_answers(plan)
+    plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
+    plan.add_argument("--all", action="store_true", help=_ALL_HELP)
+    explain = command("explain", run_explain, "show a plan: what it does and what it costs")
+    explain.add_argument("plan", metavar="PLAN", help="a plan file")
+    explain.add_argument("--all", action="store_true", help=_ALL_HELP)
+    explain.add_argument("--memory", action="store_true", help="formulas of what occupies memory; traces the model")
+    explain.add_argument("--op", metavar="NAME", help="why this op, parameter or module is split so; traces the model")
+    explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
+    compare = command("compare", run_compare, "show two plans side by side")
+    compare.add_argument("a", metavar="A", help="a plan file")
+    compare.add_argument("b", metavar="B", help="another plan file")
+    simulate = command("simulate", _simulate, "play a plan's step and show where its time goes")
+    simulate.add_argument("plan", metavar="PLAN", help="a plan file")
+    simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="play another schedule (default the plan's)")
+    simulate.add_argument("--virtual", type=count, metavar="N", help="chunks per rank, of equal work (interleaved)")
+    simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")
+    emit = command("emit", _emit, "write the program of each stage as Python files")
+    emit.add_argument("plan", metavar="PLAN", help="a plan file")
+    emit.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP} (default: the plan's, if shipped)")
+    emit.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the files go")
+    emit.add_argument("--signed-by", metavar="KEY", help="a public key that must have signed the plan's certificate")
+    add_verify_arguments(
+        command("verify", run_verify, "prove a plan: run all its ranks here, beside the plain model"), _MODEL_HELP
+    )
+    export = command("export", _export, "write a plan for Megatron-LM, for torch.distributed alone, or as a table")
+    add_arguments(export, _MODEL_HELP)
+    checkpoint.add_arguments(
+        command("checkpoint", checkpoint.run_checkpoint, "look at saved training state, or export it")
+    )
+    profile = command("profile", _profile, "measure this machine and write its cluster file")
+    profile.add_argument("-o", "--out", default="cluster.toml", metavar="FILE", help="default %(default)s")
+    profile.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to spend, about (default 120)")
+    profile.add_argument("--processes", type=count, metavar="N", help="default one per GPU; without a GPU 2")
+    profile.add_argument("--points", metavar="FILE", help="keep all measured points as JSON")
+    profile.add_argument("--from", dest="source", metavar="FILE", help="fit kept points again, without measuring")
+    doctor.add_arguments(
+        command("doctor", doctor.run, "look at versions, devices, links, clocks, ports and files before a run")
+    )
+    command("models", _models, "list the shipped models")
+    command("clusters", _clusters, "list the shipped clusters")
+    return parser
+
+
+def _add_constraints(plan: argparse.ArgumentParser) -> None:
+    """What `plan` is held to by the names of modules and parameters, and how far it searches."""
+    plan.add_argument(
+        "--split",
+        type=read_split,
+        action="append",
+        metavar="PATTERN=P",
+        help="how parameters lie on the tp axis: '*.q_proj.weight=S0'; may be given again",
+    )
+    plan.add_argument(
+        "--cut",
+        type=module_name,
+        action="append",
+        metavar="MODULE",
+        help="a stage begins with it; once for each stage but the first",
+    )
+    plan.add_argument(
+        "--whole",
+        type=module_name,
+        action="append",
+        metavar="PATTERN",
+        help="modules that neither tp nor a stage's end cuts; may be given again",
+    )
+    plan.add_argument(
+        "--include",
+        type=read_include,
+        metavar="NAME,…",
+        default=(),
+        help=f"search dimensions beyond the usual: {', '.join(INCLUDABLE)}, or all",
+    )
+    plan.add_argument("--exact", action="store_true", help="search until nothing better can be left; for small models")
+    plan.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to search, once there is a plan")
+
+
+def _add_answers(plan: argparse.ArgumentParser) -> None:
+    """What `plan` answers besides one plan."""
+    many = plan.add_mutually_exclusive_group()
+    many.add_argument(
+        "--sweep",
+        type=read_sweep,
+        action="append",
+        metavar="K=V,V,…",
+        help=f"a plan for each value, as a table; twice for both: {', '.join(SWEPT)}",
+    )
+    many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less memory of a device")
+    many.add_argument("--pins", action="store_true", help="what each choice made by hand costs against a free one")
+    many.add_argument("--sensitivity", action="store_true", help="what changes if a rate or memory is 20%% off")
+    plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="for --sweep: cost per step and per token")
+    plan.add_argument("--why", action="store_true", help="where nothing fits: try every way out, however long it takes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

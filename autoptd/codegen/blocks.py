@@ -1,0 +1,225 @@
+"""How a stage is written: which segments become a block class, which stand in the stage's own forward.
+
+A unit that repeats (attention + MLP, × 32) becomes one class; a stage that begins or ends inside a unit gets a class
+for the part it has. Segments that occur once stand in the stage itself, unless they are recomputed.
+
+Parameters that a block does not own (`passes/blocks.py`) are declared by the stage and passed in.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autoptd.codegen.names import TAKEN
+from autoptd.codegen.quoting import is_name, plain_name
+from autoptd.codegen.recompute import flow_of
+from autoptd.errors import PlanFileError, TraceError
+from autoptd.passes.analysis.activations import recomputed_steps
+from autoptd.passes.blocks import instance, owned_by_blocks
+from autoptd.passes.fold import Folded, RepeatedUnit, Segment
+from autoptd.passes.graph import module_stack
+from autoptd.passes.sharding.sharding import Sharding
+
+# attributes of emitted modules
+_BLOCK_NAMES = frozenset({"tp", "dropout", "_first"})
+_STAGE_NAMES = _BLOCK_NAMES | {
+    "draws",
+    "inputs",
+    "receives",
+    "sends",
+    "is_last",
+    "sizes",
+    "addends",
+    "count_inputs",
+    "counted",
+    "loss_counts",
+    "loss_of",
+    "reads_counts",
+}
+# what lines beside a class read, none of which it may be called
+_READ = TAKEN | {
+    *("Tensor", "Axis", "Tokens", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
+    *("BF16", "FP16", "FP32", "FP64", "loss_counts", "loss_of", "dropout", "first", "path", "i", "stage"),
+}
+
+
+@dataclass(frozen=True)
+class BlockSegments:
+    """Consecutive segments of one stage; `block` is the class they make, or "" if they stand in the stage."""
+
+    segments: tuple[Segment, ...]
+    block: str
+    prefix: str  # dotted path of the module that owns its parameters
+    policy: str  # of recomputation: "none", or one of `passes.activations.POLICIES`
+    model: tuple[Segment, ...]  # the same segments of the unit's first instance, from which the class is written
+
+    @property
+    def first(self) -> int:
+        return self.segments[0].index
+
+    def first_instance(self, layout: BlockNames) -> BlockSegments:
+        """The piece that stands for all instances of its class."""
+        return replace(self, segments=self.model, prefix=layout.prefix_of(self.model[0].index))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece as a whole runs again."""
+        return self.policy in ("full", "ops")
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(n for s in self.segments for n in s.nodes)
+
+    @property
+    def parameters(self) -> tuple[fx.Node, ...]:
+        return _unique(n for s in self.segments for n in s.parameters)
+
+    @property
+    def prelude(self) -> tuple[fx.Node, ...]:
+        return _unique(n for s in self.segments for n in s.prelude)
+
+    @property
+    def receives(self) -> tuple[fx.Node, ...]:
+        inside = set(self.nodes)
+        return _unique(n for s in self.segments for n in s.receives if n not in inside)
+
+    def sends(self, folded: Folded) -> tuple[fx.Node, ...]:
+        """What later pieces read, or the loss."""
+        inside = {s.index for s in self.segments}
+        outside = {n for s in folded.segments if s.index not in inside for n in s.receives}
+        return tuple(n for s in self.segments for n in s.sends if n in outside or n is folded.loss)
+
+
+def _unique(nodes: Iterator[fx.Node]) -> tuple[fx.Node, ...]:
+    return tuple(dict.fromkeys(nodes))
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """Names that hold for the whole model: of blocks, and of the parameters that blocks own."""
+
+    folded: Folded
+    owned: dict[str, str]  # original name of a parameter -> its name within its block
+    prefixes: dict[int, str]  # first segment of each unit's instance -> dotted path
+    classes: dict[int, str]  # first segment of each unit -> class name; of a single one, for when it is recomputed
+    loss_in_place: bool = False  # see `search/constraints/options.py`
+    gathers_again: bool = False
+
+    def prefix_of(self, segment: int) -> str:
+        """The dotted path of the instance that a segment belongs to."""
+        return self.prefixes[max(i for i in self.prefixes if i <= segment)]
+
+
+def lay_out(folded: Folded, loss_in_place: bool = False, gathers_again: bool = False) -> BlockNames:
+    """Decide names once, for all stages alike."""
+    axes = frozenset({"cp"} if folded.cut is not None else ())
+    _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
+    owned, prefixes = owned_by_blocks(folded)
+    classes: dict[int, str] = {}
+    for unit in folded.units:
+        segments = instance(folded, unit, 0)
+        name = _class_name(segments) + ("" if unit.count > 1 else _last_word(segments[0].name))
+        classes[unit.first] = _fresh_class(name, classes.values())
+    _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
+    return BlockNames(folded, owned, prefixes, classes, loss_in_place, gathers_again)
+
+
+def _refuse_taken(parameters: Iterable[str], taken: frozenset[str]) -> None:
+    wrong = [name for name in parameters if name.partition(".")[0] in taken]
+    if wrong:
+        raise TraceError(
+            "parameters keep their names, and emitted modules have attributes of these names themselves",
+            where="\n".join(wrong),
+            fix=f"give the module another attribute name than {', '.join(sorted(taken))}",
+        )
+
+
+def _class_name(segments: tuple[Segment, ...]) -> str:
+    """The class of the innermost module that made all of these nodes."""
+    stacks = [dict(module_stack(n)) for s in segments for n in s.nodes if n.meta.get("nn_module_stack")]
+    if not stacks:
+        return "Block"
+    shared = [path for path in stacks[0] if all(path in stack for stack in stacks)]
+    inner = [path for path in shared if re.search(r"\d", path)] or shared
+    name = plain_name(stacks[0][inner[-1]]) if inner else "Block"
+    if name in _READ or hasattr(builtins, name) or re.fullmatch(r"Stage[0-9_To]+", name) or not is_name(name):
+        name = f"{name}Block"
+    return "Block" if name in ("Sequential", "ModuleList", "Linear", "Module") else name
+
+
+def _fresh_class(name: str, others: Collection[str]) -> str:
+    """`LlamaDecoderLayer`, then `LlamaDecoderLayer2`."""
+    numbers = itertools.chain([""], itertools.count(2))
+    return next(found for number in numbers if (found := f"{name}{number}") not in others)
+
+
+def _last_word(name: str) -> str:
+    return "".join(part.title() for part in re.findall(r"[a-z]+", name)[-1:])
+
+
+def pieces_of(
+    layout: BlockNames, sharding: Sharding, first: int, last: int, recompute: Mapping[int, str]
+) -> list[BlockSegments]:
+    """A stage's segments as pieces, in program order. `recompute`: segment -> policy."""
+    folded = layout.folded
+    found: list[BlockSegments] = []
+    for unit in folded.units:
+        for k in range(unit.count):
+            segments = instance(folded, unit, k)
+            mine = tuple(s for s in segments if first <= s.index <= last)
+            groups = list(_by_policy(mine, recompute))
+            if layout.prefixes[segments[0].index]:
+                _refuse_several(groups, recompute)
+            for group in groups:
+                policy = settled(group, sharding, recompute.get(group[0].index, "none"))
+                found.append(_piece(layout, unit, segments, group, policy))
+    return found
+
+
+def _refuse_several(groups: Sequence[tuple[Segment, ...]], recompute: Mapping[int, str]) -> None:
+    """One module holds the parameters of a block."""
+    if len(groups) > 1:
+        told = ", ".join(f"{recompute.get(g[0].index, 'none')} for {g[0].index}" for g in groups)
+        first, last = groups[0][0].index, groups[-1][-1].index
+        raise PlanFileError(
+            f"segments {first} to {last} are one block, which is recomputed by one policy, not {told}",
+            where="stages",
+            fix="give all segments of the block the same policy, or cut the stage between them",
+        )
+
+
+def settled(segments: tuple[Segment, ...], sharding: Sharding, policy: str) -> str:
+    """The policy, or "none" where nothing of these segments is what it runs again."""
+    if policy == "selective" and not recomputed_steps(flow_of(segments, sharding).steps, policy):
+        return "none"
+    return policy
+
+
+def _by_policy(segments: tuple[Segment, ...], recompute: Mapping[int, str]) -> Iterator[tuple[Segment, ...]]:
+    group: list[Segment] = []
+    for segment in segments:
+        if group and recompute.get(segment.index) != recompute.get(group[-1].index):
+            yield tuple(group)
+            group = []
+        group.append(segment)
+    if group:
+        yield tuple(group)
+
+
+def _piece(
+    layout: BlockNames, unit: RepeatedUnit, whole: tuple[Segment, ...], group: tuple[Segment, ...], policy: str
+) -> BlockSegments:
+    prefix = layout.prefixes[whole[0].index]
+    name = layout.classes[unit.first] if unit.count > 1 or policy != "none" else ""
+    if name and len(group) < len(whole):
+        low, high = group[0].index - whole[0].index + 1, group[-1].index - whole[0].index + 1
+        name += f"Part{low}" if low == high else f"Parts{low}To{high}"
+    name += policy.title() if policy in ("selective", "ops") else ""  # "full" changes nothing within a block
+    start = unit.first + group[0].index - whole[0].index
+    return BlockSegments(group, name, prefix, policy, layout.folded.segments[start : start + len(group)])

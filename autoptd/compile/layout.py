@@ -1,0 +1,116 @@
+"""From a plan to the layout that the runtime reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from autoptd.codegen.blocks import lay_out
+from autoptd.compile.program import token_splits
+from autoptd.compile.traced import TracedModel
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
+from autoptd.layout.layout import InputSpec, Layout, TensorSpec
+from autoptd.layout.mesh import Mesh as RankMesh
+from autoptd.layout.placements import parse_placement
+from autoptd.layout.state_bytes import elements_of
+from autoptd.passes.fold import held_tensors
+from autoptd.passes.graph import infos
+from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
+from autoptd.plans.model import Plan
+from autoptd.search.pipeline.stage_parameters import parameter_dtypes
+
+
+def _cut_inputs(source: TracedModel, plan: Plan) -> tuple[bool, dict[tuple[str, int], int]]:
+    """(whether in zigzag, dims of inputs that must be multiples of a number)."""
+    if plan.mesh.cp == 1:
+        return False, {}
+    splits = token_splits(source, plan)
+    return splits.zigzag, {source.folded.traced.sizes[SEQUENCE]: splits.chunks}
+
+
+def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
+    """What a batch must look like, by the model's inputs."""
+    traced = source.folded.traced
+    values = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
+    found = {}
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder" and node.name in traced.inputs:
+            x = infos(node)[0]
+            symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in x.shape[1:])
+            sizes = tuple(int(sympy.sympify(n).subs(values)) for n in x.shape[1:])
+            found[traced.inputs[node.name]] = InputSpec(x.dtype, sizes, symbols)
+    return {name: found[name] for name in traced.inputs.values()}
+
+
+def make_layout(source: TracedModel, plan: Plan) -> Layout:
+    """What the runtime needs to know of the plan."""
+    folded, traced = source.folded, source.folded.traced
+    shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
+    dtypes = parameter_dtypes(folded)
+    held: dict[str, list[int]] = {}
+    buffers: dict[str, TensorSpec] = {}
+    for index, stage in enumerate(plan.stages):
+        segments = folded.segments[stage.first : stage.last + 1]
+        names = [traced.parameters[p.name] for s in segments for p in s.parameters]
+        if index == 0:
+            names += [traced.parameters[n.name] for n in folded.unused_parameters]
+        for name in dict.fromkeys(names):
+            held.setdefault(name, []).append(index)
+        for node in held_tensors(folded, stage.first, stage.last):
+            name = traced.buffers.get(node.name, node.name)
+            tensor = infos(node)[0]
+            stages = (*(buffers[name].stages if name in buffers else ()), index)
+            buffers[name] = TensorSpec(
+                parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
+            )
+    again = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
+    recomputed = {traced.parameters[p.name] for i in again for p in folded.segments[i].parameters}
+    order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
+    order += [n for n in held if n not in set(order)]
+    owned, unused = lay_out(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
+    parameters = {
+        name: TensorSpec(
+            parse_placement(plan.splits.parameters[name]),
+            shapes[name],
+            tuple(held[name]),
+            name not in traced.frozen,
+            dtype=None if dtypes[name] == PRECISIONS[plan.precision] else dtypes[name],  # integers, frozen
+            recomputed=name in recomputed,
+            block=name.removesuffix(owned.get(name, name)).rstrip("."),
+            idle=name in unused,
+        )
+        for name in order
+    }
+    zigzag, multiples = _cut_inputs(source, plan)
+    narrow = plan.method.gradients == "compute"
+    return Layout(
+        mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual, plan.route.shape, plan.mesh.cp),
+        micro=plan.micro,
+        microbatches=plan.schedule.microbatches,
+        inputs=tuple(traced.inputs.values()),
+        parameters=parameters,
+        buffers=buffers,
+        zero=plan.zero,
+        shards=min(plan.method.shards, plan.mesh.dp) if plan.zero else 0,
+        precision=plan.precision,
+        schedule=plan.schedule.kind,
+        gather_later="dp" in plan.method.overlap,
+        sums_ahead=plan.method.sums == "ahead",
+        one_microbatch=bool(folded.loss_form.refused),
+        zigzag=zigzag,
+        multiples=multiples,
+        specs=_input_specs(source, plan),
+        slices=plan.method.sends == "slices",
+        modules=tuple(stage.modules for stage in plan.stages),
+        gradients="compute" if narrow else "main",
+        bucket_elements=elements_of(
+            plan.method.bucket_bytes, (COMPUTE_BYTES if narrow else MAIN_BYTES)[plan.precision]
+        ),
+    )
+
+
+def named_values(source: TracedModel) -> dict[str, Any]:
+    """Constants that the graph closes over, by the names under which stages hold them."""
+    traced = source.folded.traced
+    return {name: value for name, value in traced.constants.items() if name not in traced.buffers}

@@ -1,0 +1,167 @@
+"""From a folded graph to a plan: the search's answer, written down."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from autoptd.codegen.blocks import lay_out
+from autoptd.compile.notes import answer_notes, device_of
+from autoptd.compile.traced import TracedModel, check_loss
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.step_times import times_to_data
+from autoptd.passes.fold import Folded
+from autoptd.passes.sharding.sharding import (
+    activation_splits,
+    parameter_splits,
+    to_text,
+)
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.plans.consistency import collectives, modules
+from autoptd.plans.data import Collectives, ExecutionOptions, MeshSizes, Predicted, Schedule, Splits, StagePlan
+from autoptd.plans.model import Plan
+from autoptd.progress import Progress
+from autoptd.search.constraints.named import pin_notes
+from autoptd.search.constraints.options import Constraints
+from autoptd.search.constraints.without_effect import idle_notes
+from autoptd.search.pipeline.evaluate import Staged, rank_times, sums_of
+from autoptd.search.pipeline.stage_parameters import loss_of
+from autoptd.search.planner import EFFORT, Answer, Planner, Task
+
+
+def make_plan(
+    source: TracedModel,
+    *,
+    world: int,
+    cluster: Cluster,
+    batch: int | None,
+    precision: str,
+    optimizer: str,
+    wishes: Constraints,
+    progress: Progress,
+    exact: bool = False,
+    time_limit_s: float | None = None,
+) -> Plan:
+    """Search, and write the answer down; or find it written down. Raises PlanError, DoesNotFit."""
+    notes = list(source.notes)
+    notes += [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
+    notes += idle_notes(wishes, world)
+    size = batch or 8 * world
+    task = Task(
+        source.folded,
+        cluster,
+        world,
+        size,
+        source.sizes,
+        precision,
+        optimizer,
+        wishes,
+        effort=None if exact else EFFORT,
+        time_limit_s=time_limit_s or math.inf,
+    )
+    check_loss(source, dp=wishes.mesh.get("dp"), microbatches=size / int(wishes.mesh.get("micro", 1)))
+    lay_out(source.folded)  # raises TraceError for names that emitted modules have themselves
+    answer = Planner(task, progress, source.known).answer()
+    notes += pin_notes(source.folded, wishes, answer.staged.candidate.tp)
+    notes += answer_notes(source, answer)
+    return _written(source, task, answer, tuple(notes))
+
+
+def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
+    staged, folded = answer.staged, source.folded
+    candidate, sharding, method = staged.candidate, staged.sharded.sharding, staged.method
+    strategies, boundaries = to_text(folded, sharding)
+    return Plan(
+        model=source.name,
+        graph_hash=source.graph_hash,
+        world=task.world,
+        cluster=task.cluster,
+        batch=task.batch,
+        sizes={str(s): int(n) for s, n in {BATCH: candidate.micro, **task.sizes}.items()},
+        precision=task.precision,  # type: ignore[arg-type]
+        optimizer=task.optimizer,  # type: ignore[arg-type]
+        mesh=MeshSizes(dp=candidate.dp, tp=candidate.tp, pp=candidate.pp, cp=method.cp),
+        schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
+        zero=candidate.zero,
+        loss_averaging="per-microbatch" if folded.traced.averaged else "global",
+        method=ExecutionOptions(
+            recompute=_common_policy(staged),  # type: ignore[arg-type]
+            overlap=method.overlap,  # type: ignore[arg-type]
+            kernels=method.kernels,  # type: ignore[arg-type]
+            loss=loss_of(method, folded, sharding),  # type: ignore[arg-type]
+            attention=method.attention,  # type: ignore[arg-type]
+            gathers=method.gathers,  # type: ignore[arg-type]
+            gradients=method.gradients,  # type: ignore[arg-type]
+            bucket_bytes=method.bucket_bytes,
+            shards=method.shards,
+            sends=method.sends,  # type: ignore[arg-type]
+            context=method.context,  # type: ignore[arg-type]
+            sums=sums_of(folded.loss_form, candidate),
+        ),
+        stages=tuple(
+            _stage(folded, run, policies, _common_policy(staged), device_of(staged, task.cluster, k))
+            for k, (run, policies) in enumerate(zip(staged.solution.boundaries, staged.solution.policies, strict=True))
+        ),
+        segments=tuple(s.name for s in folded.segments),
+        splits=Splits(parameters=parameter_splits(folded, sharding), activations=activation_splits(folded, sharding)),
+        strategies=strategies,
+        boundaries={k: tuple(v) for k, v in boundaries.items()},
+        collectives={kind: Collectives(**data) for kind, data in collectives(folded, sharding).items()},
+        predicted=_predicted(source, task, staged, answer),
+        notes=notes,
+    )
+
+
+def _common_policy(staged: Staged) -> str:
+    """What most recomputed segments run again."""
+    counts = Counter(policy for stage in staged.solution.policies for policy in stage.values())
+    return min(counts, key=lambda policy: (-counts[policy], policy), default="full")
+
+
+def _stage(folded: Folded, run: tuple[int, int], policies: Mapping[int, str], common: str, device: str) -> StagePlan:
+    first, last = run
+    again = tuple(sorted(policies))
+    mixed = tuple(policies[i] for i in again) if set(policies.values()) - {common} else ()
+    return StagePlan(
+        first=first,
+        last=last,
+        modules=modules(folded, first, last),
+        recompute=again,
+        device=device,
+        policies=mixed,  # type: ignore[arg-type]
+    )
+
+
+def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) -> Predicted:
+    candidate, m = staged.candidate, staged.candidate.microbatches
+    ranks = [staged.route.of(staged.stages, rank) for rank in range(candidate.pp)]
+    slowest = max(range(candidate.pp), key=lambda rank: sum(s.forward_s + s.backward_s for s in ranks[rank]))
+    chunks, end = ranks[slowest], staged.ends[slowest]
+    again = sum(s.recompute_s for s in chunks)
+    tp = sum(s.forward_tp_s + s.backward_tp_s for s in chunks)
+    sharding = sum(s.sharding_s for s in chunks)
+    work = sum(s.forward_s + s.backward_s for s in chunks)
+    parts = {
+        "compute": m * max(0.0, work - tp - again - sharding),
+        "recompute": m * again,
+        "tp_communication": m * tp,
+        "dp_communication": m * sharding + end.reduce_s + end.gather_s,
+        "optimizer": end.step_s,
+    } | ({"loss_sums": staged.ahead_s} if staged.ahead_s else {})
+    idle = staged.seconds - sum(parts.values())
+    parts["pipeline_bubble"] = idle if idle > 1e-9 * staged.seconds else 0.0  # or the rounding of the sum
+    flop = source.known.flops(tuple(task.sizes.items())) * task.batch
+    tokens = task.batch * float(task.sizes.get(SEQUENCE, 1))
+    ranks_of = zip(task.cluster.pools, task.cluster.pool_ranks(task.world), strict=True)
+    peak = sum(ranks * pool.device.matmul_flops_per_s.of(task.precision) for pool, ranks in ranks_of)
+    return Predicted(
+        step_time_s=staged.seconds,
+        tokens_per_s=tokens / staged.seconds,
+        mfu=flop / (staged.seconds * peak),
+        memory_bytes=int(max(m.total for m in staged.memory)),
+        time_s=parts,
+        memory=tuple({k: int(v) for k, v in m.to_data().items()} for m in staged.memory),
+        model_flops_per_step=flop,
+        times=times_to_data(rank_times(staged), staged.route.shape),
+    )

@@ -1,0 +1,127 @@
+"""What a plan says besides its numbers: what was discovered, where it runs, why tables lie as they do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import PlanError
+from autoptd.passes.analysis.attention import form_of
+from autoptd.passes.graph import infos
+from autoptd.passes.rules.lookup import discovery
+from autoptd.passes.sharding.context_parallel import split_tokens
+from autoptd.passes.sharding.sharding import ops_of, parameter_splits
+from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.search.pipeline.evaluate import Staged
+from autoptd.search.planner import Answer, alternatives
+
+if TYPE_CHECKING:
+    from autoptd.compile.traced import TracedModel
+
+
+def device_of(staged: Staged, cluster: Cluster, stage: int) -> str:
+    """The type of device of a stage, where the cluster has several."""
+    pools = staged.candidate.pools
+    return cluster.pools[pools[staged.route.holder(stage)]].device.name if pools else ""
+
+
+def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
+    """What to know of a plan that a search found."""
+    notes = list(source.folded.loss_form.notes)
+    found = (discovery(op.call) for op in source.known.facts.ops.values())
+    notes += [f"no row in the rule table: {text}" for text in dict.fromkeys(str(w) for w in found if w is not None)]
+    if answer.staged.candidate.pools:
+        order = dict.fromkeys(
+            device_of(answer.staged, answer.staged.chunks.cluster, k) for k in range(answer.staged.candidate.pp)
+        )
+        notes.append(f"the pipeline runs on {', then '.join(order)}: number the processes' nodes in this order")
+    unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
+    if unused:
+        notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
+    notes += attention_notes(source, answer.staged)
+    notes += _embedding_notes(source, answer)
+    notes += _context_notes(source, answer)
+    notes.append(
+        f"{answer.considered} ways to run considered, {answer.visited} cut into stages; "
+        f"by this cost model none is faster by more than {answer.gap:.1%}"
+    )
+    return notes
+
+
+def attention_notes(source: TracedModel, staged: Staged) -> list[str]:
+    """Which kernel does the attention, where it is not the flash kernel that models are timed with, and why."""
+    device, ring = staged.chunks.cluster.device.kind, staged.candidate.cp > 1 and staged.method.context == "ring"
+    found: Counter[tuple[str, str]] = Counter()
+    for kind, segment in source.folded.representatives.items():
+        for _, node in ops_of(segment):
+            op = source.known.facts.ops[node]
+            if op.work.kind == "attention":
+                form = form_of(op.call, ring)
+                found[form.way(device), form.why(device)] += source.folded.multiplicity(kind)
+    return [f"{_times(count)} {_KERNELS[way]}: {why}" for (way, why), count in found.items() if way != "fused"]
+
+
+def _times(count: int) -> str:
+    return "attention is" if count == 1 else f"{count} attentions are"
+
+
+_KERNELS = {
+    "written": "written out in stretches of scores, which takes several times as long as a fused kernel",
+    "efficient": "done by torch's memory-efficient kernel, at about half the rate of the flash kernel",
+}
+
+
+def _context_notes(source: TracedModel, answer: Answer) -> list[str]:
+    """Why tokens that are to be cut over cp ranks cannot be."""
+    c, tokens = answer.staged.candidate, source.sizes.get(SEQUENCE, 1)
+    try:
+        if c.cp > 1:
+            split_tokens(source.folded, c.cp, tokens, answer.staged.method.context, c.tp)
+    except PlanError as error:
+        return [f"the plan is a prediction: {error.what} ({error.where})"]
+    return []
+
+
+def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
+    """Why each embedding table lies as it does: what a microbatch takes under each placement.
+
+    Not where tensors were placed by hand: each placement costs a solution of the splits ILP, as long as the prediction.
+    """
+    if answer.tensors.ranks == 1 or answer.question.pins:
+        return []
+    names = source.folded.traced.parameters
+    placed = parameter_splits(source.folded, answer.staged.sharded.sharding)
+    notes = []
+    for segment in source.folded.segments:
+        for _, node in ops_of(segment):
+            if node.target is torch.ops.aten.embedding.default:
+                table = node.args[0]
+                assert isinstance(table, fx.Node)
+                if table.name not in names:  # made of a table, as by a dropout of it
+                    continue
+                rows, width = infos(table)[0].shape
+                name = names[table.name]
+                notes.append(_embedding_note(f"{name} [{rows}, {width}]", placed[name], alternatives(answer, name)))
+                if int(rows) % answer.tensors.ranks:
+                    notes[-1] += f"; its {rows} rows do not divide by tp {answer.tensors.ranks}"
+    return notes
+
+
+def _embedding_note(table: str, placed: str, costs: list[tuple[str, float | None]]) -> str:
+    """`embedding w [8, 4] is split by rows (S0): 2.00 ms a microbatch through the model; whole (B) 2.10 ms`."""
+    times = dict(costs)
+    mine = times.pop(placed, None)
+    spent = "" if mine is None else f": {mine * 1e3:.2f} ms a microbatch through the model"
+    others = [
+        f"{_SPLIT_WORDS.get(p, 'whole')} ({p}) " + ("impossible" if t is None else f"{t * 1e3:.2f} ms")
+        for p, t in times.items()
+    ]
+    against = f"; {', '.join(others)}" if others else ""
+    return f"embedding {table} is {_SPLIT_WORDS.get(placed, 'whole')} ({placed}){spent}{against}"
+
+
+_SPLIT_WORDS = {"S0": "split by rows", "S1": "split by hidden size"}

@@ -1,0 +1,65 @@
+"""From a plan back to its decisions on a graph, and to the emitted program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoptd.codegen.emit import Program, StageSpec, emit_program
+from autoptd.compile.traced import TracedModel, check_loss
+from autoptd.passes.opcall import Sizes
+from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
+from autoptd.passes.sharding.context_parallel_graph import cut_tokens
+from autoptd.passes.sharding.sharding import (
+    Sharding,
+    from_text,
+)
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.plans.consistency import check_derived, check_sizes
+from autoptd.plans.model import Plan
+
+# ---- from a plan to a program ----
+
+
+def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
+    """The plan's tensor-level decisions on this graph. Raises PlanFileError."""
+    plan.check_graph(source.graph_hash)
+    check_loss(source, plan.mesh.dp, plan.schedule.microbatches)
+    check_sizes(plan, source.folded)
+    by_name = {str(s): s for s in source.folded.traced.sizes}
+    values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
+    if plan.mesh.cp > 1 and SEQUENCE in values:  # tp splits what a rank has
+        values[SEQUENCE] //= plan.mesh.cp
+    sizes = Sizes(values, BATCH)
+    sharding = from_text(
+        source.folded,
+        plan.mesh.tp,
+        sizes,
+        plan.strategies,
+        {k: list(v) for k, v in plan.boundaries.items()},
+        plan.splits.parameters,
+    )
+    check_derived(plan, source.folded, sharding)
+    return sharding
+
+
+def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program:
+    """The emitted program of a plan. Raises PlanError where the model's tokens cannot be cut over cp ranks."""
+    specs = [StageSpec(s.first, s.last, plan.policies(s)) for s in plan.stages]
+    folded = source.folded
+    if plan.mesh.cp > 1:
+        folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
+    program = emit_program(
+        folded,
+        sharding,
+        specs,
+        plan.model,
+        loss_in_place=plan.method.loss == "in_place",
+        gathers_again=plan.method.gathers == "again" and plan.mesh.tp > 1,
+    )
+    return replace(program, files={**program.files, "plan.json": plan.to_json()})
+
+
+def token_splits(source: TracedModel, plan: Plan) -> TokenSplits:
+    """What each op does with the tokens that a cp rank has. Raises PlanError."""
+    tokens, mesh = plan.sizes.get(str(SEQUENCE), 1), plan.mesh
+    return split_tokens(source.folded, mesh.cp, tokens, plan.method.context, mesh.tp)

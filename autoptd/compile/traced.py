@@ -1,0 +1,120 @@
+"""From a model to a folded graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import sympy
+from torch import Tensor, nn
+
+from autoptd.errors import InputsError, PlanError, nearest
+from autoptd.models.inputs import inputs_beside, model_name
+from autoptd.passes.fold import Folded, fold, graph_hash
+from autoptd.passes.normalise.normalise import normalise
+from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
+from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
+from autoptd.progress import Progress
+from autoptd.search.sharding.cache import ShardingCache
+
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+AVERAGINGS = ("global", "per-microbatch")
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model traced and folded: what `autoptd.trace` gives, and what `plan` and `parallelize` take in its place.
+
+    Made once for many plans: what one plan works out (legal strategies, sharded models) is kept for the next in
+    `known`, under everything that it depends on. The module must not change meanwhile.
+    """
+
+    model: nn.Module
+    name: str
+    folded: Folded
+    graph_hash: str
+    sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
+    precision: str
+    known: ShardingCache = field(compare=False, repr=False)
+    notes: tuple[str, ...] = ()  # what its plans say of the module that was given
+
+    @property
+    def objective(self) -> Objective:
+        """How its loss is made of a batch."""
+        return self.folded.traced.objective
+
+    @property
+    def loss_averaging(self) -> str:
+        """What was asked for of a loss that cannot be that of the whole batch."""
+        return self.folded.traced.averaging
+
+    @property
+    def seq(self) -> int | None:
+        """Tokens of a sample; None where the model has no sequence."""
+        return self.sizes.get(SEQUENCE)
+
+
+def read_model(
+    model: nn.Module,
+    *,
+    inputs: Mapping[str, Tensor] | None,
+    loss: Callable[..., Tensor] | Objective | None,
+    targets: Targets | None = None,
+    seq: int | None,
+    precision: str,
+    progress: Progress,
+    loss_averaging: str = "global",
+) -> TracedModel:
+    """Trace and fold. Raises InputsError without inputs and no way to make them; TraceError, UnsupportedOp."""
+    if precision not in _PRECISIONS:
+        raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
+    if loss_averaging not in AVERAGINGS:
+        raise InputsError(
+            f"loss_averaging is {loss_averaging!r}",
+            where="loss_averaging",
+            fix=nearest(str(loss_averaging), AVERAGINGS),
+        )
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"the model is {type(model).__name__}, not an nn.Module", fix="pass the module itself")
+    notes = compiled_notes(model)
+    model = unwrap(model)
+    notes += eval_notes(model)
+    refuse_unsuitable(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputsError("the model has no trainable parameter", fix="leave requires_grad=True on what is to train")
+    if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool) or seq < 1):
+        raise InputsError(f"seq is {seq!r}", where="seq", fix="give the tokens of a sample, at least 1")
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise InputsError(
+            f"inputs is of type {type(inputs).__name__}, not a mapping",
+            where="inputs",
+            fix="pass inputs={'name': tensor, …} with the keywords that forward takes",
+        )
+    given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
+    objective, named = read_objective(loss, given, targets)
+    objective, model = objective.joined(model)
+    with progress.stage(f"trace {type(model).__name__}"):
+        traced = trace(
+            model,
+            {**given, **named},
+            loss=objective,
+            precision=precision,
+            averaging=loss_averaging,  # type: ignore[arg-type]
+        )
+    with progress.stage("normalise and fold the graph"):
+        folded = fold(normalise(traced))
+        digest = graph_hash(traced)
+        known = ShardingCache(folded).read()
+    sizes = {s: n for s, n in traced.example.items() if s != BATCH}
+    if seq is not None and SEQUENCE in sizes:
+        sizes[SEQUENCE] = seq
+    return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, tuple(notes))
+
+
+def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:
+    """Raise what was found against a loss that only a batch in one microbatch has, unless it is one."""
+    refused = source.folded.loss_form.refused
+    if refused and not (dp == 1 and microbatches == 1):
+        raise refused[0]

@@ -1,0 +1,106 @@
+"""A step, term by term: seconds of the slowest pipeline rank, bytes of the fullest, and two plans compared in them.
+
+    step = forward + backward + recompute + tp + sends + bubble + dp reduce + dp gather + optimizer - hidden
+
+The terms are those of the pipeline rank with most work, over all microbatches. `pipeline_sends` is what the step would
+gain if messages between stages took no time (it is simulated so); `pipeline_bubble` is the rest of what the rank waits.
+`hidden_behind_compute` is negative: what runs beside other work and is counted above all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoptd.cost_models.simulate import simulate
+from autoptd.cost_models.step_times import ChunkTimes, StageTimes, times_from_data
+from autoptd.explain.timeline import chunk_times
+from autoptd.plans.data import PlanData
+
+_ROUNDING = 1e-9  # of a step: below that, a remainder is rounding
+
+
+@dataclass(frozen=True)
+class CostTerm:
+    """One term in two plans, in seconds or bytes."""
+
+    name: str
+    a: float
+    b: float
+
+    @property
+    def difference(self) -> float:
+        """What `b` has more."""
+        return self.b - self.a
+
+    def to_data(self) -> dict[str, float | str]:
+        """`{"term": …, "a": …, "b": …, "difference": …}`"""
+        return {"term": self.name, "a": self.a, "b": self.b, "difference": self.difference}
+
+
+def compared(a: Mapping[str, float], b: Mapping[str, float]) -> list[CostTerm]:
+    """The terms that differ, largest difference first."""
+    names = [*a, *(name for name in b if name not in a)]
+    terms = [CostTerm(name, a.get(name, 0.0), b.get(name, 0.0)) for name in names]
+    return sorted((t for t in terms if t.a != t.b), key=lambda t: -abs(t.difference))
+
+
+def time_terms(a: PlanData, b: PlanData) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step of each by term, in the finest terms that both have; they sum up to the step."""
+    fine = all(map(_tells_passes, (a, b)))
+    return step_terms(a, passes=fine), step_terms(b, passes=fine)
+
+
+def step_terms(plan: PlanData, passes: bool = True) -> dict[str, float]:
+    """Seconds of a step by term. `passes`: compute as forward and backward, where the plan tells them apart."""
+    terms = dict(plan.predicted.time_s)
+    if plan.predicted.times:
+        lists, times, overlap = chunk_times(plan)
+        slowest = max(times, key=_work_s)
+        if passes and _tells_passes(plan):
+            compute = terms.pop("compute", 0.0)
+            forward = min(compute, plan.schedule.microbatches * sum(c.forward_s for c in slowest.chunks))
+            terms = {"forward_compute": forward, "backward_compute": compute - forward, **terms}
+        together = terms.pop("dp_communication", 0.0)
+        ends = {"dp_reduce": slowest.reduce_s, "dp_gather": slowest.gather_s}
+        terms |= ends | {"dp_per_microbatch": _rest(plan, together - sum(ends.values()))}
+        waited = terms.pop("pipeline_bubble", 0.0)
+        if plan.mesh.pp > 1 and waited > 0:
+            free = simulate(lists, tuple(map(_without_sends, times)), overlap, plan.route)
+            sends = min(waited, max(0.0, simulate(lists, times, overlap, plan.route).makespan_s - free.makespan_s))
+            terms |= {"pipeline_sends": sends, "pipeline_bubble": waited - sends}
+    hidden = _rest(plan, plan.predicted.step_time_s - sum(terms.values()))
+    terms["hidden_behind_compute" if hidden < 0 else "other"] = hidden
+    return {name: value for name, value in terms.items() if value}
+
+
+def memory_terms(plan: PlanData) -> dict[str, float]:
+    """Bytes of the fullest rank by category."""
+    row = max(plan.predicted.memory, key=lambda memory: sum(memory.values()))
+    return {name: float(size) for name, size in row.items() if size}
+
+
+def _tells_passes(plan: PlanData) -> bool:
+    """Whether forward and backward are known apart: not where data-parallel communication runs within both."""
+    said = plan.predicted
+    if not said.times:
+        return False
+    slowest = max(times_from_data(said.times, plan.mesh.pp, plan.route.shape), key=_work_s)
+    within = said.time_s.get("dp_communication", 0.0) - slowest.reduce_s - slowest.gather_s
+    return _rest(plan, within) <= 0
+
+
+def _rest(plan: PlanData, value: float) -> float:
+    return value if abs(value) > _ROUNDING * plan.predicted.step_time_s else 0.0
+
+
+def _work_s(rank: StageTimes) -> float:
+    return sum(c.forward_s + c.backward_s + c.forward_tp_s + c.backward_tp_s for c in rank.chunks)
+
+
+def _without_sends(rank: StageTimes) -> StageTimes:
+    return replace(rank, chunks=tuple(map(_silent, rank.chunks)))
+
+
+def _silent(chunk: ChunkTimes) -> ChunkTimes:
+    return replace(chunk, send_forward_s=0.0, send_backward_s=0.0)

@@ -1,0 +1,115 @@
+"""Two plans side by side: what differs, what it costs, and which one is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoptd.explain.breakdown import CostTerm, compared, memory_terms, time_terms
+from autoptd.explain.plan import TELLING, TOLD, choice_lines, headline
+from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed, words
+from autoptd.fold_names import fold_names
+from autoptd.plans.data import PlanData
+
+
+def compare(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), width: int = WIDTH) -> str:
+    """Two plans side by side: which is faster and which terms make it so, every choice and split that differs."""
+    if a == b:
+        return f"{names[0]} and {names[1]} are the same plan: {headline(a)}\n"
+    parts: list[RenderableType] = [Text(verdict(a, b, names))]
+    time = compared(*time_terms(a, b))
+    if made := _makes(a, b, time, names):
+        parts.append(Text(made))
+    parts += [Text(f"{names[0]}  {headline(a)}"), Text(f"{names[1]}  {headline(b)}")]
+    chosen = [(*x, y[1], "") for x, y in zip(choice_lines(a), choice_lines(b), strict=True) if x != y]
+    parts += section("Choices that differ", _sides(names, chosen))
+    step = CostTerm("step", a.predicted.step_time_s, b.predicted.step_time_s)
+    parts += section("Time of one step, largest difference first", _sides(names, _term_rows([*time, step], seconds)))
+    full_a, full_b = memory_terms(a), memory_terms(b)
+    memory = [*compared(full_a, full_b), CostTerm("total", sum(full_a.values()), sum(full_b.values()))]
+    parts += section("Memory of the fullest rank, largest difference first", _sides(names, _term_rows(memory, gib)))
+    parts += section("Parameters split differently", _sides(names, _split_differences(a, b)))
+    return render(parts, width)
+
+
+def comparison_data(a: PlanData, b: PlanData) -> dict[str, object]:
+    """The same for machines: seconds and bytes by term, and every field of the plans that differs."""
+    return {
+        "same": a == b,
+        "verdict": verdict(a, b),
+        "time_s": [term.to_data() for term in compared(*time_terms(a, b))],
+        "memory_bytes": [term.to_data() for term in compared(memory_terms(a), memory_terms(b))],
+        "differences": differences(a, b),
+    }
+
+
+def _makes(a: PlanData, b: PlanData, terms: Sequence[CostTerm], names: tuple[str, str]) -> str:
+    """The few terms that make the difference: `B takes 50 ms more: bubble +50 ms`."""
+    whole = b.predicted.step_time_s - a.predicted.step_time_s
+    telling = [t for t in terms if abs(t.difference) >= TELLING * max(abs(whole), abs(terms[0].difference))][:TOLD]
+    if not telling or not whole:
+        return ""
+    listed = ", ".join(f"{words(t.name)} {signed(t.difference, seconds(t.difference))}" for t in telling)
+    return f"{names[1]} takes {seconds(abs(whole))} {'more' if whole > 0 else 'less'}: {listed}"
+
+
+def verdict(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:
+    """Which of the two is faster, and by how much, in one line."""
+    time_a, time_b = a.predicted.step_time_s, b.predicted.step_time_s
+    if time_a == time_b:
+        return f"{names[0]} and {names[1]} are predicted equally fast: {seconds(time_a)} a step"
+    (fast, quick), (slow, long) = sorted(zip((time_a, time_b), names, strict=True))
+    ratio = f"{slow / fast - 1:.1%} faster than {long}" if fast else f"faster than {long}"
+    return f"{quick} is {ratio}: {seconds(fast)} a step against {seconds(slow)}"
+
+
+def differences(a: PlanData, b: PlanData) -> dict[str, list[object]]:
+    """Field path -> the values of both plans, for the fields that differ; None where one lacks the field."""
+    left, right = (dict(_leaves(plan.model_dump(mode="json"), "")) for plan in (a, b))
+    paths = [path for path in sorted({*left, *right}) if left.get(path) != right.get(path)]
+    return {path: [left.get(path), right.get(path)] for path in paths}
+
+
+def _term_rows(terms: Sequence[CostTerm], text: Callable[[float], str]) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for term in terms:
+        change = f" ({term.difference / term.a:+.1%})" if term.a and term.difference else ""
+        difference = signed(term.difference, text(term.difference)) if term.difference else "same"
+        sides = [text(value) if value else "–" for value in (term.a, term.b)]
+        rows.append((words(term.name), sides[0], sides[1], f"{difference}{change}"))
+    return rows
+
+
+def _split_differences(a: PlanData, b: PlanData) -> list[tuple[str, str, str, str]]:
+    left, right = a.splits.parameters, b.splits.parameters
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in [*left, *(name for name in right if name not in left)]:
+        pair = (left.get(name, "-"), right.get(name, "-"))
+        if pair[0] != pair[1]:
+            groups.setdefault(pair, []).append(name)
+    return [(line, *pair, "") for pair, names in groups.items() for line in fold_names(names)]
+
+
+def _sides(names: tuple[str, str], rows: list[tuple[str, str, str, str]]) -> Table | None:
+    if not rows:
+        return None
+    last = ["difference>"] if any(row[3] for row in rows) else []
+    table = columns("", f"{names[0]}>", f"{names[1]}>", *last)
+    for row in rows:
+        table.add_row(*row[: 3 + len(last)])
+    return table
+
+
+def _leaves(data: object, path: str) -> Iterator[tuple[str, object]]:
+    match data:
+        case dict() if data:
+            for key, value in data.items():
+                yield from _leaves(value, f"{path}.{key}" if path else key)
+        case list() if data:
+            for i, value in enumerate(data):
+                yield from _leaves(value, f"{path}[{i}]")
+        case _:
+            yield path, data

@@ -1,0 +1,180 @@
+"""Where a plan's memory comes from, as formulas: what `autoptd explain PLAN --memory` prints.
+
+State in n, d, u and r (`cost_models/memory.py`); activations of every block in b, s, t and under cp c and, where the
+model says what its widths are, in h, a, f and v (`passes/analysis/activations.py`); the fullest moment
+(`passes/analysis/liveness.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+import sympy
+from rich.padding import Padding
+from rich.text import Text
+from torch import nn
+
+from autoptd.compile.program import read_sharding
+from autoptd.compile.traced import TracedModel, read_model
+from autoptd.cost_models.memory import D, N, U, formulas, in_flight
+from autoptd.explain.plan import WIDTH, headline, render
+from autoptd.explain.tables import columns
+from autoptd.passes.analysis.activations import kept, nbytes, symbolic_bytes
+from autoptd.passes.analysis.dataflow import RANKS
+from autoptd.passes.analysis.liveness import walk
+from autoptd.passes.fold import Segment
+from autoptd.passes.opcall import Sizes
+from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.plans.model import Plan
+from autoptd.progress import Progress
+
+_MIB = 2**20
+_TOKEN_RANKS = sympy.Symbol("c", integer=True, positive=True)  # of the cp axis
+_WIDTHS = (  # symbol, and what Hugging Face configurations call it
+    ("h", ("hidden_size", "n_embd", "d_model")),
+    ("f", ("intermediate_size", "n_inner", "ffn_dim")),
+    ("v", ("vocab_size",)),
+    ("a", ("num_attention_heads", "n_head")),
+)
+
+
+def size_names(config: Any) -> dict[int, sympy.Expr]:
+    """Names for the sizes in a model's configuration: hidden h, MLP f, vocabulary v, heads a. {} without one."""
+    found: dict[int, sympy.Expr] = {}
+    values: dict[str, int] = {}
+    for symbol, attributes in _WIDTHS:
+        value = next((v for a in attributes if isinstance(v := getattr(config, a, None), int) and v > 1), None)
+        if value is not None and value not in found:
+            values[symbol] = value
+            found[value] = sympy.Symbol(symbol, integer=True, positive=True)
+    if "h" in values and "a" in values and values["h"] % values["a"] == 0:
+        found.setdefault(values["h"] // values["a"], found[values["h"]] / found[values["a"]])
+    return found
+
+
+def traced(plan: Plan, model: nn.Module, progress: Progress) -> tuple[TracedModel, Sharding]:
+    """The model's graph, and the plan's decisions for it. Raises PlanFileError for the plan of another model."""
+    seq = plan.sizes.get("s")
+    source = read_model(
+        model,
+        inputs=None,
+        loss=None,
+        seq=seq,
+        precision=plan.precision,
+        progress=progress,
+        loss_averaging=plan.loss_averaging,
+    )
+    return source, read_sharding(source, plan)
+
+
+def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str, Any]:
+    """The formulas and their values at the plan's sizes, in bytes."""
+    names = size_names(getattr(source.model, "config", None))
+    state = formulas(
+        precision=plan.precision,
+        optimizer=plan.optimizer if plan.optimizer != "custom" else "adamw",
+        zero=plan.zero,
+        gradients=plan.method.gradients,
+    )
+    held = {i: policy for stage in plan.stages for i, policy in plan.policies(stage).items()}
+    number = _number(plan, source)
+    blocks = []
+    for segments in _blocks(source):
+        policy = next((held[s.index] for s in segments if s.index in held), "none")
+        blocks.append(_block(segments, sharding, policy, names, number, plan))
+    stages, schedule = plan.mesh.pp, plan.schedule
+    flying = [in_flight(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]
+    return {
+        "state": {name: str(text) for name, text in state.items()},
+        "blocks": blocks,
+        "sizes": {str(symbol): size for size, symbol in names.items() if symbol.is_Symbol}
+        | {str(RANKS): sharding.ranks}
+        | ({str(_TOKEN_RANKS): plan.mesh.cp} if plan.mesh.cp > 1 else {}),
+        "in_flight": flying,
+    }
+
+
+def _block(
+    segments: tuple[Segment, ...],
+    sharding: Sharding,
+    policy: str,
+    names: Mapping[int, sympy.Expr],
+    number: Sizes,
+    plan: Plan,
+) -> dict[str, Any]:
+    cp, again, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
+    found = kept(segments, sharding.kinds, policy, regather=again)
+    moments = walk(segments, sharding.kinds, policy, regather=again, in_place_loss=in_place)
+    where, _ = moments.fullest(number, sharding.ranks, cp)
+    formula = symbolic_bytes(found, names)
+    if cp > 1:  # of scores too a rank has its tokens' rows
+        terms = sympy.Add.make_args(formula)
+        formula = sympy.Add(*(term / _TOKEN_RANKS if term.has(SEQUENCE) else term for term in terms))
+    return {
+        "block": _common([s.kind for s in segments]),
+        "recompute": policy,
+        "kept": str(sympy.collect(formula, [BATCH * RANKS**-1, BATCH])),
+        "kept_bytes": nbytes(found, number, sharding.ranks, cp),
+        "temporary_bytes": moments.peak(number, sharding.ranks, cp).temporary,
+        "fullest": where,
+    }
+
+
+def _common(names: list[str]) -> str:
+    """What the names of a block's segments begin with."""
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    return "".join(letters[0] for letters in alike).rstrip(".{") or names[0]
+
+
+def _blocks(source: TracedModel) -> list[tuple[Segment, ...]]:
+    """One repetition of every unit, in order."""
+    segments = source.folded.segments
+    return [segments[u.first : u.first + u.length] for u in source.folded.units]
+
+
+def _number(plan: Plan, source: TracedModel) -> Sizes:
+    """The sizes of one cp rank."""
+    by_name = {str(symbol): symbol for symbol in source.folded.traced.sizes}
+    values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
+    return Sizes(values | {s: v // plan.mesh.cp for s, v in values.items() if s == SEQUENCE}, BATCH)
+
+
+def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: int = WIDTH) -> str:
+    """The formulas as text of at most `width` columns."""
+    data = memory_data(plan, source, sharding)
+    legend = (
+        f"{N}: elements of a rank's parameters, padding included; {D}: ranks that share what is sharded; "
+        f"{U}: elements of the largest block"
+    )
+    sizes = ", ".join(f"{name} = {value}" for name, value in data["sizes"].items())
+    state = columns("part", "bytes", gap=1)
+    for name, text in data["state"].items():
+        state.add_row(name, _readable(text))
+    blocks = columns("block", "kept per microbatch, bytes", "MiB", "then at most, MiB", "at", gap=1)
+    for row in data["blocks"]:
+        again = "" if row["recompute"] == "none" else f" ({row['recompute']} recompute)"
+        cells = [f"{row[key] / _MIB:,.1f}" for key in ("kept_bytes", "temporary_bytes")]
+        blocks.add_row(f"{row['block']}{again}", _readable(row["kept"]), *cells, row["fullest"])
+    flying = ", ".join(map(str, data["in_flight"]))
+    return render(
+        [
+            Text(headline(plan)),
+            Text(""),
+            Text("State of a rank"),
+            Padding(state, (0, 0, 0, 2)),
+            Padding(Text(legend), (0, 0, 0, 2)),
+            Text(""),
+            Text(f"Activations of a rank: {sizes}"),
+            Padding(blocks, (0, 0, 0, 2)),
+            Text(""),
+            Text(f"Microbatches in flight, by stage: {flying}"),
+        ],
+        width,
+    )
+
+
+def _readable(text: str) -> str:
+    return text.replace("**2", "²").replace("*", " ")

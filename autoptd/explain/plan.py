@@ -1,0 +1,278 @@
+"""What a person reads of a plan: the answer first, then what it costs, then what lies where.
+
+Everything is plain text from rich tables. The first screen holds the answer, the prediction, time and memory; the
+rest says which modules are in which stage and how every parameter is split.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoptd.explain.choices import choices, recompute_text
+from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
+from autoptd.fold_names import fold_table, ranges
+from autoptd.plans.data import PlanData
+from autoptd.printable import printable
+
+_BAR = 24
+TELLING, TOLD = 0.05, 5  # of the largest difference, at least; terms named in a sentence, at most
+_STAGES = 16  # rows of a table with one for each stage
+_SHORT = {
+    "activations": "acts",
+    "communication": "comm",
+    "gradients": "grads",
+    "parameters": "params",
+    "temporary": "temp",
+}  # where the page is narrower than WIDTH, or many columns share it
+_LEGEND = (
+    ("S", "S<dim> split"),
+    ("S/", "S<dim>/<n> split within each of n fused parts"),
+    ("B", "B whole"),
+    ("Bp", "Bp whole, gradients summed"),
+)
+_Row = TypeVar("_Row")
+
+
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # as people write them
+
+
+def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
+    """The plan as text of at most `width` columns; with `all`, every stage, activation and op."""
+    parts: list[RenderableType] = [
+        Text(headline(plan)),
+        Text(steps(plan)),
+        Text(prediction(plan)),
+        Text(method(plan)),
+        *section("Time of one step", _time_table(plan)),
+        *section("Memory of one rank in each stage, GiB", _memory_table(plan, width, all)),
+        *section("Stages", _stage_table(plan, all)),
+    ]
+    if plan.mesh.tp > 1 or all:
+        legend = "; ".join(text for start, text in _LEGEND if _is_used(plan, start))
+        parts += section("Parameters on the tp axis", _parameter_table(plan))
+        parts += [Padding(Text(legend), (0, 0, 0, 2))] if legend else []
+    parts += section("Collectives of the tp axis, per microbatch", _collective_table(plan))
+    if all:
+        parts += section("Activations on the tp axis", _split_table(plan.splits.activations.items(), hide="B"))
+        parts += section("Given to each segment", _boundary_table(plan))
+        for kind, strategies in sorted(plan.strategies.items()):
+            parts += section(f"Strategies in {kind}", _split_table(strategies.items()))
+    parts += _notes(plan)
+    return render(parts, width)
+
+
+def explain_html(plan: PlanData) -> str:
+    """The same for a notebook."""
+    return f"<pre>{html.escape(explain(plan))}</pre>"
+
+
+def headline(plan: PlanData) -> str:
+    """The answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, ZeRO-1, recompute none`."""
+    zero = f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO"
+    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}"
+
+
+def steps(plan: PlanData) -> str:
+    """What one step is made of: `a step of 512 samples, s 2048: 512 microbatches of 1, 1F1B, bf16, adamw`."""
+    count = plan.schedule.microbatches
+    sizes = "".join(
+        f", {printable(name, keep='')} {value}" for name, value in sorted(plan.sizes.items()) if name != "b"
+    )
+    microbatches = f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}"
+    ranks = " per dp rank" if plan.mesh.dp > 1 else ""
+    kind = _SCHEDULES.get(plan.schedule.kind, plan.schedule.kind)
+    return f"a step of {plan.batch} samples{sizes}: {microbatches}{ranks}, {kind}, {plan.precision}, {plan.optimizer}"
+
+
+def prediction(plan: PlanData) -> str:
+    """What the cost models say of it, in one line."""
+    said = plan.predicted
+    totals = [sum(row.values()) for row in said.memory]
+    room = plan.device_of(totals.index(max(totals))).memory_bytes
+    return (
+        f"predicted {seconds(said.step_time_s)}/step, {said.tokens_per_s:,.0f} tokens/s, MFU {said.mfu:.1%}, "
+        f"fullest rank {said.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB"
+    )
+
+
+def method(plan: PlanData) -> str:
+    """How it is carried out; a second line says so if only a prediction is possible."""
+    asked = plan.method
+    beside = f"{', '.join(asked.overlap)} beside compute" if asked.overlap else "nothing beside compute"
+    parts = [f"{asked.kernels} kernels", f"gradients in the {asked.gradients} type", beside]
+    if asked.loss != "kept":
+        parts.append("the loss in place")
+    if asked.attention != "flash":
+        parts.append(f"{asked.attention} attention")
+    if plan.mesh.cp > 1:
+        parts.append("keys in a ring" if asked.context == "ring" else "heads exchanged for tokens (Ulysses)")
+    if asked.gathers == "again":
+        parts.append("what tp gathers gathered again")
+    if asked.bucket_bytes:
+        parts.append(f"buckets of {asked.bucket_bytes / 1e6:.0f} MB")
+    if plan.schedule.virtual > 1:
+        turned = " as a V" if plan.route.shape == "vee" else ""
+        parts.append(f"{plan.schedule.virtual} chunks per rank{turned}")
+    if asked.shards:
+        parts.append(f"shards of {asked.shards} ranks")
+    if asked.sends == "slices":
+        parts.append("sends in slices")
+    if asked.sums == "ahead":
+        parts.append("forward passes of the whole batch ahead, for sums that the loss is a function of")
+    elif asked.sums == "held":
+        parts.append("sums that the loss is a function of added up before the first backward pass")
+    if plan.loss_averaging == "per-microbatch":
+        parts.append("the loss averaged over microbatches")
+    said = f"carried out with {', '.join(parts)}"
+    return f"{said}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else said
+
+
+# --- tables of one plan -------------------------------------------------------------------------------------------
+
+
+def _time_table(plan: PlanData) -> Table | None:
+    table = columns("part", "time>", "share>", "")
+    whole = plan.predicted.step_time_s
+    for name, value in sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0])):
+        share = value / whole if whole else 0.0
+        if share >= 0.0005:  # what would print as 0.0%
+            table.add_row(words(name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
+    return table if table.row_count else None
+
+
+def _memory_table(plan: PlanData, width: int, all: bool) -> Table:
+    rows = plan.predicted.memory
+    peak = {name: max(row.get(name, 0) for row in rows) for name in sorted(set().union(*rows))}
+    categories = sorted((name for name in peak if peak[name]), key=lambda name: -peak[name])
+    long = width >= WIDTH and len(categories) <= 6
+    heads = [words(name if long else _SHORT.get(name, name)) for name in categories]
+    table = columns("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
+    runs = _runs(rows)
+    for first, last, row in _shown(runs, all):
+        total = sum(row.values())
+        cells = [f"{row.get(name, 0) / GIB:.2f}" for name in categories]
+        table.add_row(
+            ranges(range(first, last + 1)),
+            *cells,
+            f"{total / GIB:.2f}",
+            f"{total / plan.device_of(first).memory_bytes:.0%}",
+        )
+    if len(_shown(runs, all)) < len(runs):
+        table.add_row("…")
+    return table
+
+
+def _stage_table(plan: PlanData, all: bool) -> Table:
+    several = bool(plan.cluster.others)
+    table = columns("stage", *["device"] * several, "segments>", "recomputed>", "modules")
+    stages = list(enumerate(plan.stages))
+    for i, stage in _shown(stages, all):
+        again = (ranges(stage.recompute) if all else str(len(stage.recompute))) if stage.recompute else "-"
+        device = [stage.device] * several
+        table.add_row(str(i), *device, str(stage.last - stage.first + 1), again, stage.modules)
+    if len(_shown(stages, all)) < len(stages):
+        table.add_row("…")
+    return table
+
+
+def _shown(rows: Sequence[_Row], all: bool) -> Sequence[_Row]:
+    """The first of very many rows, on the pages that are meant to be short."""
+    return rows if all or len(rows) <= _STAGES else rows[: _STAGES - 1]
+
+
+def _parameter_table(plan: PlanData) -> Table | None:
+    """Layers folded into ranges, and the tensors of one module that lie alike into one line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for line, text in fold_table(plan.splits.parameters.items()):
+        module, _, leaf = line.rpartition(".")
+        groups.setdefault((module, text), []).append(leaf)
+    table = columns("name", "placement")
+    for (module, text), leaves in groups.items():
+        leaf = leaves[0] if len(leaves) == 1 else "{" + ",".join(leaves) + "}"
+        table.add_row(f"{module}.{leaf}" if module else leaf, text)
+    return table if table.row_count else None
+
+
+def _is_used(plan: PlanData, start: str) -> bool:
+    texts = plan.splits.parameters.values()
+    return any(
+        "/" in text if start == "S/" else text.startswith("S") if start == "S" else text == start for text in texts
+    )
+
+
+def _collective_table(plan: PlanData) -> Table | None:
+    """Kinds of one repeated block together: the pieces of a transformer layer are one row."""
+    blocks: dict[tuple[str, int], tuple[Counter[str], Counter[str]]] = {}
+    for kind, found in sorted(plan.collectives.items()):
+        name = kind[: kind.rindex(".*") + 2] if ".*" in kind and found.count > 1 else kind
+        forward, backward = blocks.setdefault((name, found.count), (Counter(), Counter()))
+        forward.update(found.forward)
+        backward.update(found.backward)
+    table = columns("block", "blocks>", "forward", "backward")
+    for (name, count), (forward, backward) in blocks.items():
+        table.add_row(name, str(count), _counted(forward), _counted(backward))
+    return table if table.row_count else None
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {count}" for name, count in sorted(counts.items())) or "none"
+
+
+def _notes(plan: PlanData) -> list[RenderableType]:
+    table = columns("", "")
+    table.show_header = False
+    for note in plan.notes:
+        table.add_row("note", note)
+    return ["", table] if plan.notes else []
+
+
+def _split_table(items: Iterable[tuple[str, str]], hide: str = "") -> Table | None:
+    table = columns("name", "placement")
+    for name, text in fold_table((name, text) for name, text in items if text != hide):
+        table.add_row(name, text)
+    return table if table.row_count else None
+
+
+def _boundary_table(plan: PlanData) -> Table | None:
+    table = columns("segment", "placements")
+    for kind, placements in sorted(plan.boundaries.items()):
+        if placements:
+            table.add_row(kind, ", ".join(placements))
+    return table if table.row_count else None
+
+
+def _runs(rows: Sequence[Mapping[str, int]]) -> list[tuple[int, int, Mapping[str, int]]]:
+    """`(first, last, row)`: neighbours of equal content are one row."""
+    runs: list[tuple[int, int, Mapping[str, int]]] = []
+    for i, row in enumerate(rows):
+        if runs and runs[-1][2] == row:
+            runs[-1] = (runs[-1][0], i, row)
+        else:
+            runs.append((i, i, row))
+    return runs
+
+
+# --- rows of two plans --------------------------------------------------------------------------------------------
+
+
+def choice_lines(plan: PlanData) -> list[tuple[str, str]]:
+    return [
+        ("model", plan.model),
+        ("graph", plan.graph_hash[:19] + "…"),
+        ("world", str(plan.world)),
+        ("cluster", plan.cluster.name),
+        ("batch", str(plan.batch)),
+        ("sizes", ", ".join(f"{name} {value}" for name, value in sorted(plan.sizes.items()) if name != "b")),
+        ("precision", plan.precision),
+        ("optimizer", plan.optimizer),
+        *choices(plan).items(),
+        ("MFU", f"{plan.predicted.mfu:.1%}"),
+    ]

@@ -1,0 +1,98 @@
+"""Drawing: tables without lines, sections, and numbers in units that a person reads."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoptd.printable import printable
+
+WIDTH = 100
+GIB = 2**30
+_ROWS = 4000  # of a page; rich takes about a millisecond for each
+_CELL = 2000  # characters
+_REST = "…  the rest is left out of this page: --json has all of it"
+
+
+class _PrintableRows(Table):
+    """A table of strings that may come from files: each cell is one printable line, and not endless."""
+
+    left_out = 0
+
+    def add_row(self, *cells: Any, **how: Any) -> None:
+        if self.row_count >= _ROWS:
+            self.left_out += 1
+            return
+        super().add_row(*(_cell(cell) if isinstance(cell, str) else cell for cell in cells), **how)
+
+
+def _cell(text: str) -> str:
+    return printable(text if len(text) <= _CELL else f"{text[:_CELL]}…", keep="")
+
+
+def columns(*names: str, gap: int = 2, whole: bool = False) -> Table:
+    """A table without lines; a column name that ends in `>` is set to the right. `whole`: such columns never wrap."""
+    made = _PrintableRows(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
+    for column in names:
+        justify = "right" if column.endswith(">") else "left"
+        kept = whole and justify == "right"
+        made.add_column(column.removesuffix(">"), justify=justify, overflow="fold", no_wrap=kept)  # type: ignore[arg-type]
+    return made
+
+
+def section(title: str, content: Table | None) -> list[RenderableType]:
+    """A blank line, the title, the table indented; nothing where there is no table."""
+    return [] if content is None else ["", Text(_cell(title)), Padding(content, (0, 0, 0, 2))]
+
+
+def render(parts: Sequence[RenderableType], width: int) -> str:
+    """Tables and text as plain, `printable` text of at most `width` columns; a line says where rows are left out."""
+    sink = io.StringIO()
+    console = Console(file=sink, width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
+    room = _ROWS
+    for part in parts:
+        table = part.renderable if isinstance(part, Padding) else part
+        console.print(Text(printable(part.plain)) if isinstance(part, Text) else part)
+        room -= table.row_count if isinstance(table, Table) else 1
+        if room <= 0 or (isinstance(table, _PrintableRows) and table.left_out):
+            console.print(_REST)
+            break
+    return printable("\n".join(line.rstrip() for line in sink.getvalue().split("\n")).rstrip("\n")) + "\n"
+
+
+def words(name: str) -> str:
+    """`pipeline_bubble` -> `pipeline bubble`."""
+    return name.replace("_", " ")
+
+
+def seconds(value: float) -> str:
+    """`0.0123` -> `12.3 ms`: three digits in the fitting unit; a difference keeps its sign."""
+    size = abs(value)
+    for unit, step in (("s", 1.0), ("ms", 1e-3)):
+        if size >= step:
+            return f"{value / step:.3g} {unit}" if size / step < 1000 else f"{value / step:,.0f} {unit}"
+    return f"{value / 1e-6:.3g} µs"
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as `79.65 GiB`, small ones as MiB; a difference keeps its sign."""
+    return f"{nbytes / GIB:.2f} GiB" if abs(nbytes) >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def rate(value: float) -> str:
+    """Three digits: `212k`, `1.58M`, `987`."""
+    for unit, step in (("M", 1e6), ("k", 1e3)):
+        if value >= step:
+            return f"{value / step:.3g}{unit}" if value / step < 1000 else f"{value / step:,.0f}{unit}"
+    return f"{value:.3g}"
+
+
+def signed(value: float, text: str) -> str:
+    """`+` before what grows; the text of a negative value has its sign already."""
+    return f"+{text}" if value > 0 else text

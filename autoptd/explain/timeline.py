@@ -1,0 +1,173 @@
+"""What `autoptd simulate` shows: the step of a plan, played from the action lists of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoptd.cost_models.simulate import simulate
+from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_from_data
+from autoptd.cost_models.timeline import Timeline
+from autoptd.errors import PlanError
+from autoptd.plans.data import PlanData
+from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
+
+_TRACED = 50_000  # forward passes, 100 MB
+LEAST_COLUMNS = 3  # of the shortest forward, for a picture that can be read
+
+
+def chunk_times(
+    plan: PlanData, kind: str | None = None, virtual: int | None = None
+) -> tuple[Schedule, tuple[StageTimes, ...], Overlap]:
+    """The action lists of a plan, the times of its ranks, and what overlaps.
+
+    `kind` and `virtual` ask what another schedule would give on the same ranks: a rank's work, summed over its chunks,
+    is then cut into `virtual` equal chunks. Raises PlanError for a plan without times, for a schedule that cannot be.
+    """
+    if not plan.predicted.times:
+        raise PlanError(
+            "the plan holds no times of its stages",
+            where="predicted.times",
+            fix="make the plan again with this autoptd",
+        )
+    schedule = plan.schedule
+    kind = kind or schedule.kind
+    virtual = virtual or row_of(kind).chunks or schedule.virtual
+    times = times_from_data(plan.predicted.times, plan.mesh.pp, plan.route.shape)
+    if (virtual, row_of(kind).shape) != (len(times[0].chunks), plan.route.shape):
+        times = _cut_again(times, plan.route, route_of(kind, plan.mesh.pp, virtual))
+    lists = step_lists(kind, plan.mesh.pp, schedule.microbatches, virtual)
+    # a plan's tp seconds are those that computing does not hide, op by op; hiding them again would count that twice
+    return lists, times, Overlap.of(set(plan.method.overlap) - {"tp"})
+
+
+def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tuple[StageTimes, ...]:
+    """Each rank's work in as many equal chunks as another route has.
+
+    A message between two ranks takes what it took; where the plan has none between them, as long as its longest.
+    """
+    known: dict[frozenset[int], float] = {}
+    for stage in range(old.stages - 1):
+        rank, chunk = old.place(stage)
+        ends = frozenset((rank, old.holder(stage + 1)))
+        known[ends] = max(known.get(ends, 0.0), times[rank].chunks[chunk].send_forward_s)
+    longest = max(known.values(), default=0.0)
+
+    def send_s(stage: int) -> float:
+        if not 0 <= stage < new.stages - 1:
+            return 0.0
+        return known.get(frozenset((new.holder(stage), new.holder(stage + 1))), longest)
+
+    def chunk_of(stage: int) -> ChunkTimes:
+        whole = times[new.holder(stage)].chunks
+        parts = ("forward_s", "backward_s", "weight_s", "forward_tp_s", "backward_tp_s")
+        each = {name: sum(getattr(chunk, name) for chunk in whole) / new.virtual for name in parts}
+        return ChunkTimes(**each, send_forward_s=send_s(stage), send_backward_s=send_s(stage - 1))
+
+    chunks = [chunk_of(stage) for stage in range(new.stages)]
+    return tuple(replace(own, chunks=new.of(chunks, rank)) for rank, own in enumerate(times))
+
+
+def refuse_untraceable(plan: PlanData) -> None:
+    """Raise PlanError for a step of so many microbatches that its trace would be too large to be opened."""
+    passes = len(plan.stages) * plan.schedule.microbatches
+    if passes > _TRACED:
+        raise PlanError(
+            f"a trace of {passes:,} forward passes would be too large to be opened; at most {_TRACED:,} are written",
+            where="schedule.microbatches",
+            fix="leave out --trace, or plan with a smaller batch: all rounds of a step are alike",
+        )
+
+
+def simulate_plan(plan: PlanData, kind: str | None = None, virtual: int | None = None) -> tuple[Schedule, Timeline]:
+    """Play one step of a plan. Raises what `chunk_times` raises."""
+    schedule, times, overlap = chunk_times(plan, kind, virtual)
+    kind = kind or plan.schedule.kind
+    return schedule, simulate(schedule, times, overlap, route_of(kind, len(schedule), chunks_of(schedule)))
+
+
+def summary(plan: PlanData, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    """What the command prints, for machines."""
+    return {
+        "makespan_s": timeline.makespan_s,
+        "bubble": timeline.bubble,
+        "critical_stage": timeline.critical,
+        "exposed_s": timeline.exposed_s,
+        "stages": [
+            {
+                "name": name,
+                "busy_s": timeline.busy_s[rank],
+                "in_flight": list(in_flight(schedule[rank])),
+                **{f"{part}_s": seconds for part, seconds in timeline.breakdown_s(rank).items()},
+            }
+            for rank, name in enumerate(rank_names(plan))
+        ],
+    }
+
+
+def rank_names(plan: PlanData) -> list[str]:
+    """What each pipeline rank holds."""
+    held = [plan.route.of(plan.stages, rank) for rank in range(plan.mesh.pp)]
+    return ["; ".join(stage.modules for stage in stages) for stages in held]
+
+
+def report(plan: PlanData, schedule: Schedule, timeline: Timeline, kind: str, width: int) -> str:
+    """What the command prints, for people: a headline, a row per pipeline rank, a picture if there is room for one."""
+    virtual = chunks_of(schedule)
+    chunks = f" of {virtual} chunks each" if virtual > 1 else ""
+    exposed = ", ".join(f"{stream} {_time(seconds)}" for stream, seconds in timeline.exposed_s.items())
+    lines = [
+        f"{plan.model}: {kind}, {plan.mesh.pp} stages{chunks} × {plan.schedule.microbatches} microbatches",
+        f"step {_time(timeline.makespan_s)}, bubble {timeline.bubble:.1%}; "
+        f"exposed on the busiest stage, {timeline.critical}: {exposed}",
+        "",
+        *_table(schedule, timeline),
+    ]
+    if drawn := picture(timeline, width):
+        lines += ["", *drawn]
+    return "\n".join(lines) + "\n"
+
+
+def _table(schedule: Schedule, timeline: Timeline) -> list[str]:
+    parts = [timeline.breakdown_s(rank) for rank in range(len(schedule))]
+    rows = [["stage", "busy", *parts[0], "in flight"]] + [
+        [
+            str(rank),
+            f"{timeline.busy_s[rank] / timeline.makespan_s:.1%}" if timeline.makespan_s else "-",
+            *(_time(seconds) for seconds in part.values()),
+            "+".join(map(str, in_flight(schedule[rank]))),
+        ]
+        for rank, part in enumerate(parts)
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+
+
+def _time(seconds: float) -> str:
+    for unit, least in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= least:
+            return f"{seconds / least:.3g} {unit}" if seconds < 1000 * least else f"{seconds / least:,.0f} {unit}"
+    return f"{seconds * 1e6:.3g} us" if seconds > 1e-9 else "0"
+
+
+def picture(timeline: Timeline, width: int) -> list[str]:
+    """A row of at most `width` characters per rank, as long as the step: `F0---B0------..`, a dot where nothing runs.
+
+    Empty where the shortest forward would get fewer than three columns.
+    """
+    work = [event for event in timeline.events if event.action.kind not in ("RF", "RB")]
+    forwards = [event.end_s - event.start_s for event in work if event.action.kind == "F"]
+    margin = len(f"{len(timeline.busy_s) - 1}  ")
+    if (
+        not forwards
+        or not timeline.makespan_s
+        or min(forwards) * (width - margin) < LEAST_COLUMNS * timeline.makespan_s
+    ):
+        return []
+    per_s = (width - margin) / timeline.makespan_s
+    rows = [["."] * (width - margin) for _ in timeline.busy_s]
+    for event in work:
+        start, end = round(event.start_s * per_s), round(event.end_s * per_s)
+        rows[event.stage][start:end] = str(event.action)[: end - start].ljust(end - start, "-")
+    return [f"{rank:{margin - 2}}  {''.join(row)}" for rank, row in enumerate(rows)]

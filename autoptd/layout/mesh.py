@@ -1,0 +1,111 @@
+"""The mesh of ranks: tp fastest, then cp, dp, pp, so that a tensor-parallel group lies inside a node.
+
+    rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i
+
+16 ranks with tp 2, pp 4 (hence dp 2): tp [0, 1] …, dp [0, 2] …, pp [0, 4, 8, 12] …, as in Megatron-LM.
+
+Ranks of one cp group take the same samples and share their tokens; parameters are copies over dp and cp together, the
+axis `data` of gradients and ZeRO shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from autoptd.schedule.stage_map import Shape, StageMap
+
+AxisName: TypeAlias = Literal["pp", "dp", "cp", "tp", "data"]
+AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the order of a DeviceMesh's dims
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes, how many chunks of the model each pipeline rank holds, and how the model lies on them:
+    `way`, of `autoptd.schedule.stage_map`.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    way: Shape = "loop"
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        assert min(self.dp, self.tp, self.pp, self.virtual, self.cp) >= 1, self
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes in the order of `AXES`."""
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same parameters: dp and cp together."""
+        return self.dp * self.cp
+
+    @property
+    def stages(self) -> int:
+        """Of the model: chunks of all pipeline ranks."""
+        return self.pp * self.virtual
+
+    @cached_property
+    def route(self) -> StageMap:
+        """The way over the pipeline ranks."""
+        return StageMap(self.pp, self.virtual, self.way)
+
+    def stages_of(self, pp: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, by chunk."""
+        return self.route.stages_of(pp)
+
+    def holder(self, stage: int) -> int:
+        """The pipeline rank of a stage."""
+        return self.route.holder(stage)
+
+    def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Pipeline ranks that hold any of these stages, ascending."""
+        return tuple(sorted({self.holder(stage) for stage in stages}))
+
+    def rank(self, pp: int, dp: int, tp: int, cp: int = 0) -> int:
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(pp, dp, tp) of a rank; `cp_of` is the fourth."""
+        sample = rank // (self.cp * self.tp)
+        return sample // self.dp, sample % self.dp, rank % self.tp
+
+    def cp_of(self, rank: int) -> int:
+        """The place of a rank among those that share its samples' tokens."""
+        return rank // self.tp % self.cp
+
+    def group_of(self, rank: int, axis: AxisName) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in `axis` only, itself included, ascending."""
+        (pp, dp, tp), cp = self.coordinates(rank), self.cp_of(rank)
+        match axis:
+            case "pp":
+                return tuple(self.rank(i, dp, tp, cp) for i in range(self.pp))
+            case "dp":
+                return tuple(self.rank(pp, i, tp, cp) for i in range(self.dp))
+            case "cp":
+                return tuple(self.rank(pp, dp, tp, i) for i in range(self.cp))
+            case "tp":
+                return tuple(self.rank(pp, dp, i, cp) for i in range(self.tp))
+            case "data":
+                return tuple(self.rank(pp, i, tp, j) for i in range(self.dp) for j in range(self.cp))
+
+    def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
+        """All groups of an axis, by their first rank."""
+        return sorted({self.group_of(rank, axis) for rank in range(self.world)})
+
+    def __str__(self) -> str:
+        turned = " as a V" if self.way == "vee" else ""
+        chunks = f" × {self.virtual} chunks{turned}" if self.virtual > 1 else ""
+        tokens = f" × cp{self.cp}" if self.cp > 1 else ""
+        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{chunks}"

@@ -1,0 +1,116 @@
+"""How one tensor lies on one mesh axis, and what it costs to lie otherwise.
+
+A placement says what each rank of an axis holds, and, by conjugation, what it holds of the gradient:
+
+    text     value on each rank                            gradient on each rank
+    B        the whole tensor                              the whole gradient
+    Bp       the whole tensor                              an addend of the gradient (its sum is the gradient)
+    S1       the rank's slice of dim 1                     the same slice of the gradient
+    S1/3     dim 1 seen as 3 equal groups, each sliced     the same
+    P        an addend (the sum over ranks is the value)   the whole gradient
+
+Splitting a factor that an operand lacks makes the operand `Bp`: every rank needs all of it and adds a share to its
+gradient. `S1/3` is the slice of an inner factor: a fused query-key-value weight keeps each rank's heads of all three.
+
+Every communication of an emitted program is one row of `CONVERSIONS`. The backward column is the conjugate: it turns
+the gradient of the target placement into that of the source. (Xu et al. 2021, GSPMD; Shoeybi et al. 2019, f and g;
+Korthikanti et al. 2022, the sequence-parallel pair.)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, order=True)
+class Broadcast:
+    """Every rank holds the whole tensor; its gradient is whole (`B`) or an addend (`Bp`)."""
+
+    partial_grad: bool = False
+
+    def __str__(self) -> str:
+        return "Bp" if self.partial_grad else "B"
+
+
+@dataclass(frozen=True, order=True)
+class Split:
+    """Each rank holds an equal slice of `dim`; with `groups` > 1, an equal slice of each group."""
+
+    dim: int
+    groups: int = 1
+
+    def __str__(self) -> str:
+        return f"S{self.dim}" if self.groups == 1 else f"S{self.dim}/{self.groups}"
+
+
+@dataclass(frozen=True, order=True)
+class PartialSum:
+    """Each rank holds an addend of the tensor; its gradient is whole on every rank."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+Placement: TypeAlias = Broadcast | Split | PartialSum
+
+B = Broadcast()
+BP = Broadcast(partial_grad=True)
+P = PartialSum()
+
+
+def parse_placement(text: str) -> Placement:
+    """Read back what `str` wrote: `parse_placement(str(p)) == p`. Raises ValueError naming the text."""
+    if text == "B":
+        return B
+    if text == "Bp":
+        return BP
+    if text == "P":
+        return P
+    if match := re.fullmatch(r"S(\d+)(?:/([1-9]\d*))?", text):
+        return Split(int(match[1]), int(match[2] or 1))
+    raise ValueError(f"{text!r} is not a placement; write B, Bp, P, S<dim> or S<dim>/<groups>, for example S0")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One row: the function of an emitted program's axis that converts, and the collectives it issues."""
+
+    function: str  # method of autoptd.ops.tp_axis.Axis; "" where nothing is to be done
+    forward: str | None  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or None where no rank talks
+    backward: str | None
+
+
+# (from, to), Split written S whatever its dim; (S, S) is for two different splits.
+CONVERSIONS: dict[tuple[str, str], Conversion] = {
+    ("B", "B"): Conversion("", None, None),
+    ("B", "Bp"): Conversion("sum_gradient", None, "all_reduce"),
+    ("B", "P"): Conversion("first_rank", None, None),
+    ("B", "S"): Conversion("slice", None, "all_gather"),
+    ("Bp", "B"): Conversion("first_gradient", None, None),
+    ("Bp", "Bp"): Conversion("", None, None),
+    ("Bp", "P"): Conversion("first_rank_and_gradient", None, None),
+    ("Bp", "S"): Conversion("slice_partial", None, None),
+    ("P", "B"): Conversion("all_reduce", "all_reduce", None),
+    ("P", "Bp"): Conversion("all_reduce_both", "all_reduce", "all_reduce"),
+    ("P", "P"): Conversion("", None, None),
+    ("P", "S"): Conversion("reduce_scatter", "reduce_scatter", "all_gather"),
+    ("S", "B"): Conversion("all_gather_whole", "all_gather", None),
+    ("S", "Bp"): Conversion("all_gather", "all_gather", "reduce_scatter"),
+    ("S", "P"): Conversion("pad", None, None),
+    ("S", "S"): Conversion("all_to_all", "all_to_all", "all_to_all"),
+}
+_NOTHING = Conversion("", None, None)
+
+
+def kind(placement: Placement) -> str:
+    """The placement's row and column name in `CONVERSIONS`."""
+    return "S" if isinstance(placement, Split) else str(placement)
+
+
+def conversion(source: Placement, target: Placement) -> Conversion:
+    """What turns `source` into `target`, forward and backward."""
+    if source == target:
+        return _NOTHING
+    return CONVERSIONS[kind(source), kind(target)]

@@ -1,0 +1,184 @@
+"""What the runtime allocates for parameters, gradients and optimizer, to the byte, from the layout alone.
+
+`buffers.py` lays trainable parameters of one (gradient class over tp, stages) into buckets, each padded so that all dp
+ranks have equal, aligned shards. Moments belong to the elements of parameters, padding has none. Frozen parameters lie
+in buckets of their own under ZeRO 3, in their own dtype, and stay as they are otherwise. Here the same `pack` runs over
+sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from autoptd.cost_models.memory import Memory, model_state
+from autoptd.layout.layout import Layout
+from autoptd.layout.packing import Bucket, overlap, pack
+from autoptd.layout.placements import Placement, Split
+
+Unit: TypeAlias = tuple[str, tuple[int, ...]]  # as `TensorSpec.unit`: a block's path, or "" and the stages that read it
+BUCKET_ELEMENTS = Layout.bucket_elements
+
+
+def elements_of(bucket_bytes: int, gradient_bytes: int) -> int:
+    """What a bucket closes at, in elements, where a plan asks for so many bytes of gradients; 0: as it is set."""
+    return max(1, bucket_bytes // gradient_bytes) if bucket_bytes else BUCKET_ELEMENTS
+
+
+def buffer_class(placement: Placement) -> str:
+    """What parameters of one buffer have in common over tp: how their gradients lie."""
+    return "split" if isinstance(placement, Split) else str(placement)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Elements of every bucket with its padding, and those that the optimizer of each dp rank updates, without.
+
+    `buffers` are of trainable parameters, `frozen` of those that are sharded all the same.
+    """
+
+    dp: int
+    shards: int  # ranks that share one copy; 1 without ZeRO
+    buffers: tuple[tuple[Bucket, ...], ...]
+    idle: frozenset[str] = frozenset()  # names of slots that no gradient reaches: they have no moments
+    units: tuple[Unit, ...] = ()  # by slot, where gradients are sharded
+    frozen: tuple[tuple[Bucket, ...], ...] = ()
+    itemsizes: tuple[int, ...] = ()  # by slot, of those in `frozen`; 0 of others
+
+    @property
+    def laid_out(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for buckets in self.buffers for bucket in buckets)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return tuple(map(_elements, self.laid_out))
+
+    @property
+    def whole(self) -> int:
+        """Elements of gradients that ZeRO 2 and 3 hold whole at the most: a bucket of each buffer, one under way.
+
+        Buffers take gradients in the same order, so of each one bucket is filled at a time, and the one under way
+        (`reduction.UNDER_WAY`) is the one before it in its buffer.
+        """
+        each = [list(map(_elements, buckets)) for buckets in self.buffers]
+        filled = sum(map(max, each))
+        return max((filled - max(sizes) + max(map(sum, pairwise([0, *sizes]))) for sizes in each), default=0)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """This rank's shards of frozen parameters."""
+        return sum(self._bytes(bucket, 0) // self.shards for buckets in self.frozen for bucket in buckets)
+
+    def _bytes(self, bucket: Bucket, itemsize: int) -> int:
+        """Of a whole bucket, of so many bytes an element where it is not frozen."""
+        slot = int(bucket.slots[0].name)
+        return _elements(bucket) * (self.itemsizes[slot] if self.itemsizes and self.itemsizes[slot] else itemsize)
+
+    def gathered_bytes(self, itemsize: int) -> int:
+        """Bytes of parameters that ZeRO 3 holds whole at the most: what a stage reads itself, and two blocks.
+
+        `itemsize`: of the compute dtype, in which trainable ones are gathered.
+        """
+        blocks, stages = dict[str, int](), dict[int, int]()
+        held = (*self.laid_out, *(bucket for buckets in self.frozen for bucket in buckets))
+        for bucket in held if self.units else ():
+            block, readers = self.units[int(bucket.slots[0].name)]
+            if block:
+                blocks[block] = blocks.get(block, 0) + self._bytes(bucket, itemsize)
+            for stage in readers if not block else ():
+                stages[stage] = stages.get(stage, 0) + self._bytes(bucket, itemsize)
+        return sum(sorted(blocks.values())[-2:]) + max(stages.values(), default=0)
+
+    @property
+    def stepped(self) -> tuple[int, ...]:
+        return tuple(self.stepped_by(rank) for rank in range(self.dp))
+
+    @property
+    def most_stepped(self) -> int:
+        return max(self.stepped) if self.idle else self.stepped_by(0)
+
+    def stepped_by(self, rank: int) -> int:
+        """Of one dp rank; the first has most, since buckets are filled from their start, where none is idle."""
+        slots = ((bucket, slot) for bucket in self.laid_out for slot in bucket.slots if slot.name not in self.idle)
+        own = rank % self.shards
+        parts = (overlap(slot, bucket.shard(own, self.shards)) for bucket, slot in slots)
+        return sum(part.stop - part.start for part in parts if part is not None)
+
+
+def packed(
+    parameters: Iterable[tuple[Hashable, int]],
+    dp: int,
+    shards: int,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    idle: Container[int] = (),
+    units: Sequence[Unit] = (),
+    frozen: Mapping[int, int] | None = None,
+) -> Packed:
+    """What (buffer, local elements) of parameters that lie in buffers, in forward order, become.
+
+    Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `shards`: dp ranks that share
+    one copy. `idle`: positions of those that no gradient reaches. `units`: with ZeRO 2 and 3, what each shares buckets
+    with; nothing else does. `frozen`: bytes per element of those that are, by position.
+    """
+    frozen = frozen or {}
+    buffers: dict[tuple[int, Hashable], list[tuple[str, int]]] = {}
+    resting, count = set(), 0
+    for i, (buffer, elements) in enumerate(parameters):
+        count += 1
+        buffers.setdefault((frozen.get(i, 0), buffer), []).insert(0, (str(i), elements))
+        if i in idle:
+            resting.add(str(i))
+    named = {str(i): unit for i, unit in enumerate(units)} if units else None
+    laid_out = {key: tuple(pack(sizes, dp, bucket_elements, named)) for key, sizes in buffers.items()}
+    return Packed(
+        dp,
+        shards,
+        tuple(buckets for (still, _), buckets in laid_out.items() if not still),
+        frozenset(resting),
+        tuple(units),
+        tuple(buckets for (still, _), buckets in laid_out.items() if still),
+        tuple(frozen.get(i, 0) for i in range(count)),
+    )
+
+
+def _elements(bucket: Bucket) -> int:
+    return bucket.stop - bucket.start
+
+
+def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int = 0, fullest: bool = False) -> Memory:
+    """Parameters, gradients and optimizer state of a rank; `dp_rank` counts dp and cp together.
+
+    Optimizers' step counts are left out. `fullest`: with what ZeRO 2 and 3 hold whole while they hold most.
+    """
+    tp, dp = layout.mesh.tp, layout.mesh.copies
+    alone, held, units, idle, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), set[int](), dict[int, int]()
+    for spec in layout.parameters.values():
+        if pipeline_rank in (holders := layout.mesh.holders(spec.stages)):
+            elements, itemsize = math.prod(spec.local_shape(tp)), (spec.dtype or layout.dtype).itemsize
+            if not spec.trainable and layout.zero < 3:
+                alone += elements * itemsize
+                continue
+            if not spec.trainable:
+                frozen[len(held)] = itemsize
+            elif spec.idle:
+                idle.add(len(held))
+            held.append(((spec.dtype, buffer_class(spec.placement), holders), elements))
+            units.append(spec.unit)
+    given = units if layout.zero >= 2 else ()
+    found = packed(held, dp, layout.sharing, layout.bucket_elements, idle, given, frozen)
+    state = model_state(
+        found.buckets,
+        precision=layout.precision,
+        optimizer=optimizer,
+        zero=layout.zero,
+        gradients=layout.gradients,
+        dp=dp,
+        shards=layout.sharing,
+        whole_numel=found.whole if fullest else 0,
+        stepped=found.stepped_by(dp_rank),
+    )
+    gathered = found.gathered_bytes(layout.dtype.itemsize) if fullest and layout.zero == 3 else 0
+    return state + Memory(parameters=alone + found.frozen_bytes + gathered)

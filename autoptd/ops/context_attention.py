@@ -1,0 +1,372 @@
+"""Attention over a sequence that is cut over the ranks of the cp axis.
+
+Ring attention (Liu et al. 2023, Ring Attention with Blockwise Transformers): queries stay, keys and values go round.
+Each rank folds the block of keys that is passing into its result by the running maximum M and sum L of the softmax
+(Milakov and Gimelshein 2018; Dao et al. 2022, FlashAttention):
+
+    M' = max(M, max s)     L' = L e^(M-M') + Σ e^(s-M')     O' = O e^(M-M') + e^(s-M') V     result O / L
+
+M and L are kept apart for the backward pass: where a mask adds the lowest number of the type, M + log L is M again, and
+the sum would be lost. Backward, with p = e^(s-M) / L and D = Σ dO ∘ O over a row (Dao et al. 2022, appendix B.2):
+
+    dV += pᵀ dO     ds = p ∘ (dO Vᵀ - D)     dQ += ds K · scale     dK += dsᵀ Q · scale
+
+With dropout a score counts in its row's sum whether it is kept or not, and K = keep / (1 - p) of its key's element in
+the whole [..., heads, s, s] stands beside p where values are read: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and
+ds = p ∘ (K ∘ (dO Vᵀ) - D). It is made again in the backward pass.
+
+Without a mask and dropout a tile is done by torch's fused kernel, which keeps no scores (`fused.py`): to the sums above
+it is one key, with the log of the tile's sum for a score. Else it is written out, in pieces.
+
+dK and dV travel with the keys that they belong to, and one step further, home. The next block is under way while a rank
+computes. Sums over tiles are in float32 at least, and so are the products of a tile that is written out.
+
+Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses): an all-to-all gives each rank all tokens of some heads, and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoptd.ops import fused_attention as fused
+from autoptd.ops.attention import SCORES, attention
+from autoptd.ops.cp_axis import Tokens
+from autoptd.ops.dropout import FIRST_DIM, DimSlice, DropoutKey, Elements, Where
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: Tokens,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key: str = "",
+    rng: DropoutKey | None = None,
+    samples: Where = FIRST_DIM,
+    parts: Sequence[DimSlice] = (),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """This rank's rows of scaled dot product attention over the whole sequence.
+
+    q [..., heads, s/n, d], k and v [..., kv heads, s/n, d]: own tokens. mask [..., s/n or 1, s]: rows of own tokens,
+    all columns; true where a key is seen, or what is added to its scores; it takes no gradient. `samples` and `parts`
+    are those of the rows of the scores [..., heads, s/n, s], own tokens among them.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if cp.size == 1:
+        return attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa)
+    dropped = None
+    if dropout_p and rng is not None and rng.active:
+        elements = rng.elements((*q.shape[:-1], k.shape[-2]), key, samples, parts, q.device)
+        dropped = _Dropped(elements, dropout_p, cp)
+    result: Tensor = _Ring.apply(q, k, v, cp, mask, is_causal, scale, dropped)
+    return result
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: Tokens,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key: str = "",
+    rng: DropoutKey | None = None,
+    samples: Where = FIRST_DIM,
+    parts: Sequence[DimSlice] = (),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `ring_attention`, with heads exchanged for tokens; n divides heads and kv heads. mask [..., s or 1, s].
+
+    `samples` and `parts` are those of the scores [..., heads/n, s, s], own heads among them.
+    """
+    q, k, v = (cp.all_to_all(x, (x.ndim - 2, 1), (x.ndim - 3, 1)) for x in (q, k, v))
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask.tensor_split(cp.size, -3)[cp.rank]
+    out = attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa)
+    return cp.all_to_all(out, (out.ndim - 3, 1), (out.ndim - 2, 1))
+
+
+class _Ring(torch.autograd.Function):
+    """Saves its operands, its result, and two numbers per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cp: Tokens,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        dropped: _Dropped | None,
+    ) -> Tensor:
+        kind = _Fused if fused.takes(q, v, mask is not None, dropped is not None) else _RingQueries
+        rows = kind(q, k, cp, mask, is_causal, scale, dropped)
+        highest = rows.like_q(1).fill_(-math.inf)
+        total, out = rows.like_q(1).zero_(), rows.like_q(v.shape[-1]).zero_()
+        for owner, (keys, values) in _round(cp, k, v):
+            for tile in rows.tiles(owner):
+                query = tile.query
+                above, sums, part = rows.folded(tile, keys, values, highest[..., query, :])
+                decay = (highest[..., query, :] - _finite(above)).exp_()
+                total[..., query, :] = total[..., query, :] * decay + sums
+                out[..., query, :] = out[..., query, :] * decay + part
+                highest[..., query, :] = above
+        unseen = total == 0
+        highest, total = highest.masked_fill_(unseen, 0), total.masked_fill_(unseen, 1)
+        # in memory by tokens, as fused kernels write: joining the heads copies nothing
+        result = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])).transpose(-3, -2)
+        rows.grouped_view(result).copy_(out.div_(total))
+        ctx.save_for_backward(q, k, v, result, highest, total)
+        ctx.rows, ctx.cp, rows.q = rows, cp, None
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, highest, total = ctx.saved_tensors
+        rows, cp = ctx.rows, ctx.cp
+        rows.q = rows.grouped(q)
+        rows.turn(grad, out, highest, total)
+        d_q = rows.like_q(q.shape[-1]).zero_()
+        arriving: _Sent | None = None
+        for owner, (keys, values) in _round(cp, k, v):
+            sums = _packed(*(torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (k, v)))
+            d_k, d_v = _unpacked(sums)
+            for tile in rows.tiles(owner):
+                to_q, to_k, to_v = rows.gradients(tile, keys, values)
+                d_q[..., tile.query, :] += to_q
+                d_k[..., tile.key, :] += to_k
+                d_v[..., tile.key, :] += to_v
+            if arriving is not None:
+                for mine, theirs in zip(sums, arriving.wait(), strict=True):
+                    mine += theirs
+            arriving = _Sent(cp, sums)  # with the keys to the next rank; the last time home
+        assert arriving is not None
+        d_k, d_v = _unpacked(arriving.wait())
+        rows.q = rows.given = None
+        return rows.joined(d_q).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None, None
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """What to subtract: of a row that has seen no key yet, nothing."""
+    return highest.masked_fill(highest == -math.inf, 0)
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """What dropout drops of own rows, and with which probability."""
+
+    elements: Elements  # rows of own tokens, columns of any rank's
+    p: float
+    cp: Tokens
+
+    def kept(self, owner: int, query: slice, key: slice) -> Tensor:
+        """Whether a tile's scores are kept, [..., heads, queries, keys]; keys are the owner's."""
+        here = replace(self.elements, parts=(*self.elements.parts, self.cp.part_of(owner, -1)))
+        return here.narrow(-2, query.start, query.stop).narrow(-1, key.start, key.stop).keep(self.p)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries of this rank and keys of an owner that meet."""
+
+    owner: int
+    query: slice
+    key: slice  # of the owner's
+    column: int  # the first one of the mask
+    on_diagonal: bool
+
+
+class _RingQueries:
+    """The queries of this rank, heads that share a key together, and the tiles in which they meet keys: written out."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        cp: Tokens,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        dropped: _Dropped | None = None,
+    ) -> None:
+        self.cp, self.is_causal, self.scale, self.dropped = cp, is_causal, scale, dropped
+        self.heads, self.length = k.shape[-3], k.shape[-2]
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.q: Any = self.grouped(q)
+        self.given: Any = None  # in the backward pass: gradients, row sums, and what the forward pass kept of rows
+        self.mask = mask
+        if mask is not None and mask.ndim > 2:  # heads as the queries have them
+            self.mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (self.heads, -1))
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """[..., heads, rows, d] -> [..., kv heads, heads per kv head, rows, d], at full precision."""
+        return self.grouped_view(x.to(self.dtype))
+
+    def grouped_view(self, x: Tensor) -> Tensor:
+        """The same of the tensor itself."""
+        return x.unflatten(-3, (self.heads, -1))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The inverse of `grouped_view`."""
+        return x.flatten(-4, -3)
+
+    def like_q(self, width: int) -> Tensor:
+        return torch.empty((*self.q.shape[:-1], width), dtype=self.dtype, device=self.q.device)
+
+    def shared(self, x: Tensor, rows: slice) -> Tensor:
+        """Some of the keys or values, for the heads that share them."""
+        return x[..., rows, :].to(self.dtype).unsqueeze(-3)
+
+    def tiles(self, owner: int) -> Iterator[_Tile]:
+        """Those of this rank's queries with the keys of an owner."""
+        mine, theirs = self.cp.chunks(self.cp.rank), self.cp.chunks(owner)
+        width = self.length // len(theirs)
+        for j, there in enumerate(theirs):
+            key, column = slice(j * width, (j + 1) * width), there * width
+            if not self.is_causal:
+                for query in self._pieces(0, self.q.shape[-2], width):
+                    yield _Tile(owner, query, key, column, False)
+                continue
+            for i, here in enumerate(mine):
+                if here >= there:
+                    for query in self._pieces(i * width, (i + 1) * width, width):
+                        yield _Tile(owner, query, key, column, here == there)
+
+    def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
+        """Of at most `SCORES` scores each."""
+        most = max(1, SCORES // max(1, columns * math.prod(self.q.shape[:-2])))
+        return (slice(at, min(at + most, last)) for at in range(first, last, most))
+
+    def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(the rows' largest score so far, the tile's sums of exponentials and of values, both less the largest)."""
+        scores = self._scores(tile, keys)
+        above = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights = (scores - _finite(above)).exp_()
+        return above, weights.sum(-1, keepdim=True), self._kept(weights, tile) @ self.shared(values, tile.key)
+
+    def turn(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
+        """To the backward pass."""
+        given = self.grouped(grad)
+        self.given = given, (given * self.grouped(out)).sum(-1, keepdim=True), highest, total
+
+    def gradients(self, tile: _Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a tile adds to those of its queries, keys and values."""
+        grad, inner, highest, total = (x[..., tile.query, :] for x in self.given)
+        weights = (self._scores(tile, keys) - highest).exp_() / total
+        kept = self._kept(weights, tile)
+        to_values = (kept.transpose(-2, -1) @ grad).sum(-3)
+        to_scores = kept * (grad @ self.shared(values, tile.key).transpose(-2, -1)) - weights * inner
+        to_scores *= self.scale
+        to_keys = (to_scores.transpose(-2, -1) @ self.q[..., tile.query, :]).sum(-3)
+        return to_scores @ self.shared(keys, tile.key), to_keys, to_values
+
+    def _kept(self, weights: Tensor, tile: _Tile) -> Tensor:
+        """A tile's weights where they are kept, scaled; zero where they are dropped."""
+        if self.dropped is None:
+            return weights
+        keep = self.dropped.kept(tile.owner, tile.query, tile.key).unflatten(-3, (self.heads, -1))
+        return weights * keep * (1 / (1 - self.dropped.p or 1))
+
+    def _scores(self, tile: _Tile, keys: Tensor) -> Tensor:
+        """[..., kv heads, heads per kv head, queries, keys], masked."""
+        query = tile.query
+        scores: Tensor = self.q[..., query, :] @ self.shared(keys, tile.key).transpose(-2, -1) * self.scale
+        if tile.on_diagonal:
+            width = scores.shape[-1]
+            seen = torch.ones(width, width, dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen[query.start % width :][: scores.shape[-2]], -math.inf)
+        if self.mask is not None:
+            mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., query, :]
+            mask = mask if mask.shape[-1] == 1 else mask[..., tile.column : tile.column + scores.shape[-1]]
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+        return scores
+
+
+class _Fused(_RingQueries):
+    """The same by a kernel that keeps no scores: whole chunks, heads as they are, products in the operands' type."""
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return x
+
+    grouped_view = joined = grouped
+
+    def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
+        yield slice(first, last)
+
+    def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A tile as one key: its score is the log of its sum, its value the tile's result."""
+        out, sums = fused.forward(
+            self.q[..., tile.query, :], keys[..., tile.key, :], values[..., tile.key, :], tile.on_diagonal, self.scale
+        )
+        above = torch.maximum(highest, sums.unsqueeze(-1))
+        weight = (sums.unsqueeze(-1) - above).exp_()
+        return above, weight, out * weight
+
+    def turn(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
+        self.given = grad, out, (highest + total.log()).squeeze(-1)
+
+    def gradients(self, tile: _Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        grad, out, sums = self.given
+        return fused.backward(
+            grad[..., tile.query, :],
+            self.q[..., tile.query, :],
+            keys[..., tile.key, :],
+            values[..., tile.key, :],
+            out[..., tile.query, :],
+            sums[..., tile.query].contiguous(),
+            tile.on_diagonal,
+            self.scale,
+        )
+
+
+Parts = tuple[Tensor, ...]
+
+
+def _packed(k: Tensor, v: Tensor) -> Parts:
+    """As one message, where they are alike."""
+    alike = k.shape == v.shape and k.dtype == v.dtype
+    return (torch.stack((k, v)),) if alike else (k.contiguous(), v.contiguous())
+
+
+def _unpacked(parts: Parts) -> Parts:
+    """Keys and values, views of a message."""
+    return parts if len(parts) == 2 else parts[0].unbind()
+
+
+class _Sent:
+    """A message on its way to the next rank, and that which comes from the one before."""
+
+    def __init__(self, cp: Tokens, parts: Parts) -> None:
+        self.coming = tuple(torch.empty_like(x) for x in parts)
+        self.handles = [cp.group.shift_later(out, x) for out, x in zip(self.coming, parts, strict=True)]
+
+    def wait(self) -> Parts:
+        for handle in self.handles:
+            handle.wait()
+        return self.coming
+
+
+def _round(cp: Tokens, k: Tensor, v: Tensor) -> Iterator[tuple[int, Parts]]:
+    """(owner, its keys and values) of every rank, own first; the next are under way while these are used."""
+    here = _packed(k, v)
+    for step in range(cp.size):
+        coming = _Sent(cp, here) if step < cp.size - 1 else None
+        yield (cp.rank - step) % cp.size, _unpacked(here)
+        if coming is not None:
+            here = coming.wait()

@@ -1,0 +1,234 @@
+"""The tp axis as an emitted program sees it: one differentiable method per row of `passes.placements.CONVERSIONS`.
+
+Each row is a pair of linear maps on local tensors, one forward and its conjugate for the gradient:
+
+    whole x  ─slice─▶  own slice  ─gather─▶  whole x        slice, pad: no rank talks
+    addend   ─sum─▶    whole      ─first─▶   addend         first keeps rank 0's copy and zeroes the others
+    addend   ─reduce_scatter─▶ own slice
+
+A split of `dim` in `groups` sees the dim as (groups, size, width) and gives rank r the block [:, r, :].
+Tensors without gradient (integers, masks) take the forward map alone. With one rank every method is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoptd.ops.dropout import DimSlice
+from autoptd.ops.group import Group
+
+Map: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class _Conversion(torch.autograd.Function):
+    """Two maps: one for the value, one for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Map, gradient: Map) -> Tensor:
+        ctx.gradient = gradient
+        return value(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient(grad), None, None
+
+
+def own_slice(x: Tensor, dim: int, groups: int, size: int, rank: int) -> Tensor:
+    """[..., groups*size*w, ...] -> [..., groups*w, ...]: this rank's block of each group. A view for one group."""
+    length = x.shape[dim]
+    assert length % (groups * size) == 0, f"dim {dim} of {list(x.shape)} does not divide by {groups} × {size}"
+    if groups == 1:
+        return x.narrow(dim, rank * (length // size), length // size)
+    blocks = x.unflatten(dim, (groups, size, length // (groups * size)))
+    return blocks.select(dim + 1, rank).flatten(dim, dim + 1)
+
+
+def to_slices(x: Tensor, dim: int, groups: int, size: int) -> Tensor:
+    """[..., groups*size*w, ...] -> [size, ..., groups*w, ...], contiguous: every rank's slice, by rank."""
+    length = x.shape[dim]
+    assert length % (groups * size) == 0, f"dim {dim} of {list(x.shape)} does not divide by {groups} × {size}"
+    blocks = x.unflatten(dim, (groups, size, length // (groups * size)))
+    return blocks.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+
+
+def from_slices(slices: Tensor, dim: int, groups: int) -> Tensor:
+    """The inverse of `to_slices`: [size, ..., groups*w, ...] -> [..., groups*size*w, ...]."""
+    blocks = slices.unflatten(dim + 1, (groups, slices.shape[dim + 1] // groups))
+    return blocks.movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The slice of a dim that one rank holds: its block of each of `groups` equal parts."""
+
+    dim: int
+    groups: int
+    size: int  # ranks
+    rank: int
+
+    def whole(self, index: Tensor, length: int) -> Tensor:
+        """Where elements of the slice, which is `length` long, lie in the whole dim."""
+        width = length // self.groups
+        return index // width * (width * self.size) + self.rank * width + index % width
+
+
+class Axis:
+    """Conversions over one group. `dim` may be negative; the tensors are local ones."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
+
+    def part(self, dim: int, groups: int = 1) -> DimSlice:
+        """Which slice of a split dim this rank holds."""
+        return Slice(dim, groups, self.size, self.rank)
+
+    # Broadcast -> ...
+
+    def sum_gradient(self, x: Tensor) -> Tensor:
+        """B -> Bp: identity; gradient summed over ranks."""
+        return self._convert(x, _same, self._sum)
+
+    def first_rank(self, x: Tensor) -> Tensor:
+        """B -> P: rank 0's copy and zeros; gradient as it is (whole on every rank)."""
+        return self._convert(x, self._first, _same)
+
+    def slice(self, x: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """B -> S: own slice; gradient gathered."""
+        take, gather = self._slice(x, dim, groups), self._gather(x, dim, groups)
+        return self._convert(x, take, gather)
+
+    # Broadcast with partial gradient -> ...
+
+    def first_gradient(self, x: Tensor) -> Tensor:
+        """Bp -> B: identity; the whole gradient counted on rank 0 only."""
+        return self._convert(x, _same, self._first)
+
+    def first_rank_and_gradient(self, x: Tensor) -> Tensor:
+        """Bp -> P: rank 0's copy and zeros; gradient likewise."""
+        return self._convert(x, self._first, self._first)
+
+    def slice_partial(self, x: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """Bp -> S: own slice; gradient padded with zeros."""
+        return self._convert(x, self._slice(x, dim, groups), self._pad(x, dim, groups))
+
+    # PartialSum -> ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """P -> B: sum; gradient as it is."""
+        return self._convert(x, self._sum, _same)
+
+    def all_reduce_both(self, x: Tensor) -> Tensor:
+        """P -> Bp: sum; gradient summed too."""
+        return self._convert(x, self._sum, self._sum)
+
+    def reduce_scatter(self, x: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """P -> S: own slice of the sum; gradient gathered."""
+        return self._convert(x, self._sum_slice(x, dim, groups), self._gather(x, dim, groups))
+
+    # Split -> ...
+
+    def all_gather_whole(self, x: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """S -> B: gathered; own slice of the gradient (whole on every rank)."""
+        return self._convert(x, self._gather(x, dim, groups), self._slice(x, dim, groups))
+
+    def all_gather(self, x: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """S -> Bp: gathered; own slice of the gradients' sum."""
+        return self._convert(x, self._gather(x, dim, groups), self._sum_slice(x, dim, groups))
+
+    def pad(self, x: Tensor, dim: int, groups: int = 1) -> Tensor:
+        """S -> P: own slice amid zeros; own slice of the gradient."""
+        return self._convert(x, self._pad(x, dim, groups), self._slice(x, dim, groups))
+
+    def all_to_all(self, x: Tensor, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
+        """S -> S: from slices of `source` (dim, groups) to slices of `target`; gradient back again."""
+        return self._convert(x, self._exchange(x, source, target), self._exchange(x, target, source))
+
+    # Without gradient, for the ops' own distributed implementations
+
+    @torch.no_grad()
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, a new tensor."""
+        return x if self.size == 1 else self._sum(x)
+
+    @torch.no_grad()
+    def max(self, x: Tensor) -> Tensor:
+        """The largest over ranks, elementwise, a new tensor."""
+        return x if self.size == 1 else self.group.all_reduce(_copy(x), "max")
+
+    # The maps
+
+    def _convert(self, x: Tensor, value: Map, gradient: Map) -> Tensor:
+        if self.size == 1:
+            return x
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Conversion.apply(x, value, gradient)
+        return value(x)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(_copy(x))
+
+    def _first(self, x: Tensor) -> Tensor:
+        return x.view_as(x) if self.rank == 0 else torch.zeros_like(x)
+
+    def _own(self, x: Tensor, dim: int, groups: int) -> Tensor:
+        """This rank's slice."""
+        return own_slice(x, dim, groups, self.size, self.rank)
+
+    def _parts(self, x: Tensor, dim: int, groups: int) -> Tensor:
+        """Every rank's slice, by rank."""
+        return to_slices(x, dim, groups, self.size)
+
+    def _joined(self, slices: Tensor, dim: int, groups: int) -> Tensor:
+        """The inverse of `_parts`."""
+        return from_slices(slices, dim, groups)
+
+    def _slice(self, x: Tensor, dim: int, groups: int) -> Map:
+        dim %= x.ndim
+        # a copy: a view would keep the whole tensor alive for as long as the slice
+        return lambda t: _copy(self._own(t, dim, groups))
+
+    def _gather(self, x: Tensor, dim: int, groups: int) -> Map:
+        dim %= x.ndim
+        return lambda t: self._joined(self.group.all_gather(t.contiguous()), dim, groups)
+
+    def _sum_slice(self, x: Tensor, dim: int, groups: int) -> Map:
+        dim %= x.ndim
+        return lambda t: self.group.reduce_scatter(self._parts(t, dim, groups))
+
+    def _pad(self, x: Tensor, dim: int, groups: int) -> Map:
+        dim %= x.ndim
+
+        def pad(t: Tensor) -> Tensor:
+            slices = t.new_zeros(self.size, *t.shape)
+            slices[self.rank] = t
+            return self._joined(slices, dim, groups)
+
+        return pad
+
+    def _exchange(self, x: Tensor, source: tuple[int, int], target: tuple[int, int]) -> Map:
+        (from_dim, from_groups), (to_dim, to_groups) = (source[0] % x.ndim, source[1]), (target[0] % x.ndim, target[1])
+
+        def exchange(t: Tensor) -> Tensor:
+            if from_dim == to_dim:  # the same dim in other groups: slices of one dim do not form a grid with themselves
+                whole = self._joined(self.group.all_gather(t.contiguous()), from_dim, from_groups)
+                return _copy(self._own(whole, to_dim, to_groups))
+            return self._joined(self.group.all_to_all(self._parts(t, to_dim, to_groups)), from_dim, from_groups)
+
+        return exchange
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

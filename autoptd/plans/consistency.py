@@ -1,0 +1,110 @@
+"""What of a plan follows from the rest of it and the graph: a file in which it says something else is refused.
+
+A plan holds more than the decisions that a program is made from: names of segments, placements of every tensor,
+collectives, for people and for tools. One that contradicts the decisions would mislead them, or the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from autoptd.cost_models.complaints import brief, path_text
+from autoptd.errors import PlanFileError, nearest
+from autoptd.passes.analysis.collectives import count_collectives
+from autoptd.passes.fold import Folded
+from autoptd.passes.sharding.sharding import Sharding, activation_splits, parameter_splits, to_text
+
+if TYPE_CHECKING:
+    from autoptd.plans.model import Plan
+
+_SHOWN = 8
+_WHAT = "the plan contradicts itself"
+_FIX = "plan again: these fields are worked out from the others, they are no choices"
+Path = tuple[str | int, ...]
+
+
+def check_sizes(plan: Plan, folded: Folded) -> None:
+    """Raise PlanFileError unless the plan gives a value to every size of the graph, and to nothing else."""
+    known = {"b", *(str(symbol) for symbol in folded.traced.sizes)}
+    wrong = [f"{path_text(('sizes', name))}: missing, please add it" for name in sorted(known - set(plan.sizes))]
+    wrong += [
+        f"{path_text(('sizes', name))}: unknown key; {nearest(name, known)}" for name in sorted(set(plan.sizes) - known)
+    ]
+    _refuse(wrong, "the plan's sizes are not those of the model's inputs", "plan the model again")
+
+
+def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
+    """Raise PlanFileError, naming the fields, where the plan says something else than its own decisions."""
+    count, right = len(plan.segments), len(folded.segments)
+    _refuse([f"segments: has {count} entries; it must have {right}"] * (count != right), _WHAT, _FIX)
+    strategies, boundaries = to_text(folded, sharding)
+    wanted = {
+        "segments": [segment.name for segment in folded.segments],
+        "stages": [{"modules": modules(folded, stage.first, stage.last)} for stage in plan.stages],
+        "splits": {
+            "parameters": parameter_splits(folded, sharding),
+            "activations": activation_splits(folded, sharding),
+        },
+        "strategies": strategies,
+        "boundaries": boundaries,
+        "collectives": collectives(folded, sharding),
+    }
+    found: dict[str, Any] = {
+        "segments": list(plan.segments),
+        "stages": [{"modules": stage.modules} for stage in plan.stages],
+        "splits": {"parameters": plan.splits.parameters, "activations": plan.splits.activations},
+        "strategies": plan.strategies,
+        "boundaries": {kind: list(placements) for kind, placements in plan.boundaries.items()},
+        "collectives": {kind: traffic.model_dump() for kind, traffic in plan.collectives.items()},
+    }
+    _refuse(_differences(found, wanted), _WHAT, _FIX)
+
+
+def modules(folded: Folded, first: int, last: int) -> str:
+    """What a stage of these segments is called."""
+    a, b = folded.segments[first].name, folded.segments[last].name
+    return a if first == last else f"{a} … {b}"
+
+
+def collectives(folded: Folded, sharding: Sharding) -> dict[str, dict[str, Any]]:
+    """By kind of segment, what it asks the tp axis for; kinds that do not communicate are left out."""
+    return {
+        kind: {
+            "count": folded.multiplicity(kind),
+            "forward": dict(traffic.forward),
+            "backward": dict(traffic.backward),
+        }
+        for kind, traffic in count_collectives(folded, sharding).items()
+        if traffic.forward or traffic.backward
+    }
+
+
+def _differences(found: Any, wanted: Any, path: Path = ()) -> Iterator[str]:
+    if isinstance(wanted, Mapping):
+        for key in [*wanted, *(key for key in found if key not in wanted)]:
+            if key not in found:
+                yield f"{path_text((*path, key))}: missing; it must be {_shown(wanted[key])}"
+            elif key not in wanted:
+                yield f"{path_text((*path, key))}: unknown key; {nearest(key, wanted) if wanted else 'none is known'}"
+            else:
+                yield from _differences(found[key], wanted[key], (*path, key))
+    elif isinstance(wanted, list):
+        if len(found) != len(wanted):
+            yield f"{path_text(path)}: has {len(found)} entries; it must have {len(wanted)}"
+        for i, (mine, right) in enumerate(zip(found, wanted, strict=False)):
+            yield from _differences(mine, right, (*path, i))
+    elif found != wanted:
+        yield f"{path_text(path)}: is {_shown(found)}; it must be {_shown(wanted)}"
+
+
+def _shown(value: Any) -> str:
+    return brief(repr(value))
+
+
+def _refuse(wrong: Iterable[str], what: str, fix: str) -> None:
+    """Raise PlanFileError with the first lines of what is wrong, if anything is."""
+    if first := list(islice(wrong, _SHOWN + 1)):
+        lines = [line if len(line) < 300 else f"{line[:300]} …" for line in first[:_SHOWN]]
+        raise PlanFileError(what, where="\n".join([*lines, *["and others"][: len(first) - _SHOWN]]), fix=fix)

@@ -1,0 +1,296 @@
+"""The plan: every choice of the search as data, written to and read from JSON.
+
+A plan file is one object. `format` and `version` come first in checking, so that a foreign or newer file gets one
+sentence and not a list of field errors. Equal plans give the same bytes: keys sorted, indent 1, floats as `repr`
+writes them, one newline at the end.
+
+    stages[i].first .. stages[i].last    inclusive indices into `segments`, the smallest pieces the model is cut into
+    batch                                dp * micro * (microbatches - 1) < batch <= dp * micro * microbatches
+    world                                dp * tp * pp
+
+A mistake in a file is answered with the path of its field (`stages[2].first`), what is wrong, and what would be right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from autoptd.cost_models.cluster import Cluster, Device, Name
+from autoptd.errors import PlanError, PlanFileError
+from autoptd.schedule import RUNNABLE, StageMap, route_of
+
+FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
+VERSION: Literal[1] = 1
+STAGES = 2**11  # of pipelines, and what simulates them in seconds
+
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Index = Annotated[int, Field(ge=0, lt=2**63)]
+Word = Annotated[str, Field(max_length=200)]
+Dotted = Annotated[str, Field(max_length=1000)]  # of a parameter or tensor
+Amount = Annotated[float, Field(ge=0, le=1e40)]  # seconds, tokens per second, FLOPs or a fraction
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+
+class Part(BaseModel):
+    """Frozen, no unknown fields, no silent conversions (`"8"` is not 8), no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class MeshSizes(Part):
+    """Sizes of the axes. Rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i: tp is fastest."""
+
+    dp: Count
+    tp: Count
+    pp: Count
+    cp: Count = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    def __str__(self) -> str:
+        cp = f" × cp {self.cp}" if self.cp > 1 else ""
+        return f"dp {self.dp} × tp {self.tp} × pp {self.pp}{cp}"
+
+
+class Schedule(Part):
+    """Which schedule the stages follow, and how many microbatches make one step."""
+
+    kind: Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v"]
+    microbatches: Count
+    virtual: Count = 1  # chunks of the model per pipeline rank
+
+
+class ExecutionOptions(Part):
+    """How the plan is carried out; `autoptd.search.constraints.options.Method` explains each word."""
+
+    recompute: Literal["full", "selective", "ops"] = "full"  # what the segments in a stage's `recompute` run again
+    overlap: tuple[Literal["dp", "p2p", "tp"], ...] = ("p2p",)
+    kernels: Literal["eager", "fused", "compiled"] = "eager"
+    loss: Literal["kept", "in_place"] = "kept"
+    attention: Literal["flash", "triton", "cudnn"] = "flash"
+    gathers: Literal["kept", "again"] = "kept"
+    gradients: Literal["main", "compute", "both"] = "main"
+    bucket_bytes: Index = 0
+    shards: Index = 0
+    sends: Literal["whole", "slices"] = "whole"
+    context: Literal["ring", "ulysses"] = "ring"  # attention over cp ranks
+    sums: Literal["none", "held", "ahead"] = "none"  # how sums that the loss is a function of are known: `search.sums`
+
+
+class StagePlan(Part):
+    """Segments `first` to `last` (both included), named by `modules`; those in `recompute` keep no activations.
+
+    Which pipeline rank a stage is on, where each has several, is a matter of the schedule: `Plan.route`.
+    """
+
+    first: Index
+    last: Index
+    modules: str
+    recompute: tuple[Index, ...] = ()
+    device: str = ""  # its type, in a cluster of several
+    policies: tuple[Literal["full", "selective", "ops"], ...] = ()  # of `recompute`, where not all method.recompute
+
+
+class Splits(Part):
+    """Placement on the tp axis, by parameter name and by activation name."""
+
+    parameters: dict[Dotted, str]
+    activations: dict[Dotted, str]
+
+
+class Collectives(Part):
+    """What the tp axis is asked for by one segment of a kind and one microbatch; `count` segments are of that kind.
+
+    Name of a collective -> how often. A recomputed segment issues those of its forward pass twice.
+    """
+
+    count: Count
+    forward: dict[str, Count]
+    backward: dict[str, Count]
+
+
+class Predicted(Part):
+    """What the cost models say: times in seconds per step, memory in bytes of one rank."""
+
+    step_time_s: Amount
+    tokens_per_s: Amount
+    mfu: Amount
+    memory_bytes: Index  # of the fullest rank
+    time_s: Annotated[dict[Word, Amount], Field(max_length=100)]  # category -> seconds per step
+    memory: tuple[Annotated[dict[Word, Index], Field(max_length=100)], ...]  # per stage: category -> bytes of one rank
+    model_flops_per_step: Amount
+    times: tuple[dict[str, Amount], ...] = ()  # per stage: of a microbatch, by `simulate.times_to_data`
+
+
+Proves = Literal[
+    "that a run of `autoptd verify` on a plan, graph and program of these digests found no difference from the plain "
+    "model; not who ran it: only a signature tells that, anybody who can write this file can write a certificate"
+]
+
+
+class Signature(Part):
+    """Of a certificate's `signed_text`, by ed25519; in hexadecimal digits."""
+
+    by: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # the public key
+    value: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+class Certificate(Part):
+    """That `autoptd verify` found a plan to compute what the model computes, and what it was that it looked at.
+
+    A date has no place in it: the same verification gives the same bytes.
+    """
+
+    plan: Digest  # of the plan's text without certificate
+    graph: Digest
+    program: Digest  # of the emitted stage files
+    versions: dict[str, str]  # of autoptd and torch
+    ranks: Count  # that ran
+    shown: tuple[str, ...] = ()  # what was made smaller, in words
+    difference: Amount  # the largest that was found, relative
+    proves: Proves = get_args(Proves)[0]
+    signature: Signature | None = None  # of all of the above; left out where there is none
+
+    def signed_text(self) -> str:
+        """What a signature is of: all else."""
+        data = {"format": "autoptd-certificate", **self.model_dump(mode="json", exclude={"signature"})}
+        return json.dumps(data, sort_keys=True, allow_nan=False)
+
+
+class PlanData(Part):
+    """All choices for training one model on one cluster, without ways to read, check or show them: see `Plan`.
+
+    `sizes` gives the value of each symbol of the traced graph on one rank; `sizes["b"]` is the samples of a microbatch.
+    """
+
+    format: Literal["autoptd-plan"] = FORMAT
+    version: Literal[1] = VERSION
+    model: Name
+    graph_hash: Digest
+    world: Count
+    cluster: Annotated[Cluster, Field(strict=False)]
+    batch: Count
+    sizes: Annotated[dict[Word, Count], Field(max_length=100)]
+    precision: Literal["bf16", "fp16", "fp32", "fp64"]
+    optimizer: Literal["adamw", "sgd", "custom"]
+    mesh: MeshSizes
+    schedule: Schedule
+    zero: Annotated[int, Field(ge=0, le=3)]
+    loss_averaging: Literal["global", "per-microbatch"] = "global"  # over what the loss is a mean
+    method: ExecutionOptions = ExecutionOptions()
+    stages: Annotated[tuple[StagePlan, ...], Field(min_length=1, max_length=STAGES)]
+    segments: Annotated[tuple[str, ...], Field(min_length=1)]
+    splits: Splits
+    strategies: dict[str, dict[Dotted, str]]
+    boundaries: dict[str, tuple[str, ...]]  # kind of segment -> placements of the tensors that it is given
+    collectives: dict[str, Collectives] = {}  # by kind of segment; those that do not communicate are left out
+    predicted: Predicted
+    notes: tuple[str, ...] = ()
+    certificate: Certificate | None = None  # of `autoptd verify`; left out of files that have none
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanData) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    @property
+    def micro(self) -> int:
+        """Samples per microbatch and data-parallel rank."""
+        return self.sizes["b"]
+
+    def to_json(self) -> str:
+        """The text of the plan file: the same bytes for equal plans."""
+        held = self.certificate
+        data = self.model_dump(mode="json", exclude=None if held else {"certificate"})
+        if held is not None and held.signature is None:
+            del data["certificate"]["signature"]
+        return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"
+
+    def check_graph(self, graph_hash: str) -> None:
+        """Raise PlanFileError, naming both hashes, unless this plan was made for the graph with this hash."""
+        if graph_hash != self.graph_hash:
+            raise PlanFileError(
+                f"the plan was made for another graph of {self.model}: "
+                f"the plan has {self.graph_hash}, the traced model {graph_hash}",
+                where="graph_hash",
+                fix="plan again: the model's code, its sizes or the torch version have changed since",
+            )
+
+    @property
+    def digest(self) -> str:
+        """Of the plan's text without certificate."""
+        text = self.model_copy(update={"certificate": None}).to_json()
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def check_certificate(self) -> None:
+        """Raise PlanFileError where the plan has a certificate, but is not the one that was verified."""
+        held = self.certificate
+        for field, mine, verified in (
+            ("plan", self.digest, held and held.plan),
+            ("graph", self.graph_hash, held and held.graph),
+        ):
+            if held is not None and mine != verified:
+                raise PlanFileError(
+                    f"the plan was changed after it was verified: it has {mine}, its certificate {verified}",
+                    where=f"certificate.{field}",
+                    fix="verify it again (autoptd verify PLAN), or take the field `certificate` out",
+                )
+
+    def check_world(self, world: int) -> None:
+        """Raise PlanError, naming both worlds, unless this plan is for `world` ranks."""
+        if world != self.world:
+            raise PlanError(
+                f"the plan is for a world of {self.world} ranks ({self.mesh}), but the world is {world}",
+                where="world",
+                fix=f"start {self.world} processes, or plan again with world={world}",
+            )
+
+    @property
+    def route(self) -> StageMap:
+        """Which pipeline rank holds which stages."""
+        return route_of(self.schedule.kind, self.mesh.pp, self.schedule.virtual)
+
+    @property
+    def not_runnable(self) -> tuple[str, ...]:
+        """What of this plan the runtime cannot carry out: it is a prediction only. Empty for plans that run."""
+        default, asked, narrow = ExecutionOptions(), self.method, self.precision in ("bf16", "fp16")
+        reasons = {
+            f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
+            f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
+            f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
+            f"{asked.attention} attention": asked.attention != default.attention,
+            "gradients in both types": asked.gradients == "both" and narrow,
+        }
+        return tuple(reason for reason, holds in reasons.items() if holds)
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Policies in use that run a part of the forward pass again."""
+        used = {policy for stage in self.stages for policy in self.policies(stage).values()}
+        return tuple(sorted(used - {"full"}))
+
+    def device_of(self, stage: int) -> Device:
+        """What a pipeline rank runs on."""
+        name = self.stages[stage].device
+        return next((pool.device for pool in self.cluster.others if pool.device.name == name), self.cluster.device)
+
+    def policies(self, stage: StagePlan) -> dict[int, str]:
+        """What each recomputed segment of a stage runs again."""
+        names = stage.policies or (self.method.recompute,) * len(stage.recompute)
+        return dict(zip(stage.recompute, names, strict=True))
+
+    def check_runnable(self) -> None:
+        """Raise PlanError naming what of the plan nothing here can carry out."""
+        if self.not_runnable:
+            raise PlanError(
+                f"the plan can be predicted, but not run: {'; '.join(self.not_runnable)}",
+                where="plan",
+                fix="plan again without assume=",
+            )

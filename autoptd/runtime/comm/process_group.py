@@ -1,0 +1,131 @@
+"""A communicator that is a process group of torch.distributed, by torch's own collectives.
+
+NCCL and gloo carry some types only. Elements of others are moved as bytes, and summed in a wider type.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from autoptd.ops.group import Handle, Reduction
+from autoptd.runtime.faults.rank_status import PendingComm, RankStatus
+
+# renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_CARRIED = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
+_SUMMED_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
+@dataclass
+class Works:
+    """torch's works and the tensors that must outlive them."""
+
+    works: Sequence[dist.Work | None]
+    tensors: tuple[Tensor, ...]
+    talk: PendingComm
+
+    def wait(self) -> None:
+        works, self.works = self.works, ()
+        if works:
+            with self.talk:
+                for work in works:
+                    if work is not None:
+                        work.wait()
+        self.tensors = ()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes, flat, where its type is not carried."""
+    return x if x.dtype in _CARRIED else x.view(-1).view(torch.uint8)
+
+
+@dataclass
+class ProcessGroup:
+    """`comm.Group` over one torch process group. `place`: where it is written what this rank waits for."""
+
+    group: dist.ProcessGroup
+    place: RankStatus = field(default_factory=RankStatus)
+    rank: int = field(init=False)
+    size: int = field(init=False)
+    others: tuple[int, ...] = field(init=False)  # global ranks
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.others = tuple(r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank())
+
+    def talk(self, what: str) -> PendingComm:
+        return PendingComm(self.place, what, self.others)
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        wide = x.to(_SUMMED_IN.get(x.dtype, x.dtype))
+        with self.talk("all-reduce with"):
+            dist.all_reduce(wide, _OPS[op], group=self.group)
+        return x if wide is x else x.copy_(wide)
+
+    def all_reduce_later(self, x: Tensor) -> Handle:
+        talk = self.talk("all-reduce with")
+        with talk:
+            return Works([dist.all_reduce(x, group=self.group, async_op=True)], (x,), talk)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        self.all_gather_later(out.view(-1), x.reshape(-1)).wait()
+        return out
+
+    def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
+        talk = self.talk("all-gather with")
+        with talk:
+            return Works([_all_gather(as_bytes(out), as_bytes(x), group=self.group, async_op=True)], (out, x), talk)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        wide = x.to(_SUMMED_IN.get(x.dtype, x.dtype))
+        out = wide.new_empty(x.shape[1:])
+        self.reduce_scatter_later(out.view(-1), wide.view(-1)).wait()
+        return out.to(x.dtype)
+
+    def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
+        talk = self.talk("reduce-scatter with")
+        with talk:
+            return Works([_reduce_scatter(out, x, group=self.group, async_op=True)], (out, x), talk)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        with self.talk("all-to-all with"):
+            dist.all_to_all_single(as_bytes(out), as_bytes(x), group=self.group)
+        return out
+
+    def shift_later(self, out: Tensor, x: Tensor) -> Handle:
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        both = [
+            dist.P2POp(dist.isend, as_bytes(x), group=self.group, group_peer=after),
+            dist.P2POp(dist.irecv, as_bytes(out), group=self.group, group_peer=before),
+        ]
+        talk = self.talk("shift round the ring of")
+        with talk:
+            return Works(dist.batch_isend_irecv(both), (out, x), talk)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        with self.talk("broadcast among"):
+            dist.broadcast(as_bytes(x), group=self.group, group_src=source)
+        return x
+
+
+def default_store() -> dist.Store:
+    """A connection to it of its own, so that a thread may use it while another waits in it."""
+    found: dist.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return found
+
+
+def store_host() -> int | None:
+    """The rank whose process holds the store; None where the launcher does, as torchrun."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0

@@ -1,0 +1,138 @@
+"""Communicators on torch.distributed: NCCL where there are GPUs, gloo otherwise; the axes come from one DeviceMesh."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.layout.mesh import AXES, AxisName, Mesh
+from autoptd.ops.group import Group, Handle, SingleRankGroup
+from autoptd.runtime.comm.interfaces import Channel, Communicators, connect
+from autoptd.runtime.comm.listening import on_named_interface
+from autoptd.runtime.comm.process_group import ProcessGroup, Works, as_bytes, default_store, store_host
+from autoptd.runtime.comm.restart_store import of_this_attempt
+from autoptd.runtime.faults.heartbeat import Timeouts
+from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Unwatched
+from autoptd.runtime.faults.watchdog import Watchdog
+
+
+@dataclass
+class ProcessChannel:
+    """`comm.Channel` over a process group of its own."""
+
+    group: dist.ProcessGroup
+    peer: int  # global rank
+    place: RankStatus = field(default_factory=RankStatus)
+
+    def send(self, x: Tensor) -> Handle:
+        talk = PendingComm(self.place, "send to", (self.peer,))
+        with talk:
+            return Works([dist.isend(as_bytes(x), self.peer, group=self.group)], (x,), talk)
+
+    def receive(self, out: Tensor) -> Handle:
+        talk = PendingComm(self.place, "receive from", (self.peer,))
+        with talk:
+            return Works([dist.irecv(as_bytes(out), self.peer, group=self.group)], (out,), talk)
+
+
+class ProcessBackend:
+    """`comm.Backend` on an initialised torch.distributed."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, place: RankStatus) -> None:
+        self.rank, self._place = dist.get_rank(), place
+        self.device = device
+        self.device_mesh: DeviceMesh = init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)
+
+    def axis(self, mesh: Mesh, name: AxisName) -> Group:
+        return self._wrap(self.device_mesh.get_group(name))
+
+    def group(self, ranks: tuple[int, ...]) -> Group | None:
+        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+        assert group is not None
+        return self._wrap(group) if self.rank in ranks else None
+
+    def channel(self, source: int, target: int) -> Channel | None:
+        group = dist.new_group([source, target])
+        if self.rank not in (source, target):
+            return None
+        return ProcessChannel(group, target if self.rank == source else source, self._place)
+
+    def _wrap(self, group: dist.ProcessGroup) -> Group:
+        return SingleRankGroup() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._place)
+
+
+def connect_processes(
+    mesh: Mesh, device: torch.device | None = None, timeout_s: float = 600.0, limits: Timeouts | None = None
+) -> Communicators:
+    """This process's communicators; starts torch.distributed from the environment (torchrun) unless it runs already.
+
+    Without torchrun's environment this is a world of one. `device` defaults to this process's GPU, or the CPU where
+    there is none. `limits`: watch over each other's ranks (`watch.py`). Raises PlanError before any process group is
+    started if the environment's world is not the mesh's, RuntimeFault where the port of rank 0 is taken.
+    """
+    _check_world(mesh)
+    device = start_processes(device, timeout_s)
+    watch: Watchdog | Unwatched = Unwatched()
+    if limits is not None and mesh.world > 1:
+        watch = Watchdog(default_store(), dist.get_rank(), mesh.world, limits, store_host())
+        watch.start()
+    with watch:
+        watch.place.leave("connecting")
+        made = connect(mesh, ProcessBackend(mesh, device, watch.place), watch)
+        watch.place.leave()
+    return made
+
+
+def start_processes(device: torch.device | None = None, timeout_s: float = 600.0) -> torch.device:
+    """Start torch.distributed from the environment unless it runs already; the device, by default this process's."""
+    device = default_device() if device is None else device
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+    return device
+
+
+def _initialise(backend: str, timeout: timedelta) -> None:
+    if "WORLD_SIZE" not in os.environ:  # one process that nobody launched
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    try:
+        if store_host() is None:
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+            store = of_this_attempt(store, rank, world, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        else:
+            with on_named_interface(timeout):
+                dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        host, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
+        taken = "EADDRINUSE" in str(error)
+        raise RuntimeFault(
+            f"port {port} of {host} is taken" if taken else f"the ranks cannot meet at {host}:{port}: {error}",
+            where=f"rank {os.environ.get('RANK', '?')}, connecting",
+            fix="give another: torchrun --master-port … (MASTER_PORT), or --standalone, which takes a free one",
+        ) from error
+
+
+def default_device() -> torch.device:
+    """The GPU of this process's LOCAL_RANK, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _check_world(mesh: Mesh) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != mesh.world:
+        raise PlanError(
+            f"the plan is for {mesh.world} ranks ({mesh}), but {world} are running",
+            fix=f"start it with torchrun --nproc-per-node for {mesh.world} ranks in all, or plan for world={world}",
+        )

@@ -1,0 +1,382 @@
+"""All ranks of a mesh in one process, one thread each: parity over many meshes in milliseconds.
+
+Every collective is a meeting: the ranks of a group lay down their tensors, the last to come checks that all mean the
+same thing and computes every rank's result in rank order, under one lock. Two ranks that disagree (operation, shape,
+dtype, order) are an error that names both; a moment when every living rank waits is a deadlock and reported as such
+at once. The first error ends all ranks and is raised in the caller with its rank.
+
+With `in_turn` one rank computes at a time, until it waits: else as many threads as ranks fight for Python's lock at
+every op, which costs little with a few ranks and several times the work with 64.
+
+Backward passes run in the rank's own thread (autograd runs CPU nodes in the calling thread). Grad mode, saved-tensor
+hooks and default devices are per thread in torch; the default dtype and the default random generator are per process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autoptd.errors import RuntimeFault
+from autoptd.layout.mesh import AxisName, Mesh
+from autoptd.ops.group import Group, Handle, Reduction, SingleRankGroup
+from autoptd.runtime.comm.interfaces import Channel, Communicators, connect
+
+T = TypeVar("T")
+Combine = Callable[[Sequence[Any]], None]  # all ranks' tensors (or tuples of them), written in place
+
+
+class _Ended(BaseException):
+    """Unwinds a rank because another one failed."""
+
+
+@dataclass
+class _Meeting:
+    """One collective under way: who came with what."""
+
+    ranks: tuple[int, ...]
+    names: dict[int, str] = field(default_factory=dict)
+    brought: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+
+
+class _World:
+    """What the ranks' threads share. `lock` guards everything."""
+
+    def __init__(self, world: int, timeout_s: float, in_turn: bool) -> None:
+        self.timeout_s, self.in_turn = timeout_s, in_turn
+        self.lock = threading.Lock()
+        self.wake = [threading.Condition(self.lock) for _ in range(world)]
+        self.meetings: dict[tuple[Any, int], _Meeting] = {}
+        self.waiting: dict[int, tuple[_Meeting, str]] = {}
+        self.alive = set(range(world))
+        self.failure: tuple[int, BaseException] | None = None
+        self._turn = threading.Lock()
+        self._computing: int | None = None
+
+    def meet(
+        self, rank: int, ranks: tuple[int, ...], key: tuple[Any, int], name: str, mine: Any, combine: Combine
+    ) -> _Meeting:
+        """Come to the meeting `key`; the last one combines. `name` is what each rank believes is going on."""
+        with self.lock:
+            self._check_failure()
+            meeting = self.meetings.setdefault(key, _Meeting(ranks))
+            for other, theirs in meeting.names.items():
+                if theirs != name:
+                    raise RuntimeFault(
+                        f"ranks {other} and {rank} disagree: rank {other} {theirs}, rank {rank} {name}",
+                        where=f"group {list(ranks)}",
+                    )
+            meeting.names[rank] = name
+            meeting.brought[rank] = mine
+            if len(meeting.brought) == len(ranks):
+                with torch.no_grad():
+                    combine([meeting.brought[r] for r in ranks])
+                meeting.done = True
+                meeting.brought.clear()
+                del self.meetings[key]
+                for r in [r for r in ranks if r in self.waiting and self.waiting[r][0] is meeting]:
+                    del self.waiting[r]
+                    self.wake[r].notify()
+            return meeting
+
+    def wait(self, rank: int, meeting: _Meeting, doing: str) -> None:
+        """Until all have come; meanwhile others compute. Raises RuntimeFault on deadlock or timeout."""
+        if meeting.done:
+            return
+        self.end_turn(rank)
+        self._wait(rank, meeting, doing)
+        self.begin_turn(rank)
+
+    def begin_turn(self, rank: int) -> None:
+        """Wait until no other rank computes."""
+        if self.in_turn:
+            self._turn.acquire()
+            self._computing = rank
+
+    def end_turn(self, rank: int) -> None:
+        """Let another compute, unless one does already: a rank that fails while it waits has no turn to end."""
+        if self._computing == rank:
+            self._computing = None
+            self._turn.release()
+
+    def _wait(self, rank: int, meeting: _Meeting, doing: str) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        with self.lock:
+            while not meeting.done:
+                self._check_failure()
+                self.waiting[rank] = (meeting, doing)
+                self._check_deadlock()
+                if not self.wake[rank].wait(deadline - time.monotonic()) and not meeting.done:
+                    self._check_failure()
+                    missing = sorted(set(meeting.ranks) - set(meeting.names))
+                    raise RuntimeFault(f"rank {rank} waited {self.timeout_s:g} s in {doing} for ranks {missing}")
+
+    def _check_failure(self) -> None:
+        if self.failure is not None:
+            raise _Ended
+
+    def _check_deadlock(self) -> None:
+        if len(self.waiting) < len(self.alive):
+            return
+        lines = [
+            f"rank {r} in {doing}, without ranks {sorted(set(m.ranks) - set(m.names))}"
+            for r, (m, doing) in sorted(self.waiting.items())
+        ]
+        raise RuntimeFault("every rank waits for another: a deadlock", where="\n".join(lines))
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """A rank's function returned or raised."""
+        with self.lock:
+            self.alive.discard(rank)
+            self.waiting.pop(rank, None)
+            if error is not None and not isinstance(error, _Ended) and self.failure is None:
+                self.failure = (rank, error)
+            if self.failure is None and self.alive:
+                try:
+                    self._check_deadlock()
+                except RuntimeFault as fault:
+                    self.failure = (rank, fault)
+            if self.failure is not None:
+                for condition in self.wake:
+                    condition.notify_all()
+
+
+@dataclass
+class _ThreadHandle:
+    world: _World
+    rank: int
+    meeting: _Meeting
+    doing: str
+
+    def wait(self) -> None:
+        self.world.wait(self.rank, self.meeting, self.doing)
+
+
+def _describe(op: str, x: Tensor) -> str:
+    return f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)})"
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for x in tensors[1:]:
+        total += x
+    return total
+
+
+def _max(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).amax(0)
+
+
+def _all_reduce(op: Reduction) -> Combine:
+    def combine(xs: Sequence[Tensor]) -> None:
+        result = _sum(xs) if op == "sum" else _max(xs)
+        for x in xs:
+            x.copy_(result)
+
+    return combine
+
+
+def _all_gather(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    parts = torch.cat([x for _, x in pairs])
+    for out, _ in pairs:
+        out.copy_(parts)
+
+
+def _reduce_scatter(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    total = _sum([x for _, x in pairs]).view(len(pairs), -1)
+    for (out, _), row in zip(pairs, total, strict=True):
+        out.copy_(row)
+
+
+def _all_to_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for i, (out, _) in enumerate(pairs):
+        for j, (_, x) in enumerate(pairs):
+            out[j].copy_(x[i])
+
+
+def _shift(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for (out, _), (_, x) in zip(pairs, (pairs[-1], *pairs[:-1]), strict=True):
+        out.copy_(x)
+
+
+def _broadcast(source: int) -> Combine:
+    def combine(xs: Sequence[Tensor]) -> None:
+        for i, x in enumerate(xs):
+            if i != source:
+                x.copy_(xs[source])
+
+    return combine
+
+
+@dataclass
+class LockstepGroup:
+    """`comm.Group` among threads; sums run in rank order, so results are the same bits on every run."""
+
+    world: _World
+    name: str
+    ranks: tuple[int, ...]
+    rank: int  # index in ranks
+    count: int = 0  # collectives so far: the order that all members must share
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def _start(self, op: str, x: Tensor, mine: Any, combine: Combine) -> _ThreadHandle:
+        assert x.is_contiguous(), f"{op} of a tensor that is not contiguous"
+        me, doing = self.ranks[self.rank], _describe(op, x)
+        meeting = self.world.meet(me, self.ranks, (self.name, self.count), doing, mine, combine)
+        self.count += 1
+        return _ThreadHandle(self.world, me, meeting, f"{doing} number {self.count - 1} of group {self.name}")
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        self._start(f"all_reduce {op}", x, x, _all_reduce(op)).wait()
+        return x
+
+    def all_reduce_later(self, x: Tensor) -> Handle:
+        return self._start("all_reduce sum", x, x, _all_reduce("sum"))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        self._start("all_gather", x, (out.flatten(), x.flatten()), _all_gather).wait()
+        return out
+
+    def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
+        return self._start("all_gather", x, (out, x), _all_gather)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[1:])
+        self._start("reduce_scatter", x, (out.view(-1), x.view(-1)), _reduce_scatter).wait()
+        return out
+
+    def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
+        return self._start("reduce_scatter", x, (out, x), _reduce_scatter)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self._start("all_to_all", x, (out, x), _all_to_all).wait()
+        return out
+
+    def shift_later(self, out: Tensor, x: Tensor) -> Handle:
+        return self._start("shift", x, (out, x), _shift)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self._start(f"broadcast from {source}", x, x, _broadcast(source)).wait()
+        return x
+
+
+@dataclass
+class LockstepChannel:
+    """`comm.Channel` among threads. A tensor that is written between send and receipt is an error."""
+
+    world: _World
+    name: str
+    ranks: tuple[int, int]  # source, target
+    rank: int  # global
+    count: int = 0
+
+    def send(self, x: Tensor) -> Handle:
+        assert self.rank == self.ranks[0]
+        return self._start("send", (x.detach(), x._version))
+
+    def receive(self, out: Tensor) -> Handle:
+        assert self.rank == self.ranks[1] and out.is_contiguous()
+        return self._start("receive", (out, 0))
+
+    def _start(self, verb: str, mine: tuple[Tensor, int]) -> _ThreadHandle:
+        def deliver(both: Sequence[tuple[Tensor, int]]) -> None:
+            (x, version), (out, _) = both
+            if x._version != version:
+                raise RuntimeFault(f"rank {self.ranks[0]} wrote to a tensor that it was still sending", where=self.name)
+            out.copy_(x)
+
+        doing = _describe("message", mine[0])
+        meeting = self.world.meet(self.rank, self.ranks, (self.name, self.count), doing, mine, deliver)
+        self.count += 1
+        return _ThreadHandle(self.world, self.rank, meeting, f"{verb} {doing} number {self.count - 1} of {self.name}")
+
+
+class LockstepBackend:
+    """`comm.Backend` of one rank."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.rank = rank
+        self.device = torch.device("cpu")
+        self._world = world
+        self._made = self._channels = 0
+
+    def axis(self, mesh: Mesh, name: AxisName) -> Group:
+        ranks = mesh.group_of(self.rank, name)
+        return self._group(f"{name} {list(ranks)}", ranks)
+
+    def group(self, ranks: tuple[int, ...]) -> Group | None:
+        self._made += 1
+        return self._group(f"{self._made} {list(ranks)}", ranks) if self.rank in ranks else None
+
+    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) == 1:
+            return SingleRankGroup()
+        return LockstepGroup(self._world, name, ranks, ranks.index(self.rank))
+
+    def channel(self, source: int, target: int) -> Channel | None:
+        self._channels += 1
+        if self.rank not in (source, target):
+            return None
+        name = f"channel {self._channels} from {source} to {target}"
+        return LockstepChannel(self._world, name, (source, target), self.rank)
+
+
+def run_lockstep(
+    mesh: Mesh, fn: Callable[[Communicators], T], *, timeout_s: float = 60.0, in_turn: bool = False
+) -> list[T]:
+    """`fn(communicators)` on every rank of the mesh at once; the results by rank.
+
+    Raises RuntimeFault that names the first rank that failed and what it said, with the original as its cause.
+    Intra-op parallelism is off meanwhile: the ranks are the parallelism.
+    """
+    world = _World(mesh.world, timeout_s, in_turn)
+    results: list[Any] = [None] * mesh.world
+
+    def body(rank: int) -> None:
+        error: BaseException | None = None
+        world.begin_turn(rank)
+        try:
+            results[rank] = fn(connect(mesh, LockstepBackend(world, rank)))
+        except BaseException as caught:  # noqa: BLE001  carried to the caller by `leave`, whatever it is
+            error = caught
+        world.leave(rank, error)
+        world.end_turn(rank)
+
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ranks = [
+            threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.world)
+        ]
+        for thread in ranks:
+            thread.start()
+        _join(ranks, world)
+    finally:
+        torch.set_num_threads(threads_before)
+    if world.failure is not None:
+        rank, error = world.failure
+        raise RuntimeFault(f"rank {rank} failed: {type(error).__name__}: {error}", where=str(mesh)) from error
+    return results
+
+
+def _join(threads: list[threading.Thread], world: _World) -> None:
+    """Wait for all; after a failure, a rank that computes on its own gets one second to come to its next meeting."""
+    grace_s = 1.0
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2 if world.failure is None else grace_s)
+            if world.failure is not None and thread.is_alive():
+                thread.join(grace_s)
+                break

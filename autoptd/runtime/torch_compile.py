@@ -1,0 +1,123 @@
+"""torch.compile for the blocks of a stage: one compilation per class of block, whichever layers are of it.
+
+What talks to other ranks or draws random numbers stays outside, so that each block becomes some graphs with plain calls
+between them: collectives keep their order, masks their keys. Modules are called as before, with their hooks (parameters
+that are still being collected), and parameters get their gradients one by one, with theirs (buckets that are reduced).
+A last microbatch of another size makes one compilation more, for any size, in the first step.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from copy import copy
+from functools import cache
+from threading import Lock
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.errors import PlanError
+from autoptd.ops import library as ops
+from autoptd.ops.recompute import keep, recompute, spare
+from autoptd.ops.stage import Stage
+from autoptd.ops.tp_axis import Axis
+
+DEFAULT = "inductor"
+_ON_HOST = ("grouped_mm",)  # reads values
+_ONE = Lock()  # ranks that are threads: CPython's parser counts how deep trees are for all threads together
+
+
+def check_backend(backend: str) -> None:
+    """Raise PlanError for one that torch does not know."""
+    from torch.compiler import list_backends
+
+    known = list_backends(())
+    if backend not in known:
+        raise PlanError(f"unknown backend {backend!r}", where="compile", fix=f"True, or one of {', '.join(known)}")
+
+
+def compile_blocks(stage: Stage, backend: str = DEFAULT) -> int:
+    """Let a stage's blocks run compiled, from their first call on; how many there are. The stage itself stays plain."""
+    blocks = blocks_of(stage)
+    outside: dict[int, Axis] = {}
+    for block in blocks.values():
+        for name, axis in [(n, x) for n, x in vars(block).items() if isinstance(x, Axis)]:
+            if id(axis) not in outside:
+                outside[id(axis)] = copy(axis)
+                outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
+            setattr(block, name, outside[id(axis)])
+        with _ONE:
+            block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
+    return len(blocks)
+
+
+def blocks_of(stage: Stage) -> dict[str, nn.Module]:
+    """The outermost modules with code of their own, by path."""
+    found: dict[str, nn.Module] = {}
+    for path, module in stage.named_modules():
+        if module is not stage and type(module) is not nn.Module and not any(path.startswith(f"{b}.") for b in found):
+            found[path] = module
+    return found
+
+
+@cache
+def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
+    """A class's forward with `ops` that stay outside, compiled."""
+    outside = _outside_ops()
+    tree = _Late(frozenset(vars(outside))).visit(ast.parse(textwrap.dedent(inspect.getsource(block.forward))))
+    file, line = inspect.getsourcefile(block.forward) or "", inspect.getsourcelines(block.forward)[1]
+    code = compile(ast.increment_lineno(ast.fix_missing_locations(tree), line - 1), file, "exec")
+    names = vars(sys.modules[block.__module__]) | {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
+    names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute, spare)}
+    exec(code, names)
+    made: Callable[..., Any] = torch.compile(names[block.forward.__name__], backend=backend)
+    return made
+
+
+class _Late(ast.NodeTransformer):
+    """Keys of what stays outside are made there: a graph that knows a layer's number is that layer's alone."""
+
+    def __init__(self, outside: frozenset[str]) -> None:
+        self._outside = outside
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        called = node.func
+        if isinstance(called, ast.Attribute) and ast.unparse(called.value) == "ops" and called.attr in self._outside:
+            for keyword in (k for k in node.keywords if isinstance(k.value, ast.JoinedStr)):
+                keyword.value = ast.Lambda(ast.arguments([], [], None, [], [], None, []), keyword.value)
+        return node
+
+
+@cache
+def _outside_axis(axis: type[Axis]) -> type[Axis]:
+    """An axis of which nothing is compiled."""
+    names = [name for name, f in inspect.getmembers(axis, inspect.isfunction) if not name.startswith("_")]
+    return type(f"Outside{axis.__name__}", (axis,), {n: torch.compiler.disable(getattr(axis, n)) for n in names})
+
+
+@cache
+def _outside_ops() -> SimpleNamespace:
+    """Those of `ops` that talk, draw or read values: they are not compiled, and take functions for their keys."""
+    return SimpleNamespace(**{name: _outside(f) for name, f in vars(ops).items() if _stays_outside(name, f)})
+
+
+def _outside(f: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        return f(*args, **{name: x() if isinstance(x, FunctionType) else x for name, x in named.items()})
+
+    return torch.compiler.disable(call)
+
+
+def _stays_outside(name: str, f: object) -> bool:
+    ours = isinstance(f, FunctionType) and f.__module__.startswith("autoptd.runtime.")
+    if not isinstance(f, FunctionType) or not ours or name.startswith("_"):
+        return False
+    types = " ".join(str(p.annotation) for p in inspect.signature(f).parameters.values())
+    return name in _ON_HOST or any(word in types for word in ("Axis", "Tokens", "DropoutKey"))

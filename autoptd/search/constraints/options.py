@@ -1,0 +1,294 @@
+"""What a person fixes by hand, checked before any search: `fix={"tp": 8, "recompute": "none", "splits": {…}}`.
+
+What no program runs is given as `assume={"kernels": "fused"}` instead (`assumed.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from autoptd.errors import PlanError, nearest
+from autoptd.layout.placements import parse_placement
+from autoptd.passes.analysis.fusion import KERNELS
+from autoptd.schedule import SCHEDULES, row_of
+from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
+
+INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched when asked for
+_COUNTS = ("bucket_bytes", "cp", "dp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
+_SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
+ALLOWED: dict[str, tuple[int | str, ...]] = {
+    "attention": ("flash", "triton", "cudnn"),
+    "context": ("ring", "ulysses"),
+    "cut_solver": ("dynamic", "ilp"),
+    "gathers": ("kept", "again"),
+    "gradients": ("main", "compute", "both"),
+    "kernels": KERNELS,
+    "loss": ("auto", "kept", "in_place"),
+    "memory": ("check", "ignore"),
+    "recompute": ("auto", "none", "selective", "ops", "full"),
+    "schedule": tuple(SCHEDULES),
+    "sends": ("whole", "slices"),
+    "stages": ("balanced", "even"),
+    "zero": (0, 1, 2, 3),
+}
+STREAMS = ("dp", "p2p", "tp")
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # of a pipeline rank
+NAMED = ("cuts", "splits", "whole")  # choices made by names of modules and parameters
+KNOWN = (*sorted({*_COUNTS, *ALLOWED} - {"attention"}), "headroom", "overlap", "sequence_parallel", *NAMED)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a plan is carried out, as far as it is not searched: what the runtime does, or what was asked for.
+
+    cp             ranks that share the tokens of a sample
+    context        attention over cp ranks: keys go round in a "ring", or "ulysses" exchanges heads for tokens
+    virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
+    overlap        communication that runs beside compute: of "dp", "p2p", "tp"
+    kernels        "eager", "fused" (by hand, as Megatron-LM's), "compiled"; see passes/analysis/fusion.py
+    loss           the gradient of the logits beside the probabilities that are "kept", or "in_place" of them; "auto" is
+                   in place where tp cuts the vocabulary, whose kernel is our own, and kept where it is torch's
+    attention      implementation of fused attention: "flash" (version 2, as torch's), "triton" (version 1), "cudnn"
+    gathers        tensors that tp gathers for a product: "kept" for the backward pass, or gathered "again" in it
+    gradients      accumulated and reduced in the "main" type (float32 of bf16 parameters) or the "compute" type;
+                   "both": in the main type, with a buffer of the compute type beside it
+    bucket_bytes   of gradients that are reduced together; 0: the runtime's own size, priced as all at once
+    shards         data-parallel ranks that sharded state is spread over; 0 is all of them
+    stages         "balanced" by time, or "even" numbers of blocks
+    sends          between stages of tensors that every tp rank holds: "whole" by each, or "slices" gathered again
+    memory         "check": nothing is planned that does not fit; "ignore": predicted all the same
+    headroom       share of a device's memory that is left free
+    policies       of recomputation that blocks may choose from: "selective", "ops", "full"
+    starts         first segment of every stage but the first, where stages are cut by hand; empty: they are searched
+    uncut          segments that no stage may begin with
+    cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum
+    """
+
+    cp: int = 1
+    context: str = "ring"
+    virtual: int = 1
+    schedule: str = "1f1b"
+    overlap: tuple[str, ...] = ("p2p",)
+    kernels: str = "eager"
+    loss: str = "auto"
+    attention: str = "flash"
+    gathers: str = "kept"
+    gradients: str = "main"
+    bucket_bytes: int = 0
+    shards: int = 0
+    stages: str = "balanced"
+    sends: str = "whole"
+    memory: str = "check"
+    headroom: float = 0.0
+    policies: tuple[str, ...] = ("full",)
+    starts: tuple[int, ...] = ()
+    uncut: frozenset[int] = frozenset()
+    cut_solver: str = "dynamic"
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """`mesh`: what `meshes.candidates` takes; `splits`: parameter-name pattern -> placement.
+
+    `cuts`: modules that begin a stage each; `whole`: patterns of modules that neither tp nor a stage's end cuts. What
+    these names mean in a graph, `search/constraints/named.py` finds out.
+    """
+
+    mesh: Mapping[str, int | str] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    max_tp: int | None = None  # the largest tp that is considered
+    sequence_parallel: bool = True  # whether tp may split the sequence
+    method: Method = Method()
+    include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched beyond the usual
+    fixed: frozenset[str] = frozenset()  # everything that `fix` or `assume` named
+
+
+def read_wishes(
+    fix: Mapping[str, Any] | None, include: Iterable[str] = (), assume: Mapping[str, Any] | None = None
+) -> Constraints:
+    """Raises PlanError for an unknown name, a value that is not possible, or one that belongs to the other keyword."""
+    fix, given = _mapping("fix", fix, "{'tp': 8}"), _mapping("assume", assume, "{'kernels': 'fused'}")
+    _check_keywords(fix, given)
+    fix |= given
+    sequence = fix.get("sequence_parallel", True)
+    if not isinstance(sequence, bool):
+        raise PlanError(f"sequence_parallel is {sequence!r}", where="fix['sequence_parallel']", fix="True or False")
+    for name in _COUNTS:
+        if name in fix:
+            require_count(fix[name], name, f"fix[{name!r}]")
+    for name, allowed in ALLOWED.items():
+        if name in fix and not any(fix[name] == a and type(fix[name]) is type(a) for a in allowed):
+            keyword = "assume" if name in given else "fix"
+            known = ", ".join(repr(a) for a in allowed if keyword == "assume" or not only_predicted(name, a))
+            raise PlanError(
+                f"{name} {fix[name]!r} is not possible", where=f"{keyword}[{name!r}]", fix=f"possible: {known}"
+            )
+    chosen = _read_include(include)
+    method = _read_method(fix, chosen, "assume['overlap']" if "overlap" in given else "fix['overlap']")
+    _check_pairs(fix)
+    if "recompute" in chosen:
+        method = replace(method, policies=("selective", "ops", "full"))
+    return Constraints(
+        {n: fix[n] for n in _SEARCHED if n in fix},
+        _read_splits(fix.get("splits", {})),
+        _read_names(fix, "cuts", "the modules that begin a stage: ['model.layers.8', 'model.layers.20']"),
+        _read_names(fix, "whole", "patterns of modules: ['*.router', 'vision']"),
+        fix.get("max_tp"),
+        sequence,
+        method,
+        chosen,
+        frozenset(fix),
+    )
+
+
+def schedules_and_chunks(wishes: Constraints, of_sums: bool = False) -> tuple[list[str], list[int]]:
+    """Schedules, and chunks per pipeline rank, that are tried: what is fixed, and what is included beyond 1F1B.
+
+    `of_sums`: of a loss that is a function of sums over the batch, which GPipe has before its first backward pass.
+    """
+    method, free = wishes.method, wishes.include - wishes.fixed
+    if "schedule" in wishes.fixed or method.virtual > 1:
+        schedules = [method.schedule]
+    else:
+        more = {"interleaved": "virtual" in free, "zero-bubble": "zero-bubble" in free}
+        more["zero-bubble-v"] = (
+            "zero-bubble-v" in free and "virtual" not in wishes.fixed
+        )  # which has its own number of chunks
+        more["gpipe"] = of_sums and method.schedule != "gpipe"
+        schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
+    searched = "interleaved" in schedules and "virtual" not in wishes.fixed
+    return schedules, list(_CHUNKS) if searched else [method.virtual]
+
+
+def _read_include(include: Iterable[str]) -> frozenset[str]:
+    names = [include] if isinstance(include, str) else list(include)
+    if "all" in names:
+        return frozenset(INCLUDABLE)
+    for name in names:
+        if name not in INCLUDABLE:
+            known = (*INCLUDABLE, "all")
+            raise PlanError(f"{name!r} cannot be included", where="include", fix=nearest(str(name), known))
+    return frozenset(names)
+
+
+def _mapping(keyword: str, choices: object, example: str) -> dict[str, Any]:
+    if choices is not None and not isinstance(choices, Mapping):
+        what = f"{keyword} is {_shown(choices)}, not a mapping"
+        raise PlanError(what, where=keyword, fix=f"give for example {keyword}={example}")
+    return dict(choices or {})
+
+
+def _check_keywords(fix: Mapping[str, Any], assume: Mapping[str, Any]) -> None:
+    """Raise PlanError for what the keyword that it is given to does not take."""
+    for name, value in fix.items():
+        if only_predicted(name, value):
+            _read_streams(value if name == "overlap" else (), "fix['overlap']")
+            raise PlanError(
+                f"{name} {_shown(value)} is only predicted: no program can be asked for it",
+                where=f"fix[{name!r}]",
+                fix=f"give assume={{{name!r}: {_shown(value)}}} to autoptd.plan, or leave it out",
+            )
+        if name not in KNOWN and name not in ASSUMABLE:
+            raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(str(name), KNOWN, MEANT))
+    for name in assume:
+        if name not in ASSUMABLE:
+            how = (
+                f"give it in fix; assume takes {', '.join(ASSUMABLE)}"
+                if name in KNOWN
+                else nearest(str(name), ASSUMABLE)
+            )
+            raise PlanError(f"{name!r} cannot be assumed", where=f"assume[{name!r}]", fix=how)
+        if name in fix:
+            raise PlanError(f"{name!r} is fixed and assumed", where=f"assume[{name!r}]", fix="leave one out")
+
+
+def _read_streams(streams: object, where: str) -> tuple[str, ...]:
+    if not isinstance(streams, (list, tuple)) or not all(s in STREAMS for s in streams):
+        known = ", ".join(map(repr, STREAMS))
+        raise PlanError(f"overlap is {_shown(streams)}", where=where, fix=f"give some of ({known})")
+    return tuple(sorted(set(streams)))
+
+
+def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: str) -> Method:
+    given = {f.name: fix[f.name] for f in fields(Method) if f.name in fix}
+    if "headroom" in given:
+        share = given["headroom"]
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise PlanError(
+                f"headroom is {_shown(share)}",
+                where="fix['headroom']",
+                fix="give the share of a device's memory that is to stay free, from 0 to below 1: 0.1 is a tenth",
+            )
+    if "overlap" in given:
+        given["overlap"] = _read_streams(given["overlap"], overlap_at)
+    if given.get("virtual", 1) > 1:
+        given.setdefault("schedule", "interleaved")
+    chunks = row_of(given.get("schedule", Method.schedule)).chunks
+    if chunks is not None:
+        given.setdefault("virtual", chunks)
+    method = Method(**given)
+    searched = chunks is None and "virtual" in include and "virtual" not in fix
+    if (method.virtual == 1 if chunks is None else method.virtual != chunks) and not searched:
+        raise PlanError(
+            f"schedule {method.schedule!r} with virtual {method.virtual}",
+            where="fix['schedule']",
+            fix="give several chunks per rank (virtual > 1) to the schedule 'interleaved'; 'zero-bubble-v' has 2, "
+            "all others have 1",
+        )
+    return method
+
+
+def _check_pairs(fix: Mapping[str, Any]) -> None:
+    """Raise PlanError for two that contradict each other whatever the model is."""
+    if fix.get("tp", 1) > fix.get("max_tp", math.inf):
+        raise PlanError(
+            f"tp {fix['tp']} is more than max_tp {fix['max_tp']}", where="fix['max_tp']", fix="leave one of them out"
+        )
+    if fix.get("stages") == "even" and fix.get("cuts"):
+        raise PlanError(
+            "stages cannot be even and be cut by hand as well", where="fix['cuts']", fix="leave cuts or stages out"
+        )
+
+
+def _read_names(fix: Mapping[str, Any], what: str, give: str) -> tuple[str, ...]:
+    """Names, or one of them."""
+    value = fix.get(what, ())
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+        raise PlanError(f"{what} is {_shown(value)}", where=f"fix[{what!r}]", fix=f"give {give}")
+    return tuple(names)
+
+
+def require_count(value: object, what: str, where: str = "", of: str = "", most: int | None = None) -> None:
+    """Raise PlanError unless `value` is a whole number from 1, and not above `most`; `of` says what it counts."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        counted = f": {of}" if of else ""
+        raise PlanError(
+            f"{what} is {_shown(value)}", where=where or what, fix=f"give a whole number of at least 1{counted}"
+        )
+    if most is not None and value > most:
+        raise PlanError(f"{what} is {_shown(value)}", where=where or what, fix=f"give at most {most:,}: {of}")
+
+
+def _read_splits(splits: object) -> dict[str, str]:
+    """Parameter-name pattern -> placement, each one readable."""
+    if not isinstance(splits, Mapping) or not all(isinstance(pattern, str) for pattern in splits):
+        raise PlanError(f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}")
+    for pattern, text in splits.items():
+        try:
+            parse_placement(text if isinstance(text, str) else _shown(text))
+        except ValueError as error:
+            what, _, how = str(error).partition("; ")
+            raise PlanError(what, where=f"fix['splits'][{pattern!r}]", fix=how) from error
+    return dict(splits)
+
+
+def _shown(value: object) -> str:
+    """A value as a message quotes it: plain ones themselves, of others the type."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"of type {type(value).__name__}"

@@ -1,0 +1,88 @@
+"""Constraints that can have no effect, whatever the search finds: refused, or noted in the plan where they do no harm.
+
+A wish such as `zero: 3` acts along an axis of the mesh. The other wishes may leave that axis one rank, by naming it
+(`dp: 1`) or by using up the world (`tp: 4, pp: 2` of 8). Somebody who asked for ZeRO 3 then expects memory that nobody
+saves: an error. On a world of one device every axis is one rank: a script that is tried out there is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoptd.errors import PlanError
+from autoptd.search.constraints.options import Constraints
+
+_AXES = ("cp", "dp", "pp", "tp")
+
+
+@dataclass(frozen=True)
+class ConstraintEffect:
+    """A wish, whether its value asks for anything, and the axes it acts along: several as one (`dp × cp`)."""
+
+    name: str
+    asks: Callable[[Any], bool]
+    axes: tuple[str, ...]
+    refused: bool = True  # else noted
+
+
+ROWS = (
+    ConstraintEffect("zero", lambda level: level >= 2, ("dp", "cp")),
+    ConstraintEffect("zero", lambda level: level == 1, ("dp", "cp"), refused=False),
+    ConstraintEffect("shards", lambda ranks: ranks > 1, ("dp", "cp")),
+    ConstraintEffect("overlap", lambda streams: "dp" in streams, ("dp", "cp"), refused=False),
+    ConstraintEffect("overlap", lambda streams: "tp" in streams, ("tp",), refused=False),
+    ConstraintEffect("bucket_bytes", bool, ("dp", "cp"), refused=False),
+    ConstraintEffect("gathers", lambda how: how == "again", ("tp",), refused=False),
+    ConstraintEffect("sends", lambda how: how == "slices", ("tp",), refused=False),
+    ConstraintEffect("sends", lambda how: how == "slices", ("pp",), refused=False),
+    ConstraintEffect("virtual", lambda chunks: chunks > 1, ("pp",), refused=False),
+    ConstraintEffect("schedule", lambda kind: kind != "1f1b", ("pp",), refused=False),
+    ConstraintEffect("context", bool, ("cp",), refused=False),
+)
+
+
+def idle_notes(wishes: Constraints, world: int) -> list[str]:
+    """Notes for a plan. Raises PlanError for wishes that surely expect an effect, all of them at once."""
+    single, values = _single(wishes, world), _values(wishes)
+    found = [row for row in ROWS if row.name in values and row.asks(values[row.name]) and single.issuperset(row.axes)]
+    if wishes.mesh.get("zero") == 0 and "shards" in values:
+        raise PlanError(
+            f"shards {values['shards']} with zero 0: nothing is sharded",
+            where="fix['shards']",
+            fix="fix zero to 1, 2 or 3, or leave shards out",
+        )
+    told = dict(_told(found, values))
+    refused = dict.fromkeys(row.name for row in found if row.refused and world > 1)
+    if refused:
+        raise PlanError(
+            "; ".join(told[name] for name in refused),
+            where=", ".join(f"fix[{name!r}]" for name in refused),
+            fix=f"leave out {', '.join(refused)}, or fix other sizes of the mesh",
+        )
+    return list(told.values())
+
+
+def _told(found: list[ConstraintEffect], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for row in found:
+        axes = " × ".join(row.axes)
+        yield row.name, f"{row.name} {values[row.name]} can have no effect: it acts along {axes}, which is 1"
+
+
+def _values(wishes: Constraints) -> dict[str, Any]:
+    """What was fixed, by name."""
+    every = {**vars(wishes.method), **wishes.mesh}
+    return {name: every[name] for name in wishes.fixed if name in every}
+
+
+def _single(wishes: Constraints, world: int) -> set[str]:
+    """The axes that are one rank in every mesh that the wishes allow."""
+    sizes = {name: int(wishes.mesh[name]) for name in _AXES if name in wishes.mesh}
+    if "cp" in wishes.fixed or "cp" not in wishes.include:
+        sizes["cp"] = wishes.method.cp
+    if wishes.max_tp == 1:
+        sizes["tp"] = 1
+    spent = math.prod(sizes.values()) == world
+    return {name for name in _AXES if sizes.get(name, 1 if spent else 0) == 1}

@@ -1,0 +1,187 @@
+"""Parameters of a model's segments on one rank, and the tensors that cross between segments: counted per sharding."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+from autoptd.layout.placements import B, Placement, Split
+from autoptd.layout.state_bytes import Unit
+from autoptd.passes.blocks import owned_by_blocks
+from autoptd.passes.fold import Folded
+from autoptd.passes.graph import infos
+from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes
+from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
+from autoptd.search.sharding.tensors import Sharded, Tensors
+
+T = TypeVar("T")
+
+
+class ChunkParameters:
+    """Parameters of runs of segments of one sharded model under one candidate."""
+
+    def __init__(self, tensors: Tensors, sharded: Sharded, candidate: Candidate) -> None:
+        self.tensors, self.sharded, self.candidate = tensors, sharded, candidate
+        self.folded: Folded = tensors.folded
+
+    @property
+    def _crossing_bytes(self) -> list[tuple[int, int]]:
+        return self._noted("crossing bytes", self._count_crossing)
+
+    @property
+    def _parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
+        return self._noted("parameters", self._list_parameters)
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """Of each segment: equal for those that cost the same wherever they are."""
+        return self._noted("names", self._name_segments)
+
+    def _noted(self, what: str, work_out: Callable[[], T]) -> T:
+        """What depends on the sharding alone, worked out once for all candidates."""
+        noted = self.sharded.noted
+        if what not in noted:
+            noted[what] = work_out()
+        return noted[what]  # type: ignore[no-any-return]
+
+    def _name_segments(self) -> tuple[int, ...]:
+        known: dict[tuple[object, ...], int] = {}
+        return tuple(known.setdefault((s.kind, self._alike(s.index)), len(known)) for s in self.folded.segments)
+
+    def _count_crossing(self) -> list[tuple[int, int]]:
+        """Local bytes alive at each place between segments: (held by every tp rank, split)."""
+        placed: dict[fx.Node, tuple[int, Placement]] = {}
+        last: dict[fx.Node, int] = {}
+        for segment in self.folded.segments:
+            decided = self.sharded.sharding.kinds[segment.kind]
+            for node in segment.receives:
+                last[node] = segment.index
+            for node, placement in zip(segment.sends, decided.sends, strict=True):
+                placed[node] = segment.index, placement
+        found = [[0, 0] for _ in self.folded.segments]
+        for node, until in last.items():
+            made, placement = placed[node]
+            for place in range(made + 1, until + 1):
+                found[place][isinstance(placement, Split)] += self.tensors.nbytes(infos(node)[0], placement)
+        return [(whole, split) for whole, split in found]
+
+    def numel(self, first: int, last: int, placement: Placement | None = None) -> tuple[int, int]:
+        """Local elements (frozen, trained), of one placement or of all; tied parameters of these segments once.
+
+        Without a pipeline a tied parameter counts where it is read first; with one, on every stage that reads it.
+        """
+        alone = first == last and self.candidate.pp == 1
+        frozen = trained = 0
+        seen: set[str] = set()
+        for i in range(first, last + 1):
+            for name, count, stored, is_frozen, is_first in self._parameters[i]:
+                if (placement is None or stored == placement) and name not in seen and (is_first or not alone):
+                    seen.add(name)
+                    frozen, trained = (frozen + count, trained) if is_frozen else (frozen, trained + count)
+        return frozen, trained
+
+    def frozen_bytes(self, first: int, last: int, *, backward: bool = False) -> int:
+        """Local bytes of frozen parameters, whole; `backward`: of those that gradients pass on their way."""
+        alone, passed = (
+            first == last and self.candidate.pp == 1,
+            self._noted("passed", lambda: kinds_with_gradient(self.folded)),
+        )
+        segments = [i for i in range(first, last + 1) if not backward or self.folded.segments[i].kind in passed]
+        held = [p for i in segments for p in self._parameters[i] if p[3] and (p[4] or not alone)]
+        return sum(count * self._dtypes[name].itemsize for name, count in {p[0]: p[1] for p in held}.items())
+
+    def _list_parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
+        """Of each segment: (name, local elements, placement, frozen, whether read here first)."""
+        traced = self.folded.traced
+        reader: dict[str, int] = {}
+        found = []
+        for segment in self.folded.segments:
+            decided = self.sharded.sharding.kinds[segment.kind]
+            mine = []
+            for node, stored in zip(segment.parameters, decided.parameters, strict=True):
+                name = traced.parameters[node.name]
+                tensor = infos(node)[0]
+                count = self.tensors.nbytes(tensor, stored) // tensor.dtype.itemsize
+                first = reader.setdefault(name, segment.index) == segment.index
+                mine.append((name, count, stored, name in traced.frozen, first))
+            found.append(mine)
+        return found
+
+    def _alike(self, segment: int) -> Hashable:
+        """Equal for segments of one kind only if they cost the same: by their parameters, and what crosses behind."""
+        behind = self._crossing_bytes[segment + 1] if segment + 1 < len(self._crossing_bytes) else (0, 0)
+        return tuple(parameter[1:] for parameter in self._parameters[segment]), behind
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return self._noted("dtypes", lambda: parameter_dtypes(self.folded))
+
+    def _unit(self, name: str, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> Unit:
+        """What a parameter is gathered with: the block that owns it, or the stages that read it themselves."""
+        if name in self._blocks:
+            return self._blocks[name], (0,)
+        readers = self._readers.get(name, set[int]())
+        where = (k for k, (first, last) in enumerate(cut or runs) if any(first <= i <= last for i in readers))
+        return "", tuple(where) or (0,)  # what nobody reads, the first stage holds
+
+    @property
+    def _blocks(self) -> dict[str, str]:
+        return self._noted("blocks", self._name_blocks)
+
+    def _name_blocks(self) -> dict[str, str]:
+        """Of the parameters that blocks own -> the block's path."""
+        return {name: name.removesuffix(own).rstrip(".") for name, own in owned_by_blocks(self.folded)[0].items()}
+
+    def _sharers(self, cut: Sequence[tuple[int, int]]) -> dict[str, frozenset[int]]:
+        """Parameters that several pipeline ranks hold -> those ranks."""
+        if self.candidate.pp == 1 or not cut or not self._tied:
+            return {}
+        starts, holder = [first for first, _ in cut], self.candidate.route.holder
+        found = {
+            name: frozenset(holder(bisect_right(starts, i) - 1) for i in readers)
+            for name, readers in self._tied.items()
+        }
+        return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+    @property
+    def _order(self) -> dict[str, int]:
+        return self._noted("order", self._find_order)
+
+    def _find_order(self) -> dict[str, int]:
+        """Name of a parameter -> its place in the model's forward order."""
+        names = dict.fromkeys(parameter[0] for mine in self._parameters for parameter in mine)
+        return {name: i for i, name in enumerate(names)}
+
+    @property
+    def _unused(self) -> dict[str, Held]:
+        return self._noted("unused", self._find_unused)
+
+    def _find_unused(self) -> dict[str, Held]:
+        """Parameters that do not reach the loss."""
+        traced, found = self.folded.traced, {}
+        for node in self.folded.unused_parameters:
+            name, tensor = traced.parameters[node.name], infos(node)[0]
+            count = self.tensors.nbytes(tensor) // tensor.dtype.itemsize
+            found[name] = Held(len(self._order), count, B, name in traced.frozen)
+        return found
+
+    @property
+    def _tied(self) -> dict[str, set[int]]:
+        return self._noted("tied", lambda: {n: where for n, where in self._readers.items() if len(where) > 1})
+
+    @property
+    def _readers(self) -> dict[str, set[int]]:
+        return self._noted("readers", self._find_readers)
+
+    def _find_readers(self) -> dict[str, set[int]]:
+        """Parameters -> the segments that read them."""
+        readers: dict[str, set[int]] = {}
+        for i, parameters in enumerate(self._parameters):
+            for name, *_ in parameters:
+                readers.setdefault(name, set()).add(i)
+        return readers

@@ -1,0 +1,112 @@
+"""State the stage cut in PuLP: which segments each pipeline stage holds, and what it recomputes (stage level).
+
+Stage k of p holds a run i..j of the n segments, and recomputes in one of the ways r that there are for that run on that
+stage: `StageOption`s, each with its seconds of a microbatch T[k,i,j,r] (sending included) and its share M[k,i,j,r] of
+the memory of its device. Of two ways, one that takes longer is left out if the other fits.
+
+    w[k,i,j,r]  1 if stage k holds the segments i..j and recomputes in way r                 (whole)
+    t[k]        seconds of a microbatch on stage k
+    C           seconds of a microbatch on the slowest stage
+
+    minimise  ramp C + sum_k t[k]                  the steady state, and the pipeline's fill and drain: with m
+                                                   microbatches, ramp is m - 1 (Narayanan et al. 2021)
+
+    (1)  sum_{j,r} w[0,0,j,r] = 1                                       the first stage begins with the first segment
+    (2)  sum_{i,r} w[k,i,j,r] = sum_{l,r} w[k+1,j+1,l,r]   for each j   a stage begins where the one before it ends
+    (3)  sum_{i,r} w[p-1,i,n-1,r] = 1                                   the last stage ends with the last segment
+    (4)  sum_{i,j,r} M[k,i,j,r] w[k,i,j,r] <= 1                         memory of each stage
+    (5)  t[k] = sum_{i,j,r} T[k,i,j,r] w[k,i,j,r]                       what a stage takes
+    (6)  C >= t[k]                                                      the slowest stage
+
+The dynamic program of `search/pipeline/partition.py` minimises the same over the same runs, each in its quickest way
+that fits. It is far faster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pulp import LpAffineExpression, LpVariable, lpSum
+
+from autoptd.errors import AutoptdError
+from autoptd.search.pipeline.windows import Cuts
+from autoptd.search.solver import IntegerProgram, Outcome, minimise
+
+TIME_LIMIT_S = 600.0
+Run = tuple[int, int, int]  # stage, first segment, last segment
+
+
+class StageOption(NamedTuple):
+    """A way to recompute a stage: seconds of a microbatch, and the share of its device's memory that it fills."""
+
+    seconds: float
+    share: float
+
+
+def integer_cut(runs: Mapping[Run, Sequence[StageOption]], segments: int, ramp: float) -> tuple[float, Cuts] | None:
+    """The best cut into these runs, and what it costs: ramp * the slowest stage + the sum of all; None where none fits.
+
+    Raises `AutoptdError` where the solver does not finish.
+    """
+    if not any(runs.values()):
+        return None
+    model = CutProgram(runs, segments)
+    outcome = minimise(model.program, model.costs(ramp), TIME_LIMIT_S)
+    if outcome.status == "infeasible":
+        return None
+    if outcome.status != "optimal":
+        raise AutoptdError(
+            f"the best cut into stages was not found within {TIME_LIMIT_S:g} s",
+            where="fix['cut_solver']",
+            fix="leave cut_solver out: the dynamic program takes milliseconds",
+        )
+    return outcome.objective * model.unit_s, model.cuts(outcome)
+
+
+class CutProgram:
+    """The program of one line of segments: w, t and C of the docstring, times in units of the longest."""
+
+    def __init__(self, runs: Mapping[Run, Sequence[StageOption]], segments: int) -> None:
+        self.stages, self.segments = 1 + max(k for k, _, _ in runs), segments
+        self.unit_s = max(option.seconds for options in runs.values() for option in options) or 1.0
+        self.program = IntegerProgram("cut")
+        self.w = {
+            (*run, r): self.program.variable(whole=True) for run, options in runs.items() for r in range(len(options))
+        }
+        self.t = [self.program.variable(upper=None) for _ in range(self.stages)]
+        self.slowest = self.program.variable(upper=None)
+        _chain(self)
+        for k in range(self.stages):
+            own = {w: runs[k, i, j][r] for (stage, i, j, r), w in self.w.items() if stage == k}
+            shares = LpAffineExpression((w, option.share) for w, option in own.items())
+            seconds = LpAffineExpression((w, option.seconds / self.unit_s) for w, option in own.items())
+            self.program.demand(4, shares <= 1)
+            self.program.demand(5, self.t[k] - seconds == 0)
+            self.program.demand(6, self.slowest - self.t[k] >= 0)
+
+    def costs(self, ramp: float) -> dict[LpVariable, float]:
+        return {self.slowest: ramp, **dict.fromkeys(self.t, 1.0)}
+
+    def cuts(self, outcome: Outcome) -> Cuts:
+        """First and last segment of each stage."""
+        index = self.program.index
+        taken = {k: (i, j) for (k, i, j, _), w in self.w.items() if outcome.values[index[w]] > 0.5}
+        return tuple(taken[k] for k in range(self.stages))
+
+
+def _chain(model: CutProgram) -> None:
+    """Constraints (1) to (3)."""
+    begins: dict[tuple[int, int], list[LpVariable]] = defaultdict(list)  # by stage and first segment
+    ends: dict[tuple[int, int], list[LpVariable]] = defaultdict(list)  # by stage, and the segment behind the last
+    for (k, i, j, _), w in model.w.items():
+        begins[k, i].append(w)
+        ends[k, j + 1].append(w)
+    model.program.demand(1, lpSum(begins[0, 0]) == 1)
+    for k in range(model.stages - 1):
+        for place in range(1, model.segments):
+            here, behind = ends[k, place], begins[k + 1, place]
+            if here or behind:
+                model.program.demand(2, lpSum(here) - lpSum(behind) == 0)
+    model.program.demand(3, lpSum(ends[model.stages - 1, model.segments]) == 1)

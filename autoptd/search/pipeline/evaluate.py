@@ -1,0 +1,172 @@
+"""A candidate with its stages, and how long its step takes: by a bound, or by the action lists that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import Memory
+from autoptd.cost_models.steady import makespan_s
+from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
+from autoptd.passes.losses.loss_form import LossForm
+from autoptd.schedule import Schedule, StageMap, forward_only, period_of, step_lists, with_communication
+from autoptd.search.constraints.options import Method
+from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
+from autoptd.search.pipeline.partition import Cuts
+from autoptd.search.sharding.tensors import Sharded
+
+Sums = Literal["none", "held", "ahead"]
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """Seconds of the end of a step on one pipeline rank."""
+
+    reduce_s: float
+    step_s: float
+    gather_s: float
+
+
+@dataclass(frozen=True)
+class StageSolution:
+    """First and last segment of each stage, and the policies of its recomputed segments."""
+
+    boundaries: Cuts
+    policies: tuple[Mapping[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A candidate with its stages: everything that a plan says, in numbers."""
+
+    candidate: Candidate
+    method: Method
+    chunks: ChunkCosts
+    solution: StageSolution
+    stages: tuple[ChunkCost, ...]
+    sends_s: tuple[float, ...]  # of what crosses behind each stage, one way
+    memory: tuple[Memory, ...]  # of each pipeline rank
+    ends: tuple[RankEnd, ...]
+    seconds: float  # of a step: by the bound at first, by simulation for the best few
+    ahead_s: float = 0.0  # of them, forward passes of the whole batch before all else, once simulated
+
+    @property
+    def route(self) -> StageMap:
+        """Which pipeline rank holds which stages."""
+        return self.candidate.route
+
+    @property
+    def sharded(self) -> Sharded:
+        return self.chunks.sharded
+
+
+def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:
+    """The stages of a cut with their times; of the step, the bound."""
+    c, method, route = chunks.candidate, chunks.method, chunks.candidate.route
+    cuts = enumerate(zip(solution.boundaries, solution.policies, strict=True))
+    stages = tuple(chunks.on(route.holder(k)).chunk(*run, again) for k, (run, again) in cuts)
+    ends = tuple(_end(chunks.on(rank), solution.boundaries, rank) for rank in range(c.pp))
+    sends = tuple(chunks.messages.send_s(k, last + 1) for k, (_, last) in enumerate(solution.boundaries[:-1]))
+    seconds = _bound_s(stages, c, method) + max(e.reduce_s + e.step_s + e.gather_s for e in ends)
+    return Staged(c, method, chunks, solution, stages, sends, memory, ends, seconds)
+
+
+def _end(chunks: ChunkCosts, cut: Cuts, rank: int) -> RankEnd:
+    runs = list(chunks.candidate.route.of(cut, rank))
+    return RankEnd(chunks.reduce_s(runs, cut), chunks.step_s(runs), chunks.gather_s(runs))
+
+
+def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:
+    """The slowest rank in its steady state, and a chunk on every other before or behind (Narayanan et al. 2021)."""
+    chunks = [s.forward_s + s.backward_s for s in stages]
+    ranks = [sum(c.route.of(chunks, rank)) for rank in range(c.pp)]
+    ramp = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
+    return (c.microbatches - 1) * max(ranks) + ramp
+
+
+def under(staged: Staged, cluster: Cluster) -> Staged:
+    """The same plan on another cluster, simulated; memory stays as it was."""
+    return simulated(bounded(staged, cluster))
+
+
+def bounded(staged: Staged, cluster: Cluster) -> Staged:
+    """The same, with the step by its bound: for fits, which ask thousands of times."""
+    return timed(staged.chunks.under(cluster), staged.solution, staged.memory)
+
+
+def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
+    """Seconds of every pipeline rank's chunks and step end; tp holds what compute does not hide."""
+    sends = (*staged.sends_s, 0.0)
+    chunks = [
+        ChunkTimes(
+            forward_s=cost.forward_s - cost.forward_tp_s,
+            backward_s=cost.backward_s - cost.backward_tp_s,
+            weight_s=cost.weight_s,
+            forward_tp_s=cost.forward_tp_s,
+            backward_tp_s=cost.backward_tp_s,
+            send_forward_s=sends[i],
+            send_backward_s=sends[i - 1] if i else 0.0,
+        )
+        for i, cost in enumerate(staged.stages)
+    ]
+    return tuple(
+        StageTimes(staged.route.of(chunks, rank), end.reduce_s, end.step_s, end.gather_s)
+        for rank, end in enumerate(staged.ends)
+    )
+
+
+def sums_of(form: LossForm, c: Candidate) -> Sums:
+    """How the sums of a batch that its loss is a function of are known before the first backward pass.
+
+    none    the loss is a sum itself
+    held    by then the last stage has done all its forward passes: it holds them, and the ranks add up
+    ahead   forward passes of the whole batch go ahead of the step, which does them again
+    """
+    if form.outer is None:
+        return "none"
+    return "held" if c.schedule == "gpipe" or c.microbatches == 1 else "ahead"
+
+
+@lru_cache(maxsize=32)
+def _forward_lists(ranks: int, microbatches: int, virtual: int, route: StageMap) -> Schedule:
+    return with_communication(forward_only(ranks, microbatches, virtual), route)
+
+
+def _ahead_s(staged: Staged) -> float:
+    """Seconds of the forward passes of a whole batch."""
+    c, method = staged.candidate, staged.method
+    if sums_of(staged.chunks.folded.loss_form, c) != "ahead":
+        return 0.0
+    return makespan_s(
+        lambda microbatches: _forward_lists(c.pp, microbatches, method.virtual, staged.route),
+        c.microbatches,
+        rank_times(staged),
+        Overlap.of(set(method.overlap) - {"tp"}),
+        c.pp,
+        staged.route,
+    )
+
+
+@lru_cache(maxsize=32)  # they take longer to make than to simulate
+def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    """`schedule.step_lists`, kept."""
+    return step_lists(kind, ranks, microbatches, virtual)
+
+
+def simulated(staged: Staged) -> Staged:
+    """The same with its step time by the very action lists that the runtime executes."""
+    c, method = staged.candidate, staged.method
+    seconds = makespan_s(
+        lambda microbatches: action_lists(method.schedule, c.pp, microbatches, method.virtual),
+        c.microbatches,
+        rank_times(staged),
+        Overlap.of(set(method.overlap) - {"tp"}),
+        period_of(method.schedule, c.pp),
+        staged.route,
+    )
+    ahead_s = _ahead_s(staged)
+    return replace(staged, seconds=seconds + ahead_s, ahead_s=ahead_s)

@@ -1,0 +1,142 @@
+"""The linear relaxation of all cuts: what no cut and no recomputation of a candidate can be better than.
+
+Blocks are shared out among the pipeline's stages in fractions and out of order, y[k, g, w] of those that are alike (g)
+recomputing in way w on stage k. A stage may begin and end inside a block, so that it may have some segments of blocks,
+z[k, g, i, w], which recompute for themselves. Stage k takes t[k] per microbatch, f[k] of it forward:
+
+    minimise C
+
+    (1)  t[k] = sum (y, z)[k] (forward + backward + again)
+    (2)  f[k] = sum (y, z)[k] forward
+    (3)  sum z[k] <= 2 (segments of the longest block - 1)
+    (4)  sum (y, z)[k] (state + alive[k] kept) <= room[k]
+    (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
+    (6)  C >= the paths of `search/pipeline/lower_bounds.py` through every stage, linear in t and f
+
+Neighbouring stages of deep pipelines are taken together: one of a group's stages is no faster than their average.
+Coefficients are seconds and bytes of a candidate, so that every one is a program of its own: a few milliseconds each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pulp import LpAffineExpression, LpVariable, lpSum
+
+from autoptd.schedule import row_of
+from autoptd.search.pipeline.lower_bounds import beside_s, edges_s, turns, warm_up
+from autoptd.search.solver import IntegerProgram, minimise
+
+_GROUPS = 16  # of stages, at the most
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Seconds of a microbatch, bytes of state, and ways to recompute: (seconds, bytes kept)."""
+
+    forward_s: float
+    backward_s: float
+    state: float
+    ways: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """So many blocks that are alike. `segments`: each by itself, where a stage may hold a part of a block."""
+
+    count: int
+    whole: BlockOptions
+    segments: tuple[BlockOptions, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Of each rank, `alive`: microbatches (chunks, of which each is 1 / `virtual` of its work) in flight; `pools`: its
+    type of device; `rooms`: bytes. `sends_s`: of a message behind each stage but the last, at the least."""
+
+    schedule: str
+    microbatches: int
+    virtual: int
+    alive: tuple[int, ...]
+    pools: tuple[int, ...]
+    rooms: tuple[float, ...]
+    sends_s: tuple[float, ...] = ()
+
+
+def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> float:
+    """Seconds of all microbatches at the least; infinite where not even fractions fit. `by_pool`: the same blocks on
+    each type of device."""
+    program = IntegerProgram("relaxation")
+    groups = list(_groups(pipeline.pools))
+    blocks = by_pool[0]
+    least = program.variable(upper=None)
+    times = [program.variable(upper=None) for _ in groups]
+    forwards = [program.variable(upper=None) for _ in groups]
+    shares: list[list[list[LpVariable]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
+    longest = max(len(b.segments) for b in blocks)
+    for rank, group in enumerate(groups):
+        alive, room = min(pipeline.alive[k] for k in group), pipeline.rooms[group[0]]
+        seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[LpVariable, float]()
+        partial: list[LpVariable] = []
+        for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
+            for i, part in enumerate((same.whole, *same.segments)):
+                for again_s, kept in part.ways:
+                    some = program.variable(upper=same.count)
+                    for share in own if i == 0 else own[i - 1 : i]:
+                        share.append(some)
+                    if i:
+                        partial.append(some)
+                    seconds[some] = part.forward_s + part.backward_s + again_s
+                    forward[some] = part.forward_s
+                    held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, room)
+        program.demand(1, LpAffineExpression(seconds) == 0)
+        program.demand(2, LpAffineExpression(forward) == 0)
+        if partial:
+            program.demand(3, lpSum(partial) <= 2.0 * (longest - 1) * pipeline.virtual * len(group))
+        if math.isfinite(room):
+            program.demand(4, LpAffineExpression(held) <= len(group) * room / max(1.0, room))
+    for same, own in zip(blocks, shares, strict=True):
+        for share in own:
+            program.demand(5, lpSum(share) == same.count)
+    for rank, group in enumerate(groups):
+        for path, constant in _paths(rank, group, times, forwards, pipeline):
+            program.demand(6, least - LpAffineExpression(path) >= constant)
+    outcome = minimise(program, {least: 1.0})
+    if outcome.status == "infeasible":
+        return math.inf
+    return outcome.bound if outcome.values else 0.0
+
+
+def _groups(pools: Sequence[int]) -> Iterator[range]:
+    """Neighbouring stages on one type of device, all groups of about one size."""
+    size, start = -(-len(pools) // _GROUPS), 0
+    for k in range(1, len(pools) + 1):
+        if k == len(pools) or k - start == size or pools[k] != pools[start]:
+            yield range(start, k)
+            start = k
+
+
+def _paths(
+    at: int, group: range, times: Sequence[LpVariable], forwards: Sequence[LpVariable], pipeline: Pipeline
+) -> list[tuple[dict[LpVariable, float], float]]:
+    """Seconds of paths that a stage of this group is the busiest of, in the variables, and what is added to them."""
+    m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
+    if pipeline.virtual > 1:  # what comes before a rank's first chunk is any small part of the others
+        return [({times[at]: m * share}, 0.0), ({}, edges_s(pipeline.sends_s, pipeline.schedule, stages, m))]
+    if row_of(pipeline.schedule).halves:
+        busy = {times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}
+        return [(busy, 0.0), ({}, edges_s(pipeline.sends_s, pipeline.schedule, stages, m))]
+    ramp = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
+    through = dict.fromkeys(times, 1.0)
+    through[times[at]] += (m - 1) * share
+    waits = warm_up(pipeline.schedule, group[0], stages, m) - 1
+    sends = pipeline.sends_s or (0.0,) * (stages - 1)
+    paths = [(ramp, 0.0), ({**through, forwards[at]: -waits * share}, 2 * sum(sends))]
+    once = dict.fromkeys(times, 1.0)
+    paths.append((once, beside_s(sends, pipeline.schedule, m)))
+    if len(times) == stages and (often := turns(pipeline.schedule, at, stages, m)):
+        both = {times[at]: 1.0 + often, times[at + 1]: 1.0 + often}
+        paths.append(({**once, **both}, 2 * sum(sends) + 2 * often * sends[at]))
+    return paths

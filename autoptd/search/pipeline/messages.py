@@ -1,0 +1,79 @@
+"""What messages between neighbouring stages cross: each edge of the pipeline by the ranks that talk over it.
+
+A stage is `width` ranks (dp, cp and tp), of which the i-th sends to the i-th of the next stage. What a stage sends is
+there when the slowest of these messages is. Stages send on at the same time, so that all messages of a round
+(`StageMap.rounds`) that leave a node share its NICs, those of dp, cp and tp ranks among them:
+
+    nodes of 4 GPUs, pp 8, width 1      3 edges inside the node, the fourth alone on its NICs, 3 inside …
+    nodes of 4 GPUs, pp 4, width 2      one edge inside the node, one that two ranks leave it by, …
+    nodes of 4 GPUs, pp 2, width 6      4 of 6 messages leave the first node, and share its NICs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.collectives import collective_s, lanes_between, message_s
+from autoptd.cost_models.paths import Lane
+from autoptd.schedule import StageMap
+from autoptd.search.constraints.options import Method
+from autoptd.search.meshes import Candidate
+
+Lanes = tuple[Lane, ...]  # that messages of one edge take, each once
+
+
+@lru_cache(maxsize=256)
+def edge_lanes(cluster: Cluster, route: StageMap, width: int) -> Mapping[int, Lanes]:
+    """Of each edge of the route, where stages are `width` ranks. Raises ClusterError for ranks outside the cluster."""
+    found: dict[int, Lanes] = {}
+    for edges in route.rounds():
+        ends = [(first * width, second * width) for first, second in edges.values()]
+        found |= zip(edges, lanes_between(cluster, ends, width), strict=True)
+    return found
+
+
+class Messages:
+    """Seconds of the messages of one candidate. `crossing`: of each place between segments, local bytes (held by every
+    tp rank, split)."""
+
+    def __init__(
+        self, cluster: Cluster, candidate: Candidate, method: Method, crossing: Sequence[tuple[int, int]]
+    ) -> None:
+        self.cluster, self.tp, self.world = cluster, candidate.tp, candidate.world
+        self.route, self.crossing = candidate.route, crossing
+        self.sliced = method.sends == "slices" and self.tp > 1
+        self.edges = edge_lanes(cluster, self.route, candidate.tp * candidate.dp * method.cp)
+        self._known: dict[tuple[Lanes, tuple[int, int]], float] = {}
+
+    def send_s(self, stage: int, place: int) -> float:
+        """Of what crosses a place that a stage ends at, one way; nothing where the next stage is on the same rank."""
+        nbytes = self.crossing[place] if place < len(self.crossing) else (0, 0)
+        lanes = self.edges.get(self.route.edge(stage), ())
+        if not lanes or not any(nbytes):
+            return 0.0
+        if (lanes, nbytes) not in self._known:
+            self._known[lanes, nbytes] = self._seconds(lanes, *nbytes)
+        return self._known[lanes, nbytes]
+
+    def _seconds(self, lanes: Lanes, whole: int, split: int) -> float:
+        if not self.sliced or not whole:
+            return message_s(whole + split, self.cluster, lanes)
+        gathered = collective_s("all_gather", whole, self.cluster, self.tp, 1, self.world)
+        return message_s(whole / self.tp + split, self.cluster, lanes) + gathered
+
+    def everywhere(self) -> NDArray[np.float64]:
+        """The same for every stage and place, [stage, place]; nothing is sent behind the last of either."""
+        n = len(self.crossing)
+        found = np.zeros((self.route.stages, n))
+        rows: dict[Lanes, NDArray[np.float64]] = {}
+        for stage in range(self.route.stages - 1):
+            lanes = self.edges.get(self.route.edge(stage), ())
+            if lanes not in rows:
+                rows[lanes] = np.array([self.send_s(stage, place) for place in range(1, n)])
+            found[stage, :-1] = rows[lanes]
+        return found

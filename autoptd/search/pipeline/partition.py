@@ -1,0 +1,234 @@
+"""Cut a sequence of segments into pipeline stages (stage level).
+
+Stages are contiguous runs of segments, none empty. A stage k that holds the segments i..j takes T_k(i, j), infinite
+where it does not fit; what it recomputes has been chosen (`search/pipeline/recompute_options.py`). A step of m
+microbatches takes about
+
+    bound = (m - 1) * max_k T_k + sum_k T_k                     (Narayanan et al. 2021; in general ramp * max + sum)
+
+What is left is a partition of a line:
+
+1. the least bottleneck of all partitions                                                  a minimax recurrence;
+2. for a bottleneck M, the partition of least sum with T_k <= M                            a shortest path;
+3. the best M: on an interval [lo, hi] nothing is better than ramp * lo + sum(hi), which closes most intervals at
+   once; the others are halved at a value that some T_k takes.
+
+Windows (i, j) that are too long for any partition worth having are never measured: `_Search` starts with the shortest
+ones, and stops when the bound it found proves that no longer one can matter. That is exact, and fast enough to be
+called for every mesh. Instead of 1. to 3., `search/pipeline/cut_ilp.py` states the same partition as an integer
+program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoptd.errors import DoesNotFit, PlanError
+from autoptd.passes.fold import Folded
+from autoptd.search.pipeline.cut_ilp import StageOption, integer_cut
+from autoptd.search.pipeline.windows import Cuts, Floats, Ints, Measure, Partition, PartitionProblem, Windows, partition
+
+Options = Callable[[int, int, int], Sequence[StageOption]]  # of (stage, first segment, last segment)
+FIRST_CAP = 1.03  # stages up to this times the least conceivable bottleneck are looked at first
+RELATIVE = 1e-12  # gains smaller than this are rounding
+
+
+class InfeasibleStages(DoesNotFit):
+    """No cut fits. Of the cut whose fullest stage is the least over its budget: `boundaries`, and `missing_bytes` per
+    stage (0 where it fits). `budget_bytes` would do per device; `recompute_fits`: recomputing would do."""
+
+    def __init__(
+        self,
+        boundaries: Cuts,
+        missing_bytes: tuple[float, ...],
+        budget_bytes: float,
+        recompute_fits: bool,
+        names: tuple[str, ...],
+    ) -> None:
+        self.boundaries, self.missing_bytes = boundaries, missing_bytes
+        self.budget_bytes, self.recompute_fits = budget_bytes, recompute_fits
+        over = [
+            f"stage {k} ({names[first]} … {names[last]}): {missing / 2**30:.2f} GiB missing"
+            for k, ((first, last), missing) in enumerate(zip(boundaries, missing_bytes, strict=True))
+            if missing > 0
+        ]
+        shown = over if len(over) <= 8 else [*over[:7], f"and {len(over) - 7} more"]
+        remedies = ["recompute (recompute='auto')"] if recompute_fits else []
+        remedies += [f"{budget_bytes / 2**30:.2f} GiB per device", "more stages, a larger tp, or smaller microbatches"]
+        super().__init__(
+            f"{len(over)} of {len(boundaries)} stages do not fit, however the model is cut",
+            where="\n".join(shown),
+            fix=", or ".join(remedies),
+        )
+
+
+def solve_cuts(line: PartitionProblem, ramp: float, seconds: Measure, options: Options | None = None) -> Cuts | None:
+    """The cut of the least ramp * max + sum of `seconds` (without sending); None where no cut fits.
+
+    With `options`, ways to recompute each stage, by the integer program that chooses among them, in place of `seconds`.
+    Raises `PlanError` for more stages than segments.
+    """
+    pieces = len(line.names) - len(line.uncut)
+    if line.stages > pieces:
+        raise PlanError(
+            f"{line.stages} pipeline stages need as many segments; the model has {pieces}", fix=f"use pp <= {pieces}"
+        )
+    return _Search(line, ramp, seconds, options).run()
+
+
+class _Search:
+    """Steps 1 to 3, or the integer program, over windows that grow until they are proved to be enough."""
+
+    def __init__(self, line: PartitionProblem, ramp: float, seconds: Measure, options: Options | None) -> None:
+        self.line, self.seconds, self.options = line, seconds, options
+        self.ramp = max(ramp, 1e-9)  # of equal sums (m = 1) the better balanced one is taken
+
+    def run(self) -> Cuts | None:
+        line = self.line
+        base = line.least_s
+        total = float(base.sum())
+        least = total + float(line.least_sends_s.sum())
+        width = 2.0 * max(total / line.stages, float(base.max()))
+        if leanest(line).value > 0:
+            return None
+        while True:
+            found = self._within(line.windows(width))
+            # Outside these windows a bottleneck is above `width`.
+            if found is not None and found[0] <= self.ramp * width + least:
+                return found[1]
+            if width >= total:
+                return None if found is None else found[1]
+            width *= 2.0
+
+    def _within(self, windows: Windows) -> tuple[float, Cuts] | None:
+        """The best bound of partitions into these windows, and its cuts."""
+        fastest = partition(windows.lower_s, windows.starts, minimax=True)
+        shortest = partition(windows.lower_s, windows.starts)
+        if fastest is None or shortest is None:
+            return None
+        slowest = float(windows.lower_s[np.isfinite(windows.lower_s)].max())
+        cap = fastest.value * FIRST_CAP
+        while True:
+            best = self._best(windows, cap)
+            # A better partition has no slower stage than this.
+            needed = slowest if best is None else (best[0] - shortest.value) / self.ramp
+            if cap >= min(needed, slowest):
+                return best
+            cap = cap * 1.3 if best is None else needed
+
+    def _best(self, windows: Windows, cap: float) -> tuple[float, Cuts] | None:
+        """The best bound of partitions into windows that may take no more than `cap`."""
+        if self.options is None:
+            return best_partition(windows.times_s(cap, self.seconds), windows.starts, self.ramp)
+        send_s, runs = self.line.send_s, {}
+        for k, first, last in windows.runs(cap):
+            ways = self.options(k, first, last)
+            runs[k, first, last] = [StageOption(seconds + float(send_s[k, last]), share) for seconds, share in ways]
+        return integer_cut(runs, len(self.line.names), self.ramp)
+
+
+def best_partition(times: Floats, starts: Ints, ramp: float) -> tuple[float, Cuts] | None:
+    """The partition of least ramp * max + sum of `times` [stage, last segment, segments - 1], and that value."""
+    fastest = partition(times, starts, minimax=True)
+    shortest = partition(times, starts)
+    if fastest is None or shortest is None:
+        return None
+    bottlenecks = _Bottlenecks(times, starts, ramp)
+    bottlenecks.offer(shortest)
+    bottlenecks.at(fastest.value)
+    hopeful = (bottlenecks.best - shortest.value) / ramp
+    values = np.unique(times[(times > fastest.value) & (times < hopeful)])
+    bottlenecks.explore(values, shortest.value)
+    assert bottlenecks.cuts is not None
+    return bottlenecks.best, bottlenecks.cuts
+
+
+class _Bottlenecks:
+    """Step 3: the best bottleneck, by halving."""
+
+    def __init__(self, times: Floats, starts: Ints, ramp: float) -> None:
+        self.times, self.starts, self.ramp = times, starts, ramp
+        self.best = math.inf
+        self.cuts: Cuts | None = None
+
+    def offer(self, found: Partition) -> float:
+        """Keep it if it is better; its bottleneck."""
+        slowest = max(float(self.times[k, last, last - first]) for k, (first, last) in enumerate(found.cuts))
+        bound = self.ramp * slowest + found.value
+        if bound < self.best * (1 - RELATIVE):
+            self.best, self.cuts = bound, found.cuts
+        return slowest
+
+    def at(self, bottleneck: float) -> tuple[float, float]:
+        """Sum and true bottleneck of the shortest partition without slower stages."""
+        found = partition(np.where(self.times <= bottleneck, self.times, np.inf), self.starts)
+        assert found is not None
+        return found.value, self.offer(found)
+
+    def explore(self, values: Floats, sum_above: float) -> None:
+        """Find the best bottleneck among sorted `values`; with larger ones no sum is less than `sum_above`."""
+        if not len(values) or self.ramp * values[0] + sum_above >= self.best * (1 - RELATIVE):
+            return
+        middle = len(values) // 2
+        least, slowest = self.at(float(values[middle]))
+        self.explore(values[values < slowest], least)
+        self.explore(values[middle + 1 :], sum_above)
+
+
+def leanest(line: PartitionProblem) -> Partition:
+    """The cut whose worst stage is the least over its room at the least (below 0: it may fit).
+
+    Memory grows with the window, so windows of one length more than those looked at cannot be better than the best of
+    the longest ones."""
+    longest = 2 * math.ceil(len(line.names) / line.stages)
+    while True:
+        windows = Windows(line, longest)
+        found = partition(windows.least_over, windows.starts, minimax=True)
+        full = windows.longest < longest or windows.longest == len(line.names) - line.stages + 1
+        if found is not None and (full or found.value <= windows.least_over[:, :, -1].min()):
+            return found
+        longest *= 2
+
+
+def refuse(cuts: Cuts, over: Sequence[float], budget: float, helps: bool, names: Sequence[str]) -> DoesNotFit:
+    """Of a line that has no cut: the leanest attempt, and what would mend it."""
+    return InfeasibleStages(
+        boundaries=cuts,
+        missing_bytes=tuple(max(0.0, value) for value in over),
+        budget_bytes=budget + max(over),
+        recompute_fits=helps,
+        names=tuple(names),
+    )
+
+
+def even_cuts(folded: Folded, stages: int) -> tuple[tuple[int, int], ...]:
+    """First and last segment of each stage. Raises PlanError where there are fewer blocks than stages."""
+    unit = max(folded.units, key=lambda u: (u.count, u.length))
+    counts = even_counts(unit.count, stages)
+    if min(counts) < 1 and len(folded.segments) > unit.count * unit.length:
+        counts = [max(0, n) for n in counts]
+    ends = []
+    at = unit.first
+    for n in counts:
+        at += n * unit.length
+        ends.append(at - 1)
+    ends[-1] = len(folded.segments) - 1
+    starts = [0] + [end + 1 for end in ends[:-1]]
+    if any(end < start for start, end in zip(starts, ends, strict=True)):
+        raise PlanError(
+            f"{unit.count} blocks cannot be shared evenly by {stages} stages",
+            where="fix['stages']",
+            fix=f"use at most {unit.count} stages (pp × virtual), or leave 'stages' out",
+        )
+    return tuple(zip(starts, ends, strict=True))
+
+
+def even_counts(blocks: int, stages: int) -> list[int]:
+    """Blocks of each stage."""
+    if blocks % stages and (blocks + 2) % stages == 0 and stages > 1:
+        share = (blocks + 2) // stages
+        return [share - 1, *[share] * (stages - 2), share - 1]
+    return [blocks // stages + (i < blocks % stages) for i in range(stages)]

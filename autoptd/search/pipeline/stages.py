@@ -1,0 +1,258 @@
+"""The stage level of one candidate: bounds of all its cuts, the best cut, and what refuses it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import Memory, alive
+from autoptd.errors import DoesNotFit, PlanError
+from autoptd.schedule import Alive, row_of
+from autoptd.search.constraints.options import Method
+from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.chunk_cost import ChunkCosts
+from autoptd.search.pipeline.cut_ilp import StageOption
+from autoptd.search.pipeline.evaluate import Staged, StageSolution, simulated, timed
+from autoptd.search.pipeline.lower_bounds import beside_s, edges_s, warm_up
+from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
+from autoptd.search.pipeline.partition import Cuts, even_cuts, leanest, refuse, solve_cuts
+from autoptd.search.pipeline.stage_cost import StageCost
+from autoptd.search.pipeline.windows import Floats, PartitionProblem, partition
+from autoptd.search.sharding.tensors import Sharded, Tensors
+
+
+class NoRoom(DoesNotFit):
+    """Nothing of a candidate fits; `Stages.refusal` says what is missing, which takes longer than to find out."""
+
+
+class Stages:
+    """The stage-level problem of one candidate, given a sharding."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        sharded: Sharded,
+        candidate: Candidate,
+        method: Method,
+        precision: str,
+        optimizer: str,
+        cluster: Cluster | None = None,
+    ) -> None:
+        """`cluster`: where it differs in what devices hold from the one that tensors were split for."""
+        self.tensors, self.sharded, self.candidate, self.method = tensors, sharded, candidate, method
+        self.cluster = cluster or tensors.cluster
+        self.folded = tensors.folded
+        self.chunks = ChunkCosts(tensors, sharded, candidate, method, precision, optimizer)
+        self.sites = self._sites()
+
+    def _sites(self, free: bool = False) -> list[StageCost]:
+        """One for each type of device that the pipeline's ranks are on."""
+        devices = [pool.device for pool in self.cluster.pools]
+        if not self.candidate.pools:
+            return [StageCost(self.chunks, devices[0], free)]
+        first = [self.candidate.pools.index(pool) for pool in range(len(devices))]
+        return [StageCost(self.chunks.on(rank), device, free) for rank, device in zip(first, devices, strict=True)]
+
+    def site(self, stage: int) -> StageCost:
+        """Where a stage runs."""
+        return self.sites[self._pools[self.candidate.route.holder(stage)]]
+
+    @cached_property
+    def _pools(self) -> tuple[int, ...]:
+        return self.candidate.pools or (0,) * self.candidate.pp
+
+    def solve(self) -> Staged:
+        """The best cut. Raises DoesNotFit."""
+        if self.fixed:
+            return self.finish(self._fixed_cuts())
+        if self.method.virtual == 1:
+            return self.finish(self._cut())
+        sites, self.sites = self.sites, self._sites(free=True)  # memory is a matter of all chunks of a rank together
+        cuts = self._cut()
+        self.sites = sites
+        del self.line
+        found = [staged for cut in (cuts, self._even()) if cut and (staged := self._if_it_fits(cut))]
+        if found:  # with several chunks a rank, equal ones may wait less than the bound tells
+            return min(found, key=lambda staged: simulated(staged).seconds)
+        return self.finish(self._cut())  # as if the other chunks of a rank were like the one looked at
+
+    def _even(self) -> Cuts | None:
+        try:
+            return even_cuts(self.folded, self.count)
+        except PlanError:
+            return None
+
+    def _if_it_fits(self, cuts: Cuts) -> Staged | None:
+        try:
+            return self.finish(cuts)
+        except NoRoom:
+            return None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the cut is not a matter of choice."""
+        return self.method.stages == "even" or bool(self.method.starts)
+
+    def _fixed_cuts(self) -> Cuts:
+        """The cut that there is no choice about."""
+        if not self.method.starts:
+            return even_cuts(self.folded, self.count)
+        edges = (0, *self.method.starts, len(self.folded.segments))
+        return tuple((first, after - 1) for first, after in pairwise(edges))
+
+    @property
+    def count(self) -> int:
+        """Stages: chunks of all pipeline ranks."""
+        return self.candidate.pp * self.method.virtual
+
+    def alive(self, stage: int) -> int:
+        """Chunks whose activations the pipeline rank of a stage holds at its fullest."""
+        return self.held(self.candidate.route.holder(stage)).chunks
+
+    def held(self, rank: int) -> Alive:
+        """What a pipeline rank holds of its chunks at its fullest."""
+        c = self.candidate
+        return alive(rank, c.pp, c.microbatches, c.schedule, c.virtual)
+
+    def finish(self, cuts: Cuts) -> Staged:
+        """These stages with the quickest recomputation that fits; of the step, the bound. Raises DoesNotFit."""
+        route, policies = self.candidate.route, list[Mapping[int, str]]([{}] * len(cuts))
+        memory: list[Memory] = []
+        for rank in range(route.ranks):
+            mine, site = route.stages_of(rank), self.site(rank)
+            runs = [cuts[stage] for stage in mine]
+            stretches = [site.stretch(*run) for run in runs]
+            state, upcast = self.chunks.state(runs, cuts), self.chunks.upcast_bytes(runs)
+            choice = site.choose(stretches, state, upcast, self.held(rank))
+            if choice is None:
+                raise NoRoom("these stages do not fit")
+            for stage, stretch, ways in zip(mine, stretches, choice.ways, strict=True):
+                policies[stage] = site.policies(cuts[stage][0], stretch, ways)
+            memory.append(site.memory(state, upcast, choice.kept, choice.extra))
+        return timed(self.chunks, StageSolution(cuts, tuple(policies)), tuple(memory))
+
+    # ---- what the cuts search asks ----
+
+    def _cut(self) -> Cuts:
+        """Raises DoesNotFit."""
+        ramp = self.candidate.microbatches - 1
+        options = self.options if self.method.cut_solver == "ilp" else None
+        found = solve_cuts(self.line, ramp * self.method.virtual**2, self.seconds, options)
+        if found is None:
+            raise NoRoom("no cut fits")
+        return found
+
+    @cached_property
+    def line(self) -> PartitionProblem:
+        """What is to be cut."""
+        first, v = self.sites[0], self.method.virtual
+        kept, lean = first.kept
+        return PartitionProblem(
+            names=self.chunks.names,
+            base_s=tuple(site.base_s for site in self.sites),
+            send_s=2 * self.chunks.messages.everywhere(),
+            alive=tuple(self.alive(k) for k in range(self.count)),
+            pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
+            state=first.state * v,
+            kept=kept,
+            lean=lean,
+            again_s=tuple(site.again_s for site in self.sites),
+            room=tuple(site.room for site in self.sites),
+            uncut=self.method.uncut,
+        )
+
+    def seconds(self, stage: int, first: int, last: int) -> float:
+        """What a stage of these segments takes per microbatch with the quickest recomputation that fits."""
+        cost = self.site(stage).cost(first, last, self.alive(stage))
+        return math.inf if cost is None else cost.forward_s + cost.backward_s
+
+    def options(self, stage: int, first: int, last: int) -> Sequence[StageOption]:
+        """Ways to recompute a stage of these segments."""
+        return self.site(stage).options(first, last, self.alive(stage))
+
+    def passes(self, stage: int, first: int, last: int) -> tuple[float, float] | None:
+        """(forward, backward) of a stage at the least; None where nothing fits.
+
+        Where a rank has several chunks, without recomputation: what fits is a matter of all of them."""
+        if not self.method.uncut.isdisjoint((first, last + 1)):
+            return None
+        site = self.site(stage)
+        several = self.method.virtual > 1
+        cost = site.least_cost(first, last) if several else site.cost(first, last, self.alive(stage))
+        return None if cost is None else (cost.forward_s, cost.backward_s)
+
+    # ---- bounds of all cuts ----
+
+    def contiguous_bound_s(self) -> float:
+        """Of all cuts, by the slowest stage of the best of them, were memory as `PartitionProblem` counts it.
+
+        The slowest takes B. Path (1) of `search/pipeline/lower_bounds.py` is m B. Path (2) is at least
+        T + (m - 1) B - (w - 1) B / 2, and the messages of one microbatch there and back.
+        """
+        c, method = self.candidate, self.method
+        line = replace(self.line, send_s=np.zeros_like(self.line.send_s))  # messages may overlap with passes
+        if method.virtual > 1:  # other chunks of the rank may keep less
+            line = replace(line, room=(math.inf,) * len(line.room))
+        base: Floats = line.least_s
+        total = float(base.sum())
+        width = 2.0 * max(total / line.stages, float(base.max()))
+        while True:
+            windows = line.windows(width)
+            found = partition(windows.lower_s, windows.starts, minimax=True)
+            if width >= total or (found is not None and found.value <= width):
+                break
+            width *= 2.0
+        if found is None:
+            return math.inf
+        slowest, m = found.value, c.microbatches
+        if method.virtual > 1 or row_of(method.schedule).halves:
+            return max(m * slowest, edges_s(self.least_sends_s, method.schedule, c.pp, m))
+        waits = warm_up(method.schedule, 0, c.pp, m) - 1
+        there_and_back = total + 2 * sum(self.least_sends_s) + (m - 1 - waits / 2) * slowest
+        return max(m * slowest, there_and_back, total + beside_s(self.least_sends_s, method.schedule, m))
+
+    @cached_property
+    def least_sends_s(self) -> tuple[float, ...]:
+        """Of a message behind each stage but the last, wherever stages end."""
+        return tuple((self.line.least_sends_s[:-1] / 2).tolist())
+
+    def relaxed_bound_s(self) -> float:
+        """Of all cuts; infinite where none fits. See `search/pipeline/lp_bound.py`."""
+        c, method = self.candidate, self.method
+        held = tuple(self.held(rank).least for rank in range(c.pp))
+        rooms = tuple(self.site(rank).room for rank in range(c.pp))
+        shape = method.schedule, c.microbatches, method.virtual
+        pipeline = Pipeline(*shape, held, self._pools, rooms, self.least_sends_s)
+        return relaxed_bound_s([site.relaxed() for site in self.sites], pipeline)
+
+    # ---- refusal ----
+
+    def over_bytes(self, stage: int, first: int, last: int) -> float:
+        """By how much a stage of these segments is over its memory at the least."""
+        return self.site(stage).over_bytes(first, last, self.alive(stage))
+
+    def refusal(self) -> DoesNotFit:
+        """What the leanest cut lacks, and what would mend it."""
+        cuts = self._fixed_cuts() if self.fixed else leanest(self.line).cuts
+        over = [self.over_bytes(k, *run) for k, run in enumerate(cuts)]
+        helps = self.candidate.recompute != "auto" and self._auto_would_do(cuts)
+        room = max(self.site(k).room for k in range(len(cuts)))
+        return refuse(cuts, over, room, helps, [s.name for s in self.folded.segments])
+
+    def _auto_would_do(self, cuts: Cuts) -> bool:
+        other = Stages(
+            self.tensors,
+            self.sharded,
+            replace(self.candidate, recompute="auto"),
+            self.method,
+            self.chunks.precision,
+            self.chunks.optimizer,
+            self.cluster,
+        )
+        return all(other.over_bytes(k, *run) <= 0 for k, run in enumerate(cuts))

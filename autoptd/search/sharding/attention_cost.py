@@ -1,0 +1,111 @@
+"""What an attention launches on one rank, by the kernel that does it (`passes/analysis/attention.py`).
+
+    fused       one kernel; round a ring one for every tile, and the putting together of tiles
+    efficient   one kernel, at the rates of FlashAttention's first version: xFormers' kernel, which torch's is, runs
+                about as fast (Dao 2023, FlashAttention-2, figures 4 to 6, quoted from memory)
+    written     products with scores as their result or operand, and everything between through memory
+
+Under a causal mask a fused kernel skips what is masked; what is written out does not, but a ring skips whole tiles: of
+the 2 cp × 2 cp tiles of a sequence a rank has 2 cp + 1 of 4 cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoptd.cost_models.cluster import Device
+from autoptd.cost_models.op_time import OpWork
+from autoptd.ops.attention import SCORES
+from autoptd.passes.analysis.attention import AttentionForm, passes_of
+
+_PART = "attention"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """On one rank: (samples × heads) of `queries` × `keys` scores, heads of `width`; `cp` ranks share the keys."""
+
+    heads: int
+    queries: int
+    keys: int  # of all cp ranks
+    width: int
+    cp: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Of the two products of a forward pass, over the whole square."""
+        return 4.0 * self.heads * self.queries * self.keys * self.width
+
+
+def attention_works(
+    form: AttentionForm,
+    shape: Shape,
+    nbytes: int,
+    dtype: str,
+    device: Device,
+    implementation: str,
+    backward: bool = False,
+) -> Iterator[OpWork]:
+    """The kernels of one pass. `nbytes`: of operands, results and their gradients, each moved once.
+
+    `implementation`: of fused kernels, as the plan wishes it.
+    """
+    way = form.way(device.kind)
+    tiles, rows, share = _tiles(form, shape)
+    if way == "written":
+        yield from _written(form, shape, dtype, tiles, rows, share, backward)
+        return
+    first_version = way == "efficient" and implementation in ("", "flash")
+    yield OpWork(
+        "attention",
+        shape.flops * (2.5 if backward else 1),  # five products instead of two (Dao 2023)
+        nbytes,
+        dtype,
+        shape.queries,
+        shape.keys,
+        shape.width,
+        shape.heads,
+        form.causal,
+        backward,
+        launches=tiles,
+        implementation="triton" if first_version else implementation,
+    )
+    if tiles > 1:
+        one = passes_of(form)[backward]
+        elements = shape.heads * rows * shape.width
+        yield OpWork("memory", 0, tiles * elements * one.nbytes, "fp32", launches=tiles * one.launches, part=_PART)
+
+
+def _tiles(form: AttentionForm, shape: Shape) -> tuple[int, int, float]:
+    """(tiles of a rank, queries of one, share of the square that they cover)."""
+    if not form.ring:
+        return 1, shape.queries, 1.0
+    if not form.causal:
+        return shape.cp, shape.queries, 1.0
+    return 2 * shape.cp + 1, -(-shape.queries // 2), (2 * shape.cp + 1) / (4 * shape.cp)
+
+
+def _written(
+    form: AttentionForm, shape: Shape, dtype: str, tiles: int, rows: int, share: float, backward: bool
+) -> Iterator[OpWork]:
+    one = passes_of(form)[backward]
+    scores = shape.heads * shape.queries * shape.keys * share
+    stretches = tiles * -(-int(scores) // (tiles * SCORES))
+    wide = form.ring and dtype in ("bf16", "fp16")  # a ring's tiles are in float32
+    keys = max(1, round(shape.keys * share))
+    for _ in range(one.products):
+        yield OpWork(
+            "matmul",
+            2 * scores * shape.width,
+            scores * (4 if wide else form.dtype.itemsize),
+            "fp32" if wide else dtype,
+            shape.queries,
+            keys,
+            shape.width,
+            shape.heads,
+            backward=backward,
+            launches=stretches,
+            part=_PART,
+        )
+    yield OpWork("memory", 0, scores * one.nbytes, "fp32", launches=stretches * one.launches, part=_PART)

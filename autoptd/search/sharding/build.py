@@ -1,0 +1,299 @@
+"""From a folded graph to the numbers of the splits ILP.
+
+Every kind enters once, weighted by how many segments are of it. Edges between kinds are ties: a kind must hand a
+tensor on in the placement in which every receiver takes it; parameters that several kinds read lie one way for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import sympy
+from torch import fx
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import PlanError
+from autoptd.layout.placements import BP, B, Broadcast, Placement, Split, parse_placement
+from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.graph import infos, operands
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.sharding import (
+    ops_of,
+    output_names,
+    tensor_name,
+)
+from autoptd.search.sharding.cost import Prices
+from autoptd.search.sharding.ilp import SplitPrograms
+from autoptd.search.sharding.kind_cost import PARTIAL
+from autoptd.search.sharding.op_table import Workbook
+from autoptd.search.sharding.splits import Choice, Node, SplitProblem
+from autoptd.search.sharding.strategies import counts_tokens, legal_strategies
+
+
+class SplitNumbers(Prices):
+    """Numbers of the splits ILP of one folded graph on one cluster, for fixed tp, b and s."""
+
+    def __init__(
+        self,
+        folded: Folded,
+        cluster: Cluster,
+        ranks: int,
+        values: Mapping[sympy.Symbol, int],
+        *,
+        workbook: Workbook | None = None,
+        cp: int = 1,
+        microbatches: int,
+        static_bytes: float = 16.0,
+        pins: Mapping[str, str] | None = None,
+        whole: Iterable[str] = (),
+        legal: Mapping[str, dict[int, list[Strategy]]] | None = None,
+        sequence_parallel: bool = True,
+        policies: Iterable[str] = PARTIAL,
+        world: int = 0,
+        context: str = "ring",
+        programs: SplitPrograms | None = None,
+    ) -> None:
+        """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
+
+        `policies`: those of recomputation that costs are to be told for. `pins`: parameter-name pattern -> placement;
+        `whole`: names of parameters that are not split. Equal segments lie alike: one that is named stands for all.
+        `programs`: of problems solved before.
+        """
+        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context)
+        self.folded = folded
+        self.microbatches = microbatches
+        self.static_bytes = static_bytes
+        self.pins, self.whole = pins or {}, tuple(whole)
+        self.sequence_parallel = sequence_parallel
+        self.policies = tuple(policies)
+        self.programs = programs or SplitPrograms()
+        self.legal = legal or legal_strategies(folded, ranks, self.sizes, sequence_parallel=sequence_parallel)
+
+    # ---- the problem ----
+
+    @cached_property
+    def problem(self) -> SplitProblem:
+        """Numbers for `solve_splits`."""
+        nodes: list[Node] = []
+        infos_by_tensor: dict[str, tuple[TensorInfo, int, bool]] = {}  # tensor -> (info, multiplicity, is parameter)
+        saved_bytes: dict[tuple[str, Placement], float] = {}
+        for kind, segment in self.folded.representatives.items():
+            for node, tensors in self._kind_nodes(kind, segment, saved_bytes):
+                nodes.append(node)
+                infos_by_tensor.update(tensors)
+        given: dict[str, set[Placement]] = {}
+        wanted: dict[str, set[Placement]] = {}
+        for node in nodes:
+            for choice in node.choices:
+                for tensor, placement in choice.gives:
+                    given.setdefault(tensor, set()).add(placement)
+                for tensor, placement in choice.needs:
+                    wanted.setdefault(tensor, set()).add(placement)
+        conversions = {}
+        for tensor, targets in wanted.items():
+            meta, times, _ = infos_by_tensor[tensor]
+            for source in given.get(tensor, ()):
+                for target in targets:
+                    if source != target and self._convertible(meta, source, target):
+                        conversions[tensor, source, target] = times * sum(self.conversion_seconds(meta, source, target))
+        return SplitProblem(
+            nodes=tuple(nodes),
+            conversion_s=conversions,
+            saved_bytes=saved_bytes,
+            ties=tuple(dict.fromkeys(self._ties())),
+            fixed=self._fixed(nodes),
+        )
+
+    def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement) -> bool:
+        """Integers have no addends; without sequence parallelism nothing whole or summed is cut between ops."""
+        if isinstance(target, Split) and not isinstance(source, Split) and not self._may_cut(tensor):
+            return False
+        is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        return is_number or not any(str(p) == "P" for p in (source, target))
+
+    def _may_cut(self, tensor: TensorInfo) -> bool:
+        """Whether tp may split what lies between products: only with sequence parallelism, where it counts tokens."""
+        return self.sequence_parallel or not any(counts_tokens(n) for n in tensor.shape)
+
+    def _kind_nodes(
+        self, kind: str, segment: Segment, saved_bytes: dict[tuple[str, Placement], float]
+    ) -> Iterator[tuple[Node, dict[str, tuple[TensorInfo, int, bool]]]]:
+        times = self.folded.multiplicity(kind)
+        offers = self.workbook.facts.offers[kind]
+        scope = Scope(kind, segment)
+        for i, node in enumerate(segment.parameters):
+            info = infos(node)[0]
+            choices = tuple(self._parameter_choices(scope(node), info, times, offers, node, (kind, i)))
+            yield Node(scope.parameter(i), choices), {scope(node): (info, times, True)}
+        for i, node in enumerate(segment.prelude):
+            name = scope(node)
+            yield (
+                Node(f"{kind}/prelude:{i}", (Choice("B", gives=((name, B),)),)),
+                {name: (infos(node)[0], times, False)},
+            )
+        for i, node in enumerate(segment.receives):
+            info, name = infos(node)[0], scope(node)
+            options = self._edge_placements(info)
+            choices = tuple(Choice(str(p), gives=((name, p),)) for p in options)
+            yield Node(scope.receive(i), choices), {name: (info, times, False)}
+        for i, node in ops_of(segment):
+            choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in self.legal[kind][i])
+            outputs = dict(zip(output_names(node), infos(node), strict=True))
+            yield Node(f"{kind}/{node.name}", choices), {t: (info, times, False) for t, info in outputs.items()}
+        for i, node in enumerate(segment.sends):
+            name = scope(node)
+            options = (B,) if node is self.folded.loss else self._edge_placements(infos(node)[0])
+            yield Node(scope.send(i), tuple(Choice(str(p), needs=((name, p),)) for p in options)), {}
+
+    def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
+        """Placements in which a tensor may cross from segment to segment: never as addends."""
+        broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
+        if self.ranks == 1 or not self._may_cut(tensor):
+            return broadcasts
+        return (*broadcasts, *(Split(d) for d, n in enumerate(tensor.shape) if self.sizes.divisible(n, self.ranks)))
+
+    def _parameter_choices(
+        self,
+        name: str,
+        tensor: TensorInfo,
+        times: int,
+        offers: Mapping[tuple[str, int], frozenset[int]],
+        node: fx.Node,
+        slot: tuple[str, int],
+    ) -> Iterator[Choice]:
+        static = times * self.static_bytes / tensor.dtype.itemsize
+        splits = [
+            Split(dim, groups)
+            for dim, size in enumerate(tensor.shape)
+            for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset()))
+            if self.ranks > 1 and slot not in self._kept and self.sizes.divisible(size, self.ranks, groups)
+        ]
+        whole = not splits or node not in self.workbook.facts.weights or slot in self._pinned
+        if whole:
+            yield Choice("B", gives=((name, B),), bytes=static * self.nbytes(tensor))
+        if whole and tensor.requires_grad and self.ranks > 1:
+            sync = self.collective("all_reduce", self.nbytes(tensor)) / self.microbatches
+            yield Choice("Bp", gives=((name, BP),), seconds=times * sync, bytes=static * self.nbytes(tensor))
+        for split in splits:
+            yield Choice(str(split), gives=((name, split),), bytes=static * self.nbytes(tensor, split))
+
+    def parameter_node(self, name: str) -> Node | None:
+        """The placements that a parameter may be stored in; None for one that no op of the graph uses."""
+        names = self.folded.traced.parameters
+        for kind, segment in self.folded.representatives.items():
+            for i, node in enumerate(segment.parameters):
+                if names[node.name] == name:
+                    own = Scope(kind, segment).parameter(i)
+                    return next(n for n in self.problem.nodes if n.name == own)
+        return None
+
+    @cached_property
+    def _pinned(self) -> frozenset[tuple[str, int]]:
+        """(kind, position) of the parameters that somebody placed by hand."""
+        return frozenset((kind, i) for pattern in self.pins for kind, i, _ in self.workbook.facts.hits(pattern))
+
+    @cached_property
+    def _kept(self) -> frozenset[tuple[str, int]]:
+        """Those that are to stay whole."""
+        return self.workbook.facts.slots(self.whole)
+
+    def _op_choice(
+        self,
+        scope: Scope,
+        node: fx.Node,
+        strategy: Strategy,
+        times: int,
+        saved_bytes: dict[tuple[str, Placement], float],
+    ) -> Choice:
+        forward, backward = self.op_seconds(node, strategy)
+        op = self.workbook.ops[node]
+        call = op.call
+        needs = tuple((scope(o), p) for o, p in zip(operands(node), strategy.needs, strict=True))
+        gives = tuple(zip(output_names(node), strategy.gives, strict=True))
+        saved: list[tuple[str, Placement]] = []
+        if any(t.requires_grad for t in call.outputs):
+            keeps = op.saved
+            kept = [(needs[i], call.operands[i]) for i in keeps.operands if not scope.is_outside(operands(node)[i])]
+            kept += [(gives[i], call.outputs[i]) for i in keeps.outputs]
+            for (tensor, placement), meta in kept:
+                pair = (tensor, B if isinstance(placement, Broadcast) else placement)
+                saved.append(pair)
+                saved_bytes[pair] = float(times * self.nbytes(meta, placement))
+            for i, extra in enumerate(keeps.extra):
+                pair = (f"{node.name}:extra{i}", B if strategy.ranks == 1 else Split(0))
+                saved.append(pair)
+                saved_bytes[pair] = times * self.nbytes(extra) / strategy.ranks
+        return Choice(
+            label=str(strategy),
+            needs=tuple(dict.fromkeys(needs)),
+            gives=gives,
+            seconds=times * (forward + backward),
+            saved=tuple(dict.fromkeys(saved)),
+        )
+
+    def _ties(self) -> Iterator[tuple[str, str]]:
+        senders: dict[fx.Node, str] = {}
+        owners: dict[str, str] = {}
+        for segment in self.folded.segments:
+            scope = Scope(segment.kind, segment)
+            for i, node in enumerate(segment.receives):
+                yield senders[node], scope.receive(i)
+            for i, node in enumerate(segment.sends):
+                senders[node] = scope.send(i)
+            for i, node in enumerate(segment.parameters):
+                name = self.folded.traced.parameters[node.name]
+                mine = scope.parameter(i)
+                if owners.setdefault(name, mine) != mine:
+                    yield owners[name], mine
+
+    def _fixed(self, nodes: list[Node]) -> dict[str, str]:
+        """Labels of the parameters that a name pattern pins. Raises PlanError for what cannot be."""
+        found = {}
+        choices = {n.name: [c.label for c in n.choices] for n in nodes}
+        for pattern, text in self.pins.items():
+            try:
+                placement = str(parse_placement(text))
+            except ValueError as error:
+                raise PlanError(str(error), where=f"fix['splits'][{pattern!r}]") from error
+            for kind, i, name in self.workbook.facts.hits(pattern):
+                segment = self.folded.representatives[kind]
+                mine = Scope(kind, segment).parameter(i)
+                if placement not in choices[mine]:
+                    raise PlanError(
+                        f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot lie as "
+                        f"{placement} on tp {self.ranks}",
+                        where=f"fix['splits'][{pattern!r}]",
+                        fix=f"possible: {', '.join(choices[mine])}",
+                    )
+                found[mine] = placement
+        return found
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Names within a kind: tensors from outside the segment get the kind as a prefix."""
+
+    kind: str
+    segment: Segment
+
+    def __call__(self, node: fx.Node) -> str:
+        return f"{self.kind}:{node.name}" if self.is_input(node) else tensor_name(node)
+
+    def is_input(self, node: fx.Node) -> bool:
+        return node not in self.segment.nodes
+
+    def is_outside(self, node: fx.Node) -> bool:
+        """Parameters and prelude: kept anyway, not for the backward pass."""
+        return node in self.segment.parameters or node in self.segment.prelude
+
+    def parameter(self, i: int) -> str:
+        return f"{self.kind}/parameter:{i}"
+
+    def receive(self, i: int) -> str:
+        return f"{self.kind}/receive:{i}"
+
+    def send(self, i: int) -> str:
+        return f"{self.kind}/send:{i}"

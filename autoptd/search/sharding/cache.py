@@ -1,0 +1,160 @@
+"""What the search has worked out about one folded graph, kept for the next plan of it.
+
+Each entry is looked up by everything that its value depends on, so that none is ever out of date:
+
+    facts      the graph alone
+    workbook   + kernels, attention
+    legal      the graph, tp, sizes of a sample, whether tp may split the sequence
+    tensors    + cluster, samples of a microbatch, cp, microbatches, what is pinned, bytes of state, policies
+    sharded    + what a kept byte is worth
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import AutoptdError
+from autoptd.passes.fold import Folded
+from autoptd.passes.opcall import Sizes
+from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.trace.traced import BATCH
+from autoptd.search.sharding.ilp import SplitPrograms
+from autoptd.search.sharding.kind_cost import PARTIAL
+from autoptd.search.sharding.op_table import GraphFacts, Workbook
+from autoptd.search.sharding.strategies import legal_strategies
+from autoptd.search.sharding.tensors import Sharded, Tensors
+
+_KEPT = 128  # sharded models: some hundred kilobytes each
+
+Values = tuple[tuple[sympy.Symbol, int], ...]  # in the graph's order
+Legal = Mapping[str, dict[int, list[Strategy]]]
+
+
+@dataclass(frozen=True)
+class ShardingQuery:
+    """How a model lies best on a tp axis, and what that costs."""
+
+    cluster: Cluster
+    tp: int
+    micro: int
+    values: Values  # of every symbol but b, on one rank
+    microbatches: int
+    static_bytes: float
+    cp: int = 1
+    kernels: str = "eager"
+    attention: str = ""
+    context: str = "ring"  # where cp is more than 1
+    pins: tuple[tuple[str, str], ...] = ()
+    whole: tuple[str, ...] = ()  # parameters that tp does not split
+    sequence_parallel: bool = True
+    policies: tuple[str, ...] = PARTIAL
+    second_per_byte: float = 0.0  # that is kept, per microbatch
+    world: int = 0  # where it makes a difference: groups of tp ranks that lie unevenly over nodes
+
+
+class ShardingCache:
+    """Kept answers about one folded graph. Not for use by several threads at a time."""
+
+    def __init__(self, folded: Folded) -> None:
+        self.folded = folded
+        self.facts = GraphFacts(folded)
+        self._workbooks: dict[tuple[str, str], Workbook] = {}
+        self._legal: dict[tuple[int, Values, bool], Legal] = {}
+        self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
+        self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
+        self._programs = SplitPrograms()
+        self._flops: dict[Values, tuple[float, float]] = {}
+
+    def read(self) -> ShardingCache:
+        """Read off the graph what holds for every plan of it, where it would else be read for the first one."""
+        facts = self.facts
+        assert facts.ops is not None and facts.offers is not None and facts.weights is not None
+        return self
+
+    def workbook(self, kernels: str, attention: str) -> Workbook:
+        if (kernels, attention) not in self._workbooks:
+            self._workbooks[kernels, attention] = Workbook(self.folded, kernels, attention, self.facts)
+        return self._workbooks[kernels, attention]
+
+    def legal(self, tp: int, values: Values, sequence_parallel: bool) -> Legal:
+        """Strategies that there are for every op."""
+        key = tp, values, sequence_parallel
+        if key not in self._legal:
+            sizes = Sizes({BATCH: 1, **dict(values)}, BATCH)
+            self._legal[key] = legal_strategies(self.folded, tp, sizes, sequence_parallel=sequence_parallel)
+        return self._legal[key]
+
+    def tensors(self, question: ShardingQuery) -> Tensors:
+        """The problem that a question poses, unsolved: the same whatever a kept byte is worth."""
+        q = replace(question, second_per_byte=0.0)
+        if q in self._tensors:
+            self._tensors.move_to_end(q)
+            return self._tensors[q]
+        self._tensors[q] = Tensors(
+            self.folded,
+            q.cluster,
+            q.tp,
+            {BATCH: q.micro, **dict(q.values)},
+            workbook=self.workbook(q.kernels, q.attention),
+            cp=q.cp,
+            microbatches=q.microbatches,
+            static_bytes=q.static_bytes,
+            pins=dict(q.pins),
+            whole=q.whole,
+            legal=self.legal(q.tp, q.values, q.sequence_parallel),
+            sequence_parallel=q.sequence_parallel,
+            policies=q.policies,
+            world=q.world,
+            context=q.context,
+            programs=self._programs,
+        )
+        if len(self._tensors) > _KEPT:
+            self._tensors.popitem(last=False)
+        return self._tensors[q]
+
+    def sharded(self, question: ShardingQuery) -> tuple[Tensors, Sharded | AutoptdError]:
+        """The problem and its solution, or why there is none."""
+        if question in self._sharded:
+            self._sharded.move_to_end(question)
+            return self._sharded[question]
+        tensors = self.tensors(question)
+        solved: Sharded | AutoptdError
+        try:
+            solved = tensors.solve(question.second_per_byte)
+        except AutoptdError as error:
+            solved = error
+        self._sharded[question] = tensors, solved
+        if len(self._sharded) > _KEPT:
+            self._sharded.popitem(last=False)
+        return tensors, solved
+
+    def flops(self, values: Values) -> float:
+        """Floating point operations that one sample asks for: forward, and what of twice that backward is needed."""
+        return sum(self._flops_of(values))
+
+    def product_flops(self, values: Values) -> float:
+        """Those of matrix products alone, which no device does faster than its sustained rate."""
+        return self._flops_of(values)[0]
+
+    def _flops_of(self, values: Values) -> tuple[float, float]:
+        """(matrix products, all else)."""
+        if values not in self._flops:
+            sizes, products, others = Sizes({BATCH: 1, **dict(values)}, BATCH), 0.0, 0.0
+            ops = self.facts.ops
+            for kind, segment in self.folded.representatives.items():
+                for node in segment.nodes:
+                    if node in ops and ops[node].work.flops != 0:
+                        op = ops[node]
+                        times = 1 + sum(t.requires_grad for t in op.call.operands[:2])
+                        total = self.folded.multiplicity(kind) * times * float(sizes(op.work.flops))
+                        if op.work.kind == "matmul":
+                            products += total
+                        else:
+                            others += total
+            self._flops[values] = products, others
+        return self._flops[values]

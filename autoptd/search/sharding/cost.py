@@ -1,0 +1,203 @@
+"""Kernels of ops, seconds of ops and conversions, and bytes of tensors, on one rank of a tp axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import sympy
+from torch import fx
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.collectives import collective_s
+from autoptd.cost_models.op_time import OpWork, memory_s, op_s
+from autoptd.layout.placements import B, Placement, Split, conversion
+from autoptd.passes.analysis.attention import form_of
+from autoptd.passes.analysis.dataflow import is_quadratic
+from autoptd.passes.analysis.flops import GROUPED
+from autoptd.passes.opcall import Size, Sizes, TensorInfo
+from autoptd.passes.rules.factors import Strategy, local_shape
+from autoptd.passes.trace.traced import BATCH
+from autoptd.search.sharding.attention_cost import Shape, attention_works
+from autoptd.search.sharding.op_table import Op, Workbook
+
+Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
+
+
+class Prices:
+    """What things cost on `ranks` ranks of `cluster`, for given sizes.
+
+    `cp`: ranks that share a sample's tokens; sizes are those of one of them, but attention looks at all keys. By
+    `context`, keys go round or heads are exchanged. `world`: of all groups, where they lie unevenly over nodes.
+    """
+
+    def __init__(
+        self,
+        workbook: Workbook,
+        cluster: Cluster,
+        ranks: int,
+        values: Mapping[sympy.Symbol, int],
+        cp: int = 1,
+        world: int = 0,
+        context: str = "ring",
+    ) -> None:
+        self.workbook, self.cluster, self.ranks, self.cp, self.world = workbook, cluster, ranks, cp, world
+        self.context = context
+        self.values = dict(values)
+        self.sizes = Sizes(self.values, BATCH)
+        self._numbers: dict[Size, int] = {}
+        self._nbytes: dict[TensorInfo, int] = {}
+        self._kernels: dict[tuple[fx.Node, str], Kernels] = {}
+
+    # ---- sizes ----
+
+    def number(self, size: Size) -> int:
+        if isinstance(size, int):
+            return size
+        if size not in self._numbers:
+            self._numbers[size] = self.sizes(size)
+        return self._numbers[size]
+
+    def nbytes(self, tensor: TensorInfo, placement: Placement = B) -> int:
+        """Local bytes of a tensor in a placement."""
+        if tensor not in self._nbytes:
+            total = tensor.dtype.itemsize * (self.cp if is_quadratic(tensor.shape) else 1)
+            for size in tensor.shape:
+                total *= self.number(size)
+            self._nbytes[tensor] = total
+        whole = self._nbytes[tensor]
+        return whole // self.ranks if isinstance(placement, Split) else whole
+
+    # ---- kernels ----
+
+    def kernels(self, node: fx.Node, strategy: Strategy) -> Kernels:
+        """What one op launches on one rank, forward and backward."""
+        key = node, str(strategy)
+        if key not in self._kernels:
+            op = self.workbook.ops[node]
+            self._kernels[key] = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
+        return self._kernels[key]
+
+    def _forward(self, op: Op, strategy: Strategy) -> Iterator[OpWork]:
+        if op.work.kind == "view":
+            return
+        operands, outputs, extra = self._local(op, strategy)
+        moves = op.traffic
+        nbytes = sum(outputs[i] for i in moves.writes)
+        if op.is_lookup:  # of its table it reads only what it gives
+            nbytes += sum(outputs) + sum(operands[i] for i in moves.reads if i > 0)
+        else:
+            nbytes += sum(operands[i] for i in moves.reads)
+        if op.trained:
+            nbytes += sum(extra)
+        if op.work.kind == "memory":
+            if nbytes:
+                yield OpWork("rows" if moves.rows else "memory", 0, nbytes, op.dtype, launches=moves.launches)
+            return
+        if op.work.kind == "attention":
+            yield from self._attention(op, strategy, nbytes)
+            return
+        flops = self.number(op.work.flops) / strategy.ranks
+        yield self._product(op, strategy, flops, nbytes)
+
+    def _attention(self, op: Op, strategy: Strategy, nbytes: int, backward: bool = False) -> Iterator[OpWork]:
+        query, key = op.call.operands[:2]
+        queries, keys, width = (self.number(n) for n in (query.shape[-2], key.shape[-2], query.shape[-1]))
+        flops = self.number(op.work.flops) / strategy.ranks
+        heads = max(1, round(flops / (4 * queries * keys * width)))
+        yield from attention_works(
+            form_of(op.call, ring=self.cp > 1 and self.context == "ring"),
+            Shape(heads, queries, keys * self.cp, width, self.cp),
+            nbytes,
+            op.dtype,
+            self.cluster.device,
+            self.workbook.attention,
+            backward,
+        )
+
+    def _product(self, op: Op, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
+        if op.call.target in GROUPED:  # as if every matrix had equally many rows
+            rows, matrices = (
+                [self.number(n) for n in local_shape(t, p, self.ranks)]
+                for t, p in zip(op.call.operands[:2], strategy.needs[:2], strict=True)
+            )
+            count, k, n = matrices
+            groups = self.number(op.call.operands[1].shape[0])
+            return OpWork("matmul", flops, nbytes, op.dtype, -(-rows[0] // groups), n, k, count)
+        if op.loops is None:
+            return OpWork("matmul", flops, nbytes, op.dtype)
+        extents = {"m": 1, "n": 1, "k": 1, "batch": 1}
+        split = op.split_factor(strategy)
+        for name, role in op.roles.items():
+            size = self.number(op.loops.sizes[name])
+            extents[role] *= size // strategy.ranks if name == split else size
+        if op.keys:  # a rank's queries meet the keys of all
+            extents[op.keys], flops = extents[op.keys] * self.cp, flops * self.cp
+        m, n, k, batch = (extents[role] for role in ("m", "n", "k", "batch"))
+        return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch)
+
+    def _backward(self, op: Op, strategy: Strategy) -> Iterator[OpWork]:
+        if op.work.kind == "view" or not op.trained:
+            return
+        operands, outputs, extra = self._local(op, strategy)
+        moves = op.traffic
+        if op.work.kind == "matmul":
+            (forward,) = self._forward(op, strategy)
+            yield from _gradient_products(op, forward)
+        else:
+            nbytes = sum(outputs[i] for i in (*moves.gradients_read, *moves.kept_outputs))
+            nbytes += sum(extra[i] for i in moves.kept_extra)
+            read = moves.kept_operands + (() if op.is_lookup else moves.gradients_written)
+            nbytes += sum(operands[i] for i in read)
+            if op.is_lookup:  # adds its rows to a gradient
+                nbytes += 2 * sum(outputs)
+            if op.work.kind == "attention":
+                yield from self._attention(op, strategy, nbytes, backward=True)
+            elif nbytes:
+                kind = "rows" if moves.rows else "memory"
+                yield OpWork(kind, 0, nbytes, op.dtype, backward=True, launches=moves.backward_launches)
+        for i, times in moves.sums.items():
+            yield OpWork("memory", 0, 3 * operands[i] * times, op.dtype, backward=True, launches=times)
+
+    def _local(self, op: Op, strategy: Strategy) -> tuple[list[int], list[int], list[int]]:
+        """Local bytes of operands, outputs, and what else is kept."""
+        operands = [self.nbytes(t, p) for t, p in zip(op.call.operands, strategy.needs, strict=True)]
+        outputs = [self.nbytes(t, p) for t, p in zip(op.call.outputs, strategy.gives, strict=True)]
+        extra = [self.nbytes(t) // strategy.ranks for t in op.saved.extra]
+        return operands, outputs, extra
+
+    # ---- seconds ----
+
+    def op_seconds(self, node: fx.Node, strategy: Strategy) -> tuple[float, float]:
+        """(forward, backward) of one op on one rank, with the collectives of its own implementation."""
+        device = self.cluster.device
+        forward, backward = (sum(op_s(device, work) for work in each) for each in self.kernels(node, strategy))
+        for name, elements in strategy.collectives:
+            forward += self.collective(name, self.number(elements) * 4)
+        return forward, backward
+
+    def collective(self, name: str, nbytes: float) -> float:
+        return collective_s(name, nbytes, self.cluster, self.ranks, 1, self.world)
+
+    def conversion_seconds(self, tensor: TensorInfo, source: Placement, target: Placement) -> tuple[float, float]:
+        """(forward, backward) of one conversion."""
+        row = conversion(source, target)
+        if not row.function:
+            return 0.0, 0.0
+        whole = self.nbytes(tensor)
+        move = memory_s(self.cluster.device, whole / self.ranks) + self.cluster.device.launch_s
+        forward = self.collective(row.forward, whole) if row.forward else move
+        backward = 0.0
+        if tensor.requires_grad:
+            backward = self.collective(row.backward, whole) if row.backward else move
+        return forward, backward
+
+
+def _gradient_products(op: Op, forward: OpWork) -> Iterator[OpWork]:
+    """Two products of the forward's size: the gradient of the first operand sums over n, of the second over m."""
+    first, second = (t.requires_grad for t in op.call.operands[:2])
+    m, n, k = forward.m, forward.n, forward.k
+    shapes = [(m, k, n)] * first + [(k, n, m)] * second
+    for rows, columns, inner in shapes:
+        yield OpWork(
+            "matmul", forward.flops, forward.nbytes, forward.dtype, rows, columns, inner, forward.batch, backward=True
+        )

@@ -1,0 +1,317 @@
+"""State the splits ILP in PuLP: one strategy for every op of a graph (tensor level).
+
+Nodes n have choices k. A choice needs tensors in placements, gives tensors in placements, takes time and keeps tensors
+for the backward pass. A tensor t has one producer; where the producer gives placement q and somebody wants p, the
+conversion q -> p takes c[t,q,p] seconds, once, however many want p.
+
+    x[n,k]    1 if node n takes choice k                                                    (whole)
+    X[t,q]  = sum of x[n,k] over the choices k of t's producer n that give t in q           (shorthand)
+    W[n,t,p]= sum of x[n,k] over the choices k of node n that need t in p                   (shorthand)
+    y[t,p]    1 if t is wanted in p by anyone
+    z[t,c,p]  1 if t is converted into p at the price c: one for all placements q that cost the same
+    s[t,p]    1 if t is kept in p for the backward pass
+    f[n,t,q,p] how much of W[n,t,p] comes from X[t,q]
+
+    minimise  sum seconds[n,k] x[n,k] + sum c z[t,c,p] + price * (sum bytes[t,p] s[t,p] + sum bytes[n,k] x[n,k])
+
+    (1)  sum_k x[n,k] = 1                                          one choice per node
+    (2)  y[t,p] >= W[n,t,p]                                        for every node n; paid once by all of them
+    (3)  sum_c z[t,c,p] + sum_{q free to p} X[t,q] >= y[t,p]       what is wanted comes from somewhere
+    (4)  z[t,c,p] <= sum_{q: c[t,q,p] = c} X[t,q]                  a conversion starts from what there is
+    (5)  sum_q f[n,t,q,p] = W[n,t,p]   and                         implied by (1)-(4) for whole x; makes the
+         sum_p f[n,t,q,p] = X[t,q],   f[n,t,q,p] <= z or free      linear relaxation whole much more often
+    (6)  s[t,p] >= sum of x[n,k] over the k of n that keep (t,p)   kept once, however many ops keep it
+    (7)  sum bytes[t,p] s[t,p] + sum bytes[n,k] x[n,k] <= budget
+    (8)  x[a,k] = x[b,k]  for every label k                        tied nodes take choices of one label
+
+(3) and (4) say what z[t,q,p] >= X[t,q] + y[t,p] - 1 says for whole x, and more for fractions. (5) is the transport form
+of one edge (the local marginal polytope); it is written for nodes that want t exactly once whatever they choose. Given
+whole x all other variables are whole of themselves. Ties between equally good answers go to earlier choices, through
+cost differences that sum up to at most 1e-9 of the cost.
+
+Constraints depend on the `Structure` of a problem alone: which choices there are, and which conversions cost the same.
+The search solves many problems of few structures, so that `SplitPrograms` states each structure once; costs are set for
+every problem (`SplitProgram.costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from pulp import LpAffineExpression, LpVariable, lpSum
+
+from autoptd.layout.placements import Placement
+from autoptd.search.sharding.problem import Choice, Pair, SplitProblem
+from autoptd.search.solver import IntegerProgram, Outcome
+
+TIE_BREAK = 1e-9  # of the optimum, at most
+_KEPT = 16  # programs of a few megabytes
+Objective = Callable[[float, float], float]  # of seconds and bytes
+
+
+class Option(NamedTuple):
+    """A choice without what it costs."""
+
+    label: str
+    needs: tuple[Pair, ...]
+    gives: tuple[Pair, ...]
+    saved: tuple[Pair, ...]
+
+
+class Vertex(NamedTuple):
+    """A node without what it costs."""
+
+    name: str
+    options: tuple[Option, ...]
+
+
+class Supply(NamedTuple):
+    """Placements that a tensor is converted from at one price, which may be nothing."""
+
+    sources: tuple[Placement, ...]
+    free: bool
+
+
+class Budget(NamedTuple):
+    """Bytes of choices, in order, and of saved tensors, in shares of the budget (or bytes, of none)."""
+
+    choices: tuple[float, ...]
+    saved: tuple[float, ...]
+    limit: float
+
+
+class Structure(NamedTuple):
+    """All that says which variables and constraints there are.
+
+    `supplies`: of every tensor, and placement that it is wanted in; `saved`: tensors that cost something to keep."""
+
+    nodes: tuple[Vertex, ...]
+    supplies: tuple[tuple[Pair, tuple[Supply, ...]], ...]
+    saved: tuple[Pair, ...]
+    ties: tuple[tuple[str, str], ...]
+    budget: Budget | None
+
+
+def structure_of(problem: SplitProblem, objective: Objective) -> Structure:
+    """What a problem has in common with others that differ in prices."""
+    budget, nbytes = problem.budget_bytes, problem.saved_bytes
+    pairs = dict.fromkeys(pair for node in problem.nodes for choice in node.choices for pair in choice.saved)
+    saved = tuple(pair for pair in pairs if budget is not None or objective(0.0, nbytes[pair]) != 0)
+    limits = None
+    if budget is not None:
+        unit = max(abs(budget), 1.0)  # the row in budgets instead of bytes: tolerances are absolute
+        choices = tuple(choice.bytes / unit for node in problem.nodes for choice in node.choices)
+        limits = Budget(choices, tuple(nbytes[pair] / unit for pair in saved), budget / unit)
+    nodes = tuple(
+        Vertex(node.name, tuple(Option(c.label, c.needs, c.gives, c.saved) for c in node.choices))
+        for node in problem.nodes
+    )
+    return Structure(nodes, tuple(_supplies(problem)), saved, problem.ties, limits)
+
+
+def _supplies(problem: SplitProblem) -> list[tuple[Pair, tuple[Supply, ...]]]:
+    wanted: dict[str, dict[Placement, None]] = defaultdict(dict)
+    given: dict[str, dict[Placement, None]] = defaultdict(dict)
+    for node in problem.nodes:
+        for choice in node.choices:
+            for tensor, placement in choice.needs:
+                wanted[tensor][placement] = None
+            for tensor, placement in choice.gives:
+                given[tensor][placement] = None
+    found = []
+    for tensor, targets in wanted.items():
+        for target in sorted(targets, key=str):
+            prices: dict[float, list[Placement]] = defaultdict(list)
+            for source in given[tensor]:
+                prices[problem.conversion(tensor, source, target)].append(source)
+            supplies = (Supply(tuple(sources), c == 0) for c, sources in prices.items() if c < math.inf)
+            found.append(((tensor, target), tuple(supplies)))
+    return found
+
+
+class SplitProgram:
+    """The program of one structure: x, z (by tensor, first source of that price, target) and s of the docstring."""
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self.program = IntegerProgram("splits")
+        self.x: dict[tuple[str, str], LpVariable] = {}
+        self.z: dict[tuple[str, Placement, Placement], LpVariable] = {}
+        self.s: dict[Pair, LpVariable] = {}
+        _add_choices(self)
+        _add_tensors(self)
+        _add_saved(self)
+        _add_budget(self)
+        _add_ties(self)
+
+    def costs(self, problem: SplitProblem, objective: Objective) -> dict[LpVariable, float]:
+        """Of each variable, in a problem of this structure."""
+        own = [[objective(choice.seconds, choice.bytes) for choice in node.choices] for node in problem.nodes]
+        step = TIE_BREAK * math.fsum(map(min, own)) / sum(map(len, own))
+        found = {}
+        for node, costs in zip(problem.nodes, own, strict=True):
+            for place, (choice, cost) in enumerate(zip(node.choices, costs, strict=True)):
+                found[self.x[node.name, choice.label]] = cost + step * place / len(costs)
+        found.update({z: objective(problem.conversion(*edge), 0.0) for edge, z in self.z.items()})
+        found.update({s: objective(0.0, problem.saved_bytes[pair]) for pair, s in self.s.items()})
+        return found
+
+    def taken(self, problem: SplitProblem, outcome: Outcome) -> dict[str, Choice]:
+        """The choice of each node."""
+        at = {key: self.program.index[x] for key, x in self.x.items()}
+        return {
+            node.name: next(c for c in node.choices if outcome.values[at[node.name, c.label]] > 0.5)
+            for node in problem.nodes
+        }
+
+
+class SplitPrograms:
+    """Programs that were stated, by structure; those least asked for make room."""
+
+    def __init__(self) -> None:
+        self._stated: OrderedDict[Structure, SplitProgram] = OrderedDict()
+
+    def of(self, structure: Structure) -> SplitProgram:
+        if structure not in self._stated:
+            self._stated[structure] = SplitProgram(structure)
+        self._stated.move_to_end(structure)
+        if len(self._stated) > _KEPT:
+            self._stated.popitem(last=False)
+        return self._stated[structure]
+
+
+# ---- variables and constraints ----
+
+
+def _add_choices(model: SplitProgram) -> None:
+    for node in model.structure.nodes:
+        own = {option.label: model.program.variable(whole=True) for option in node.options}
+        assert len(own) == len(node.options), f"two choices of one label in {node.name}"
+        model.x.update({(node.name, label): x for label, x in own.items()})
+        model.program.demand(1, lpSum(own.values()) == 1)
+
+
+def _add_tensors(model: SplitProgram) -> None:
+    producer: dict[str, dict[Placement, LpAffineExpression]] = {}  # X[t,q]
+    consumers: dict[str, dict[str, dict[Placement, LpAffineExpression]]] = defaultdict(dict)  # W[n,t,p]
+    once: dict[str, list[str]] = defaultdict(list)  # nodes that want a tensor exactly once whatever they choose
+    for node in model.structure.nodes:
+        producer.update(_sums(model, node, [option.gives for option in node.options]))
+        for tensor, places in _sums(model, node, [option.needs for option in node.options]).items():
+            consumers[tensor][node.name] = places
+            if all(sum(t == tensor for t, _ in option.needs) == 1 for option in node.options):
+                once[tensor].append(node.name)
+    supplies: dict[str, dict[Placement, tuple[Supply, ...]]] = defaultdict(dict)
+    for (tensor, target), ways in model.structure.supplies:
+        supplies[tensor][target] = ways
+    for tensor, wants in consumers.items():
+        _add_tensor(model, tensor, producer[tensor], wants, once[tensor], supplies[tensor])
+
+
+Sums = dict[Placement, LpAffineExpression]
+
+
+def _sums(model: SplitProgram, node: Vertex, pairs: Sequence[Sequence[Pair]]) -> dict[str, Sums]:
+    """Of each tensor and placement: the sum of x over the options that have it among their `pairs`."""
+    found: dict[str, dict[Placement, dict[LpVariable, None]]] = defaultdict(lambda: defaultdict(dict))
+    for option, own in zip(node.options, pairs, strict=True):
+        for tensor, placement in own:
+            found[tensor][placement][model.x[node.name, option.label]] = None
+    return {tensor: {place: lpSum(xs.keys()) for place, xs in places.items()} for tensor, places in found.items()}
+
+
+def _add_tensor(
+    model: SplitProgram,
+    tensor: str,
+    given: Sums,
+    wants: Mapping[str, Sums],
+    once: Sequence[str],
+    supplies: Mapping[Placement, tuple[Supply, ...]],
+) -> None:
+    """Constraints (2) to (5) of one tensor."""
+    paid: dict[tuple[Placement, Placement], LpVariable | None] = {}  # (q, p) -> what f[n,t,q,p] may not exceed
+    for target, ways in supplies.items():
+        _add_target(model, tensor, target, given, [own[target] for own in wants.values() if target in own], ways, paid)
+    for name in once:
+        _add_transport(model, given, wants[name], paid)
+
+
+def _add_target(
+    model: SplitProgram,
+    tensor: str,
+    target: Placement,
+    given: Sums,
+    wants: Sequence[LpAffineExpression],
+    ways: Sequence[Supply],
+    paid: dict[tuple[Placement, Placement], LpVariable | None],
+) -> None:
+    program = model.program
+    wanted = wants[0]  # y[t,p] = W[n,t,p]
+    if len(wants) > 1:
+        wanted = lpSum([program.variable()])
+        for want in wants:
+            program.demand(2, wanted - want >= 0)
+    met = []
+    for sources, free in ways:
+        available = lpSum(given[source] for source in sources)
+        if free:
+            met.append(available)
+            paid.update({(source, target): None for source in sources})
+            continue
+        z = model.z[tensor, sources[0], target] = program.variable()
+        met.append(z)
+        program.demand(4, available - z >= 0)
+        paid.update({(source, target): z for source in sources})
+    program.demand(3, lpSum(met) - wanted >= 0)
+
+
+def _add_transport(
+    model: SplitProgram,
+    given: Sums,
+    wants: Sums,
+    paid: Mapping[tuple[Placement, Placement], LpVariable | None],
+) -> None:
+    """(5) for one consumer."""
+    program = model.program
+    flow = {edge: program.variable() for edge in paid if edge[1] in wants}
+    bought: dict[LpVariable, list[LpVariable]] = defaultdict(list)
+    for edge, f in flow.items():
+        if (z := paid[edge]) is not None:
+            bought[z].append(f)
+    for z, flows in bought.items():
+        program.demand(5, z - lpSum(flows) >= 0)
+    for target, want in wants.items():
+        program.demand(5, lpSum(f for (_, p), f in flow.items() if p == target) - want == 0)
+    for source, available in given.items():
+        program.demand(5, lpSum(f for (q, _), f in flow.items() if q == source) - available == 0)
+
+
+def _add_saved(model: SplitProgram) -> None:
+    keepers: dict[Pair, dict[str, dict[LpVariable, None]]] = {pair: defaultdict(dict) for pair in model.structure.saved}
+    for node in model.structure.nodes:
+        for option in node.options:
+            for pair in option.saved:
+                if pair in keepers:
+                    keepers[pair][node.name][model.x[node.name, option.label]] = None
+    for pair, by_node in keepers.items():
+        s = model.s[pair] = model.program.variable()
+        for own in by_node.values():
+            model.program.demand(6, s - lpSum(own.keys()) >= 0)
+
+
+def _add_budget(model: SplitProgram) -> None:
+    if (budget := model.structure.budget) is not None:
+        shares = dict(zip(model.x.values(), budget.choices, strict=True))
+        shares.update(zip(model.s.values(), budget.saved, strict=True))
+        terms = LpAffineExpression((variable, share) for variable, share in shares.items() if share)
+        model.program.demand(7, terms <= budget.limit)
+
+
+def _add_ties(model: SplitProgram) -> None:
+    labels = {node.name: [option.label for option in node.options] for node in model.structure.nodes}
+    for a, b in model.structure.ties:
+        for label in labels[a]:
+            model.program.demand(8, model.x[a, label] - model.x[b, label] == 0)

@@ -1,0 +1,194 @@
+"""What each op of a folded graph does, as far as no placement and no size is decided yet; read off the graph once.
+
+`GraphFacts` hold for every plan of a graph; a `Workbook` adds the memory traffic under one way of making kernels.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.layout.placements import Split
+from autoptd.passes.analysis.activations import recomputed
+from autoptd.passes.analysis.dataflow import counts_tokens
+from autoptd.passes.analysis.flops import LOOKUPS, PRODUCTS, Work, work
+from autoptd.passes.analysis.fusion import MemoryTraffic, traffic
+from autoptd.passes.analysis.liveness import Walk, walk
+from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
+from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.graph import op_call
+from autoptd.passes.opcall import OpCall
+from autoptd.passes.rules.factor_notation import Loops, bind
+from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.rules.table import RULES
+from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
+from autoptd.search.sharding.strategies import is_weight
+
+DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NOTHING = MemoryTraffic(launches=0, backward_launches=0)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: its call, forward work, what moves, what autograd keeps; `loops` of products."""
+
+    call: OpCall
+    work: Work
+    traffic: MemoryTraffic
+    saved: SavedForBackward
+    loops: Loops | None
+    dtype: str
+
+    @property
+    def trained(self) -> bool:
+        return any(t.requires_grad for t in self.call.outputs)
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.call.target in LOOKUPS
+
+    @cached_property
+    def roles(self) -> Mapping[str, str]:
+        """Factor of a product -> `m` (of the first operand and the result), `n` (of the second), `k`, or `batch`."""
+        assert self.loops is not None
+        found = {}
+        for name, places in self.loops.places.items():
+            first, second, result = places[0] is not None, places[1] is not None, places[-1] is not None
+            found[name] = ("batch" if first and second else "m" if first else "n") if result else "k"
+        return found
+
+    @cached_property
+    def keys(self) -> str | None:
+        """The role of the keys in a product of attention written out: `n` where scores are made, `k` where read."""
+        assert self.loops is not None
+        sizes = self.loops.sizes
+        tokens = {role for name, role in self.roles.items() if counts_tokens(sizes[name])}
+        return next((role for role in ("n", "k") if {"m", role} <= tokens), None)
+
+    def split_factor(self, strategy: Strategy) -> str | None:
+        """Which factor of a product a strategy splits."""
+        if strategy.ranks == 1 or self.loops is None:
+            return None
+        placements = (*strategy.needs, *strategy.gives)
+        for name, places in self.loops.places.items():
+            there = [(p, q) for p, q in zip(places, placements, strict=True) if p is not None]
+            if all(isinstance(q, Split) and q.dim == p.dim for p, q in there) and there:
+                return name
+        return None
+
+
+class GraphFacts:
+    """What is so in every plan of a folded graph; each part is read when it is first asked for."""
+
+    def __init__(self, folded: Folded) -> None:
+        self.folded = folded
+        self._hits: dict[str, tuple[tuple[str, int, str], ...]] = {}
+        self._again: dict[tuple[str, str, str], tuple[fx.Node, ...]] = {}
+
+    @cached_property
+    def ops(self) -> Mapping[fx.Node, Op]:
+        """Every op of every kind, as if it moved nothing."""
+        return {node: _read(node) for s in self.folded.representatives.values() for _, node in ops_of(s)}
+
+    @cached_property
+    def offers(self) -> Mapping[str, Mapping[tuple[str, int], frozenset[int]]]:
+        """Kind -> group counts worth offering per (tensor, dim)."""
+        return {kind: group_offers(segment) for kind, segment in self.folded.representatives.items()}
+
+    @cached_property
+    def weights(self) -> frozenset[fx.Node]:
+        """Parameters that something is multiplied with or looked up in."""
+        segments = self.folded.representatives.values()
+        return frozenset(node for s in segments for node in s.parameters if is_weight(node))
+
+    def hits(self, pattern: str) -> tuple[tuple[str, int, str], ...]:
+        """(kind, position, name) of the parameters that a pattern names, one of each kind and position."""
+        if pattern not in self._hits:
+            matches = re.compile(fnmatch.translate(pattern)).match
+            self._hits[pattern] = tuple((k, i, n) for (k, i), names in self._slots.items() for n in names if matches(n))
+        return self._hits[pattern]
+
+    def slots(self, names: Iterable[str]) -> frozenset[tuple[str, int]]:
+        """(kind, position) of parameters by their names."""
+        wanted = set(names)
+        return frozenset(slot for slot, called in self._slots.items() if not wanted.isdisjoint(called))
+
+    @cached_property
+    def _slots(self) -> Mapping[tuple[str, int], list[str]]:
+        """Parameter names by kind and position."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for segment in self.folded.segments:
+            for i, node in enumerate(segment.parameters):
+                found.setdefault((segment.kind, i), []).append(self.folded.traced.parameters[node.name])
+        return found
+
+    @cached_property
+    def has_attention(self) -> bool:
+        """Whether any op is fused attention."""
+        return any(op.work.kind == "attention" for op in self.ops.values())
+
+    def again(self, kind: str, segment: Segment, decided: KindSharding, policy: str) -> tuple[fx.Node, ...]:
+        """Ops of a segment of a kind that a policy of recomputation runs again."""
+        placed = (*decided.strategies.values(), *decided.parameters, *decided.receives, *decided.sends)
+        key = kind, ";".join(map(str, placed)), policy
+        if key not in self._again:
+            self._again[key] = tuple(recomputed([segment], {kind: decided}, policy))
+        return self._again[key]
+
+
+class Workbook:
+    """The ops of every kind of segment under one way of making kernels ("eager", "fused", "compiled") and attention."""
+
+    def __init__(
+        self, folded: Folded, kernels: str = "eager", attention: str = "", facts: GraphFacts | None = None
+    ) -> None:
+        self.folded, self.kernels, self.attention = folded, kernels, attention
+        self.facts = facts or GraphFacts(folded)
+        self.ops: dict[fx.Node, Op] = {}
+        self._walks: dict[Any, Walk] = {}
+        for segment in folded.representatives.values():
+            moves = traffic(segment.nodes, segment.sends, kernels)
+            for _, node in ops_of(segment):
+                self.ops[node] = replace(self.facts.ops[node], traffic=moves.get(node, _NOTHING))
+
+    def walk(
+        self,
+        segments: Sequence[Segment],
+        kinds: Mapping[str, KindSharding],
+        policy: str,
+        *,
+        regather: bool = False,
+        in_place_loss: bool = False,
+    ) -> Walk:
+        """The moments of consecutive segments; of the same kinds under the same decisions they are read off once."""
+        names = tuple(s.kind for s in segments)
+        decided = tuple(_text(kinds[name]) for name in dict.fromkeys(names))
+        key = names, decided, policy, regather, in_place_loss
+        if key not in self._walks:
+            self._walks[key] = walk(segments, kinds, policy, regather=regather, in_place_loss=in_place_loss)
+        return self._walks[key]
+
+
+def _text(decided: KindSharding) -> tuple[Any, ...]:
+    """A value that is equal for equal decisions."""
+    return tuple(map(str, decided.strategies.values())), decided.parameters, decided.receives, decided.sends
+
+
+def _read(node: fx.Node) -> Op:
+    call = op_call(node)
+    floats = [t.dtype for t in (*call.operands, *call.outputs) if t.dtype in DTYPE_NAMES]
+    return Op(
+        call=call,
+        work=work(call),
+        traffic=_NOTHING,
+        saved=saved_tensors(call),
+        loops=bind(RULES[call.target].text(call), call) if call.target in PRODUCTS else None,
+        dtype=DTYPE_NAMES[floats[0]] if floats else "fp32",
+    )

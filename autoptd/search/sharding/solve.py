@@ -1,0 +1,192 @@
+"""Candidates of one task with their tensors split, each (tp, microbatch, cp) once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import sympy
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
+from autoptd.cost_models.paths import is_even
+from autoptd.errors import AutoptdError, PlanError
+from autoptd.passes.analysis.flops import work
+from autoptd.passes.graph import info, op_call, source_line
+from autoptd.passes.sharding.sharding import Sharding, ops_of
+from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.search.constraints.named import Pins
+from autoptd.search.constraints.options import Method
+from autoptd.search.meshes import Candidate, divisors
+from autoptd.search.sharding.cache import Legal, ShardingCache, ShardingQuery
+from autoptd.search.sharding.kind_cost import PARTIAL
+from autoptd.search.sharding.splits import InfeasibleSplit
+from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.task import Task
+
+CLOSE = 1e-3  # by how much splits for a microbatch between two others may miss the best, relative
+_ENDLESS = 2**62
+Key = tuple[int, int, int, bool]  # tp, samples of a microbatch, cp, lean
+
+
+class Splitter:
+    """`sharded`: what was found, by `key_of` a candidate; `tensors`: the problems that it answers."""
+
+    def __init__(self, task: Task, known: ShardingCache, pins: Pins, method: Method) -> None:
+        self.task, self.known, self._pins, self._method = task, known, pins, method
+        self._roomy = _roomy(task.cluster)
+        self.tensors: dict[Key, Tensors] = {}
+        self.sharded: dict[Key, Sharded | AutoptdError] = {}
+        self.solutions = 0  # of the splits ILP
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether some splits were taken over from microbatches of other sizes."""
+        return len(self.sharded) > self.solutions
+
+    def check_heads(self) -> None:
+        """A tp that was asked for must split the attention: anything else is a mistake, not a plan."""
+        tp = self.task.wishes.mesh.get("tp", 1)
+        if tp == 1:
+            return
+        for kind, options in self._legal_for(int(tp)).items():
+            for i, node in ops_of(self.task.folded.representatives[kind]):
+                if self._pins.keeps(node):
+                    continue
+                if work(op_call(node)).kind == "attention" and all(s.ranks == 1 for s in options[i]):
+                    if info(node).ndim < 4:  # without a dim of heads there is none to split
+                        continue
+                    heads = info(node).shape[1]
+                    sizes = [d for d in divisors(int(heads)) if self.task.world % d == 0]
+                    raise PlanError(
+                        f"{heads} attention heads do not divide by tp {tp}",
+                        where=f"{source_line(node)}\nfix['tp']",
+                        fix=f"use tp {', '.join(map(str, sizes))}",
+                    )
+
+    def _sizes(self, cp: int) -> Mapping[sympy.Symbol, int]:
+        """Of one rank: its share of a sample's tokens."""
+        sizes = dict(self.task.sizes)
+        if cp > 1:
+            if SEQUENCE not in sizes:
+                raise PlanError(
+                    f"cp {cp} cuts a sequence, but no input of the model has one",
+                    where="fix['cp']",
+                    fix="leave cp out: a sequence is a dim of an input, next to that of the samples, that may vary",
+                )
+            if sizes[SEQUENCE] % cp:
+                raise PlanError(
+                    f"cp {cp} does not divide the sequence of {sizes[SEQUENCE]} tokens",
+                    where="fix['cp']",
+                    fix="use a divisor of the sequence length",
+                )
+            sizes[SEQUENCE] //= cp
+        return sizes
+
+    def _legal_for(self, tp: int) -> Legal:
+        values = tuple(self._sizes(self._method.cp).items())
+        return self.known.legal(tp, values, self.task.wishes.sequence_parallel)
+
+    def question(self, c: Candidate) -> ShardingQuery:
+        task = self.task
+        wanted = task.wishes.mesh.get("recompute")
+        return ShardingQuery(
+            cluster=self._roomy,
+            tp=c.tp,
+            micro=c.micro,
+            values=tuple(self._sizes(c.cp).items()),
+            microbatches=max(1, task.batch * c.tp * c.cp // (task.world * c.micro)),
+            static_bytes=COMPUTE_BYTES[task.precision] + 4 * MAIN_BYTES[task.precision],
+            cp=c.cp,
+            kernels=self._method.kernels,
+            attention=self._method.attention,
+            context=self._method.context if c.cp > 1 else "ring",
+            pins=tuple(task.wishes.splits.items()),
+            whole=self._pins.whole,
+            sequence_parallel=task.wishes.sequence_parallel,
+            second_per_byte=self._byte_s(c),
+            policies=tuple(
+                p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
+            ),
+            world=0 if is_even(self._roomy, c.tp, 1) else task.world,
+        )
+
+    def solve_between(self, grid: Sequence[Candidate]) -> None:
+        """Split tensors for microbatches of several sizes.
+
+        Seconds of any one sharding are affine in the samples of a microbatch, but for tiles and protocols; so the least
+        of all shardings is concave, and one that is within `CLOSE` of the best for both the smallest and the largest is
+        so for all between.
+        """
+        first, last, between = self.solve(grid[0]), self.solve(grid[-1]), grid[1:-1]
+        if not between:
+            return
+        common = self._common(grid, first, last)
+        if common is None:
+            middle = len(grid) // 2
+            self.solve_between(grid[: middle + 1])
+            self.solve_between(grid[middle:])
+            return
+        for c in between:
+            tensors = self.known.tensors(self.question(c))
+            self.tensors[key_of(c)], self.sharded[key_of(c)] = tensors, tensors.priced(common)
+
+    def _common(
+        self, grid: Sequence[Candidate], first: Sharded | AutoptdError, last: Sharded | AutoptdError
+    ) -> Sharding | None:
+        """A sharding that is as good as the best at either end."""
+        if not isinstance(first, Sharded) or not isinstance(last, Sharded):
+            return None
+        for one, other, at in ((first, last, grid[-1]), (last, first, grid[0])):
+            if one.sharding == other.sharding:
+                return one.sharding
+            byte_s, moved = self.question(at).second_per_byte, self.tensors[key_of(at)].priced(one.sharding)
+            tried, best = (x.seconds + byte_s * x.kept_bytes for x in (moved, other))
+            if tried <= best * (1 + CLOSE):
+                return one.sharding
+        return None
+
+    def _byte_s(self, c: Candidate) -> float:
+        """What a byte kept per microbatch is worth: the seconds of recomputing everything, by what that saves."""
+        quick = self.solve(replace(c, lean=False)) if c.lean else None
+        if not isinstance(quick, Sharded):
+            return 0.0
+        forward_s = sum(times * k.forward_s for times, k in quick.every_kind)
+        saved = sum(times * (k.activation_bytes - k.input_bytes) for times, k in quick.every_kind)
+        return forward_s / saved if saved > 0 else 0.0
+
+    def solve(self, c: Candidate) -> Sharded | AutoptdError:
+        key = key_of(c)
+        if key not in self.sharded:
+            tensors, solved = self.known.sharded(self.question(c))
+            if isinstance(solved, AutoptdError):
+                if not isinstance(solved, (InfeasibleSplit, PlanError)):
+                    raise solved
+                if self.task.wishes.mesh.get("tp") == c.tp:
+                    raise solved
+            self.tensors[key], self.sharded[key] = tensors, solved
+            self.solutions += 1
+        return self.sharded[key]
+
+    def refusal(self) -> AutoptdError:
+        """Why no tp can split the tensors as was asked for: of the largest, which has most to choose from."""
+        errors = [(key, solved) for key, solved in self.sharded.items() if isinstance(solved, AutoptdError)]
+        if not errors:
+            return PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
+        return max(errors, key=lambda e: e[0])[1]
+
+
+def key_of(c: Candidate) -> Key:
+    return c.tp, c.micro, c.cp, c.lean
+
+
+@lru_cache(maxsize=64)
+def _roomy(cluster: Cluster) -> Cluster:
+    """With endless memory, which has no part in how tensors are split: plans under other limits share what is known."""
+
+    def endless(part: Any) -> Any:
+        return part.model_copy(update={"device": part.device.model_copy(update={"memory_bytes": _ENDLESS})})
+
+    return cluster.model_copy(update={"device": endless(cluster).device, "others": tuple(map(endless, cluster.others))})

@@ -1,0 +1,75 @@
+"""Which strategies the search may choose from, and which parameters tp must split.
+
+A tp axis splits every matrix it can: whole weights beside a split sequence would be data or context parallelism, which
+have axes and memory of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoptd.layout.placements import BP, P, Split
+from autoptd.passes.analysis.flops import work
+from autoptd.passes.fold import Folded
+from autoptd.passes.graph import infos, op_call
+from autoptd.passes.opcall import OpCall, Size, Sizes
+from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.sharding import expand_kind
+from autoptd.passes.trace.traced import SEQUENCE
+
+
+def legal_strategies(
+    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True
+) -> dict[str, dict[int, list[Strategy]]]:
+    """What the search may choose from, per kind and op.
+
+    An fp64 plan is asked for to be compared with one process to the last digits. Where the model itself drops to a
+    lower precision (a norm or a loss in float32), addends would be rounded before they are summed; there, none are.
+    """
+    found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
+    if not sequence_parallel:
+        found = {
+            k: {
+                i: [s for s in each if not _splits_tokens(op_call(folded.representatives[k].nodes[i]), s)]
+                for i, each in o.items()
+            }
+            for k, o in found.items()
+        }
+    parameters = [infos(n)[0].dtype for s in folded.segments for n in s.parameters]
+    if torch.float64 not in parameters:
+        return found
+    return {
+        kind: {i: [s for s in each if _keeps_digits(op_call(nodes[i]), s)] for i, each in options.items()}
+        for kind, options in found.items()
+        for nodes in [folded.representatives[kind].nodes]
+    }
+
+
+def _splits_tokens(call: OpCall, strategy: Strategy) -> bool:
+    tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
+    return any(isinstance(p, Split) and counts_tokens(t.shape[p.dim]) for t, p in tensors)
+
+
+def counts_tokens(size: Size) -> bool:
+    return not isinstance(size, int) and SEQUENCE in size.free_symbols
+
+
+def _keeps_digits(call: OpCall, strategy: Strategy) -> bool:
+    tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
+    low = [p for t, p in tensors if t.dtype.is_floating_point and t.dtype != torch.float64]
+    return not low or (BP not in low and P not in low and not strategy.collectives)
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a parameter is multiplied with or looked up in, if only after views: then tp splits it where it can.
+
+    Whole weights with a split sequence are data or context parallelism: other axes, with their own memory.
+    """
+    for user in node.users:
+        if user.target in (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.reshape.default):
+            if is_weight(user):
+                return True
+        elif user.target is torch.ops.aten.embedding.default or work(op_call(user)).kind == "matmul":
+            return True
+    return False

@@ -1,0 +1,206 @@
+"""The tensor-level problem solved: from the answer of the splits ILP back to a sharding, and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.cost_models.op_time import OpWork
+from autoptd.layout.placements import B, Placement, conversion, parse_placement
+from autoptd.passes.analysis.liveness import Peak
+from autoptd.passes.fold import Segment
+from autoptd.passes.graph import infos, operands
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.sharding import (
+    KindSharding,
+    Sharding,
+    ops_of,
+    sends_of,
+)
+from autoptd.search.sharding.build import Scope, SplitNumbers
+from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
+from autoptd.search.sharding.splits import SplitSolution, solve_splits
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A sharding and what it costs."""
+
+    sharding: Sharding
+    costs: Mapping[str, KindCost]
+    seconds: float  # one microbatch through the whole model, forward and backward
+    compute_seconds: float  # without communication
+    gap: float
+    every_kind: tuple[tuple[int, KindCost], ...] = ()  # how many segments are of each kind, and what one costs
+    peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks, as they are asked for
+    noted: dict[str, Any] = field(
+        default_factory=dict, compare=False
+    )  # of all segments, by `search/pipeline/chunk_cost.py`
+
+    @property
+    def kept_bytes(self) -> int:
+        """Kept for the backward pass of one microbatch by the whole model, without recomputation."""
+        return sum(times * cost.activation_bytes for times, cost in self.every_kind)
+
+
+class Tensors(SplitNumbers):
+    """The tensor-level problem of one folded graph on one cluster for fixed tp, b and s."""
+
+    def solve(
+        self, second_per_byte: float = 0.0, time_limit_s: float = 20.0, fixed: Mapping[str, str] | None = None
+    ) -> Sharded:
+        """The cheapest sharding. `second_per_byte`: what a kept byte is worth; `fixed`: labels by node of `problem`."""
+        if self.ranks == 1 and not fixed and not self.pins:
+            return self.priced(self._whole)  # one rank has no choice
+        labels = {**self.problem.fixed, **(fixed or {})}
+        asked = replace(self.problem, second_per_byte=second_per_byte, fixed=labels)
+        solution = solve_splits(asked, time_limit_s, self.programs)
+        return self.priced(self._sharding(solution), solution)
+
+    @property
+    def _whole(self) -> Sharding:
+        """Everything on every rank."""
+        kinds = {}
+        for kind, segment in self.folded.representatives.items():
+            strategies = {i: next(filter(_is_whole, options)) for i, options in self.legal[kind].items()}
+            outside = (segment.parameters, segment.receives, segment.sends)
+            kinds[kind] = KindSharding(strategies, *((B,) * len(tensors) for tensors in outside))
+        return Sharding(self.ranks, kinds)
+
+    def _sharding(self, solution: SplitSolution) -> Sharding:
+        receives: dict[str, tuple[Placement, ...]] = {}
+        partial: dict[str, tuple[dict[int, Strategy], tuple[Placement, ...]]] = {}
+        for kind, segment in self.folded.representatives.items():
+            scope = Scope(kind, segment)
+            by_text = {i: {str(s): s for s in options} for i, options in self.legal[kind].items()}
+            chosen = {i: by_text[i][solution.choices[f"{kind}/{n.name}"]] for i, n in ops_of(segment)}
+            stored = tuple(
+                parse_placement(solution.choices[scope.parameter(i)]) for i in range(len(segment.parameters))
+            )
+            partial[kind] = chosen, stored
+            receives[kind] = tuple(
+                parse_placement(solution.choices[scope.receive(i)]) for i in range(len(segment.receives))
+            )
+        sends = sends_of(self.folded, receives)
+        kinds = {k: KindSharding(c, p, receives[k], sends[k]) for k, (c, p) in partial.items()}
+        return Sharding(self.ranks, kinds)
+
+    def priced(self, sharding: Sharding, solution: SplitSolution | None = None) -> Sharded:
+        """What a sharding costs, per segment of each kind."""
+        kinds = self.folded.representatives.items()
+        return self.sharded(sharding, {k: self._kind_work(k, s, sharding.kinds[k]) for k, s in kinds}, solution)
+
+    def sharded(
+        self, sharding: Sharding, works: Mapping[str, KindWork], solution: SplitSolution | None = None
+    ) -> Sharded:
+        """The works of every kind, priced."""
+        costs = {k: price(w, self.cluster, self.ranks, self.world) for k, w in works.items()}
+        total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
+        comm = sum(self.folded.multiplicity(k) * (c.forward_comm_s + c.backward_comm_s) for k, c in costs.items())
+        every = tuple((self.folded.multiplicity(k), c) for k, c in costs.items())
+        return Sharded(sharding, costs, total, total - comm, solution.gap if solution else 0.0, every)
+
+    def _kind_work(self, kind: str, segment: Segment, decided: KindSharding) -> KindWork:
+        ring = exchanged = 0
+        given, meta = self._given(segment, decided)
+        wanted: dict[tuple[fx.Node, Placement], None] = {}
+        works: tuple[list[OpWork], list[OpWork]] = ([], [])
+        weights: list[OpWork] = []
+        comm: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+        for i, node in ops_of(segment):
+            strategy = decided.strategies[i]
+            op = self.workbook.ops[node]
+            forward, backward = self.kernels(node, strategy)
+            works[0].extend(forward)
+            works[1].extend(backward)
+            weights += self._weight_works(node, backward)
+            comm[0].extend((name, self.number(elements) * 4) for name, elements in strategy.collectives)
+            if op.work.kind == "attention":
+                ring += sum(self.nbytes(t, p) for t, p in zip(op.call.operands[1:3], strategy.needs[1:3], strict=True))
+                exchanged += self.nbytes(op.call.operands[0], strategy.needs[0])
+                exchanged += self.nbytes(op.call.outputs[0], strategy.gives[0])
+            for operand, placement in zip(operands(node), strategy.needs, strict=True):
+                wanted[operand, placement] = None
+        for node, placement in zip(segment.sends, decided.sends, strict=True):
+            wanted[node, placement] = None
+        for node, placement in wanted:
+            self._convert(meta[node], given[node], placement, works, comm)
+        peak = self.workbook.walk([segment], {kind: decided}, "none").peak(self.number, self.ranks, self.cp)
+        return KindWork(
+            forward=tuple(works[0]),
+            backward=tuple(works[1]),
+            again={policy: self._again(segment, decided, policy) for policy in self.policies},
+            forward_collectives=tuple(comm[0]),
+            backward_collectives=tuple(comm[1]),
+            activation_bytes=peak.kept,
+            input_bytes=sum(
+                self.nbytes(infos(n)[0], p) for n, p in zip(segment.receives, decided.receives, strict=True)
+            ),
+            temporary_bytes=peak.temporary,
+            weights=tuple(weights),
+            ring_bytes=ring,
+            exchanged_bytes=ring + exchanged,
+        )
+
+    def _weight_works(self, node: fx.Node, backward: Sequence[OpWork]) -> list[OpWork]:
+        """The products of a backward pass that make the gradient of a parameter: one for each trained operand."""
+        if self.workbook.ops[node].work.kind != "matmul":
+            return []
+        both = zip(operands(node)[:2], self.workbook.ops[node].call.operands[:2], strict=True)
+        trained = [n for n, t in both if t.requires_grad]
+        known = self.folded.traced.parameters
+        return [w for n, w in zip(trained, backward, strict=False) if _untransposed(n).name in known]
+
+    def _again(self, segment: Segment, decided: KindSharding, policy: str) -> tuple[OpWork, ...]:
+        """Forward kernels that a policy of recomputation runs again in the backward pass."""
+        positions = {node: i for i, node in enumerate(segment.nodes)}
+        nodes = self.workbook.facts.again(segment.kind, segment, decided, policy)
+        return tuple(w for n in nodes for w in self.kernels(n, decided.strategies[positions[n]])[0])
+
+    def _convert(
+        self,
+        tensor: TensorInfo,
+        source: Placement,
+        target: Placement,
+        works: tuple[list[OpWork], ...],
+        comm: tuple[list[tuple[str, int]], ...],
+    ) -> None:
+        """What one conversion launches or communicates, forward and backward."""
+        row = conversion(source, target)
+        if not row.function:
+            return
+        whole = self.nbytes(tensor)
+        move = OpWork("memory", 0, whole // self.ranks, "bf16")
+        for i, name in enumerate((row.forward, row.backward)):
+            if i == 0 or tensor.requires_grad:
+                if name:
+                    comm[i].append((name, whole))
+                else:
+                    works[i].append(move)
+
+    @staticmethod
+    def _given(segment: Segment, decided: KindSharding) -> tuple[dict[fx.Node, Placement], dict[fx.Node, TensorInfo]]:
+        given: dict[fx.Node, Placement] = dict(zip(segment.parameters, decided.parameters, strict=True))
+        given |= dict(zip(segment.receives, decided.receives, strict=True))
+        given |= dict.fromkeys(segment.prelude, B)
+        outputs = {n: decided.strategies[i].gives for i, n in ops_of(segment)}
+        for node in segment.nodes:
+            source, index = (node, 0) if node in outputs else (node.args[0], node.args[1])
+            given[node] = outputs[source][index]  # type: ignore[index]
+        return given, {n: infos(n)[0] for n in given}
+
+
+def _is_whole(strategy: Strategy) -> bool:
+    return all(placement == B for placement in (*strategy.needs, *strategy.gives))
+
+
+def _untransposed(node: fx.Node) -> fx.Node:
+    """What a product reads: weights stored [in, out] come to it through `t`."""
+    while node.target is torch.ops.aten.t.default:
+        (node,) = node.all_input_nodes
+    return node

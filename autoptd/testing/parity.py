@@ -1,0 +1,147 @@
+"""Train a program with all its ranks in one process, and the plain model beside it: what parity is judged by.
+
+Parallel ──one thread per rank──► Trained ─┐
+                                           ├─► differences, by name
+model ─────────one process──────► Trained ─┘
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.layout.layout import Layout
+from autoptd.layout.placements import Split
+from autoptd.passes.trace.loss import Targets, read_objective
+from autoptd.passes.trace.skeleton import computed_tensors
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.optimizer import NAMED, ParameterGroup, grouped
+
+if TYPE_CHECKING:
+    from autoptd.api import Parallel
+
+Batch = Mapping[str, Tensor]
+_NOISE = 1e-13  # of the norm of all: a tensor that small is zero but for rounding
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What some steps computed. Tensors are whole, by original name."""
+
+    losses: tuple[float, ...]  # one per step
+    norms: tuple[float, ...]  # global gradient norm of each step, before clipping
+    gradients: dict[str, Tensor]  # of the first step, after clipping; parameters without one are left out
+    state: dict[str, Tensor]  # parameters and buffers after the last step
+    diverged: tuple[str, ...] = ()  # tensors whose copies are no longer the same bits on every rank that holds one
+
+
+def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s: float = 60.0) -> Trained:
+    """One step per global batch, on all ranks of the plan in this process. `parallel` itself stays as it is.
+
+    Batches: keyword tensors whose dim 0 counts the samples of all dp ranks; each takes consecutive ones. Raises what a
+    step raises, and RuntimeFault naming the rank that failed.
+    """
+    layout = parallel.layout
+    values = parallel.initial_values()  # made here, once: initialisers draw from the process's one generator
+
+    def body(communicators: Communicators) -> tuple[Trained, dict[str, str]]:
+        mine = copy.copy(parallel)
+        mine.start(communicators, values)
+        return train(mine, batches), {name: digest(x) for name, x in mine.local_tensors().items()}
+
+    results = run_lockstep(layout.mesh, body, timeout_s=timeout_s)
+    first = results[0][0]
+    diverged = diverged_copies(layout, [digests for _, digests in results])
+    return Trained(first.losses, first.norms, first.gradients, first.state, diverged)
+
+
+def train(parallel: Parallel, batches: Sequence[Batch]) -> Trained:
+    """One step per global batch on a running part, which takes its share of each. A collective."""
+    losses, norms, gradients = [], [], {}
+    for step, batch in enumerate(batches):
+        share = {name: x.tensor_split(parallel.dp_size)[parallel.dp_rank] for name, x in batch.items()}
+        losses.append(float(parallel.train_step(share)))
+        assert parallel.grad_norm is not None
+        norms.append(float(parallel.grad_norm))
+        if step == 0:
+            gradients = parallel.gradients()
+    return Trained(tuple(losses), tuple(norms), gradients, parallel.state_dict())
+
+
+def train_alone(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    targets: Targets | None = None,
+    optimizer: str = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
+    groups: Sequence[ParameterGroup] = (),
+    clip_norm: float | None = None,
+) -> Trained:
+    """The same steps in plain PyTorch, on a copy of the model and its loss: whole batches, one process.
+
+    Keywords are those of `autoptd.parallelize`; batches hold the targets beside the inputs.
+    """
+    objective, _ = read_objective(loss, {}, targets)
+    objective, model = objective.joined(model)
+    model = copy.deepcopy(model, {id(x): x.detach() for x in computed_tensors(model)})
+    stepper = NAMED[optimizer](grouped(model.named_parameters(), groups), **(optimizer_options or {}))
+    losses, norms, gradients = [], [], {}
+    for step, batch in enumerate(batches):
+        stepper.zero_grad()
+        value = objective.value(model, batch)
+        value.backward()
+        parameters = list(model.parameters())
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))
+        losses.append(float(value.detach()))
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        stepper.step()
+    return Trained(tuple(losses), tuple(norms), gradients, {n: x.detach() for n, x in model.state_dict().items()})
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """‖found − expected‖ / ‖expected‖ of each tensor; infinite where only one side has it.
+
+    Where the expected tensor is zero but for rounding (the gradient of a key's bias), relative to the norm of all.
+    """
+    whole = torch.stack([x.double().norm() for x in expected.values()]).norm().item() if expected else 0.0
+    result = dict.fromkeys([*expected, *found], float("inf"))
+    for name in [n for n in expected if n in found]:
+        result[name] = difference(found[name], expected[name], expected[name].double().norm().item(), whole)
+    return result
+
+
+def difference(found: Tensor, expected: Tensor, norm: float, whole: float) -> float:
+    """‖found − expected‖ / norm of a tensor or a part of one, infinite for NaN. `norm`: of all of it, `whole`: of all
+    tensors, which takes its place where it is zero but for rounding.
+    """
+    error = (found.double() - expected.double()).norm().item()
+    return error / (norm if norm > _NOISE * whole else whole or 1.0) if error == error else float("inf")
+
+
+def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Names of tensors whose copies differ; `digests`, by rank, tells the bits of each local tensor."""
+    tp, wrong = layout.mesh.tp, []
+    for name, spec in {**layout.parameters, **layout.buffers}.items():
+        parts = range(tp) if isinstance(spec.placement, Split) else (None,)
+        for part in parts:
+            held = {d[name] for rank, d in enumerate(digests) if name in d and part in (None, rank % tp)}
+            if len(held) > 1:
+                wrong.append(name)
+                break
+    return tuple(wrong)
+
+
+def digest(x: Tensor) -> str:
+    """A hash of a tensor's bits."""
+    flat = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()

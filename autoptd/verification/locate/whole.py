@@ -1,0 +1,196 @@
+"""The graph that a plan was made for, run op by op on whole tensors: what every line of a program is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.compile.layout import named_values
+from autoptd.compile.traced import TracedModel
+from autoptd.layout.layout import Layout
+from autoptd.ops import library as ops
+from autoptd.ops.dropout import DropoutKey
+from autoptd.passes.graph import ancestors, concrete, info, substitute
+from autoptd.passes.losses.loss_form import ADDEND, COUNT, addend_slices
+from autoptd.runtime.batch import cut_batch, sample_count
+from autoptd.verification.keyed import Draw, as_float64
+from autoptd.verification.plain import draw_of
+
+aten = torch.ops.aten
+Values = dict[fx.Node, Tensor]
+
+
+@dataclass(frozen=True)
+class OverBatch:
+    """What microbatches are given of a whole batch: counts, and of a loss that is a function of sums its derivative.
+
+    `rest`: the loss less its linear part at the sums, so that what microbatches give adds up to the loss.
+    """
+
+    counts: tuple[Tensor, ...]
+    gradient: Tensor | None = None
+    rest: float = 0.0
+
+
+def over_batch(source: TracedModel, batch: Mapping[str, Tensor], draws: Mapping[fx.Node, Draw]) -> OverBatch:
+    """Counts of a whole batch, those that are computed from others last; then the sums of the loss."""
+    folded, buffers = source.folded, dict(_buffers(source))
+    counts = [torch.ones(concrete(tuple(info(n).shape), {}), dtype=torch.float64) for n in folded.counts]
+    for _ in range(1 + max(folded.loss_form.rounds, default=-1)):
+        values = _run(source, buffers, batch, counts, ancestors(folded.counts), ())
+        counts = [values[n].double() for n in folded.counts]
+    if folded.loss_form.outer is None:
+        return OverBatch(tuple(counts))
+    state = {**buffers, **{n: p.detach() for n, p in source.model.named_parameters()}}
+    sums = _run(source, state, batch, counts, None, draws, DropoutKey(0))[folded.loss].detach().requires_grad_()
+    loss = _outer(source, sums, counts)
+    (gradient,) = torch.autograd.grad(loss, sums)
+    return OverBatch(tuple(counts), gradient, float(loss.detach() - (gradient * sums.detach()).sum()))
+
+
+def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor]) -> Tensor:
+    """The loss, of the sums of a batch."""
+    form = source.folded.loss_form
+    assert form.outer is not None
+    slices, state = addend_slices(form.addends), dict(_buffers(source))
+    values: dict[fx.Node, Any] = {}
+    for node in form.outer.nodes:
+        if node.op == "placeholder" and node.name.startswith(ADDEND):
+            start, stop, shape, _ = slices[int(node.name.rpartition("_")[2])]
+            values[node] = sums[start:stop].view(shape)
+        elif node.op == "placeholder":
+            values[node] = _given(source, node.name, state, {}, counts)
+        elif node.op == "call_function":
+            args = as_float64(concrete(substitute(node.args, values.__getitem__), {}))
+            kwargs = as_float64({k: concrete(substitute(v, values.__getitem__), {}) for k, v in node.kwargs.items()})
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    (loss,) = next(n for n in form.outer.nodes if n.op == "output").args
+    made: Tensor = values[loss]  # type: ignore[index]
+    return made
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Values and gradients of every node, and the gradient of each parameter, by original name."""
+
+    loss: float
+    values: Values
+    gradients: dict[fx.Node, Tensor | None]
+    parameters: dict[str, Tensor]
+
+
+def run_whole(
+    source: TracedModel,
+    batch: Mapping[str, Tensor],
+    over: OverBatch,
+    draws: Mapping[fx.Node, Draw],
+    first: int,
+    part: float = 1.0,
+) -> Ran:
+    """One microbatch, or the whole batch, of which the first sample is the batch's `first`; `part` of the batch."""
+    model = source.model
+    parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
+    rng = DropoutKey(0)
+    rng.sample = first
+    values = _run(source, {**dict(_buffers(source)), **parameters}, batch, over.counts, None, draws, rng)
+    loss = values[source.folded.loss]
+    kept = [n for n, x in values.items() if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None]
+    trained = {n: p for n, p in parameters.items() if p.requires_grad}
+    wanted = [*(values[n] for n in kept), *trained.values()]
+    found = torch.autograd.grad(loss, wanted, over.gradient, allow_unused=True, retain_graph=True)
+    own = zip(trained.items(), found[len(kept) :], strict=True)
+    linear = loss.detach() if over.gradient is None else (over.gradient * loss.detach()).sum()
+    return Ran(
+        float(linear) + over.rest * part,
+        values,
+        dict(zip(kept, found, strict=False)),
+        {n: torch.zeros_like(p) if grad is None else grad for (n, p), grad in own},
+    )
+
+
+def microbatches(layout: Layout, batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int, Mapping[str, Tensor]]]:
+    """(dp rank, number, first sample in the batch, tensors) of every microbatch of a step."""
+    first = 0
+    for dp in range(layout.mesh.dp):
+        share = {name: x.tensor_split(layout.mesh.dp)[dp] for name, x in batch.items()}
+        cut = cut_batch(share, layout.inputs, layout.micro, layout.microbatches, torch.device("cpu"))
+        for number, micro in enumerate(cut):
+            yield dp, number, first, micro
+            first += sample_count(micro)
+
+
+def drawn_nodes(source: TracedModel, draws: Sequence[Draw]) -> dict[fx.Node, Draw]:
+    """Each node that drops -> its draw."""
+    by_key = {draw.key: draw for draw in draws}
+    return {
+        node: by_key[f"{segment.index}.{i}"]
+        for segment in source.folded.segments
+        for i, node in enumerate(segment.nodes)
+        if f"{segment.index}.{i}" in by_key
+    }
+
+
+def _buffers(source: TracedModel) -> list[tuple[str, Tensor]]:
+    held = dict(source.model.named_buffers(remove_duplicate=False))
+    return [*((n, x.detach()) for n, x in held.items()), *as_float64(named_values(source)).items()]
+
+
+def _run(
+    source: TracedModel,
+    state: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    counts: Sequence[Tensor],
+    only: set[fx.Node] | None,
+    draws: Any,
+    rng: DropoutKey | None = None,
+) -> Values:
+    traced = source.folded.traced
+    sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
+    values: Values = {}
+    for node in traced.graph.graph.nodes:
+        if node.op == "output" or (only is not None and node not in only):
+            continue
+        if node.op == "placeholder":
+            if (given := _given(source, node.name, state, batch, counts)) is not None:
+                values[node] = given
+            continue
+        args = as_float64(concrete(substitute(node.args, values.__getitem__), sizes))
+        kwargs = as_float64({k: concrete(substitute(v, values.__getitem__), sizes) for k, v in node.kwargs.items()})
+        made = _op(node, args, kwargs, draws, rng)
+        values[node] = made.view_as(made) if isinstance(made, Tensor) and any(made is x for x in args) else made
+    return values
+
+
+def _op(node: fx.Node, args: Any, kwargs: dict[str, Any], draws: Any, rng: DropoutKey | None) -> Any:
+    drops = draw_of(node)
+    if drops and node not in draws:  # nothing is dropped on either side
+        if node.target is aten.dropout.default:
+            return args[0]
+        return node.target(*args[:4], 0.0, *args[5:], **kwargs)  # type: ignore[operator]
+    if drops:
+        draw = draws[node]
+        if node.target is aten.dropout.default:
+            return ops.dropout(args[0], args[1], key=draw.key, rng=rng, samples=draw.samples)
+        causal = bool(args[5]) if len(args) > 5 else False
+        given = dict(zip(("q", "k", "v", "mask", "dropout_p"), args, strict=False))
+        return ops.attention(**given, is_causal=causal, key=draw.key, rng=rng, samples=draw.samples, **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _given(
+    source: TracedModel, name: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], counts: Sequence[Tensor]
+) -> Tensor | None:
+    traced = source.folded.traced
+    if name.startswith(COUNT):
+        index = int(name.rpartition("_")[2])
+        return counts[index] if counts else None
+    if name in traced.inputs:
+        return batch[traced.inputs[name]]
+    original = traced.parameters.get(name) or traced.buffers.get(name)
+    if original is not None:
+        return state.get(original)
+    return state.get(name, as_float64(traced.constants.get(name)))

@@ -1,0 +1,282 @@
+"""What lies in memory while consecutive segments run on one rank: storages, and what makes, reads and keeps them.
+
+    storage    one allocation: the tensors that are views of each other are one
+    step       an op, or a conversion between placements: storages read, made and kept for the backward pass
+
+Which results are views follows from an op's schema. `reshape` is one unless the order of the dims in memory is no
+longer that of the shape (after a transpose) or there are more elements than are stored (after an expand): it copies.
+Fused attention writes its result in the order (batch, token, head, channel) (Dao 2023, FlashAttention-2; so does
+torch's CPU kernel), so that joining the heads afterwards copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.layout.placements import B, Placement, Split, conversion
+from autoptd.passes.analysis.flops import work
+from autoptd.passes.analysis.saved_tensors import ATTENTION, is_off, saved_tensors
+from autoptd.passes.fold import Segment
+from autoptd.passes.graph import infos, op_call, op_name, operands
+from autoptd.passes.graph import numel as product
+from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.sharding.sharding import KindSharding, ops_of
+from autoptd.passes.trace.traced import SEQUENCE
+
+RANKS = sympy.Symbol("t", integer=True, positive=True)  # of the tp axis
+Number = Callable[[Size], int]
+
+aten = torch.ops.aten
+_SHARING = ("sum_gradient", "first_gradient")  # conversions whose result is a view of what they take
+_COPYING = frozenset({aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints})
+
+
+def counts_tokens(size: Size) -> bool:
+    """Whether a size grows with the length of a sample."""
+    return not isinstance(size, int) and SEQUENCE in size.free_symbols
+
+
+def is_quadratic(shape: Sequence[Size]) -> bool:
+    """Whether two dims count tokens."""
+    return sum(map(counts_tokens, shape)) > 1
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One allocation on one rank. `shape` is global; `split` says that each of the `t` ranks holds an equal part."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    split: bool = False
+    origin: str = "made"  # or "received", "parameter", "prelude"
+    gathered_from: Storage | None = None  # the part of it that this rank had before an all-gather
+    most: int = 0  # elements that are there at once; 0: all
+
+    @property
+    def elements(self) -> sympy.Expr:
+        """Local elements."""
+        whole = sympy.sympify(product(self.shape))
+        mine = whole / RANKS if self.split else whole
+        return sympy.Min(mine, self.most) if self.most else mine
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether two dims count tokens, as those of attention scores do."""
+        return is_quadratic(self.shape)
+
+    def nbytes(self, number: Number, ranks: int, cp: int = 1) -> int:
+        """Local bytes at given sizes, those of one of `cp` ranks: of scores it has its tokens' rows, whole."""
+        total = self.dtype.itemsize * (cp if self.quadratic else 1)
+        for size in self.shape:
+            total *= number(size)
+        mine = total // ranks if self.split else total
+        return min(mine, self.most * self.dtype.itemsize) if self.most else mine
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor in the placement in which it is at hand, and where it is stored."""
+
+    name: str
+    info: TensorInfo
+    placement: Placement
+    storage: Storage
+    order: tuple[int, ...] = ()  # dims of the shape in the order of memory; empty: as they are
+
+    @property
+    def gradient(self) -> Storage:
+        """What its gradient occupies: of an addend it is whole, of a part it is that part."""
+        split = isinstance(self.placement, Split)
+        return Storage(f"grad {self.name}", self.info.shape, self.info.dtype, split)
+
+
+@dataclass(frozen=True)
+class DataflowStep:
+    """An op, or where `node` is None a conversion."""
+
+    node: fx.Node | None
+    name: str
+    operands: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    kept: tuple[Storage, ...] = ()  # for the backward pass; parameters and prelude too
+    view: bool = False
+    ranks: bool = False  # whether each rank does its share of the op only
+    call: OpCall | None = field(default=None, compare=False)
+    collective: str = ""
+
+    @cached_property
+    def touches_quadratic(self) -> bool:
+        return any(v.storage.quadratic for v in (*self.operands, *self.outputs))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Consecutive segments: what they take from earlier ones, the steps, and what they hand on."""
+
+    received: tuple[Value, ...]
+    steps: tuple[DataflowStep, ...]
+    sent: tuple[Value, ...]
+
+
+def flow(segments: Sequence[Segment], kinds: Mapping[str, KindSharding]) -> Flow:
+    """The steps of consecutive segments under the decisions for their kinds."""
+    writer = _DataflowWriter()
+    for segment in segments:
+        writer.segment(segment, kinds[segment.kind])
+    inside = {n for s in segments for n in s.nodes}
+    sent = [
+        writer.at_hand[n] for s in segments for n in s.sends if any(u not in inside for u in n.users) or not n.users
+    ]
+    return Flow(tuple(writer.received), tuple(writer.steps), tuple(sent))
+
+
+class _DataflowWriter:
+    """Steps so far, and where each tensor is."""
+
+    def __init__(self) -> None:
+        self.at_hand: dict[fx.Node, Value] = {}
+        self.converted: dict[tuple[fx.Node, Placement], Value] = {}
+        self.received: list[Value] = []
+        self.steps: list[DataflowStep] = []
+
+    def segment(self, segment: Segment, decided: KindSharding) -> None:
+        self.converted = {}
+        for node, placement in zip(segment.parameters, decided.parameters, strict=True):
+            self.at_hand[node] = _outside(node, placement, "parameter")
+        for node in segment.prelude:
+            self.at_hand[node] = _outside(node, B, "prelude")
+        for node, placement in zip(segment.receives, decided.receives, strict=True):
+            if node not in self.at_hand:
+                self.at_hand[node] = _outside(node, placement, "received")
+                self.received.append(self.at_hand[node])
+        strategies = {segment.nodes[i]: decided.strategies[i] for i, _ in ops_of(segment)}
+        for node in segment.nodes:
+            if node in strategies:
+                strategy = strategies[node]
+                taken = tuple(self.convert(o, p, node) for o, p in zip(operands(node), strategy.needs, strict=True))
+                step = _step(node, taken, strategy.gives, strategy.ranks > 1)
+                self.steps.append(step)
+                if not isinstance(node.meta["info"], tuple):
+                    self.at_hand[node] = step.outputs[0]
+            else:  # the picker of one output
+                made = next(s for s in reversed(self.steps) if s.node is node.args[0])
+                self.at_hand[node] = made.outputs[node.args[1]]  # type: ignore[index]
+        for node, placement in zip(segment.sends, decided.sends, strict=True):
+            self.at_hand[node] = self.convert(node, placement, node)
+
+    def convert(self, node: fx.Node, target: Placement, reader: fx.Node) -> Value:
+        """The tensor in a placement, converted once in each segment."""
+        source = self.at_hand[node]
+        if source.placement == target:
+            return source
+        if (node, target) in self.converted:
+            return self.converted[node, target]
+        row = conversion(source.placement, target)
+        storage = source.storage
+        if row.function not in _SHARING:
+            part = storage if row.forward == "all_gather" and storage.split else None
+            storage = Storage(
+                f"{source.name} as {target}",
+                source.info.shape,
+                source.info.dtype,
+                isinstance(target, Split),
+                gathered_from=part,
+            )
+        value = Value(source.name, source.info, target, storage, source.order if storage is source.storage else ())
+        view = row.function in _SHARING and row.backward is None
+        self.steps.append(
+            DataflowStep(
+                None, f"{row.function} {node.name}", (source,), (value,), view=view, collective=row.forward or ""
+            )
+        )
+        self.converted[node, target] = value
+        return value
+
+
+def _outside(node: fx.Node, placement: Placement, origin: str) -> Value:
+    tensor = infos(node)[0]
+    storage = Storage(node.name, tensor.shape, tensor.dtype, isinstance(placement, Split), origin)
+    return Value(node.name, tensor, placement, storage)
+
+
+def _step(node: fx.Node, taken: tuple[Value, ...], gives: tuple[Placement, ...], shared: bool) -> DataflowStep:
+    call = op_call(node)
+    outputs = tuple(_outputs(node, call, taken, gives))
+    kept: list[Storage] = []
+    if any(t.requires_grad for t in call.outputs):
+        keeps = saved_tensors(call)
+        kept += [taken[i].storage for i in keeps.operands]
+        kept += [outputs[i].storage for i in keeps.outputs]
+        kept += [Storage(f"{node.name}:{i}", e.shape, e.dtype, shared) for i, e in enumerate(keeps.extra)]
+    view = bool(taken) and outputs[0].storage is taken[0].storage
+    return DataflowStep(node, op_name(node), taken, outputs, tuple(dict.fromkeys(kept)), view, shared, call)
+
+
+def _outputs(node: fx.Node, call: OpCall, taken: Sequence[Value], gives: Sequence[Placement]) -> Iterator[Value]:
+    several = isinstance(node.meta["info"], tuple)
+    for i, (tensor, placement) in enumerate(zip(call.outputs, gives, strict=True)):
+        name = f"{node.name}[{i}]" if several else node.name
+        order = _order(call, taken)
+        if order is not None:
+            yield Value(name, tensor, placement, taken[0].storage, order)
+            continue
+        storage = Storage(name, tensor.shape, tensor.dtype, isinstance(placement, Split))
+        fused = call.target in ATTENTION and tensor.ndim >= 3
+        dims = (*range(tensor.ndim - 3), tensor.ndim - 2, tensor.ndim - 3, tensor.ndim - 1)
+        yield Value(name, tensor, placement, storage, dims if fused else ())
+
+
+def _order(call: OpCall, taken: Sequence[Value]) -> tuple[int, ...] | None:
+    """The order in memory of a result that is a view of the first operand; None where the op writes a new tensor."""
+    if not taken or not (work(call).kind == "view" or is_off(call)):
+        return None
+    source, before = taken[0], call.operands[0]
+    order = source.order or tuple(range(before.ndim))
+    if call.target in _COPYING:
+        straight = order == tuple(range(before.ndim))
+        grown = sympy.sympify(product(call.outputs[0].shape) - product(source.storage.shape)).is_positive
+        same = call.target is aten.contiguous.default
+        return None if grown or not (straight or (not same and _outer_only(order, call))) else ()
+    moved = _permutation(call, before.ndim)
+    if moved is None:
+        return order if call.outputs[0].ndim == before.ndim else ()
+    where = {old: new for new, old in enumerate(moved)}
+    order = tuple(where[d] for d in order)
+    return () if order == tuple(range(before.ndim)) else order
+
+
+def _outer_only(order: tuple[int, ...], call: OpCall) -> bool:
+    """Whether a reshape leaves alone the dims that were moved: those before and after them keep their places."""
+    before, after = call.operands[0].shape, call.outputs[0].shape
+    moved = [i for i, d in enumerate(order) if i != d]
+    first, last = moved[0], moved[-1] + 1
+    return before[:last] == after[:last] or before[first:] == after[len(after) - len(before) + first :]
+
+
+def _permutation(call: OpCall, ndim: int) -> tuple[int, ...] | None:
+    """Output dim i is input dim permutation[i]; None for other views."""
+    match op_base(call):
+        case "transpose":
+            a, b = (int(d) % ndim for d in call.args[1:3])
+            dims = list(range(ndim))
+            dims[a], dims[b] = b, a
+            return tuple(dims)
+        case "t":
+            return tuple(range(ndim))[::-1]
+        case "permute":
+            return tuple(int(d) % ndim for d in call.args[1])
+    return None
+
+
+def op_base(call: OpCall) -> str:
+    """`transpose` for `aten.transpose.int`."""
+    if isinstance(call.target, torch._ops.OpOverload):
+        return str(call.target._schema.name.split("::")[1])
+    return getattr(call.target, "__name__", str(call.target))

@@ -1,0 +1,105 @@
+"""How much work an op is: floating point operations and bytes moved, as expressions in the symbols.
+
+Products count two operations per step of their loop nest (those of experts only the expert that a row is sent to),
+convolutions and attention as torch.utils.flop_counter does;
+everything else is bound by memory and counts none. Attention counts the whole square also under a causal mask (as
+reports of model FLOPs do); `causal` says that half of it is skipped. Views, and copies that a kernel can avoid by
+writing the layout that is asked for (`contiguous`), cost nothing. Backward is not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
+
+from autoptd.ops import library as ops
+from autoptd.passes.analysis.saved_tensors import ATTENTION
+from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
+from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.rules.factor_notation import bind
+from autoptd.passes.rules.table import RULES
+
+aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.bmm.default,
+        aten.einsum.default,
+        aten.linear.default,
+        aten.matmul.default,
+        aten.mm.default,
+        aten.mv.default,
+    }
+)
+GROUPED = frozenset({ops.grouped_mm})  # each row meets one matrix of several
+CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
+LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
+CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default})
+
+
+@dataclass(frozen=True)
+class Work:
+    """Forward work of one op at its full shapes."""
+
+    kind: Literal["matmul", "attention", "memory", "view"]
+    flops: Size = 0
+    bytes_in: Size = 0
+    bytes_out: Size = 0
+    causal: bool = False
+
+
+def work(call: OpCall) -> Work:
+    """Kind, operations and bytes of a call."""
+    if _is_view(call):
+        return Work("view")
+    count = flops(call)
+    bytes_out = sum((nbytes(t) for t in call.outputs), 0)
+    if call.target in LOOKUPS:  # reads of the table only what it gives
+        return Work("memory", 0, bytes_out + sum(nbytes(t) for t in call.operands[1:]), bytes_out)
+    bytes_in = sum((nbytes(t) for t in call.operands), 0)
+    if call.target in ATTENTION:
+        return Work("attention", count, bytes_in, bytes_out, bool(call.arg(5, "is_causal", False)))
+    return Work("matmul" if count != 0 else "memory", count, bytes_in, bytes_out)
+
+
+def flops(call: OpCall) -> Size:
+    """Floating point operations of the forward pass; 0 for what is bound by memory."""
+    if call.target in PRODUCTS:
+        return 2 * prod(bind(RULES[call.target].text(call), call).sizes.values())
+    if call.target in GROUPED:
+        rows, weight = call.operands[:2]
+        return 2 * prod(rows.shape) * weight.shape[2]
+    if call.target in CONVOLUTIONS:
+        source, weight = call.operands[:2]
+        return conv_flop_count(list(source.shape), list(weight.shape), list(call.outputs[0].shape))
+    if call.target in ATTENTION:
+        query, key, value = (_four(t.shape) for t in call.operands[:3])
+        heads = query[:-2]  # grouped key-value heads are read by several query heads
+        return sdpa_flop_count(query, heads + key[-2:], heads + value[-2:])
+    return 0
+
+
+def nbytes(tensor: TensorInfo) -> Size:
+    """Bytes of a whole tensor."""
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _four(shape: tuple[Size, ...]) -> tuple[Size, ...]:
+    return (1,) * (4 - len(shape)) + shape
+
+
+def _is_view(call: OpCall) -> bool:
+    """Results that alias an operand: by the op's schema, or a cast to the same type."""
+    if isinstance(call.target, (OwnFunction, OwnHook)):
+        return call.target.view
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return False
+    if call.target in CASTS:
+        return call.outputs[0].dtype == call.operands[0].dtype
+    returns = call.target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

@@ -1,0 +1,204 @@
+"""Which ops share a kernel, and what each op then moves through memory, forward and backward.
+
+    eager      every op is a kernel of its own
+    fused      hand-written kernels, as Megatron-LM and Transformer Engine have them: neighbouring pointwise ops are one
+               kernel, and so are pointwise ops that lead into a row op (softmax, a norm); nothing is fused behind one
+    compiled   every connected group of memory-bound ops is one kernel, as TorchInductor does it
+
+Ops are in one group only if no product (matmul, attention) lies on any path between them. A group reads each tensor
+from outside once, writes only what somebody outside reads, and has in its backward pass what autograd keeps; pointwise
+results inside it are computed again and not kept. Tensors are told apart by what they are views of.
+
+The result is placement-free: positions of operands and outputs. What they weigh on one rank is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from networkx.utils import UnionFind
+from torch import fx
+
+from autoptd.passes.analysis.flops import work
+from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
+from autoptd.passes.graph import is_getitem, op_call, operands
+
+aten = torch.ops.aten
+KERNELS = ("eager", "fused", "compiled")
+_ROW_NAMES = ("softmax", "norm", "cross_entropy", "sum", "mean", "var", "amax", "logsumexp", "nll_loss")
+
+
+@dataclass(frozen=True)
+class MemoryTraffic:
+    """What one op moves: positions of operands and outputs in its `OpCall`; `launches` of its own kernels.
+
+    `kept_operands`, `kept_outputs` and `kept_extra` (positions in `SavedForBackward.extra`) are read again by the
+    backward pass.
+    `sums`: for each operand, how many times its gradient is added to one that is there already.
+    """
+
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    launches: int = 1
+    kept_operands: tuple[int, ...] = ()
+    kept_outputs: tuple[int, ...] = ()
+    kept_extra: tuple[int, ...] = ()
+    gradients_read: tuple[int, ...] = ()  # outputs
+    gradients_written: tuple[int, ...] = ()  # operands
+    backward_launches: int = 1
+    sums: Mapping[int, int] = field(default_factory=dict)
+    rows: bool = False  # part of a kernel that needs whole rows: softmax, a norm
+
+
+def traffic(nodes: Iterable[fx.Node], sent: Iterable[fx.Node], kernels: str) -> dict[fx.Node, MemoryTraffic]:
+    """What each op of a segment moves; `sent` are the tensors that others read. Views move nothing and are left out."""
+    ops = [n for n in nodes if not is_getitem(n)]
+    return _Fusion(ops, set(map(base, sent)), kernels).traffic()
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node that a view, or one of several outputs, is a part of."""
+    while True:
+        if is_getitem(node):
+            node = node.args[0]  # type: ignore[assignment]
+        elif node.op == "call_function" and work(op_call(node)).kind == "view" and operands(node):
+            node = operands(node)[0]
+        else:
+            return node
+
+
+def is_row_op(node: fx.Node) -> bool:
+    """Whether an op needs a whole row before it gives anything: the end of a hand-written kernel."""
+    name = str(node.target)
+    return any(part in name for part in _ROW_NAMES)
+
+
+class _Fusion:
+    def __init__(self, ops: list[fx.Node], sent: set[fx.Node], kernels: str) -> None:
+        if kernels not in KERNELS:
+            raise ValueError(f"unknown kernels {kernels!r}; known: {', '.join(KERNELS)}")
+        self.kernels, self.sent = kernels, sent
+        self.kinds = {n: work(op_call(n)).kind for n in ops}
+        self.ops = [n for n in ops if self.kinds[n] != "view"]
+        self.inside = set(self.ops)
+        self.bases = {n: [base(o) for o in operands(n)] for n in self.ops}
+        self.saved: dict[fx.Node, SavedForBackward] = {n: saved_tensors(op_call(n)) for n in self.ops}
+        self.group = self._groups()
+        self.rows = {self.group[n] for n in self.ops if self.kinds[n] == "memory" and is_row_op(n)}
+        self.readers: dict[fx.Node, set[fx.Node]] = {}  # tensor -> groups that read it
+        for node in self.ops:
+            for source in self.bases[node]:
+                self.readers.setdefault(source, set()).add(self.group[node])
+        self._find_recomputing()
+
+    def _find_recomputing(self) -> None:
+        memory = [n for n in self.ops if self.kinds[n] == "memory"]
+        self.recomputing = {self.group[n] for n in memory if self._computes_again(n)}
+
+    def _groups(self) -> dict[fx.Node, fx.Node]:
+        """Op -> one op that stands for its group. Each joins the groups of its level that it reads from, if it may."""
+        groups = UnionFind(self.ops)
+        level: dict[fx.Node, int] = {}
+        for node in self.ops:
+            memory = self.kinds[node] == "memory"
+            depth = max((level[s] for s in self.bases[node] if s in level), default=0)
+            level[node] = depth if memory else depth + 1
+            if not memory or self.kernels == "eager":
+                continue
+            for source in self.bases[node]:
+                near = source in self.inside and self.kinds[source] == "memory" and level[source] == depth
+                if near and (self.kernels == "compiled" or not is_row_op(source)):
+                    groups.union(source, node)
+        return {node: groups[node] for node in self.ops}
+
+    # ---- what moves ----
+
+    def traffic(self) -> dict[fx.Node, MemoryTraffic]:
+        self.read: set[tuple[fx.Node, fx.Node]] = set()  # tensors from outside that a group has read
+        self.kept: set[tuple[fx.Node, fx.Node]] = set()  # the same for its backward pass
+        launched: set[fx.Node] = set()
+        found = {}
+        for node in self.ops:
+            found[node] = self._of(node, launched)
+        return self._with_sums(found)
+
+    def _of(self, node: fx.Node, launched: set[fx.Node]) -> MemoryTraffic:
+        group, saved = self.group[node], self.saved[node]
+        call = op_call(node)
+        reads = [
+            i for i, s in enumerate(self.bases[node]) if not self._inside(s, group) and self._first(self.read, node, s)
+        ]
+        gradients = [i for i in reads if call.operands[i].requires_grad]
+        trained = any(t.requires_grad for t in call.outputs)
+        keeps = tuple(saved.outputs) if is_row_op(node) or self._leaves(node) else ()
+        writes = tuple(range(len(call.outputs))) if self._leaves(node) else keeps
+        first = group not in launched
+        launched.add(group)
+        return MemoryTraffic(
+            reads=tuple(reads),
+            writes=writes,
+            launches=int(first),
+            kept_operands=tuple(
+                i
+                for i in saved.operands
+                for source in [self.bases[node][i]]
+                if self._leaves(source) and self._first(self.kept, node, source)
+            )
+            + self._inputs_again(node, reads, saved),
+            kept_outputs=keeps,
+            kept_extra=tuple(range(len(saved.extra))),
+            gradients_read=tuple(i for i, t in enumerate(call.outputs) if t.requires_grad)
+            if self._leaves(node)
+            else (),
+            gradients_written=tuple(gradients) if trained else (),
+            backward_launches=int(first and trained),
+            rows=group in self.rows,
+        )
+
+    def _inputs_again(self, node: fx.Node, reads: list[int], saved: SavedForBackward) -> tuple[int, ...]:
+        """What a group reads once more in its backward pass to compute intermediates that are not kept."""
+        if self.group[node] not in self.recomputing:
+            return ()
+        call, sources = op_call(node), self.bases[node]
+        wanted = [i for i in reads if i not in saved.operands and call.operands[i].requires_grad]
+        return tuple(i for i in wanted if self._first(self.kept, node, sources[i]))
+
+    def _computes_again(self, node: fx.Node) -> bool:
+        """Whether autograd would keep an intermediate of the group that nobody outside reads."""
+        saved = self.saved[node]
+        inner = [s for i, s in enumerate(self.bases[node]) if i in saved.operands and not self._leaves(s)]
+        return bool(inner) or bool(saved.outputs and not is_row_op(node) and not self._leaves(node))
+
+    def _first(self, seen: set[tuple[fx.Node, fx.Node]], node: fx.Node, source: fx.Node) -> bool:
+        """Whether the group of a memory-bound op meets a tensor for the first time; a product reads each operand."""
+        key = self.group[node], source
+        if self.kinds[node] == "memory" and key in seen:
+            return False
+        seen.add(key)
+        return True
+
+    def _inside(self, source: fx.Node, group: fx.Node) -> bool:
+        return source in self.inside and self.group[source] == group
+
+    def _leaves(self, node: fx.Node) -> bool:
+        """Whether somebody outside of its group reads what a node makes."""
+        if node not in self.inside:
+            return True
+        return node in self.sent or bool(self.readers.get(node, set()) - {self.group[node]})
+
+    def _with_sums(self, found: dict[fx.Node, MemoryTraffic]) -> dict[fx.Node, MemoryTraffic]:
+        """All but one of the gradients that reach a tensor from different kernels are added to what is there."""
+        reached: Counter[fx.Node] = Counter(self.sent & self.inside)
+        for node in reversed(self.ops):
+            sums: Counter[int] = Counter()
+            for i in found[node].gradients_written:
+                source = self.bases[node][i]
+                if source.op != "placeholder" or source in self.inside:
+                    sums[i] += int(reached[source] > 0)
+                    reached[source] += 1
+            if any(sums.values()):
+                found[node] = replace(found[node], sums={i: n for i, n in sums.items() if n})
+        return found

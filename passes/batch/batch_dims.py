@@ -1,0 +1,127 @@
+"""Which dim of a tensor counts samples, also where it does so among others: after a reshape of (b, s, h) to (b s, h).
+
+A dim of size b is the samples' own. Where b is only a factor of a size, the notations of the ops that led there tell on
+which side of it the other factors stand: `d0 d1 -> (d0 d1)` carries the factor b of one shape to its place in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from autoptd.passes.graph import infos, is_getitem, op_call, op_name, operands
+from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.rules.factor_notation import FactorPlace, Loops, bind
+from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.rules.views import quotient
+from autoptd.passes.trace.traced import BATCH
+
+
+@dataclass(frozen=True)
+class SamplePlace:
+    """Dim `dim` is (outer, samples, inner)."""
+
+    dim: int
+    outer: Size = 1
+    inner: Size = 1
+
+
+Found = SamplePlace | None
+_KEY = "sample_place"  # in a node's meta
+
+
+def sample_place(node: fx.Node, output: int = 0) -> Found:
+    """Where samples lie in an output of a node; None where no dim counts them, or none that can be told."""
+    if is_getitem(node):
+        owner, index = node.args
+        assert isinstance(owner, fx.Node) and isinstance(index, int)
+        return sample_place(owner, index)
+    key = f"{_KEY} {output}"
+    if key not in node.meta:
+        node.meta[key] = own_place(infos(node)[output]) or _handed_on(node, output)
+    found: Found = node.meta[key]
+    return found
+
+
+def forget_place(node: fx.Node, output: int) -> None:
+    """Samples are in another order there than in the batch: their place cannot be told by its shape."""
+    node.meta[f"{_KEY} {output}"] = None
+
+
+def counts_samples(tensor: TensorInfo) -> bool:
+    """Whether the tensor grows with the batch."""
+    return any(grows(size) for size in tensor.shape)
+
+
+def grows(size: Size) -> bool:
+    """Whether a size grows with the batch."""
+    return not isinstance(size, int) and BATCH in size.free_symbols
+
+
+def counts_in(value: object) -> bool:
+    """Whether a number among an op's arguments is another one for another number of samples."""
+    if isinstance(value, (tuple, list)):
+        return any(map(counts_in, value))
+    return isinstance(value, sympy.Basic) and bool(value.subs(BATCH, 2) != value.subs(BATCH, 4))
+
+
+def makes_new(node: fx.Node) -> bool:
+    """Whether an op reads no value of its operands, only their shapes and types: `new_zeros`, `ones_like`."""
+    making = ("new_", "zeros", "ones", "full", "empty", "scalar_tensor")
+    return node.op == "call_function" and op_name(node).startswith(making)
+
+
+def own_place(tensor: TensorInfo, unit: Size = BATCH) -> Found:
+    """The only dim that grows, where it counts nothing but `unit`."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
+    return SamplePlace(dims[0]) if len(dims) == 1 and tensor.shape[dims[0]] == unit else None
+
+
+def _handed_on(node: fx.Node, output: int) -> Found:
+    if node.op != "call_function" or not counts_samples(infos(node)[output]):
+        return None
+    places = {i: place for i, o in enumerate(operands(node)) if (place := sample_place(o)) is not None}
+    call = op_call(node)
+    loops = loops_of(call) if places else None
+    return None if loops is None else handed_on(call, loops, output, places)
+
+
+def loops_of(call: OpCall) -> Loops | None:
+    """The loops of an op's row or discovered rule."""
+    rule = rule_for(call)
+    return None if rule is None else bind(rule.text(call), call)
+
+
+def handed_on(call: OpCall, loops: Loops, output: int, places: Mapping[int, SamplePlace], unit: Size = BATCH) -> Found:
+    """Where an op's output has what its operands have at `places`: samples, or another `unit` that rows come in."""
+    for position, place in places.items():
+        for factor, where in loops.places.items():
+            source, target = where[position], where[len(call.operands) + output]
+            if source is not None and target is not None:
+                length = call.outputs[output].shape[target.dim]
+                found = _moved(place, loops.sizes[factor], source, target, length, unit)
+                if found is not None:
+                    return found
+    return None
+
+
+def _moved(place: SamplePlace, size: Size, before: FactorPlace, after: FactorPlace, length: Size, unit: Size) -> Found:
+    """Where samples go if they lie within one factor, of `size`, now at `after` in a dim of this length."""
+    if before.dim != place.dim or not grows(size):
+        return None
+    outside = quotient(place.outer, before.outer)  # of the factor's own, what stands before the samples
+    inside = None if outside is None else quotient(size, outside * unit)
+    if outside is None or inside is None:
+        return None
+    outer = sympy.sympify(after.outer * outside)
+    inner = quotient(length, outer * unit)
+    if inner is None or grows(outer) or grows(inner):
+        return None
+    return SamplePlace(after.dim, _plain(outer), _plain(inner))
+
+
+def _plain(size: Size) -> Size:
+    return int(size) if not isinstance(size, int) and size.is_Integer else size

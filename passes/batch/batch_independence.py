@@ -1,0 +1,324 @@
+"""Ops that mix samples are refused: data-parallel ranks and microbatches would each mix their own share only.
+
+The graph is followed from its inputs on, and of each tensor it is known whose its rows are (`rows.py`). An op's rule
+says what becomes of the dim that counts samples. They stay apart where their factor of the op's loops is one and the
+same in all operands, and goes on into every output:
+
+    b h, o h -> b o       a layer
+    . h -> . h            a norm over the batch, a shift of samples: needs the dim whole
+    b h -> h              a sum over the batch
+    b h, c h -> b c       every sample with every other, as contrastive losses pair them
+
+An op of which the rules do not say so is tried: some samples are changed, and the results of the others must stay.
+Moves by computed numbers, such as tokens to the experts that a router chose and back, are proved in the graph
+(`index_moves.py`, `own_numbers.py`, `expert_groups.py`). What is not proved is refused.
+
+What sums over samples and leads to the loss alone, never back to them, is what `reduce_loss.py` is about. Rows that
+meet rows of other samples are refused there too: which ones meet depends on the batch. Batch normalisation has an
+error of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.analysis.dataflow import op_base
+from autoptd.passes.batch.batch_dims import (
+    SamplePlace,
+    counts_samples,
+    forget_place,
+    grows,
+    loops_of,
+    makes_new,
+    own_place,
+)
+from autoptd.passes.batch.expert_groups import counted, follow_group
+from autoptd.passes.batch.index_moves import follow_move
+from autoptd.passes.batch.row_numbers import SAME_VALUES, follow_numbers, follow_range, follow_sort, misused
+from autoptd.passes.batch.rows import FILLED, TURN, Across, Order, Rows, State, placed_by
+from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, operands, source_line, user_op_name
+from autoptd.passes.normalise.at_example import at_example, needs_example
+from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.rules import op_notations as notations
+from autoptd.passes.rules.discover import keeps_apart
+from autoptd.passes.rules.factor_notation import Loops
+from autoptd.passes.rules.prove import frozen
+from autoptd.passes.rules.table import RULES
+from autoptd.passes.rules.views import quotient
+from autoptd.passes.trace.traced import BATCH, Traced
+
+States: TypeAlias = "tuple[State, ...]"
+
+_ACROSS = "works across samples"
+_PAIRS = "pairs samples with each other"
+_UNKNOWN = "is not known to keep samples apart"
+_COUNTS = "computes with the number of samples"
+_SHAPED = (  # take sizes of what they give; part of the samples' dim is refused as such
+    *("expand", "narrow", "repeat", "repeat_interleave", "reshape", "slice", "slice_scatter", "split"),
+    *("split_with_sizes", "unflatten", "view"),
+)
+_BROADCASTING = (  # losses of elements, whose operands meet from the right
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+
+
+def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
+    """Raise UnsupportedOp at the first op whose result for one sample depends on the others."""
+    if needs_example(graph):
+        graph = at_example(graph, traced)
+    of_samples = (n for n in graph.nodes if n.op == "call_function" and any(counts_samples(t) for t in infos(n)))
+    follower = _Follower(ancestors(of_samples))
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
+            follower.put(node, _given(node))
+        elif node.op == "call_function":
+            follower.put(node, *follower.follow(node))
+
+
+def _given(node: fx.Node) -> State:
+    place = own_place(info(node))
+    return Across(node, "counts samples in no dim that can be told") if place is None else Rows(place)
+
+
+def _refuse(mixed: Across) -> None:
+    raise UnsupportedOp(
+        f"{user_op_name(mixed.node)} {mixed.reason}: what it gives for one sample depends on the others of its batch, "
+        "of which each microbatch and data-parallel rank has its own share",
+        where=source_line(mixed.node),
+        fix=mixed.fix,
+    )
+
+
+@dataclass
+class _Follower:
+    """What is known of each tensor so far."""
+
+    returning: set[fx.Node]  # nodes that count samples, and those that lead to one that does
+    states: dict[fx.Node, States] = field(default_factory=dict)
+    seen: dict[Hashable, _Found] = field(default_factory=dict)  # of ops that are alike
+
+    def put(self, node: fx.Node, *states: State) -> None:
+        """Know this of a node's outputs. Raises UnsupportedOp if samples are mixed that must not be."""
+        for i, (state, tensor) in enumerate(zip(states, infos(node), strict=True)):
+            if isinstance(state, Across) and (state.pairs or counts_samples(tensor)):
+                _refuse(state)
+            if isinstance(state, Rows) and state.order != TURN:
+                forget_place(node, i)
+        if any(state is not None for state in states):
+            self.states[node] = states
+
+    def follow(self, node: fx.Node) -> States:
+        """What an op makes of what is known of its operands."""
+        if is_getitem(node):
+            owner, index = node.args
+            assert isinstance(owner, fx.Node) and isinstance(index, int)
+            return (self.states[owner][index] if owner in self.states else None,)
+        call, states = op_call(node), [self.states.get(o, (None,))[0] for o in operands(node)]
+        mixed = next((s for s in states if isinstance(s, Across)), None)
+        if makes_new(node):
+            return (_made(node, call),)
+        if _is_random(call):
+            return (states[0] if states else FILLED,) * len(call.outputs)
+        if op_base(call) == "arange":
+            return (follow_range(node),)
+        if all(state is None for state in states):
+            return tuple(_from_constants(node, call, t) for t in call.outputs)
+        if mixed is not None:
+            return self._after_mixing(node, states, mixed)
+        for special in (_moved(node, states), *_counting(node, call)):
+            if special is not NotImplemented:
+                return _tallied(node, states, special)
+        return _tallied(node, states, self._in_place(node, call, states))
+
+    def _after_mixing(self, node: fx.Node, states: Sequence[State], mixed: Across) -> States:
+        """What reads something that was made from several samples: another one, but in a product of experts."""
+        group, tally = follow_group(node, states), counted(node, states)
+        if group is not NotImplemented:
+            return (group,)
+        if tally is None and node in self.returning:
+            _refuse(mixed)
+        return (replace(mixed, tally=tally),) * len(infos(node))
+
+    def _in_place(self, node: fx.Node, call: OpCall, states: Sequence[State]) -> States:
+        """Rows that stay where they are, as the op's rule or a trial says."""
+        rows = {i: s for i, s in enumerate(states) if isinstance(s, Rows)}
+        if not rows:
+            if _keeps_one_value(call, states):
+                return tuple(FILLED if counts_samples(t) else None for t in call.outputs)
+            filled = {i: _anywhere(call.operands[i]) for i, s in enumerate(states) if s is FILLED}
+            rows = {i: Rows(place) for i, place in filled.items() if place is not None}
+        orders = {r.order for r in rows.values()}
+        if len(orders) != 1:
+            return (_of_other_orders(node, orders),) * len(call.outputs)
+        (order,) = orders
+        places = tuple((i, r.place) for i, r in rows.items())
+        key = node.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs, places, order.size
+        if key not in self.seen:
+            self.seen[key] = _kept_apart(call, {i: Rows(p, Order(order.size)) for i, p in places})
+        found = self.seen[key]
+        if isinstance(found, str):
+            return (Across(node, found, pairs=found == _PAIRS),) * len(call.outputs)
+        return tuple(None if place is None else Rows(place, order) for place in found)
+
+
+def _is_random(call: OpCall) -> bool:
+    """Whether an op draws numbers and is no dropout: it is refused for that, whatever it does with samples."""
+    seeded = isinstance(call.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in call.target.tags
+    return seeded and call.target not in RULES
+
+
+def _made(node: fx.Node, call: OpCall) -> State:
+    """The state of `zeros`, `full_like` and the like."""
+    values = [*(a for a in call.args if not isinstance(a, (list, tuple))), *call.kwargs.values()]
+    if _has_batch(values):
+        return Across(node, _COUNTS)
+    return FILLED if counts_samples(call.outputs[0]) else None
+
+
+def _from_constants(node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
+    """The state of what no sample has part in: it may still depend on how many there are."""
+    if not counts_samples(tensor):
+        return Across(node, _COUNTS) if _has_batch(_flat((call.args, tuple(call.kwargs.values())))) else None
+    place = _anywhere(tensor) if op_base(call) in ("broadcast_to", "expand", "expand_as", "repeat") else None
+    return misused(node) if place is None else Rows(place)
+
+
+def _anywhere(tensor: TensorInfo) -> SamplePlace | None:
+    """A place for samples in a dim along which all is equal."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
+    inner = quotient(tensor.shape[dims[0]], BATCH) if len(dims) == 1 else None
+    return None if inner is None or grows(inner) else SamplePlace(dims[0], 1, inner)
+
+
+def _keeps_one_value(call: OpCall, states: Sequence[State]) -> bool:
+    """Whether what is one value everywhere still is."""
+    alone = all(s is FILLED or t.ndim == 0 for s, t in zip(states, call.operands, strict=True))
+    return alone and (_is_elementwise(call) or op_base(call) in (*SAME_VALUES, "cat", "concat", "stack"))
+
+
+def _is_elementwise(call: OpCall) -> bool:
+    return call.target in RULES and RULES[call.target].notation is notations.elementwise
+
+
+def _moved(node: fx.Node, states: Sequence[State]) -> Any:
+    """What rows that are sorted, read or written by numbers become; NotImplemented for other ops."""
+    if states and isinstance(states[0], Rows) and len(states) == 1:
+        found = follow_sort(node, states[0])
+        if found is not NotImplemented:
+            return found
+    for follow in (follow_move, follow_numbers):
+        state = follow(node, states)
+        if state is not NotImplemented:
+            return (state,) * len(infos(node))
+    return NotImplemented
+
+
+def _counting(node: fx.Node, call: OpCall) -> Iterator[States]:
+    """What depends on the number of samples by an argument that is no shape, or by how a gradient is scaled."""
+    if op_base(call) not in _SHAPED and _has_batch(_flat((call.args, tuple(call.kwargs.values())))):
+        yield (Across(node, _COUNTS),) * len(call.outputs)
+    if op_base(call) == "embedding" and call.arg(3, "scale_grad_by_freq", False):
+        fix = "leave scale_grad_by_freq out"
+        yield (Across(node, "scales gradients by how often a row occurs in the batch", fix, pairs=True),)
+
+
+def _tallied(node: fx.Node, states: Sequence[State], found: States) -> States:
+    """The same, with what was counted of samples that were mixed."""
+    if not isinstance(found[0], Across) or found[0].pairs:
+        return found
+    return tuple(replace(s, tally=counted(node, states)) if isinstance(s, Across) else s for s in found)
+
+
+def _of_other_orders(node: fx.Node, orders: set[Order]) -> Across:
+    if not orders:
+        return Across(node, _UNKNOWN)
+    sorts = ", ".join(sorted({f"{user_op_name(o.by)} at {source_line(o.by)}" for o in orders if o.by is not None}))
+    return Across(
+        node,
+        f"{_PAIRS}: some of its rows come in the order of {sorts}, others in another",
+        "bring rows back by the very order that took them (index_add, or its inverse as index)",
+        pairs=True,
+    )
+
+
+def _has_batch(values: Sequence[object]) -> bool:
+    """Whether a number among the values is another one for another number of samples."""
+    numbers = [a for a in values if isinstance(a, sympy.Basic)]
+    return any(a.subs(BATCH, 2) != a.subs(BATCH, 4) for a in numbers)
+
+
+def _flat(value: Any) -> list[Any]:
+    return [item for v in value for item in _flat(v)] if isinstance(value, (tuple, list)) else [value]
+
+
+_Found: TypeAlias = "str | tuple[SamplePlace | None, ...]"  # how an op mixes samples, or where they are in its outputs
+
+
+def _kept_apart(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
+    """Where an op's outputs have the rows, or how it mixes them."""
+    if any(sum(map(grows, t.shape)) > 1 for t in call.outputs):
+        return _PAIRS
+    places, unit = {i: r.place for i, r in rows.items()}, next(iter(rows.values())).order.size
+    loops = loops_of(call)
+    found = (None,) * len(call.outputs) if loops is None else placed_by(call, loops, rows)
+    given = tuple(None if r is None else r.place for r in found)
+    reason = None if loops is None else _mixes(call, loops, places, unit)
+    if reason is None:
+        given = tuple(p or own_place(t, unit) for p, t in zip(given, call.outputs, strict=True))
+        return _seen_to_mix(call, places, given) or given
+    lost = any(p is None and counts_samples(t) for p, t in zip(given, call.outputs, strict=True))
+    return reason or (_UNKNOWN if lost else given)
+
+
+def _mixes(call: OpCall, loops: Loops, places: Mapping[int, SamplePlace], unit: Size) -> str | None:
+    """How an op mixes samples, which are in its operands as `places` say; empty where it does not.
+
+    None where its loops have no factor that they are in.
+    """
+    found = set[tuple[str, Size]]()
+    for i, place in places.items():
+        names = {
+            (name, outside)
+            for name, where in loops.places.items()
+            if (here := where[i]) is not None
+            and here.dim == place.dim
+            and (outside := quotient(place.outer, here.outer)) is not None
+            and quotient(loops.sizes[name], outside * unit) is not None
+        }
+        if not names:
+            return None
+        found |= names
+    if len(found) > 1:
+        return _PAIRS
+    ((name, _),) = found
+    there = loops.places[name][len(call.operands) :]
+    return "adds samples up" if any(place is None for place in there) else ""
+
+
+def _seen_to_mix(call: OpCall, places: Mapping[int, SamplePlace], given: Sequence[SamplePlace | None]) -> str:
+    """The same by trying the op on small tensors."""
+    told = [place for place in (*places.values(), *given) if place is not None]
+    lost = any(p is None and counts_samples(t) for p, t in zip(given, call.outputs, strict=True))
+    apart: bool | None = False
+    if not lost and all(place == SamplePlace(place.dim) for place in told):
+        dims, there = {i: place.dim for i, place in places.items()}, [None if p is None else p.dim for p in given]
+        apart = keeps_apart(call, dims, there)
+    if apart:
+        return ""
+    if not _side_by_side(call, places):
+        return _PAIRS
+    return _UNKNOWN if apart is None and call.target not in RULES else _ACROSS
+
+
+def _side_by_side(call: OpCall, places: Mapping[int, SamplePlace]) -> bool:
+    """Whether samples of all operands meet their own."""
+    from_right = op_base(call) in _BROADCASTING
+    return len({(p.dim - (call.operands[i].ndim if from_right else 0), p.outer) for i, p in places.items()}) == 1

@@ -1,0 +1,110 @@
+"""Rows that were sorted by expert, and the ends of each expert's rows: every row meets the expert of its own key.
+
+    keys ── sort ──► i, sorted keys         x[i // k]  ─┐
+    keys ── histc, cumsum ──► ends          weights    ─┴► grouped_mm ──► rows in the order of i
+
+The ends are made from the keys of all samples, and say no more than where the sorted keys change. As ends of rows which
+those very keys have sorted they mix nothing; whoever else reads them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from autoptd.ops import library as ops
+from autoptd.passes.analysis.dataflow import op_base
+from autoptd.passes.batch.batch_dims import SamplePlace
+from autoptd.passes.batch.row_numbers import EXACT, below
+from autoptd.passes.batch.rows import Across, Rows, State, Tally
+from autoptd.passes.graph import info, is_getitem, op_call, operands
+from autoptd.passes.rules.views import same
+
+_CASTS = ("to", "_to_copy")
+_SAME_NUMBERS = (  # all of them, in whatever order
+    *(*_CASTS, "alias", "clone", "contiguous", "flatten", "permute", "reshape", "squeeze", "t", "transpose"),
+    *("unflatten", "unsqueeze", "view"),
+)
+
+
+def follow_group(node: fx.Node, states: Sequence[State]) -> State:
+    """The rows of a product in groups; NotImplemented where the ends are not those of the rows' own keys."""
+    if node.target is not ops.grouped_mm:
+        return NotImplemented
+    rows, weights, ends = states
+    if not (isinstance(rows, Rows) and isinstance(ends, Across) and weights is None):
+        return NotImplemented
+    by, tally = rows.order.by, ends.tally
+    if by is None or tally is None or not tally.ends or not same(tally.bins, op_call(node).operands[1].shape[0]):
+        return NotImplemented
+    descending = op_call(by).arg(2, "descending", False)
+    if descending or _numbers(operands(by)[0]) is not tally.keys:
+        return NotImplemented
+    return Rows(rows.place, rows.order) if rows.place == SamplePlace(0) else NotImplemented
+
+
+def counted(node: fx.Node, states: Sequence[State]) -> Tally | None:
+    """What an op counts, or sums up of what was counted."""
+    call, base = op_call(node), op_base(op_call(node))
+    first = states[0] if states else None
+    if isinstance(first, Across):
+        if first.tally is None:
+            return None
+        if call.outputs[0].dtype not in EXACT:
+            return None
+        if base in _CASTS:
+            return first.tally
+        summed = base == "cumsum" and not first.tally.ends and call.operands[0].ndim == 1
+        return replace(first.tally, ends=True) if summed else None
+    match base:
+        case "histc" if call.arg(2, "min", 0) == 0 and call.arg(3, "max", 0) == call.arg(1, "bins", 100) - 1:
+            return _tally(node.all_input_nodes[0], call.arg(1, "bins"), signed=True)
+        case "sum":
+            return _of_one_hot(node)
+        case "scatter_add" | "index_add" if call.operands[0].ndim == 1:
+            base_node, index, source = operands(node)
+            plain = _is_made(base_node, "zeros") and _is_made(source, "ones") and not call.kwargs
+            return _tally(index, call.operands[0].shape[0]) if plain else None
+    return None
+
+
+def _of_one_hot(node: fx.Node) -> Tally | None:
+    source = node.all_input_nodes[0]
+    while source.op == "call_function" and op_base(op_call(source)) in _CASTS:
+        source = source.all_input_nodes[0]
+    if source.op != "call_function" or op_base(op_call(source)) != "one_hot" or info(node).ndim != 1:
+        return None
+    bins = info(source).shape[-1]
+    others = {d % info(source).ndim for d in op_call(node).arg(1, "dim") or ()} == set(range(info(source).ndim - 1))
+    return _tally(source.all_input_nodes[0], bins) if others else None
+
+
+def _tally(keys: fx.Node, bins: object, *, signed: bool = False) -> Tally | None:
+    """`signed`: the op passes over numbers below 0, which a sort puts first."""
+    numbers = _numbers(keys)
+    known = isinstance(bins, int) and not (signed and below(numbers) is None)
+    return Tally(numbers, bins) if known else None  # type: ignore[arg-type]
+
+
+def _is_made(node: fx.Node, what: str) -> bool:
+    while node.op == "call_function" and op_base(op_call(node)) in _CASTS:
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and op_base(op_call(node)).removeprefix("new_").removesuffix("_like") == what
+
+
+def _numbers(node: fx.Node) -> fx.Node:
+    """Where the same numbers, however many times each, were made first."""
+    while node.op == "call_function":
+        if is_getitem(node):
+            owner = node.all_input_nodes[0]
+            if node.args[1] != 0 or op_base(op_call(owner)) != "sort":
+                return node
+            node = owner.all_input_nodes[0]
+            continue
+        call = op_call(node)
+        if op_base(call) not in _SAME_NUMBERS or (op_base(call) in _CASTS and call.outputs[0].dtype not in EXACT):
+            return node
+        node = node.all_input_nodes[0]
+    return node

@@ -1,0 +1,217 @@
+"""Ops that read or write rows by numbers: proved where every number is that of a row of the same sample.
+
+    read    x[i], x[:, i, j], index_select, gather, a lookup      rows of x at i, in the order of i
+    write   index_put, index_add, index_copy, scatter …           rows in the order of i, at i
+
+A row that is read by a number of its own sample stays that sample's, and so does one that is written to. What is
+written where the numbers of an order point comes in that order again, and a write of 0, 1, 2 … is its inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from autoptd.passes.analysis.dataflow import op_base
+from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples
+from autoptd.passes.batch.row_numbers import is_range
+from autoptd.passes.batch.rows import FILLED, Across, Points, Rows, State, placed
+from autoptd.passes.graph import op_call, operands
+from autoptd.passes.opcall import OpCall
+from autoptd.passes.rules.views import same
+
+FIX = (
+    "pick by the sample's own number (x[torch.arange(b), i]) or along another dim (x.gather(1, i)); rows that are "
+    "sorted must come back by the very order that took them (index_add, or its inverse as index)"
+)
+_UNPROVED = "works across samples: its indices are not proved to stay within each sample"
+_READS = ("index", "index_select", "gather", "embedding", "take_along_dim")
+_WRITES = (
+    "index_put",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "index_reduce",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A read or a write: which operand is the index of which dim of the first operand."""
+
+    call: OpCall
+    states: Sequence[State]
+    indices: Mapping[int, int]  # dim -> operand
+    source: int | None = None  # operand whose rows are written
+
+    def index(self, dim: int) -> Rows | None:
+        found = self.states[self.indices[dim]]
+        return found if isinstance(found, Rows) else None
+
+    @property
+    def wide(self) -> int:
+        """Dims of the indices, broadcast together."""
+        return max(self.call.operands[i].ndim for i in self.indices.values())
+
+    def beside(self, first: int, second: int) -> bool:
+        """Whether two operands have their rows beside each other; what has none is beside anything."""
+        one, other = self.states[first], self.states[second]
+        if not (isinstance(one, Rows) and isinstance(other, Rows)):
+            return True
+        return one.aligned(self.call.operands[first].ndim, other, self.call.operands[second].ndim)
+
+
+def follow_move(node: fx.Node, states: Sequence[State]) -> State:
+    """What a read or write by computed numbers gives; NotImplemented where the op is none, or moves no rows."""
+    call, base = op_call(node), op_base(op_call(node))
+    if base in _READS:
+        return _read(node, Move(call, states, dict(_indices(node, call))))
+    if base in _WRITES:
+        return _write(node, Move(call, states, dict(_indices(node, call)), _source(node, call)))
+    return NotImplemented
+
+
+def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:
+    """(dim, operand) of every index."""
+    base = op_base(call)
+    if base == "embedding":
+        yield 0, 1
+    elif base in ("index", "index_put"):
+        dim, operand = 0, 1
+        for slot in call.args[1]:
+            if slot is not None:
+                yield dim, operand
+                operand += 1
+            masks = slot is not None and slot.dtype in (torch.bool, torch.uint8)
+            dim += slot.ndim if masks else 1
+    else:
+        yield call.arg(1, "dim") % max(call.operands[0].ndim, 1), 1
+
+
+def _source(node: fx.Node, call: OpCall) -> int | None:
+    last = len(call.operands) - 1
+    return last if last > len(dict(_indices(node, call))) else None
+
+
+def _read(node: fx.Node, move: Move) -> State:
+    """Rows of the table that is read, in the order of the index; or rows of its own that nothing moves."""
+    table, rows = move.states[0], [i for i in move.indices.values() if isinstance(move.states[i], Rows)]
+    unproved = Across(node, _UNPROVED, FIX)
+    if isinstance(table, Rows):
+        if table.place.dim not in move.indices:
+            return NotImplemented
+        own = move.index(table.place.dim)
+        if own is None or own.points is None or not own.points.at(table.place, table.order):
+            return unproved
+        first = move.indices[table.place.dim]
+        others = [i for i in rows if i != first]
+        if any(_points(move.states[i]) or not move.beside(first, i) for i in others):
+            return unproved
+        found = placed(move.call, {first: own})
+        return unproved if found is None else replace(found, points=_through(table.points, own.points))
+    if table is FILLED:
+        return FILLED if counts_samples(move.call.outputs[0]) else None
+    if not rows or any(_points(move.states[i]) for i in rows):
+        return NotImplemented
+    if any(not move.beside(rows[0], i) for i in rows):
+        return replace(unproved, pairs=True)
+    return NotImplemented
+
+
+def _through(inner: Points | None, outer: Points) -> Points | None:
+    """Numbers that are read by numbers."""
+    return None if inner is None else replace(inner, each=inner.each and outer.each)
+
+
+def _points(state: State) -> bool:
+    return isinstance(state, Rows) and state.points is not None
+
+
+def _write(node: fx.Node, move: Move) -> State:
+    """Rows where the index points, each made of rows of the same sample."""
+    pointed = [dim for dim in move.indices if (rows := move.index(dim)) is not None and rows.points is not None]
+    moving = [dim for dim in move.indices if move.index(dim) is not None]
+    base, unproved = move.states[0], Across(node, _UNPROVED, FIX)
+    if not moving:
+        return NotImplemented
+    if any(move.call.operands[move.indices[dim]].dtype in (torch.bool, torch.uint8) for dim in moving):
+        return _masked(move) or unproved
+    if not pointed:
+        return NotImplemented if _positional(move) and _other_dim(move) else unproved
+    (dim, *more) = pointed
+    first = move.indices[dim]
+    own = move.index(dim)
+    assert own is not None and own.points is not None
+    place = SamplePlace(dim, own.points.outer, own.points.inner)
+    length = own.points.outer * own.points.order.size * own.points.inner
+    if more or not same(move.call.operands[0].shape[dim], length):
+        return unproved
+    if base is not FILLED and base != Rows(place, own.points.order):
+        return unproved
+    if op_base(move.call) != "index_put" and own.place.dim != (dim if _positional(move) else 0):
+        return unproved
+    if any(not move.beside(first, move.indices[d]) for d in moving):
+        return unproved
+    if _counts_up(node, move, own):
+        return Rows(place, own.points.order, Points(own.order, own.place.outer, own.place.inner, each=True))
+    return Rows(place, own.points.order) if _source_beside(move, dim, own) else unproved
+
+
+def _masked(move: Move) -> Rows | None:
+    """A mask over the dims of what is written to, and a value that is the same for all samples."""
+    base = move.states[0]
+    value = None if move.source is None else move.states[move.source]
+    if value is not None or len(move.indices) != 1:
+        return None
+    ((dim, operand),) = move.indices.items()
+    mask = move.states[operand]
+    assert isinstance(mask, Rows)
+    moved = replace(mask, place=replace(mask.place, dim=mask.place.dim + dim))
+    return moved if base is FILLED or base == moved else None
+
+
+def _other_dim(move: Move) -> bool:
+    """Whether a scatter leaves every row where it is: all that has rows has them in one dim, which is not moved."""
+    rows = [s for s in move.states if isinstance(s, Rows)]
+    return len({(r.place, r.order) for r in rows}) == 1 and rows[0].place.dim not in move.indices
+
+
+def _counts_up(node: fx.Node, move: Move, own: Rows) -> bool:
+    """Whether 0, 1, 2 … are written, one to each number: their places, the inverse of the order."""
+    if move.source is None or own.points is None or not own.points.each:
+        return False
+    source, written = operands(node)[move.source], move.states[move.source]
+    plain = move.call.operands[move.source].ndim == move.call.operands[move.indices[0]].ndim == 1
+    return plain and isinstance(written, Rows) and is_range(source)
+
+
+def _source_beside(move: Move, dim: int, own: Rows) -> bool:
+    """Whether the rows that are written are those of the index."""
+    if move.source is None:
+        return True
+    source, tensor = move.states[move.source], move.call.operands[move.source]
+    if not isinstance(source, Rows):
+        return not isinstance(source, Across)
+    if source.points is not None or source.order != own.order:
+        return False
+    if (source.place.outer, source.place.inner) != (own.place.outer, own.place.inner):
+        return False
+    index = move.call.operands[move.indices[dim]]
+    if op_base(move.call) == "index_put":  # the dims of the indices, then (or around them) those that are not indexed
+        at = sorted(move.indices)
+        adjacent = at == list(range(at[0], at[0] + len(at)))
+        full = move.wide + move.call.operands[0].ndim - len(at)
+        where = (at[0] if adjacent else 0) + move.wide - index.ndim + own.place.dim
+        return full - where == tensor.ndim - source.place.dim
+    return source.place.dim == dim
+
+
+def _positional(move: Move) -> bool:
+    """Whether the index has all dims of what is written to."""
+    return op_base(move.call).startswith("scatter")

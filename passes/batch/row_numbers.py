@@ -1,0 +1,192 @@
+"""Numbers of rows: where they come from, and what arithmetic leaves of them.
+
+    arange(n)                  numbers of rows in their turn
+    sort, argsort              their numbers in the order of a key; of such numbers again, the inverse
+    i // k, i % m, i * k + j   numbers of the rows that these are parts of, or have parts
+
+Anything else that reads such a number computes with where samples stand in their batch, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.passes.analysis.dataflow import op_base
+from autoptd.passes.batch.batch_dims import SamplePlace, grows
+from autoptd.passes.batch.rows import Across, Order, Points, Rows, State, placed, pointing
+from autoptd.passes.graph import info, infos, is_getitem, numel, op_call, operands
+from autoptd.passes.opcall import Size
+from autoptd.passes.rules.views import quotient, same
+
+SAME_VALUES = frozenset(
+    [
+        *("alias", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "getitem", "movedim", "permute"),
+        *("reshape", "squeeze", "t", "to", "_to_copy", "transpose", "type_as", "unflatten", "unsqueeze", "view"),
+        *("narrow", "repeat", "repeat_interleave", "select", "slice", "chunk", "split", "split_with_sizes", "unbind"),
+        *("lift_fresh_copy",),
+    ]
+)
+EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # types that have every number of a row
+_SORTS = ("sort", "argsort", "msort")
+_FIX = (
+    "use torch.arange(b) as an index into the dim of the samples alone; a number for each sample that does not depend "
+    "on its microbatch is an input of the model"
+)
+
+
+def follow_range(node: fx.Node) -> State:
+    """The state of `arange`: numbers of rows if its size grows with the batch."""
+    (tensor,) = infos(node)
+    start, step = _range(node)
+    if start == 0 and step == 1 and grows(tensor.shape[0]):
+        inner = quotient(tensor.shape[0], Order().size)
+        if inner is not None and not grows(inner):
+            return Rows(SamplePlace(0, 1, inner), points=Points(Order(), 1, inner, each=True))
+    if grows(tensor.shape[0]) or any(isinstance(a, sympy.Basic) and grows(a) for a in node.args):
+        return misused(node)
+    return None
+
+
+def misused(node: fx.Node) -> Across:
+    """Where a sample stands in its microbatch comes into what is computed for it."""
+    return Across(node, "computes with the places of samples in their batch", _FIX, pairs=True)
+
+
+def follow_sort(node: fx.Node, rows: Rows) -> tuple[State, ...]:
+    """Values and numbers of rows in the order of their keys; NotImplemented where no rows are sorted."""
+    call = op_call(node)
+    base = op_base(call)
+    if base not in _SORTS:
+        return NotImplemented
+    (keys,) = call.operands
+    if rows.place.dim != (0 if base == "msort" else call.arg(1, "dim", -1) % keys.ndim):
+        return NotImplemented
+    if keys.ndim > 1:
+        return (Across(node, "works across samples"),) * len(call.outputs)
+    points = Points(rows.order, rows.place.outer, rows.place.inner, each=True)
+    order, place = Order(keys.shape[0], node), SamplePlace(0)
+    own = rows.points
+    undone = own is not None and own.each and same(keys.shape[0], own.order.size * own.outer * own.inner)
+    if own is not None and undone and not call.arg(2, "descending", False):
+        order, place = own.order, SamplePlace(0, own.outer, own.inner)
+    values, numbers = Rows(place, order), Rows(place, order, points)
+    if own is not None:
+        values = pointing(values, replace(own, each=False)) or values
+    return {"sort": (values, numbers), "argsort": (numbers,), "msort": (values,)}[base]
+
+
+def follow_numbers(node: fx.Node, states: Sequence[State]) -> State:
+    """What arithmetic makes of numbers of rows; NotImplemented where no operand is one."""
+    call = op_call(node)
+    pointing_ones = [(i, s) for i, s in enumerate(states) if isinstance(s, Rows) and s.points is not None]
+    if not pointing_ones:
+        return NotImplemented
+    (at, rows), *more = pointing_ones
+    points = rows.points
+    assert points is not None
+    base = op_base(call)
+    if base in SAME_VALUES and call.outputs[0].dtype in EXACT:
+        each = points.each and same(numel(call.outputs[0].shape), numel(call.operands[at].shape))
+        return pointing(placed(call, {at: rows}), replace(points, each=each)) or misused(node)
+    if base in ("cat", "concat", "stack") and len(pointing_ones) == len(states) and len(set(states)) == 1:
+        return pointing(placed(call, dict(pointing_ones)), replace(points, each=False)) or misused(node)
+    if more or len(call.args) != 2:
+        return misused(node)
+    number = call.args[1 - at] if at < 2 and len(states) == 1 else None
+    result = _computed(node, base, points, number, at)
+    if result is NotImplemented:
+        return misused(node)
+    others = {i: s for i, s in enumerate(states) if isinstance(s, Rows)}
+    if any(not rows.aligned(call.operands[at].ndim, s, call.operands[i].ndim) for i, s in others.items()):
+        return misused(node)
+    return pointing(placed(call, others), result) or misused(node)
+
+
+def _computed(node: fx.Node, base: str, points: Points, number: object, at: int) -> Points | None:
+    """The same points after one operation; None where these are numbers of rows no more, but of the sample's own."""
+    whole = points.order.size * points.inner
+    call = op_call(node)
+    floored = base == "floor_divide" or (base == "div" and call.kwargs.get("rounding_mode") in ("floor", "trunc"))
+    match base:
+        case _ if at == 0 and floored and points.room == 1 and _positive(number):
+            inner = quotient(points.inner, number)  # type: ignore[arg-type]
+            if inner is not None:
+                return replace(points, inner=inner, each=False)
+            if same(whole, number):  # type: ignore[arg-type]
+                return None
+        case "remainder" if at == 0 and points.room == 1 and _positive(number):
+            if same(whole, number):  # type: ignore[arg-type]
+                return replace(points, outer=1, each=points.each and points.outer == 1)
+            if quotient(points.inner, number) is not None:  # type: ignore[arg-type]
+                return None
+        case "mul" if _positive(number) and not grows(number):  # type: ignore[arg-type]
+            inner, room = points.inner * number, points.room * number  # type: ignore[operator]
+            return replace(points, inner=inner, room=room, each=False)
+        case "add" if not call.kwargs:
+            bound = number + 1 if isinstance(number, int) and number >= 0 else None
+            if len(call.operands) == 2:
+                bound = below(operands(node)[1 - at])
+            if bound is not None and _fits(bound, points.room):
+                return replace(points, room=1)
+    return NotImplemented
+
+
+def _positive(number: object) -> bool:
+    return isinstance(number, (int, sympy.Basic)) and bool(sympy.sympify(number).is_positive)
+
+
+def _fits(bound: Size, room: Size) -> bool:
+    return same(bound, room) or bool(sympy.sympify(room - bound).is_nonnegative)
+
+
+def below(node: fx.Node) -> Size | None:
+    """A number that integers are known to be less than, being 0 at the least; None where none is known."""
+    if node.op != "call_function":
+        return None
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    if is_getitem(node) and node.args[1] == 1:
+        assert source is not None
+        call = op_call(source)
+        picked = op_base(call) in ("sort", "topk", "max", "min")
+        index, default = (2, -1) if op_base(call) == "topk" else (1, -1)
+        return info(source.all_input_nodes[0]).shape[call.arg(index, "dim", default)] if picked else None
+    call = op_call(node)
+    match op_base(call):
+        case "arange" if follow_range(node) is None and is_range(node):
+            return info(node).shape[0]
+        case "argmax" | "argmin" | "argsort" if call.arg(1, "dim") is not None:
+            return call.operands[0].shape[call.arg(1, "dim")]
+        case "remainder" if _positive(call.args[1]):
+            return call.args[1]
+        case "clamp" if call.arg(1, "min") is not None and call.arg(1, "min") >= 0 and call.arg(2, "max") is not None:
+            return max(call.arg(1, "min"), call.arg(2, "max")) + 1
+        case "cat" | "concat" | "stack":
+            bounds = [below(o) for o in operands(node)]
+            return max(bounds) if all(isinstance(n, int) for n in bounds) else None  # type: ignore[type-var]
+        case "index" | "gather" | "index_select":
+            return None if source is None else below(source)
+        case "to" | "_to_copy" if source is not None and info(source).dtype.is_floating_point:
+            return None
+        case base if base in SAME_VALUES and source is not None:
+            return below(source)
+    return None
+
+
+def is_range(node: fx.Node) -> bool:
+    """Whether a tensor is 0, 1, 2 …, all numbers below its size."""
+    while node.op == "call_function" and op_base(op_call(node)) in ("to", "_to_copy", "alias", "clone"):
+        node = node.all_input_nodes[0]
+    if node.op != "call_function" or op_base(op_call(node)) != "arange":
+        return False
+    start, step = _range(node)
+    return start == 0 and step == 1
+
+
+def _range(node: fx.Node) -> tuple[object, object]:
+    """First number and step of `arange`."""
+    return (0, 1) if len(node.args) == 1 else (node.args[0], (*node.args, 1)[2])

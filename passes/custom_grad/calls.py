@@ -1,0 +1,52 @@
+"""Write the calls that tracing left as `autoptd_own` ops with the functions themselves as targets."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from autoptd.passes.custom_grad.trace_calls import CALL, HOOK, OwnCalls
+from autoptd.passes.graph import is_getitem
+
+
+def write_own_calls(graph: fx.Graph, calls: OwnCalls) -> None:
+    """Replace `call(key, …)` by a node of the function, `hook(key, x)` by one between x and all that reads it.
+
+    Hooks act in the order in which they were registered, so a later one goes closer to x.
+    """
+    for node in list(graph.nodes):
+        if node.target is HOOK:
+            key, x = node.args
+            _put_after(graph, x, node, calls.calls[key].target)
+        elif node.target is CALL:
+            _write(graph, node, calls)
+
+
+def _put_after(graph: fx.Graph, x: fx.Node, mark: fx.Node, target: object) -> None:
+    place = x
+    if x.op == "placeholder":
+        place = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    elif is_getitem(x):  # after all the pickers of its op's outputs
+        while is_getitem(place.next):
+            place = place.next
+    with graph.inserting_after(place):
+        made = graph.call_function(target, (x,))  # type: ignore[arg-type]
+    made.meta = dict(mark.meta) | {"val": x.meta["val"]}
+    graph.erase_node(mark)
+    x.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made and user.target is not HOOK)
+
+
+def _write(graph: fx.Graph, node: fx.Node, calls: OwnCalls) -> None:
+    key, given, sizes = node.args
+    call = calls.calls[key]  # type: ignore[index]
+    node.target = call.target
+    node.args, node.kwargs = call.filled(given, sizes)  # type: ignore[arg-type]
+    if call.several:
+        return
+    (value,) = node.meta["val"]
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(node)
+        graph.erase_node(user)
+    node.meta["val"] = value

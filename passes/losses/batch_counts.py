@@ -1,0 +1,122 @@
+"""Numbers of the whole batch that inputs alone give: known before the first forward pass, the same on every rank.
+
+    mask.sum()        the sum over the batch's microbatches        a placeholder, loss_count_0
+    labels.max()      their maximum                                loss_count_1
+    a guard, a ratio, a weight by them                             computed from the placeholders where it is read
+
+Whatever is computed from such a number is then what one process computes, also where it goes back to samples. A count
+that is computed from another one is known a round later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.batch.batch_dims import counts_samples
+from autoptd.passes.graph import (
+    ancestors,
+    info,
+    infos,
+    is_float,
+    is_getitem,
+    operands,
+    source_line,
+    user_op_name,
+    write_op,
+)
+from autoptd.passes.losses.batch_sums import Mixes, Over, States, given, over_batch
+from autoptd.passes.losses.loss_form import COUNT, Combine, LossForm, count_index, is_count, loss_form, loss_node
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.trace.traced import Traced
+
+aten = torch.ops.aten
+_EXTREMES: Mapping[object, Combine] = {
+    aten.all.default: "min",
+    aten.all.dim: "min",
+    aten.amax.default: "max",
+    aten.amin.default: "min",
+    aten.any.default: "max",
+    aten.any.dim: "max",
+    aten.max.default: "max",
+    aten.min.default: "min",
+}
+
+
+def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
+    """Make every reduction over samples that inputs alone decide a placeholder of its value over the batch."""
+    output = next(n for n in graph.nodes if n.op == "output")
+    output.args = (loss_node(graph),)
+    states: States = {}
+    seen: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.name not in traced.parameters:
+            states[node] = given(node, traced)
+        if node.op != "call_function" or any(o not in states for o in operands(node)) or _draws(node):
+            continue
+        state = over_batch(node, states)
+        states[node] = Over.MIXED if isinstance(state, Mixes) else state
+        combine = _combine(node, states)
+        if combine is None or is_getitem(node):
+            continue
+        key = (node.target, str(node.args), str(node.kwargs))
+        if key not in seen:
+            seen[key] = take_count(graph, traced, node, combine)
+        whole = _typed(graph, node, seen[key])
+        for user in list(node.users):
+            if user is not whole and user is not output:
+                user.replace_input_with(node, whole)
+        states[seen[key]] = states[whole] = Over.SAME
+
+
+def take_count(graph: fx.Graph, traced: Traced, node: fx.Node, combine: Combine = "sum") -> fx.Node:
+    """A placeholder for the value over the batch of `node`, which every microbatch counts from now on."""
+    form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
+    found = _placeholder(graph, node, len(form.combines))
+    form.rounds.append(_round(node, form))
+    form.combines.append(combine)
+    output.args = (*output.args, node)
+    return found
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _combine(node: fx.Node, states: States) -> Combine | None:
+    """How the values of microbatches make that of the batch; None for what is no reduction over samples."""
+    if states[node] is Over.ADDED:
+        return "sum"
+    reduces = any(states[o] is Over.APART for o in operands(node)) and not any(counts_samples(t) for t in infos(node))
+    return _EXTREMES.get(node.target) if reduces else None
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    shape = info(node).shape
+    if not all(isinstance(n, int) for n in shape):
+        raise UnsupportedOp(
+            f"{user_op_name(node)} sums over samples and keeps a size that varies from batch to batch, {tuple(shape)}",
+            where=source_line(node),
+            fix="sum over that dim as well, or give it a fixed size",
+        )
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        found = graph.placeholder(f"{COUNT}_{index}")
+    found.meta["info"] = TensorInfo(shape, torch.float64, False)
+    return found
+
+
+def _typed(graph: fx.Graph, node: fx.Node, count: fx.Node) -> fx.Node:
+    """A count as the model computes with it. One number needs no floating-point type of its own."""
+    dtype = info(node).dtype
+    if dtype == torch.float64 or (is_float(dtype) and not info(node).shape):
+        return count
+    with graph.inserting_after(node):
+        return write_op(graph, node, aten.to.dtype, (count, dtype), info(node).shape, dtype)
+
+
+def _round(node: fx.Node, form: LossForm) -> int:
+    return max((1 + form.rounds[count_index(n)] for n in ancestors([node]) if is_count(n)), default=0)

@@ -1,0 +1,341 @@
+"""Write what reduces over samples as sums over them: means, norms, variances, and the losses that torch has by name.
+
+    mean(x)                          Σ x / n
+    cross_entropy(z, y, w)           Σ_i w[y_i] l_i / Σ_i w[y_i]       over the labels that count
+    an elementwise loss              Σ l / n
+    norm(x, p)                       (Σ |x|^p)^(1/p)
+    var(x)                           (Σ x² - (Σ x)² / n) / (n - correction), in float64
+    logsumexp(x)                     log Σ exp(x)
+
+A number of elements is a sum over samples too: `ops.element_count`. So is the batch size where a model divides by it.
+What has no row stays as it was; `batch_sums.py` says whether it adds up by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.ops import library as ops
+from autoptd.passes.batch.batch_dims import counts_in, counts_samples, grows
+from autoptd.passes.graph import WRITTEN_FOR, info, is_float, numel, op_call, op_name, operands, write_op
+from autoptd.passes.opcall import Size
+from autoptd.passes.rules.op_notations import chosen
+from autoptd.passes.trace.traced import BATCH, Traced
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # torch's reduction codes
+
+
+def write_sums_over_samples(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite every op of `SPELLINGS` that reduces over samples, and every number of samples that is computed with."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or isinstance(node.meta["info"], tuple):
+            continue
+        if node.target in SPELLINGS and _reduces_samples(node):
+            with graph.inserting_before(node):
+                made = SPELLINGS[node.target](_SumWriter(graph, node))
+            if made is not None:
+                node.replace_all_uses_with(made)
+        elif node.target in _NUMBERS and is_float(info(node).dtype):
+            _write_sizes(graph, node)
+
+
+def _reduces_samples(node: fx.Node) -> bool:
+    return not counts_samples(info(node)) and any(counts_samples(info(o)) for o in node.all_input_nodes)
+
+
+@dataclass(frozen=True)
+class _SumWriter:
+    """Writes ops in the place of `node`."""
+
+    graph: fx.Graph
+    node: fx.Node
+
+    def op(
+        self, target: Any, args: tuple[Any, ...], shape: tuple[Size, ...], dtype: Any = None, **kwargs: Any
+    ) -> fx.Node:
+        made = write_op(self.graph, self.node, target, args, shape, dtype, kwargs)
+        made.meta[WRITTEN_FOR] = op_name(self.node)
+        return made
+
+    def same(self, target: Any, x: fx.Node, *args: Any) -> fx.Node:
+        """An op on `x` that keeps its shape and type."""
+        return self.op(target, (x, *args), info(x).shape, info(x).dtype)
+
+    def to(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if info(x).dtype == dtype else self.op(aten.to.dtype, (x, dtype), info(x).shape, dtype)
+
+    def sum(self, x: fx.Node) -> fx.Node:
+        """Over the dims that the node reduces, into its shape."""
+        gone, keep = _reduced_dims(self.node)
+        if len(gone) == info(x).ndim and not keep:
+            return self.op(aten.sum.default, (x,), (), info(x).dtype)
+        return self.op(aten.sum.dim_IntList, (x, gone, keep), info(self.node).shape, info(x).dtype)
+
+    def count(self, size: Size) -> fx.Node:
+        return self.op(ops.element_count, (size,), (), torch.float64)
+
+    def elements(self, x: fx.Node) -> fx.Node:
+        """How many elements of `x` the node reduces into one."""
+        return self.count(numel(info(x).shape[dim] for dim in _reduced_dims(self.node)[0]))
+
+    def over(self, total: fx.Node, count: fx.Node) -> fx.Node:
+        return self.op(aten.div.Tensor, (total, count), info(total).shape, info(total).dtype)
+
+
+def _reduced_dims(node: fx.Node) -> tuple[list[int], bool]:
+    """(dims, whether they are kept as size 1) of a reduction."""
+    call = op_call(node)
+    at, keep = _DIMS.get(node.target, (1, 2))  # type: ignore[arg-type]
+    dims = call.arg(at, "dim", None)
+    return sorted(chosen(dims, call.operands[0].ndim)), bool(call.arg(keep, "keepdim", False))
+
+
+_DIMS: Mapping[Callable[..., Any], tuple[int, int]] = {
+    aten.linalg_vector_norm.default: (2, 3),
+    aten.norm.Scalar: (99, 99),
+    aten.norm.ScalarOpt_dim: (2, 3),
+    aten.std.default: (99, 99),
+    aten.var.default: (99, 99),
+    aten.std.dim: (1, 3),
+    aten.var.dim: (1, 3),
+    aten.std.correction: (1, 99),
+    aten.var.correction: (1, 99),
+}  # positions of `dim` and `keepdim`; 99: a keyword, or there is none
+
+
+def _mean(w: _SumWriter) -> fx.Node:
+    x = w.to(w.node.all_input_nodes[0], info(w.node).dtype)
+    return w.over(w.sum(x), w.elements(x))
+
+
+def _norm(w: _SumWriter) -> fx.Node | None:
+    order = op_call(w.node).arg(1, "ord" if "linalg" in str(w.node.target) else "p", 2)
+    order = 2 if order is None else order
+    if not isinstance(order, (int, float)) or abs(order) == inf or order == 0:
+        return None
+    x = w.to(w.node.all_input_nodes[0], info(w.node).dtype)
+    if order == 2:
+        total = w.sum(w.same(aten.square.default, x))
+        return w.same(aten.sqrt.default, total)
+    size = w.same(aten.abs.default, x)
+    if order == 1:
+        return w.sum(size)
+    return w.same(aten.pow.Tensor_Scalar, w.sum(w.same(aten.pow.Tensor_Scalar, size, order)), 1 / order)
+
+
+def _variance(w: _SumWriter) -> fx.Node:
+    call, name = op_call(w.node), str(w.node.target)
+    if name.endswith(".dim"):
+        correction: Any = int(call.arg(2, "unbiased", True))
+    elif name.endswith(".correction"):
+        given = call.arg(2, "correction", None)
+        correction = 1 if given is None else given
+    else:
+        correction = int(call.arg(1, "unbiased", True))
+    x = w.to(w.node.all_input_nodes[0], torch.float64)  # a difference of large numbers
+    total, squares, count = w.sum(x), w.sum(w.same(aten.square.default, x)), w.elements(x)
+    spread = w.same(aten.sub.Tensor, squares, w.over(w.same(aten.square.default, total), count))
+    free = w.op(aten.sub.Tensor, (count, correction), (), torch.float64) if correction else count
+    found = w.over(spread, free)
+    if "std" in name:
+        found = w.same(aten.sqrt.default, found)
+    return w.to(found, info(w.node).dtype)
+
+
+def _log_sum_exp(w: _SumWriter) -> fx.Node:
+    x = w.node.all_input_nodes[0]
+    return w.same(aten.log.default, w.sum(w.same(aten.exp.default, x)))
+
+
+def _elementwise(index: int, rows: bool = False) -> Callable[[_SumWriter], fx.Node | None]:
+    """A loss with a `reduction` argument; its mean is over the elements of its operands, or over its rows."""
+
+    def write(w: _SumWriter) -> fx.Node | None:
+        args, kwargs = list(w.node.args), dict(w.node.kwargs)
+        given = args[index] if len(args) > index else kwargs.pop("reduction", MEAN)
+        shapes = [info(o).shape for o in operands(w.node)[:2]]
+        size = numel(shapes[0][:-1] if rows else _broadcast(*shapes))
+        if given != MEAN or grows(sympy.simplify(size / BATCH)):  # of pairs of samples there are b²
+            return None
+        if len(args) > index:
+            args[index] = SUM
+        else:
+            kwargs["reduction"] = SUM
+        total = w.op(w.node.target, tuple(args), (), info(w.node).dtype, **kwargs)
+        return w.over(total, w.count(size))
+
+    return write
+
+
+def _broadcast(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...]:
+    a, b = (1,) * (len(b) - len(a)) + tuple(a), (1,) * (len(a) - len(b)) + tuple(b)
+    return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
+
+
+_NAMES = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+_DEFAULTS = (None, None, None, MEAN, -100, 0.0)
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """Arguments of cross entropy and its kin by name."""
+    pairs = enumerate(zip(_NAMES, _DEFAULTS, strict=True))
+    return {name: node.args[i] if i < len(node.args) else node.kwargs.get(name, d) for i, (name, d) in pairs}
+
+
+def _cross_entropy(w: _SumWriter) -> fx.Node | None:
+    given = _given(w.node)
+    logits, labels, weight = given["input"], given["target"], given["weight"]
+    if given["reduction"] not in (MEAN, SUM):
+        return None
+    soft = is_float(info(labels).dtype)
+    total = _summed(w, given) if soft or weight is not None else _summed_plain(w, given)
+    if given["reduction"] == SUM:
+        return total
+    if soft:  # a mean over rows, whatever their weights
+        classes = info(logits).shape[1 if info(logits).ndim > 1 else 0]
+        return w.over(total, w.count(sympy.sympify(numel(info(logits).shape)) / classes))
+    return w.over(total, _valid(w, labels, given["ignore_index"], weight))
+
+
+def _summed(w: _SumWriter, given: Mapping[str, Any]) -> fx.Node:
+    args = tuple(
+        SUM if name == "reduction" else given[name] for name in _NAMES[: 5 if "nll" in str(w.node.target) else 6]
+    )
+    return w.op(w.node.target, args, (), info(w.node).dtype)
+
+
+def _summed_plain(w: _SumWriter, given: Mapping[str, Any]) -> fx.Node:
+    logits, labels = given["input"], given["target"]
+    if info(logits).ndim > 2:  # N C d1 … : the class dim last
+        shape = info(logits).shape
+        logits = w.op(aten.movedim.int, (logits, 1, -1), (shape[0], *shape[2:], shape[1]), info(logits).dtype)
+    logits, labels = _leading(logits, labels)
+    smoothing = {"label_smoothing": given["label_smoothing"]} if given["label_smoothing"] else {}
+    return w.op(ops.cross_entropy, (logits, labels, given["ignore_index"]), (), info(w.node).dtype, **smoothing)
+
+
+def _valid(w: _SumWriter, labels: fx.Node, ignore_index: int, weight: fx.Node | None) -> fx.Node:
+    """The number of labels that count, or their weights added up."""
+    labels = _before_reshape(labels) if weight is None else labels
+    args = (labels, ignore_index) if weight is None else (labels, ignore_index, weight)
+    return w.op(ops.valid_count, args, (), torch.float64)
+
+
+def _negative_log_likelihood(w: _SumWriter) -> fx.Node | None:
+    given = _given(w.node)
+    if given["reduction"] != MEAN:
+        return None
+    return w.over(_summed(w, given), _valid(w, given["target"], given["ignore_index"], given["weight"]))
+
+
+def _leading(logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Undo `logits.view(-1, V), labels.view(-1)`: the sequence stays a dim of its own, and may be split."""
+    a, b = _before_reshape(logits), _before_reshape(labels)
+    both = a is not logits and b is not labels
+    same = both and info(a).shape == (*info(b).shape, info(logits).shape[-1])
+    return (a, b) if same else (logits, labels)
+
+
+def _before_reshape(node: fx.Node) -> fx.Node:
+    if node.op == "call_function" and node.target is aten.reshape.default:
+        return node.all_input_nodes[0]
+    return node
+
+
+SPELLINGS: Mapping[Any, Callable[[_SumWriter], fx.Node | None]] = {
+    aten.binary_cross_entropy.default: _elementwise(3),
+    aten.binary_cross_entropy_with_logits.default: _elementwise(4),
+    aten.cosine_embedding_loss.default: _elementwise(4, rows=True),
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.hinge_embedding_loss.default: _elementwise(3),
+    aten.huber_loss.default: _elementwise(2),
+    aten.kl_div.default: _elementwise(2),
+    aten.l1_loss.default: _elementwise(2),
+    aten.linalg_vector_norm.default: _norm,
+    aten.logsumexp.default: _log_sum_exp,
+    aten.margin_ranking_loss.default: _elementwise(4),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.mse_loss.default: _elementwise(2),
+    aten.multi_margin_loss.default: _elementwise(5, rows=True),
+    aten.multilabel_margin_loss.default: _elementwise(2, rows=True),
+    aten.nll_loss_nd.default: _negative_log_likelihood,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.poisson_nll_loss.default: _elementwise(5),
+    aten.smooth_l1_loss.default: _elementwise(2),
+    aten.soft_margin_loss.default: _elementwise(2),
+    aten.std.correction: _variance,
+    aten.std.default: _variance,
+    aten.std.dim: _variance,
+    aten.triplet_margin_loss.default: _elementwise(7, rows=True),
+    aten.var.correction: _variance,
+    aten.var.default: _variance,
+    aten.var.dim: _variance,
+}
+
+# Ops whose numbers are values, not sizes.
+_FILLED = frozenset({aten.full.default, aten.new_full.default, aten.scalar_tensor.default})
+_NUMBERS = _FILLED | frozenset(
+    {
+        aten.add.Scalar,
+        aten.add.Tensor,
+        aten.div.Scalar,
+        aten.div.Tensor,
+        aten.mul.Scalar,
+        aten.mul.Tensor,
+        aten.pow.Tensor_Scalar,
+        aten.rsub.Scalar,
+        aten.sub.Scalar,
+        aten.sub.Tensor,
+    }
+)
+_AS_TENSORS: Mapping[Any, Any] = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.rsub.Scalar: aten.rsub.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+}
+
+
+def _write_sizes(graph: fx.Graph, node: fx.Node) -> None:
+    """A number that counts samples becomes a count: that of the whole batch, as one process has it."""
+    with graph.inserting_before(node):
+        w = _SumWriter(graph, node)
+        if node.target in _FILLED:
+            value = node.args[-1]
+            if counts_in(value) and not info(node).shape:
+                node.replace_all_uses_with(w.to(_counted(w, value), info(node).dtype))
+            return
+        if not any(map(counts_in, node.args)):
+            return
+        node.args = tuple(_counted(w, a) if counts_in(a) else a for a in node.args)
+    node.target = _AS_TENSORS.get(node.target, node.target)
+
+
+def _counted(w: _SumWriter, size: sympy.Expr) -> fx.Node:
+    """A size over the whole batch, as a node: sums and products of what is proportional to the number of samples."""
+    if not grows(sympy.simplify(size / BATCH)):
+        return w.count(size)
+    if size.is_Add or size.is_Mul:
+        target = aten.add.Tensor if size.is_Add else aten.mul.Tensor
+        fixed, growing = size.as_independent(BATCH, as_Add=size.is_Add)
+        terms = [_counted(w, term) for term in type(size).make_args(growing)]
+        found = terms[0]
+        for term in terms[1:]:
+            found = w.op(target, (found, term), (), torch.float64)
+        neutral = 0 if size.is_Add else 1
+        return found if fixed == neutral else w.op(target, (found, fixed), (), torch.float64)
+    if size.is_Pow and not grows(size.exp):
+        return w.op(aten.pow.Tensor_Scalar, (_counted(w, size.base), float(size.exp)), (), torch.float64)
+    return w.count(size)  # no sum: `batch_sums` refuses it

@@ -1,0 +1,43 @@
+"""Shape, dtype and gradient of every node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from autoptd.passes.custom_grad.ops import OwnFunction
+from autoptd.passes.graph import infos, is_float, is_getitem, op_name, operands
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.trace.traced import Traced
+
+
+def annotate(graph: fx.Graph, traced: Traced) -> None:
+    """Set `meta["info"]`: shapes, and whether a gradient flows (from a trainable parameter, not past a detach)."""
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        grad = node.name in traced.parameters and traced.parameters[node.name] not in traced.frozen
+        if node.op == "call_function" and op_name(node) != "detach":
+            grad = any(t.requires_grad for o in operands(node) for t in infos(o))
+        if is_getitem(node) and isinstance(node.args[0].target, OwnFunction):  # type: ignore[union-attr]
+            grad = infos(node.args[0])[node.args[1]].requires_grad  # type: ignore[arg-type, index]
+        node.meta["info"] = _with_grad(node.meta["shapes"], grad)
+        if isinstance(node.target, OwnFunction):
+            node.meta["info"] = _where_differentiable(node.meta["info"], node.target.differentiable)
+
+
+def _with_grad(shapes: object, grad: bool) -> object:
+    if isinstance(shapes, TensorInfo):
+        return TensorInfo(shapes.shape, shapes.dtype, grad and is_float(shapes.dtype))
+    assert isinstance(shapes, tuple)
+    return tuple(_with_grad(s, grad) for s in shapes if s is not None)
+
+
+def _where_differentiable(found: object, differentiable: Sequence[bool]) -> object:
+    """Infos of outputs, without a gradient where none can flow."""
+    if isinstance(found, TensorInfo):
+        return found if differentiable[0] else replace(found, requires_grad=False)
+    assert isinstance(found, tuple)
+    return tuple(map(_where_differentiable, found, ([flows] for flows in differentiable)))

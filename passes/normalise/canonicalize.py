@@ -1,0 +1,165 @@
+"""One spelling for what models write in many ways: views as `reshape`, equal splits as `chunk`, `addmm` as `linear`.
+
+Products of rows in groups (a mixture's experts) are `ops.grouped_mm`, whichever kernel the model asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoptd.ops import library as ops
+from autoptd.passes.graph import info, infos, op_name, write_op
+from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.trace.traced import Traced
+
+aten = torch.ops.aten
+
+
+def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
+    """Undo what functionalisation does to dropout; nobody reads the mask."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.native_dropout.default:
+            picked = [u for u in node.users if u.args[1] == 0]
+            with graph.inserting_before(node):
+                plain = graph.call_function(
+                    aten.dropout.default, (node.args[0], node.args[1], node.args[2] is not False)
+                )
+                plain.meta = {**node.meta, "info": infos(node)[0]}
+            for user in picked:
+                user.replace_all_uses_with(plain)
+
+
+def write_copy_as_source(graph: fx.Graph, traced: Traced) -> None:
+    """What is left of `y.copy_(x)`: x in the type and shape of y."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.copy.default:
+            source, like = node.args[1], info(node)
+            assert isinstance(source, fx.Node)
+            with graph.inserting_before(node):
+                if info(source).dtype != like.dtype:
+                    cast = graph.call_function(aten.to.dtype, (source, like.dtype))
+                    cast.meta = {**node.meta, "info": TensorInfo(info(source).shape, like.dtype, like.requires_grad)}
+                    source = cast
+                spread = graph.call_function(aten.expand.default, (source, list(like.shape)))
+                spread.meta = {**node.meta, "info": TensorInfo(like.shape, like.dtype, info(source).requires_grad)}
+            node.replace_all_uses_with(spread)
+
+
+def write_masked_put_as_where(graph: fx.Graph, traced: Traced) -> None:
+    """`x[mask] = y`, where y has no dim of the elements that the mask picks, is `where(mask, y, x)`."""
+    for node in list(graph.nodes):
+        if (
+            node.op != "call_function"
+            or node.target is not aten.index_put.default
+            or node.args[3:] not in ((), (False,))
+        ):
+            continue
+        x, (mask, *others), value = node.args[:3]
+        if others or mask is None or info(mask).dtype is not torch.bool or node.kwargs.get("accumulate"):
+            continue
+        picked, rest = info(mask).ndim, info(x).ndim - info(mask).ndim
+        if info(mask).shape != info(x).shape[:picked] or info(value).ndim > rest:
+            continue
+        with graph.inserting_before(node):
+            spread = (*info(mask).shape, *(1,) * rest)
+            wide = write_op(graph, node, aten.reshape.default, (mask, list(spread)), spread, torch.bool)
+            if info(value).dtype != info(x).dtype:
+                value = write_op(graph, node, aten.to.dtype, (value, info(x).dtype), info(value).shape, info(x).dtype)
+            made = write_op(graph, node, aten.where.self, (wide, value, x), info(node).shape, info(x).dtype)
+        node.replace_all_uses_with(made)
+
+
+def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
+    """`x.type_as(y)` and `x.to(y)` read no value of y: they become `x.to(dtype)`."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (aten.type_as.default, aten.to.other):
+            node.target = aten.to.dtype
+            node.args, node.kwargs = (node.args[0], info(node).dtype), {}
+
+
+def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
+    """`view`, `flatten`, `unflatten` become `reshape` to the whole output shape; `expand` names every size."""
+    for node in graph.nodes:
+        name = op_name(node) if node.op == "call_function" else ""
+        if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
+            if not isinstance(node.meta["info"], tuple) and node.target is not aten.view.dtype:
+                node.target = aten.reshape.default
+                node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
+        elif name in ("expand", "expand_as"):
+            node.target = aten.expand.default
+            node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
+
+
+def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
+    """`split` into equal parts becomes `chunk(x, n, dim)`, which has no size to localise."""
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node) not in ("split", "split_with_sizes", "tensor_split"):
+            continue
+        parts = infos(node)
+        if len({p.shape for p in parts}) == 1 and isinstance(node.args[1], (int, list, tuple)):
+            dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+            node.target = aten.chunk.default
+            node.args, node.kwargs = (node.args[0], len(parts), dim), {}
+
+
+def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:
+    """`reshape(addmm(b, reshape(x, [-1, k]), w))` becomes `linear(x, w.t(), b)`: leading dims stay apart.
+
+    A sequence that is split stays a dim of its own, and the emitted line is the one a person would write.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (aten.addmm.default, aten.mm.default):
+            continue
+        bias, x, weight = node.args if node.target is aten.addmm.default else (None, *node.args)
+        if node.kwargs or not isinstance(weight, fx.Node) or not isinstance(x, fx.Node):
+            continue
+        if bias is not None and info(bias).ndim != 1:  # type: ignore[arg-type]
+            continue
+        source = _unflattened(x)
+        with graph.inserting_before(node):
+            turned = graph.call_function(aten.t.default, (weight,))
+            turned.meta = {**weight.meta, "info": _like(weight, info(weight).shape[::-1])}
+            turned.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta})
+            args = (source, turned) if bias is None else (source, turned, bias)
+            linear = graph.call_function(aten.linear.default, args)
+            linear.meta = {**node.meta, "info": _like(node, (*info(source).shape[:-1], info(node).shape[-1]))}
+            flat = graph.call_function(aten.reshape.default, (linear, list(info(node).shape)))
+            flat.meta = dict(node.meta)
+        node.replace_all_uses_with(flat)
+        graph.erase_node(node)
+
+
+def write_grouped_mm(graph: fx.Graph, traced: Traced) -> None:
+    """torch's kernel for experts, and what transformers writes where that does not run, become `ops.grouped_mm`."""
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node) not in ("_grouped_mm", "grouped_mm_fallback"):
+            continue
+        values = [value for value in (*node.args, *node.kwargs.values()) if value is not None]
+        found = [value for value in values if isinstance(value, fx.Node)]
+        if len(found) == len(values) == 3 and [info(found[0]).ndim, info(found[1]).ndim] == [2, 3]:
+            node.target, node.args, node.kwargs = ops.grouped_mm, tuple(found), {}
+
+
+def _unflattened(x: fx.Node) -> fx.Node:
+    """What was flattened to two dims, when only leading dims were merged."""
+    if x.op == "call_function" and x.target is aten.reshape.default:
+        source = x.args[0]
+        assert isinstance(source, fx.Node)
+        if info(source).ndim > 2 and info(source).shape[-1] == info(x).shape[-1]:
+            return source
+    return x
+
+
+def _like(node: fx.Node, shape: tuple[Size, ...]) -> TensorInfo:
+    return TensorInfo(shape, info(node).dtype, info(node).requires_grad)
+
+
+def merge_reshapes(graph: fx.Graph, traced: Traced) -> None:
+    """A reshape of a reshape is one reshape."""
+    for node in graph.nodes:
+        while node.op == "call_function" and node.target is aten.reshape.default:
+            source = node.args[0]
+            if source.op != "call_function" or source.target is not aten.reshape.default:
+                break
+            node.args = (source.args[0], node.args[1])

@@ -1,0 +1,146 @@
+"""Bring a traced graph into the form that every later pass may assume.
+
+After `normalise`, each node is a placeholder (parameter, buffer, constant, input, or a global loss count), a
+functional ATen op or an op of `autoptd.ops.library`; sizes in arguments are ints or sympy expressions of b, s …;
+`meta["info"]` holds global shape, dtype and whether a gradient flows; nothing is computed that does not reach the
+loss; views are `reshape` with the whole output shape. `PREPARE`, `EXACT_LOSS` and `FINISH` are read top to bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import fx, nn
+
+from autoptd.errors import TraceError, UnsupportedOp
+from autoptd.passes.batch.batch_independence import refuse_mixed_samples
+from autoptd.passes.custom_grad.calls import write_own_calls
+from autoptd.passes.custom_grad.proof import prove_own
+from autoptd.passes.graph import source_line
+from autoptd.passes.losses.batch_counts import take_counts_over_batch
+from autoptd.passes.losses.loss_form import loss_form
+from autoptd.passes.losses.loss_spellings import write_sums_over_samples
+from autoptd.passes.losses.reduce_loss import average_over_microbatches, check_loss, rewrite_loss
+from autoptd.passes.normalise.annotate import annotate
+from autoptd.passes.normalise.canonicalize import (
+    merge_reshapes,
+    write_addmm_as_linear,
+    write_casts_with_their_type,
+    write_copy_as_source,
+    write_equal_splits_as_chunk,
+    write_grouped_mm,
+    write_masked_put_as_where,
+    write_native_dropout_as_dropout,
+    write_views_as_reshape,
+)
+from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
+from autoptd.passes.normalise.float_types import refuse_mixed_types, write_frozen_batch_norm_in_one_type
+from autoptd.passes.normalise.functionalize import remove_mutation
+from autoptd.passes.normalise.inline_regions import inline_regions as _inline
+from autoptd.passes.normalise.masks import name_causal_masks
+from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse
+from autoptd.passes.normalise.scalar_types import settle_scalar_types
+from autoptd.passes.normalise.sizes import fold_sizes
+from autoptd.passes.trace.traced import Traced
+
+Pass = Callable[[fx.Graph, Traced], None]
+
+
+def normalise(traced: Traced) -> Traced:
+    """Run every pass over the graph, checking it after each. Changes `traced.graph` in place."""
+    _run(PREPARE, traced)
+    averaged = traced.averaging == "per-microbatch" and not _is_exact(traced)
+    traced.averaged = averaged
+    _run(AVERAGED_LOSS if averaged else EXACT_LOSS, traced)
+    _run(FINISH, traced)
+    _check(traced.graph.graph)
+    return traced
+
+
+def _run(steps: Sequence[Pass], traced: Traced) -> None:
+    graph = traced.graph.graph
+    for step in steps:
+        step(graph, traced)
+        _drop_dead(graph)
+        graph.lint()
+
+
+def _is_exact(traced: Traced) -> bool:
+    """Whether the loss can be that of the whole batch; tried on a copy of the graph."""
+    copied: fx.Graph = fx.Graph()
+    made = copied.graph_copy(traced.graph.graph, {})
+    copied.output(made)
+    trial = replace(traced, graph=fx.GraphModule(nn.Module(), copied))
+    try:
+        _run(EXACT_LOSS, trial)
+    except UnsupportedOp:
+        return False
+    return not loss_form(trial.graph).refused
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Remove what nobody reads, but what writes; what merely draws random numbers goes as well."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure(impure_random=False):
+            graph.erase_node(node)
+
+
+def inline_regions(graph: fx.Graph, traced: Traced) -> None:
+    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies."""
+    _inline(graph, traced.graph)
+
+
+def write_own(graph: fx.Graph, traced: Traced) -> None:
+    """Write calls of the user's own backward passes with the functions themselves as targets."""
+    write_own_calls(graph, traced.own)
+
+
+def _check(graph: fx.Graph) -> None:
+    """What later passes assume."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function":
+            raise TraceError(f"{node.op} {node.target} is left in the graph", where=source_line(node))
+        assert "info" in node.meta, node.name
+
+
+PREPARE: list[Pass] = [
+    inline_regions,
+    write_own,
+    drop_asserts,
+    fold_sizes,
+    drop_asserts,
+    remove_mutation,
+    annotate,
+    write_native_dropout_as_dropout,
+    write_copy_as_source,
+    write_masked_put_as_where,
+    write_casts_with_their_type,
+    drop_identities,
+    write_views_as_reshape,
+    write_equal_splits_as_chunk,
+    write_addmm_as_linear,
+    write_grouped_mm,
+    merge_reshapes,
+    drop_identities,
+    write_frozen_batch_norm_in_one_type,
+    refuse_mixed_types,
+    name_causal_masks,
+    prove_own,
+    check_loss,
+    refuse_sparse,
+]
+EXACT_LOSS: list[Pass] = [
+    write_sums_over_samples,
+    take_counts_over_batch,
+    refuse_mixed_samples,
+    rewrite_loss,
+]
+AVERAGED_LOSS: list[Pass] = [refuse_mixed_samples, average_over_microbatches]
+FINISH: list[Pass] = [
+    settle_scalar_types,
+    share_repeated,
+    refuse_random,
+]

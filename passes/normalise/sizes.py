@@ -1,0 +1,88 @@
+"""Sizes in arguments become sympy expressions of b, s and further symbols; size arithmetic leaves the graph."""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.graph import op_name, plain, source_line
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.trace.trace_errors import KEEP_TENSORS, NUMBER_READ
+from autoptd.passes.trace.traced import Traced
+
+
+def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
+    """Write sizes into the arguments as sympy expressions of our symbols; size arithmetic leaves the graph."""
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "output":
+            continue
+        if (
+            isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+            and node.op != "placeholder"
+        ):
+            size = _ours(value, traced, node)
+            for user in list(node.users):
+                user.args = _replace(user.args, node, size)
+                user.kwargs = {k: _replace(v, node, size) for k, v in user.kwargs.items()}
+        elif value is not None:
+            node.meta["shapes"] = _shapes(value, traced, node)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = _numbers(node.args, traced, node)
+            node.kwargs = {k: _numbers(v, traced, node) for k, v in node.kwargs.items()}
+
+
+def _ours(value: object, traced: Traced, node: fx.Node) -> object:
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    expr = sympy.sympify(value.node.expr)
+    if expr in traced.resolved:
+        return traced.resolved[expr]
+    unknown = [s for s in expr.free_symbols if s not in traced.symbol]
+    if unknown:
+        reads = op_name(node) in ("item", "_local_scalar_dense")
+        raise UnsupportedOp(
+            NUMBER_READ if reads else f"{node.target} has a size that depends on data ({', '.join(map(str, unknown))})",
+            where=source_line(node),
+            fix=KEEP_TENSORS if reads else "use a fixed-capacity form such as torch.topk, or a mask with torch.where",
+        )
+    return traced.resolved.setdefault(expr, plain(_clean(expr.subs(traced.symbol))))
+
+
+def _clean(expr: sympy.Expr) -> sympy.Expr:
+    """torch's own FloorDiv and the like as sympy's, for positive integers."""
+    return expr.replace(lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv"), lambda e: _divide(e.args[0], e.args[1]))
+
+
+def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    exact = sympy.simplify(a / b)
+    return exact if exact.is_integer else sympy.floor(a / b)
+
+
+def _shapes(value: object, traced: Traced, node: fx.Node) -> object:
+    if isinstance(value, torch.Tensor):
+        return TensorInfo(tuple(_ours(s, traced, node) for s in value.shape), value.dtype, False)  # type: ignore[misc]
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes(v, traced, node) for v in value)
+    return None
+
+
+def _replace(value: object, node: fx.Node, size: object) -> object:
+    if value is node:
+        return size
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replace(v, node, size) for v in value)
+    return value
+
+
+def _numbers(value: object, traced: Traced, node: fx.Node) -> object:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _ours(value, traced, node)
+    if isinstance(value, tuple):
+        return tuple(_numbers(v, traced, node) for v in value)
+    if isinstance(value, list):
+        return [_numbers(v, traced, node) for v in value]
+    return value

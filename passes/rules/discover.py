@@ -1,0 +1,316 @@
+"""Find the factors of an op that has no rule, by trying: nothing is guessed, what nothing proves is replicated.
+
+The op is run on small random tensors with its own literal arguments, sizes replaced by small distinct ones (where the
+arguments forbid that, the sizes as they are). Every way of naming dims of equal size as one factor is a candidate; one
+that holds in value and gradient, split in two and into single indices, for two sets of sizes and two draws, becomes a
+factor of the rule. Incoming gradients are large and small as well: one may be clipped by its norm. Whether the backward
+pass is linear in the gradient, so that each rank may have an addend of it, is tried in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice, product
+from math import prod
+from types import FunctionType
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from autoptd.layout.placements import BP
+from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
+from autoptd.passes.rules.factors import Rule, expand
+from autoptd.passes.rules.prove import Example, as_list, differentiate, frozen, prove
+
+LARGEST = 1 << 20  # elements of an operand that is worth trying
+LARGEST_ONCE = 1 << 24  # of one that a few runs tell enough about
+CANDIDATES = 256  # per size; the fullest ones come first
+SIZES = ((4, 6, 8, 10, 12, 14), (8, 4, 14, 6, 10, 12))
+MAGNITUDES = (1.0, 1e5, 1e-5)  # of incoming gradients
+FINEST = 256  # parts that a dim is split into at most
+FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What was found out about an op: a notation, or None and the reason why it is replicated."""
+
+    op: str
+    text: str | None
+    reason: str = ""
+    tried: bool = True  # whether it ran, and gave the same twice
+    linear: bool = True  # whether its backward pass is linear in the gradient, as far as it was tried
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule that the notation stands for."""
+        if self.text is None and self.linear:
+            return None
+        return Rule(self.text or _no_factors, linear_backward=self.linear)
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.text or 'replicated, ' + self.reason}"
+
+
+def discover(call: OpCall) -> Discovery:
+    """The factors of this call that proved splittable. Results are kept per target, arguments and shapes."""
+    return _discover(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+
+
+@cache
+def _discover(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Discovery:
+    call = OpCall(target, args, dict(kwargs), outputs)
+    name = target.__qualname__ if isinstance(target, FunctionType) else str(target)
+    if reason := _unsuitable(call):
+        return Discovery(name, None, reason, tried=False)
+    examples = [e for numbers in SIZES for seed in (0, 1) if (e := _example(call, numbers, seed)) is not None]
+    if len(examples) < 4:
+        return Discovery(name, None, f"it does not run on small random tensors{_error(call)}", tried=False)
+    if not all(_repeats(e) for e in examples[:2]):
+        return Discovery(name, None, "it changes its inputs or is random", tried=False)
+    examples += [e for size in (1e3, 1e-3) if (e := _example(call, SIZES[0], 2, size)) is not None]
+    linear = _is_linear(examples)
+    dims: list[list[str]] = [["."] * t.ndim for t in call.operands + call.outputs]
+    count = 0
+    for size in dict.fromkeys(n for t in call.operands for n in t.shape if n != 1):
+        for where in islice(_candidates(call, size), CANDIDATES):
+            free = all(d is None or dims[i][d] == "." for i, d in enumerate(where))
+            if free and _holds(call, where, examples):
+                for i, d in enumerate(where):
+                    if d is not None:
+                        dims[i][d] = f"f{count}"
+                count += 1
+    if not count:
+        return Discovery(name, None, "no split of it computes the same", linear=linear)
+    return Discovery(name, _text(call, dims), linear=linear)
+
+
+def _no_factors(call: OpCall) -> str:
+    return _text(call, [["."] * t.ndim for t in call.operands + call.outputs])
+
+
+def _is_linear(examples: Sequence[Example]) -> bool:
+    """Whether the gradients of addends add up: what every rank may do with its own."""
+    for example in examples:
+        call = example.call()
+        partial = [s for s in expand(None, call, 2, Sizes()) if BP in s.needs]
+        if any(prove(example, None, s, 2, magnitude=m) for s in partial for m in MAGNITUDES):
+            return False
+    return True
+
+
+def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | None]) -> bool | None:
+    """Whether, on small random tensors, no result for one sample changes with another; None where it cannot be tried.
+
+    `dims`: operand -> its dim of samples; `given`: that of each output, None for an output that has none.
+    """
+    if _unsuitable(call):
+        return None
+    for numbers in SIZES[0], (3, *SIZES[1][1:]):  # few samples
+        for changed, kept in ((slice(1), slice(1, None)), (slice(1, None), slice(1))):
+            example = _example(call, numbers, 0, largest=LARGEST_ONCE)
+            if example is None:
+                return None
+            before = [y.detach().clone() for y in as_list(example.target(*example.args, **example.kwargs))]
+            with torch.no_grad():
+                for i, dim in dims.items():
+                    some = example.operands[i].movedim(dim, 0)[changed]
+                    some.copy_(some.cos() * 3 if some.is_floating_point() else some == 0)
+                after = as_list(example.target(*example.args, **example.kwargs))
+            for x, y, at in zip(before, after, given, strict=True):
+                others = (x, y) if at is None else (t.movedim(at, 0)[kept] for t in (x, y))
+                if not torch.equal(*(t.detach().nan_to_num() for t in others)):
+                    return False
+    return True
+
+
+def adds_up(call: OpCall, dims: Mapping[int, int]) -> bool:
+    """Whether, on small random tensors, what an op gives for all rows is the sum of what it gives for each.
+
+    `dims`: operand -> its dim of rows. Values alone: what is added up has the gradients of its addends.
+    """
+    if _unsuitable(call):
+        return False
+    for numbers in SIZES:
+        for seed in (0, 1):
+            example = _example(call, numbers, seed)
+            rows = {example.operands[i].shape[dim] for i, dim in dims.items()} if example is not None else set()
+            if example is None or len(rows) != 1:
+                return False
+            with torch.no_grad():
+                whole = as_list(example.target(*example.args, **example.kwargs))
+                each = [_of_rows(example, dims, row) for row in range(rows.pop())]
+            for i, x in enumerate(whole):
+                total = sum((parts[i].double() for parts in each), torch.zeros(()))
+                near = 1e-9 * float(x.detach().double().abs().max()) if x.numel() else 0.0
+                if total.shape != x.shape or not torch.allclose(total, x.double(), rtol=1e-9, atol=near):
+                    return False
+    return True
+
+
+def _of_rows(example: Example, dims: Mapping[int, int], row: int) -> list[Tensor]:
+    """What the op gives for one row of each of these operands."""
+    taken = iter(range(len(example.operands)))
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            i = next(taken)
+            return value.narrow(dims[i], row, 1) if i in dims else value
+        return type(value)(map(cut, value)) if isinstance(value, (tuple, list)) else value
+
+    args = [cut(a) for a in example.args]
+    return as_list(example.target(*args, **{k: cut(v) for k, v in example.kwargs.items()}))
+
+
+def takes_its_types(call: OpCall) -> bool:
+    """Whether the op runs on small tensors of the types that it is given, or on none that can be tried."""
+    if _unsuitable(call) or (example := _example(call, SIZES[0], 0)) is None:
+        return True
+    types = iter([t.dtype for t in call.operands])
+    args, kwargs = tree_map_only(Tensor, lambda x: x.detach().to(next(types)), (example.args, dict(example.kwargs)))
+    try:
+        example.target(*args, **kwargs)
+    except FAILURES:
+        return False
+    return True
+
+
+def _unsuitable(call: OpCall) -> str:
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return "" if call.operands else "it has no operands"
+    if call.target._schema.is_mutable:
+        return "it changes its operands"
+    if torch.Tag.nondeterministic_seeded in call.target.tags:
+        return "it may draw random numbers"
+    return "" if call.operands else "it has no operands"
+
+
+def _candidates(call: OpCall, size: Size) -> Iterator[tuple[int | None, ...]]:
+    """Every way of placing one factor of this size: a dim or none in each tensor, fullest first."""
+    tensors = call.operands + call.outputs
+    options = [[*(d for d, n in enumerate(t.shape) if n == size), None] for t in tensors]
+    combinations = (c for c in product(*options) if any(d is not None for d in c[: len(call.operands)]))
+    return iter(sorted(combinations, key=lambda c: c.count(None)))
+
+
+def _holds(call: OpCall, where: Sequence[int | None], examples: Sequence[Example]) -> bool:
+    dims = [["."] * t.ndim for t in call.operands + call.outputs]
+    for i, d in enumerate(where):
+        if d is not None:
+            dims[i][d] = "f"
+    rule = Rule(_text(call, dims))
+    for example in examples:
+        small = example.call()
+        length = next(t.shape[d] for t, d in zip(small.operands, where, strict=False) if d is not None)
+        for ranks in dict.fromkeys((2, _finest(length))):
+            try:
+                splits = [s for s in expand(rule, small, ranks, Sizes()) if s.ranks == ranks]
+            except AssertionError:  # dims of one size in the call, but not in the example
+                return False
+            if not splits or any(prove(example, rule, s, ranks, magnitude=m) for s in splits for m in MAGNITUDES):
+                return False
+    return True
+
+
+def _finest(length: Size) -> int:
+    """The most parts of equal size that a dim is tried in."""
+    assert isinstance(length, int)
+    return next((n for n in range(min(length, FINEST), 1, -1) if length % n == 0), 2)
+
+
+def _text(call: OpCall, dims: Sequence[Sequence[str]]) -> str:
+    terms = [" ".join(d) for d in dims]
+    return f"{', '.join(terms[: len(call.operands)])} -> {', '.join(terms[len(call.operands) :])}"
+
+
+def _example(
+    call: OpCall, numbers: Sequence[int], seed: int, magnitude: float = 1.0, largest: int = LARGEST
+) -> Example | None:
+    """Small random tensors for a call that runs: small sizes if the literal arguments allow, else the real ones."""
+    distinct = list(dict.fromkeys(n for t in call.operands for n in t.shape if n != 1))
+    symbols = sorted({s for n in distinct for s in getattr(n, "free_symbols", ())}, key=str)
+    real = dict(zip(symbols, numbers, strict=False))
+    choices = (dict(zip(distinct, numbers, strict=False)), {n: _value(n, real) for n in distinct})
+    for sizes, dtype in product(choices, (torch.float64, torch.float32)):  # some take no float64
+        example = _draw(call, sizes, real, seed, magnitude, dtype, largest) if len(sizes) == len(distinct) else None
+        if example is not None and _runs(example, call):
+            return example
+    return None
+
+
+def _value(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
+    return size if isinstance(size, int) else int(size.subs(values))
+
+
+def _draw(
+    call: OpCall,
+    sizes: Mapping[Size, int],
+    values: Mapping[Any, int],
+    seed: int,
+    magnitude: float = 1.0,
+    wide: torch.dtype = torch.float64,
+    largest: int = LARGEST,
+) -> Example | None:
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(value: Any) -> Any:
+        match value:
+            case TensorInfo(shape, dtype, requires_grad):
+                concrete = [1 if n == 1 else sizes[n] for n in shape]
+                if dtype.is_floating_point:
+                    drawn = torch.randn(concrete, generator=rng, dtype=wide) * magnitude
+                    return drawn.requires_grad_(requires_grad)
+                return torch.randint(0, 2, concrete, generator=rng).to(dtype)
+            case tuple():
+                return [draw(v) for v in value]
+            case sympy.Expr():
+                return sizes.get(value, value.subs(values))
+        return value
+
+    if any(prod(1 if n == 1 else sizes[n] for n in t.shape) > largest for t in call.operands):
+        return None
+    kwargs = {k: draw(v) for k, v in call.kwargs.items()}
+    return Example(call.target, tuple(draw(a) for a in call.args), kwargs)
+
+
+def _runs(example: Example, call: OpCall) -> bool:
+    """Whether the op takes this, backward too, and gives as many results, of as many dims, mostly finite."""
+    try:
+        outputs, _ = differentiate(example)
+    except FAILURES:
+        return False
+    shaped = len(outputs) == len(call.outputs) and all(
+        isinstance(y, Tensor) and y.ndim == t.ndim for y, t in zip(outputs, call.outputs, strict=True)
+    )
+    return shaped and all(float(y.isfinite().double().mean()) > 0.25 for y in outputs if y.numel())
+
+
+def _error(call: OpCall) -> str:
+    """What a call says that does not run at its real sizes."""
+    distinct = list(dict.fromkeys(n for t in call.operands for n in t.shape if n != 1))
+    symbols = sorted({s for n in distinct for s in getattr(n, "free_symbols", ())}, key=str)
+    real = dict(zip(symbols, SIZES[0], strict=False))
+    example = _draw(call, {n: _value(n, real) for n in distinct}, real, 0)
+    try:
+        if example is not None:
+            differentiate(example)
+    except FAILURES as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        return f" ({type(error).__name__}: {first[:200]})"
+    return ""
+
+
+def _repeats(example: Example) -> bool:
+    """Whether running it twice, backward too, gives the same and leaves the inputs alone."""
+    before = [x.detach().clone() for x in example.operands]
+    first, second = ([x for each in differentiate(example) for x in each] for _ in range(2))
+    same = all(
+        a is b if a is None or b is None else torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(first, second, strict=True)
+    )
+    return same and all(torch.equal(a, b.detach()) for a, b in zip(before, example.operands, strict=True))

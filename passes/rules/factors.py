@@ -1,0 +1,234 @@
+"""The strategies of an op, which follow from the factors of its loop nest (`loops` has the notation).
+
+Splitting the factor f over t ranks: who has f is `Split` there (an inner factor: in as many groups as the outer
+factors count), an operand that lacks f is `Bp` (each rank adds a share to its gradient), an output that lacks f is
+`P`. Besides, an op may be done in full by every rank, with whole or partial gradients (backward is linear in the
+incoming gradient), and a linear op carries `P` through.
+
+Group counts are offered where they are of use: they arise at composed dims, as in `(3 n d)`, and spread through
+adjacent ops to a fixpoint, so that a fused query-key-value projection is split in 3 groups from its weight on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from autoptd.layout.placements import BP, B, P, Placement, Split
+from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
+from autoptd.passes.rules.factor_notation import (
+    MAX_GROUPS,
+    FactorPlace,
+    Groups,
+    Loops,
+    bind,
+    divide,
+    group_counts,
+    groups_fit,
+)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One legal way for an op on one axis. `str` is unique among an op's strategies: `S1, Bp -> S1`."""
+
+    needs: tuple[Placement, ...]  # one per entry of OpCall.operands
+    gives: tuple[Placement, ...]  # one per output
+    ranks: int = 1  # each rank does 1/ranks of the work
+    implementation: str = ""  # the op's own distributed implementation, see IMPLEMENTATIONS in rules.py
+    collectives: tuple[tuple[str, Size], ...] = ()  # (name, elements per rank), issued by the implementation itself
+
+    @property
+    def share(self) -> sympy.Rational:
+        """The share of the op's work that each rank does."""
+        return sympy.Rational(1, self.ranks)
+
+    def __str__(self) -> str:
+        text = f"{', '.join(map(str, self.needs))} -> {', '.join(map(str, self.gives))}"
+        return f"{text} [{self.implementation}]" if self.implementation else text
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An op's own distributed implementation of splitting one factor, the only way to split that factor."""
+
+    name: str
+    factor: str
+    gives: tuple[Placement, ...] | None = None  # None: as the factors say
+    collectives: Callable[[OpCall], tuple[tuple[str, Size], ...]] = lambda call: ()
+    applies: Callable[[OpCall], bool] = lambda call: True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of an op: its notation (may depend on the call), where it is linear, which arguments are sizes."""
+
+    notation: str | Callable[[OpCall], str]
+    linear: Callable[[OpCall], Sequence[frozenset[int]]] = lambda call: ()  # operands that may be P together
+    local: Callable[[OpCall, Strategy, int], Mapping[int | str, Any]] = lambda call, strategy, ranks: {}
+    implementations: tuple[Implementation, ...] = ()
+    linear_backward: bool = True  # else no rank can have an addend of the gradient: a backward pass of the user's own
+
+    def text(self, call: OpCall) -> str:
+        """The notation for this call."""
+        return self.notation if isinstance(self.notation, str) else self.notation(call)
+
+
+def expand(rule: Rule | None, call: OpCall, ranks: int, sizes: Sizes, groups: Groups | None = None) -> list[Strategy]:
+    """All strategies of an op over `ranks` ranks, in a fixed order; without a rule, in full on every rank only.
+
+    `groups` offers group counts besides 1 for the dims of operands (numbered from 0) and outputs (after them).
+    """
+    found = list(_whole(call, rule is None or rule.linear_backward))
+    if rule is not None and ranks > 1:
+        found += _splits(rule, call, ranks, sizes, groups or {})
+        found += _linear(rule, call)
+    first: dict[str, Strategy] = {}
+    for strategy in found:
+        first.setdefault(str(strategy), strategy)
+    return list(first.values())
+
+
+def _broadcast(tensor: TensorInfo, partial_grad: bool) -> Placement:
+    return BP if partial_grad and tensor.requires_grad else B
+
+
+def _whole(call: OpCall, linear: bool) -> Iterator[Strategy]:
+    for partial in (False, True) if linear else (False,):
+        needs = tuple(_broadcast(t, partial) for t in call.operands)
+        yield Strategy(needs, tuple(_broadcast(t, partial) for t in call.outputs))
+
+
+def _splits(rule: Rule, call: OpCall, ranks: int, sizes: Sizes, groups: Groups) -> Iterator[Strategy]:
+    loops = bind(rule.text(call), call)
+    own = {i.factor: i for i in rule.implementations}
+    for name, places in loops.places.items():
+        if name in own and not own[name].applies(call):
+            continue
+        # An implementation knows which part of the whole a rank holds: its slice in one piece.
+        for count in sorted({1} if name in own else group_counts(places, groups)):
+            fits = sizes.divisible(loops.sizes[name], ranks, count) and groups_fit(places, count)
+            strategy = _split(call, loops, places, count, ranks) if fits else None
+            if strategy is not None:
+                yield _implemented(strategy, own[name], call) if name in own else strategy
+
+
+def _split(call: OpCall, loops: Loops, places: Sequence[FactorPlace | None], count: int, ranks: int) -> Strategy | None:
+    def split(place: FactorPlace) -> Placement:
+        assert isinstance(place.outer, int)
+        return Split(place.dim, place.outer * count)
+
+    here, there = places[: len(call.operands)], places[len(call.operands) :]
+    gives = tuple(P if place is None else split(place) for place in there)
+    if any(p == P and not _has_addends(t) for p, t in zip(gives, call.outputs, strict=True)):
+        return None
+    addends = loops.additive if P in gives else frozenset()
+    needs = tuple(
+        split(place) if place is not None else P if i in addends else _broadcast(tensor, True)
+        for i, (place, tensor) in enumerate(zip(here, call.operands, strict=True))
+    )
+    return Strategy(needs, gives, ranks)
+
+
+def _has_addends(tensor: TensorInfo) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _implemented(strategy: Strategy, own: Implementation, call: OpCall) -> Strategy:
+    gives = strategy.gives if own.gives is None else own.gives
+    return Strategy(strategy.needs, gives, strategy.ranks, own.name, own.collectives(call))
+
+
+def _linear(rule: Rule, call: OpCall) -> Iterator[Strategy]:
+    """P in, P out: each rank does all of the op on its addend."""
+    for addends in rule.linear(call):
+        if all(_has_addends(t) for t in (*(call.operands[i] for i in addends), *call.outputs)):
+            needs = tuple(P if i in addends else _broadcast(t, True) for i, t in enumerate(call.operands))
+            yield Strategy(needs, (P,) * len(call.outputs))
+
+
+def local_shape(tensor: TensorInfo, placement: Placement, ranks: int) -> tuple[Size, ...]:
+    """The shape of what one rank holds."""
+    if not isinstance(placement, Split):
+        return tensor.shape
+    return tuple(divide(n, ranks) if dim == placement.dim else n for dim, n in enumerate(tensor.shape))
+
+
+def local_args(
+    rule: Rule | None, call: OpCall, strategy: Strategy, ranks: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the op on one rank: tensors of local shape, and the sizes among the arguments made local."""
+    shapes = iter(zip(call.operands, strategy.needs, strict=True))
+
+    def localise(value: Any) -> Any:
+        if isinstance(value, TensorInfo):
+            tensor, placement = next(shapes)
+            return TensorInfo(local_shape(tensor, placement, ranks), tensor.dtype, tensor.requires_grad)
+        return type(value)(map(localise, value)) if isinstance(value, (tuple, list)) else value
+
+    args = [localise(a) for a in call.args]
+    kwargs = {k: localise(v) for k, v in call.kwargs.items()}
+    for key, value in (rule.local(call, strategy, ranks) if rule else {}).items():
+        if isinstance(key, int):
+            args[key] = value
+        else:
+            kwargs[key] = value
+    return tuple(args), kwargs
+
+
+@dataclass(frozen=True)
+class Wired:
+    """A call with its rule and the names of its operands' and outputs' tensors, in order."""
+
+    call: OpCall
+    rule: Rule | None
+    tensors: tuple[str, ...]  # operands, then outputs
+
+
+def propagate_groups(calls: Sequence[Wired]) -> dict[tuple[str, int], frozenset[int]]:
+    """Group counts worth offering per (tensor, dim), carried through adjacent ops to a fixpoint.
+
+    `linear` then `view(…, 3, n, d)` offers 3 to the linear's output, its weight's rows and its bias.
+    """
+    places = [
+        (wired.tensors, tuple(p))
+        for wired in calls
+        if wired.rule is not None
+        for p in bind(wired.rule.text(wired.call), wired.call).places.values()
+    ]
+    offered: dict[tuple[str, int], frozenset[int]] = {}
+    progress = True
+    while progress:
+        progress = False
+        for tensors, factor in places:
+            for key, count in _offers(tensors, factor, offered):
+                known = offered.get(key, frozenset({1}))
+                if count not in known and len(known) < MAX_GROUPS:
+                    offered[key] = known | {count}
+                    progress = True
+    return offered
+
+
+def _offers(
+    tensors: Sequence[str], factor: Sequence[FactorPlace | None], offered: Mapping[tuple[str, int], frozenset[int]]
+) -> Iterator[tuple[tuple[str, int], int]]:
+    here = {(i, p.dim): offered.get((tensors[i], p.dim), frozenset()) for i, p in enumerate(factor) if p}
+    for count in sorted(group_counts(factor, here)):
+        if groups_fit(factor, count):
+            for name, place in zip(tensors, factor, strict=True):
+                if place is not None and place.outer * count > 1:
+                    yield (name, place.dim), place.outer * count
+
+
+def groups_of(wired: Wired, offered: Mapping[tuple[str, int], frozenset[int]]) -> Groups:
+    """What `propagate_groups` found, by position, as `expand` takes it."""
+    tensors = wired.call.operands + wired.call.outputs
+    return {
+        (i, dim): offered[name, dim]
+        for i, (name, tensor) in enumerate(zip(wired.tensors, tensors, strict=True))
+        for dim in range(tensor.ndim)
+        if (name, dim) in offered
+    }

@@ -1,0 +1,396 @@
+"""Notations that depend on the call: on the number of dims, on an argument, or on the refinement of two shapes.
+
+Each function takes a call and gives its notation (see `factors`). A dim is named `d0`, `d1`, … by its position in the
+first operand unless a better word is at hand. Dims that an op treats as one (softmax's, a reduction's) stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from autoptd.passes.opcall import OpCall, TensorInfo
+from autoptd.passes.rules.views import same
+
+Notation: TypeAlias = "Callable[[OpCall], str]"
+
+
+def names(ndim: int) -> list[str]:
+    return [f"d{i}" for i in range(ndim)]
+
+
+def arrow(operands: Iterable[Sequence[str]], outputs: Iterable[Sequence[str]]) -> str:
+    return f"{', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, outputs))}"
+
+
+def fit(tensor: TensorInfo, dims: Sequence[str]) -> list[str]:
+    """The right-hand `dims` that a tensor broadcast to them has, its dims of size 1 written so."""
+    wanted = dims[len(dims) - tensor.ndim :]
+    return ["1" if size == 1 else name for size, name in zip(tensor.shape, wanted, strict=True)]
+
+
+def chosen(dims: Any, ndim: int) -> set[int]:
+    """Dims as an op's argument gives them (one, several, none for all), as positions from the left."""
+    if dims is None or dims == []:
+        return set(range(ndim))
+    return {d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)}
+
+
+def elementwise(call: OpCall) -> str:
+    return arrow([["..."]] * len(call.operands), [["..."]] * len(call.outputs))
+
+
+def whole(call: OpCall) -> str:
+    """Nothing can be split."""
+    return arrow([["."] * t.ndim for t in call.operands], [["."] * t.ndim for t in call.outputs])
+
+
+def first_only(call: OpCall) -> str:
+    """Like the first operand; the others (of whatever shape) only give a type."""
+    rest = [["."] * t.ndim for t in call.operands[1:]]
+    return arrow([["..."], *rest], [["..."]])
+
+
+def unsplittable(index: int = 1, name: str = "dim", default: Any = -1) -> Notation:
+    """Every dim as it was; those named by an argument stay whole (their size may change)."""
+
+    def notation(call: OpCall) -> str:
+        return _except(call, chosen(call.arg(index, name, default), call.operands[0].ndim))
+
+    return notation
+
+
+def _except(call: OpCall, fixed: set[int]) -> str:
+    dims = ["." if i in fixed else d for i, d in enumerate(names(call.operands[0].ndim))]
+    return arrow([dims] * len(call.operands), [dims] * len(call.outputs))
+
+
+def reduce(index: int = 1, keep: int = 2, default: Any = None, summed: bool = False) -> Notation:
+    """The dims of an argument vanish (or become 1); unless they are merely summed they stay whole."""
+
+    def notation(call: OpCall) -> str:
+        ndim = call.operands[0].ndim
+        gone = chosen(call.arg(index, "dim", default), ndim)
+        dims = names(ndim)
+        operand = ["." if i in gone and not summed else d for i, d in enumerate(dims)]
+        kept = [d for i, d in enumerate(dims) if i not in gone]
+        output = ["1" if i in gone else d for i, d in enumerate(dims)] if call.arg(keep, "keepdim", False) else kept
+        return arrow([operand], [output] * len(call.outputs))
+
+    return notation
+
+
+def loss(reduction: int) -> Notation:
+    """An elementwise loss: elementwise (0), its mean (1, whole) or its sum (2), by an argument."""
+
+    def notation(call: OpCall) -> str:
+        match call.arg(reduction, "reduction", 1):
+            case 0:
+                return elementwise(call)
+            case 2:
+                return arrow([["..."]] * len(call.operands), [[]])
+        return whole(call)
+
+    return notation
+
+
+def row_loss(reduction: int, weight: int | None = None) -> Notation:
+    """A loss per row [n, c]: of each (0), their mean (1, whole) or their sum (2). `weight`: the operand [c], if any."""
+
+    def notation(call: OpCall) -> str:
+        how = call.arg(reduction, "reduction", 1)
+        if how not in (0, 2) or call.operands[0].ndim < 2:
+            return whole(call)
+        rows = [["."] if i == weight else ["n", *["."] * (t.ndim - 1)] for i, t in enumerate(call.operands)]
+        return arrow(rows, [["n"] if how == 0 else []])
+
+    return notation
+
+
+def class_loss(call: OpCall) -> str:
+    """Cross entropy of logits [n, c, …] and labels [n, …] (or [n, c, …]): its sum adds up over all but the classes."""
+    logits, labels, *weight = call.operands
+    if call.arg(3, "reduction", 1) != 2 or logits.ndim < 2:
+        return whole(call)
+    dims = names(logits.ndim)
+    dims[1] = "."
+    rows = dims if labels.ndim == logits.ndim else [dims[0], *dims[2:]]
+    return arrow([dims, rows, *[["."]] * len(weight)], [[]])
+
+
+def counted(call: OpCall) -> str:
+    """valid_count: labels of any dims, and maybe a weight per class."""
+    return "... -> " if len(call.operands) == 1 else "..., . -> "
+
+
+def permutation(order: Callable[[OpCall, int], Sequence[int]]) -> Notation:
+    """Dims moved: `order` gives, for each dim of the result, where it was."""
+
+    def notation(call: OpCall) -> str:
+        dims = names(call.operands[0].ndim)
+        return arrow([dims], [[dims[i] for i in order(call, len(dims))]])
+
+    return notation
+
+
+def swap(call: OpCall, ndim: int) -> list[int]:
+    """The order of transpose(dim0, dim1)."""
+    order = list(range(ndim))
+    if ndim:
+        a, b = call.args[1] % ndim, call.args[2] % ndim
+        order[a], order[b] = b, a
+    return order
+
+
+def move(call: OpCall, ndim: int) -> list[int]:
+    """The order of movedim(source, destination)."""
+    source, target = (list(a) if isinstance(a, (list, tuple)) else [a] for a in call.args[1:3])
+    order: dict[int, int] = {t % ndim: s % ndim for s, t in zip(source, target, strict=True)}
+    others = iter(i for i in range(ndim) if i not in order.values())
+    return [order[i] if i in order else next(others) for i in range(ndim)]
+
+
+def slice_(call: OpCall) -> str:
+    """The sliced dim stays whole unless all of it is taken."""
+    dim = call.arg(1, "dim", 0) % call.operands[0].ndim
+    return _except(call, set() if same(call.outputs[0].shape[dim], call.operands[0].shape[dim]) else {dim})
+
+
+def remove(call: OpCall) -> str:
+    """select and unbind: one dim is taken apart."""
+    dims = names(call.operands[0].ndim)
+    dim = call.arg(1, "dim", 0) % len(dims)
+    kept = dims[:dim] + dims[dim + 1 :]
+    return arrow([[*dims[:dim], ".", *dims[dim + 1 :]]], [kept] * len(call.outputs))
+
+
+def squeeze(call: OpCall) -> str:
+    """Dims named to be dropped are dropped if they have size 1; another must not come to have it by a split."""
+    operand = call.operands[0]
+    dropped = chosen(call.arg(1, "dim"), operand.ndim)
+    dims = ["." if i in dropped else d for i, d in enumerate(names(operand.ndim))]
+    return arrow([dims], [[d for i, d in enumerate(dims) if i not in dropped or operand.shape[i] != 1]])
+
+
+def parts(index: int = 2) -> Notation:
+    """chunk and split: equal parts are `(3 o) -> o, o, o`, unequal ones stay whole."""
+
+    def notation(call: OpCall) -> str:
+        dim = call.arg(index, "dim", 0) % call.operands[0].ndim
+        long, short = _composed(call.outputs, dim)
+        return arrow([long], [short] * len(call.outputs))
+
+    return notation
+
+
+def cat(call: OpCall) -> str:
+    """The inverse of `parts`: `o, o -> (2 o)`."""
+    long, short = _composed(call.operands, call.arg(1, "dim", 0) % call.outputs[0].ndim)
+    return arrow([short] * len(call.operands), [long])
+
+
+def _composed(pieces: Sequence[TensorInfo], dim: int) -> tuple[list[str], list[str]]:
+    """The dims of the concatenation of pieces along `dim`, and of each piece."""
+    dims = names(pieces[0].ndim)
+    equal = all(same(p.shape[dim], pieces[0].shape[dim]) for p in pieces)
+    long, short = list(dims), list(dims)
+    long[dim], short[dim] = (f"({len(pieces)} {dims[dim]})", dims[dim]) if equal else (".", ".")
+    return long, short
+
+
+def halves(call: OpCall) -> str:
+    """glu: two halves of a dim become one."""
+    dims = names(call.operands[0].ndim)
+    dim = call.arg(1, "dim", -1) % len(dims)
+    return arrow([[*dims[:dim], f"(2 {dims[dim]})", *dims[dim + 1 :]]], [dims])
+
+
+def stack(call: OpCall) -> str:
+    dims = names(call.operands[0].ndim)
+    dim = call.arg(1, "dim", 0) % (len(dims) + 1)
+    return arrow([dims] * len(call.operands), [[*dims[:dim], ".", *dims[dim:]]])
+
+
+def repeat(call: OpCall) -> str:
+    """repeat(counts): `d -> (3 d)`; new leading dims are whole."""
+    operand, counts = call.operands[0], call.args[1]
+    new, dims = len(counts) - operand.ndim, names(operand.ndim)
+    source, target = list(dims), ["."] * new
+    for i, count in enumerate(counts[new:]):
+        fixed = not isinstance(count, int)
+        source[i] = "." if fixed else dims[i]
+        target.append("." if fixed else dims[i] if count == 1 else f"({count} {dims[i]})")
+    return arrow([source], [target])
+
+
+def repeat_interleave(call: OpCall) -> str:
+    """repeat_interleave(count, dim): `d -> (d 3)`."""
+    dims, dim = names(call.operands[0].ndim), call.arg(2, "dim", None)
+    if dim is None and len(dims) == 1:
+        dim = 0
+    if dim is None or not isinstance(call.args[1], int):
+        return whole(call)
+    dim %= len(dims)
+    return arrow([dims], [[*dims[:dim], f"({dims[dim]} {call.args[1]})", *dims[dim + 1 :]]])
+
+
+def pad(call: OpCall) -> str:
+    """Padded dims stay whole."""
+    amounts, ndim = call.args[1], call.operands[0].ndim
+    return _except(call, {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0})
+
+
+def one_hot(call: OpCall) -> str:
+    return arrow([["..."]], [["...", "."]])
+
+
+def index(call: OpCall) -> str:
+    """x[i, :, j]: indexed dims are whole; the dims of the indices, broadcast together, replace them."""
+    tensor, *indices = call.operands
+    if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return whole(call)
+    slots = [*call.args[1], *[None] * (tensor.ndim - len(call.args[1]))]
+    at = [i for i, slot in enumerate(slots) if slot is not None]
+    wide = [f"i{i}" for i in range(max(i.ndim for i in indices))]
+    dims = ["." if i in at else d for i, d in enumerate(names(tensor.ndim))]
+    adjacent = at == list(range(at[0], at[0] + len(at)))
+    kept = [d for d in dims if d != "."]
+    first = at[0] if adjacent else 0
+    return arrow([dims, *(fit(i, wide) for i in indices)], [[*kept[:first], *wide, *kept[first:]]])
+
+
+def gather(call: OpCall) -> str:
+    """gather(x, dim, index): the dim of x is whole; other dims are split where index covers all of x."""
+    tensor, indices = call.operands
+    dim = call.arg(1, "dim") % max(tensor.ndim, 1)
+    covered = [same(a, b) for a, b in zip(tensor.shape, indices.shape, strict=True)]
+    dims = [d if ok or i == dim else "." for i, (d, ok) in enumerate(zip(names(tensor.ndim), covered, strict=True))]
+    return arrow([["." if i == dim else d for i, d in enumerate(dims)], dims], [dims])
+
+
+def index_select(call: OpCall) -> str:
+    dims = names(call.operands[0].ndim)
+    dim = call.arg(1, "dim") % len(dims)
+    return arrow([[*dims[:dim], ".", *dims[dim + 1 :]], [dims[dim]]], [dims])
+
+
+def index_add(call: OpCall) -> str:
+    """index_add(x, dim, index, source): rows are added wherever the index says; the other dims go along."""
+    ndim = call.operands[0].ndim
+    dim = call.arg(1, "dim") % ndim
+    dims = ["." if i == dim else d for i, d in enumerate(names(ndim))]
+    return arrow([dims, ["."], dims], [dims])
+
+
+def scatter(call: OpCall) -> str:
+    """scatter(x, dim, index, source): as `gather`; dims are split where index and source cover all of x."""
+    tensor, *others = call.operands
+    dim = call.arg(1, "dim") % tensor.ndim
+    dims = [
+        d if i != dim and all(same(o.shape[i], tensor.shape[i]) for o in others) else "."
+        for i, d in enumerate(names(tensor.ndim))
+    ]
+    return arrow([dims] * len(call.operands), [dims])
+
+
+def scattered(removed: bool) -> Notation:
+    """slice_scatter and select_scatter: what is written into lacks the dim (`removed`), or has it shorter."""
+
+    def notation(call: OpCall) -> str:
+        ndim = call.operands[0].ndim
+        dim = call.arg(2, "dim", 0) % ndim
+        dims = ["." if i == dim else d for i, d in enumerate(names(ndim))]
+        return arrow([dims, [d for i, d in enumerate(dims) if i != dim] if removed else dims], [dims])
+
+    return notation
+
+
+def linear(call: OpCall) -> str:
+    return "... k, o k, +o -> ... o" if len(call.operands) == 3 else "... k, o k -> ... o"
+
+
+def matmul(call: OpCall) -> str:
+    a, b = (t.ndim for t in call.operands)
+    left = "k" if a == 1 else "... m k"
+    right = "k" if b == 1 else "... k n"
+    return f"{left}, {right} -> {'' if a == b == 1 else '...'} {'m' if a > 1 else ''} {'n' if b > 1 else ''}"
+
+
+def addmm(call: OpCall) -> str:
+    """bias + a @ b, also with batches."""
+    batch = ["b"] * (call.outputs[0].ndim - 2)
+    bias = fit(call.operands[0], [*batch, "m", "n"])
+    return arrow([["+", *bias], [*batch, "m", "k"], [*batch, "k", "n"]], [[*batch, "m", "n"]])
+
+
+def conv(call: OpCall) -> str:
+    """Channels of a convolution without groups; space is whole."""
+    source = call.operands[0]
+    space = ["."] * (source.ndim - 2)
+    if call.args[-1] != 1 if len(call.args) > 6 else call.kwargs.get("groups", 1) != 1:
+        return arrow([["b", ".", *space], *(["."] * t.ndim for t in call.operands[1:])], [["b", ".", *space]])
+    bias = [["+", "o"]] if len(call.operands) == 3 else []
+    return arrow([["b", "c", *space], ["o", "c", *space], *bias], [["b", "o", *space]])
+
+
+def pool(space: int) -> Notation:
+    """Batch and channels; the last `space` dims are whole."""
+
+    def notation(call: OpCall) -> str:
+        return _except(call, {call.operands[0].ndim - 1 - i for i in range(space)})
+
+    return notation
+
+
+def normalised(call: OpCall) -> str:
+    """layer_norm and rms_norm: the normalised dims are whole; statistics have size 1 there."""
+    fixed = len(call.args[1])
+    statistics = [["...", *["1"] * fixed]] * (len(call.outputs) - 1)
+    weights = [["."] * fixed] * (len(call.operands) - 1)
+    return arrow([["...", *["."] * fixed], *weights], [["...", *["."] * fixed], *statistics])
+
+
+def channels(call: OpCall) -> str:
+    """batch_norm: statistics per channel."""
+    dims = [".", "c", *["."] * (call.operands[0].ndim - 2)]
+    return arrow([dims, *[["c"]] * (len(call.operands) - 1)], [dims])
+
+
+def samples(call: OpCall) -> str:
+    """group_norm: each sample by itself."""
+    rest = ["."] * (call.operands[0].ndim - 1)
+    return arrow([["n", *rest], *[["."]] * (len(call.operands) - 1)], [["n", *rest]])
+
+
+def attention(call: OpCall) -> str:
+    """Heads, and query positions where no causal mask counts them; in groups, key-value heads are outermost."""
+    query, key, value = call.operands[:3]
+    batch = [f"b{i}" for i in range(query.ndim - 3)]
+    grouped = query.ndim > 3 and not same(query.shape[-3], key.shape[-3]) and key.shape[-3] != 1
+    head = [] if query.ndim < 3 else ["(h g)" if grouped else "h"]
+    few = [] if query.ndim < 3 else ["h"]
+    rows = "." if call.arg(5, "is_causal", False) else "q"
+    result = [*batch, *head, rows, "."]
+    keys = [fit(t, [*batch, *few, ".", "."]) for t in (key, value)]
+    masks = [fit(m, [*batch, *head, rows, "."]) for m in call.operands[3:]]
+    return arrow([result, *keys, *masks], [result])
+
+
+def einsum(call: OpCall) -> str:
+    """The equation itself, one letter per factor."""
+    left, _, right = call.args[0].replace(" ", "").partition("->")
+    if "->" not in call.args[0]:
+        letters = left.replace(",", "").replace("...", "")
+        right = ("..." if "..." in left else "") + "".join(sorted(c for c in letters if letters.count(c) == 1))
+    terms = [_letters(t) for t in left.split(",")]
+    operands = [
+        t if "..." in t else fit(tensor, t) for t, tensor in zip(terms, call.operands, strict=True)
+    ]  # a letter of size 1 broadcasts
+    return arrow(operands, [_letters(right)])
+
+
+def _letters(term: str) -> list[str]:
+    before, dots, after = term.partition("...")
+    return [*before, *([dots] if dots else []), *after]

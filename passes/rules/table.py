@@ -1,0 +1,398 @@
+"""The table: what is known of each op, one row per op, in alphabetical order.
+
+A row is a notation (see `factors`; `notations` has those that depend on the call), which operands may be partial sums
+(`linear`), and which arguments are sizes that shrink with a split (`local`). Every row is proved by execution in
+tests/passes/rules/test_table.py. An op without a row is discovered or replicated (see `prove`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoptd.layout.placements import B
+from autoptd.ops import library as ops
+from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.rules import op_notations as n
+from autoptd.passes.rules.factors import Implementation, Rule, Strategy, local_shape
+from autoptd.passes.rules.views import view
+
+aten = torch.ops.aten
+
+
+# Which operands may be partial sums.
+
+
+def first(call: OpCall) -> Sequence[frozenset[int]]:
+    """The first operand alone, if it is the first argument (not where a number is divided by a tensor)."""
+    return (frozenset({0}),) if isinstance(call.args[0], TensorInfo) else ()
+
+
+def together(call: OpCall) -> Sequence[frozenset[int]]:
+    """All operands at once: a concatenation."""
+    return (frozenset(range(len(call.operands))),)
+
+
+def both(call: OpCall) -> Sequence[frozenset[int]]:
+    """Both operands at once, unless a number is added."""
+    return together(call) if len(call.operands) == 2 else ()
+
+
+def each(call: OpCall) -> Sequence[frozenset[int]]:
+    """One operand at a time: a product."""
+    return tuple(frozenset({i}) for i in range(len(call.operands)))
+
+
+def product_and_bias(call: OpCall) -> Sequence[frozenset[int]]:
+    """Either factor, and the bias (third) with it: x w + b."""
+    bias = {2} & {len(call.operands) - 1}
+    return frozenset({0} | bias), frozenset({1} | bias)
+
+
+def bias_and_product(call: OpCall) -> Sequence[frozenset[int]]:
+    """Either factor, and the bias (first) with it: b + x w."""
+    return frozenset({0, 1}), frozenset({0, 2})
+
+
+def branches(call: OpCall) -> Sequence[frozenset[int]]:
+    """where: both branches at once."""
+    return (frozenset({1, 2}),) if len(call.operands) == 3 else ()
+
+
+def first_and_third(call: OpCall) -> Sequence[frozenset[int]]:
+    """What is written or added into by an index, and what is written."""
+    return (frozenset({0, 2}),)
+
+
+def if_zero(index: int, name: str) -> Callable[[OpCall], Sequence[frozenset[int]]]:
+    """The first operand, where the value that is filled in is zero."""
+
+    def linear(call: OpCall) -> Sequence[frozenset[int]]:
+        zero = call.arg(index, name, None) in (None, 0) and call.args[2:3] not in (("reflect",), ("replicate",))
+        return first(call) if zero else ()
+
+    return linear
+
+
+# Arguments that are sizes.
+
+
+def shape(index: int) -> Callable[[OpCall, Strategy, int], Mapping[int | str, Any]]:
+    """The shape of the result; -1 stays -1."""
+
+    def local(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
+        sizes = local_shape(call.outputs[0], strategy.gives[0], ranks)
+        return {index: [w if w == -1 else size for w, size in zip(call.args[index], sizes, strict=True)]}
+
+    return local
+
+
+def inner_shape(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
+    """unflatten: the shape of what one dim becomes."""
+    dim = call.args[1] % call.operands[0].ndim
+    sizes = local_shape(call.outputs[0], strategy.gives[0], ranks)[dim : dim + len(call.args[2])]
+    return {2: [w if w == -1 else size for w, size in zip(call.args[2], sizes, strict=True)]}
+
+
+def part_sizes(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
+    """split: the size of the parts, one for all or one each."""
+    dim = call.arg(2, "dim", 0) % call.operands[0].ndim
+    placements = zip(call.outputs, strategy.gives, strict=True)
+    sizes: list[Size] = [local_shape(t, p, ranks)[dim] for t, p in placements]
+    return {1: sizes if isinstance(call.args[1], (list, tuple)) else sizes[0]}
+
+
+def length(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
+    """narrow: how much of the dim is taken."""
+    dim = call.args[1] % call.operands[0].ndim
+    return {3: local_shape(call.outputs[0], strategy.gives[0], ranks)[dim]}
+
+
+# Own distributed implementations.
+
+
+def positions(labels: TensorInfo) -> Size:
+    """How many elements a tensor has."""
+    count: Size = 1
+    for size in labels.shape:
+        count = count * size
+    return count
+
+
+def softmax_collectives(call: OpCall) -> tuple[tuple[str, Size], ...]:
+    """The maximum of each position; then, at once, its sum of exponentials and its target's logit."""
+    count = positions(call.operands[1])
+    return ("all_reduce", count), ("all_reduce", 2 * count)
+
+
+VOCABULARY_LOOKUP = Implementation(
+    "vocab_parallel", "v", applies=lambda call: not (call.arg(3, "scale_grad_by_freq") or call.arg(4, "sparse"))
+)
+VOCABULARY_LOSS = Implementation(
+    "vocab_parallel", "v", (B,), softmax_collectives, lambda call: not call.arg(3, "label_smoothing", 0.0)
+)
+EXPERTS = Implementation("expert_parallel", "e")
+
+# What an emitted program calls for an op whose strategy names an implementation: f(its tensors, tp, its options).
+IMPLEMENTATIONS: Mapping[tuple[Callable[..., Any], str], Callable[..., Any]] = {
+    (aten.embedding.default, "vocab_parallel"): ops.vocab_embedding,
+    (ops.cross_entropy, "vocab_parallel"): ops.vocab_cross_entropy,
+    (ops.grouped_mm, "expert_parallel"): ops.expert_mm,
+}
+
+POINTWISE = Rule(n.elementwise)
+CAST = Rule(n.elementwise, first)
+ADDITION = Rule(n.elementwise, both)
+VIEW = Rule(view, first)
+RESHAPE = Rule(view, first, shape(1))
+FACTORY = Rule(n.whole)
+STATISTIC = Rule(n.reduce())
+PLANE = Rule(n.pool(2))
+
+RULES: Mapping[Callable[..., Any], Rule] = {
+    aten.__and__.Tensor: POINTWISE,
+    aten.__or__.Tensor: POINTWISE,
+    aten.__xor__.Tensor: POINTWISE,
+    aten._log_softmax.default: Rule(n.unsplittable()),
+    aten._safe_softmax.default: Rule(n.unsplittable()),
+    aten._softmax.default: Rule(n.unsplittable()),
+    aten._to_copy.default: CAST,
+    aten._unsafe_view.default: RESHAPE,
+    aten.abs.default: POINTWISE,
+    aten.adaptive_avg_pool2d.default: Rule(n.pool(2), first),
+    aten.add.Scalar: POINTWISE,
+    aten.add.Tensor: ADDITION,
+    aten.addmm.default: Rule(n.addmm, bias_and_product),
+    aten.alias.default: CAST,
+    aten.all.default: STATISTIC,
+    aten.all.dim: STATISTIC,
+    aten.amax.default: STATISTIC,
+    aten.amin.default: STATISTIC,
+    aten.any.default: STATISTIC,
+    aten.any.dim: STATISTIC,
+    aten.arange.default: FACTORY,
+    aten.arange.start: FACTORY,
+    aten.arange.start_step: FACTORY,
+    aten.argmax.default: STATISTIC,
+    aten.argmin.default: STATISTIC,
+    aten.avg_pool2d.default: Rule(n.pool(2), first),
+    aten.baddbmm.default: Rule(n.addmm, bias_and_product),
+    aten.batch_norm.default: Rule(n.channels),
+    aten.binary_cross_entropy.default: Rule(n.loss(3)),
+    aten.binary_cross_entropy_with_logits.default: Rule(n.loss(4)),
+    aten.bitwise_and.Tensor: POINTWISE,
+    aten.bitwise_not.default: POINTWISE,
+    aten.bitwise_or.Tensor: POINTWISE,
+    aten.bmm.default: Rule("b m k, b k n -> b m n", each),
+    aten.cat.default: Rule(n.cat, together),
+    aten.chunk.default: Rule(n.parts(), first),
+    aten.clamp.Tensor: POINTWISE,
+    aten.clamp.default: POINTWISE,
+    aten.clamp_max.default: POINTWISE,
+    aten.clamp_min.default: POINTWISE,
+    aten.clone.default: CAST,
+    aten.concat.default: Rule(n.cat, together),
+    aten.constant_pad_nd.default: Rule(n.pad, if_zero(2, "value")),
+    aten.contiguous.default: CAST,
+    aten.conv1d.default: Rule(n.conv, product_and_bias),
+    aten.conv2d.default: Rule(n.conv, product_and_bias),
+    aten.conv3d.default: Rule(n.conv, product_and_bias),
+    aten.cos.default: POINTWISE,
+    aten.cosh.default: POINTWISE,
+    aten.cosine_embedding_loss.default: Rule(n.row_loss(4)),
+    aten.cross_entropy_loss.default: Rule(n.class_loss),
+    aten.cumsum.default: Rule(n.unsplittable(), first),
+    aten.detach.default: CAST,
+    aten.detach_.default: CAST,
+    aten.div.Scalar: CAST,
+    aten.div.Tensor: Rule(n.elementwise, first),
+    aten.div.Tensor_mode: POINTWISE,
+    aten.dropout.default: POINTWISE,
+    aten.einsum.default: Rule(n.einsum, each),
+    aten.elu.default: POINTWISE,
+    aten.embedding.default: Rule("v d, ... -> ... d", first, implementations=(VOCABULARY_LOOKUP,)),
+    aten.empty.memory_format: FACTORY,
+    aten.empty_like.default: POINTWISE,
+    aten.eq.Scalar: POINTWISE,
+    aten.eq.Tensor: POINTWISE,
+    aten.erf.default: POINTWISE,
+    aten.exp.default: POINTWISE,
+    aten.expand.default: Rule("... -> ...", first, shape(1)),
+    aten.expand_as.default: Rule(n.elementwise, first),
+    aten.expm1.default: POINTWISE,
+    aten.fill.Tensor: POINTWISE,
+    aten.flatten.using_ints: VIEW,
+    aten.flip.default: Rule(n.unsplittable(1, "dims"), first),
+    aten.floor.default: POINTWISE,
+    aten.floor_divide.default: POINTWISE,
+    aten.full.default: FACTORY,
+    aten.full_like.default: POINTWISE,
+    aten.gather.default: Rule(n.gather, first),
+    aten.ge.Scalar: POINTWISE,
+    aten.ge.Tensor: POINTWISE,
+    aten.gelu.default: POINTWISE,
+    aten.glu.default: Rule(n.halves),
+    aten.group_norm.default: Rule(n.samples),
+    aten.gt.Scalar: POINTWISE,
+    aten.gt.Tensor: POINTWISE,
+    aten.hardsigmoid.default: POINTWISE,
+    aten.hardswish.default: POINTWISE,
+    aten.hardtanh.default: POINTWISE,
+    aten.hinge_embedding_loss.default: Rule(n.loss(3)),
+    aten.histc.default: Rule(n.whole),
+    aten.huber_loss.default: Rule(n.loss(2)),
+    aten.index.Tensor: Rule(n.index, first),
+    aten.index_add.default: Rule(n.index_add, first_and_third),
+    aten.index_put.default: Rule(n.whole),
+    aten.index_select.default: Rule(n.index_select, first),
+    aten.isfinite.default: POINTWISE,
+    aten.isinf.default: POINTWISE,
+    aten.isnan.default: POINTWISE,
+    aten.kl_div.default: Rule(n.loss(2)),
+    aten.l1_loss.default: Rule(n.loss(2)),
+    aten.layer_norm.default: Rule(n.normalised),
+    aten.le.Scalar: POINTWISE,
+    aten.le.Tensor: POINTWISE,
+    aten.leaky_relu.default: POINTWISE,
+    aten.lift_fresh_copy.default: CAST,
+    aten.linear.default: Rule(n.linear, product_and_bias),
+    aten.log.default: POINTWISE,
+    aten.log1p.default: POINTWISE,
+    aten.log_sigmoid.default: POINTWISE,
+    aten.log_softmax.int: Rule(n.unsplittable()),
+    aten.logical_and.default: POINTWISE,
+    aten.logical_not.default: POINTWISE,
+    aten.logical_or.default: POINTWISE,
+    aten.logsumexp.default: STATISTIC,
+    aten.lt.Scalar: POINTWISE,
+    aten.lt.Tensor: POINTWISE,
+    aten.margin_ranking_loss.default: Rule(n.loss(4)),
+    aten.masked_fill.Scalar: Rule(n.elementwise, if_zero(2, "value")),
+    aten.masked_fill.Tensor: POINTWISE,
+    aten.matmul.default: Rule(n.matmul, each),
+    aten.max.default: STATISTIC,
+    aten.max.dim: STATISTIC,
+    aten.max.other: POINTWISE,
+    aten.max_pool2d.default: PLANE,
+    aten.max_pool2d_with_indices.default: PLANE,
+    aten.maximum.default: POINTWISE,
+    aten.mean.default: Rule(n.reduce(), first),
+    aten.mean.dim: Rule(n.reduce(), first),
+    aten.min.default: STATISTIC,
+    aten.min.dim: STATISTIC,
+    aten.min.other: POINTWISE,
+    aten.minimum.default: POINTWISE,
+    aten.mish.default: POINTWISE,
+    aten.mm.default: Rule("m k, k n -> m n", each),
+    aten.movedim.int: Rule(n.permutation(n.move), first),
+    aten.movedim.intlist: Rule(n.permutation(n.move), first),
+    aten.mse_loss.default: Rule(n.loss(2)),
+    aten.mul.Scalar: CAST,
+    aten.mul.Tensor: Rule(n.elementwise, each),
+    aten.multi_margin_loss.default: Rule(n.row_loss(5, weight=2)),
+    aten.multilabel_margin_loss.default: Rule(n.row_loss(2)),
+    aten.mv.default: Rule("m k, k -> m", each),
+    aten.nan_to_num.default: POINTWISE,
+    aten.narrow.default: Rule(n.slice_, first, length),
+    aten.native_layer_norm.default: Rule(n.normalised),
+    aten.ne.Scalar: POINTWISE,
+    aten.ne.Tensor: POINTWISE,
+    aten.neg.default: CAST,
+    aten.new_empty.default: FACTORY,
+    aten.new_full.default: FACTORY,
+    aten.new_ones.default: FACTORY,
+    aten.new_zeros.default: FACTORY,
+    aten.nll_loss.default: FACTORY,
+    aten.nll_loss_nd.default: Rule(n.class_loss),
+    aten.one_hot.default: Rule(n.one_hot),
+    aten.ones.default: FACTORY,
+    aten.ones_like.default: POINTWISE,
+    aten.pad.default: Rule(n.pad, if_zero(3, "value")),
+    aten.permute.default: Rule(n.permutation(lambda call, ndim: call.args[1]), first),
+    aten.poisson_nll_loss.default: Rule(n.loss(5)),
+    aten.pow.Scalar: POINTWISE,
+    aten.pow.Tensor_Scalar: POINTWISE,
+    aten.pow.Tensor_Tensor: POINTWISE,
+    aten.reciprocal.default: POINTWISE,
+    aten.relu.default: POINTWISE,
+    aten.relu6.default: POINTWISE,
+    aten.remainder.Scalar: POINTWISE,
+    aten.remainder.Tensor: POINTWISE,
+    aten.repeat.default: Rule(n.repeat, first),
+    aten.repeat_interleave.self_int: Rule(n.repeat_interleave, first),
+    aten.reshape.default: RESHAPE,
+    aten.rms_norm.default: Rule(n.normalised),
+    aten.roll.default: Rule(n.unsplittable(2, "dims", None), first),
+    aten.round.default: POINTWISE,
+    aten.rsqrt.default: POINTWISE,
+    aten.rsub.Scalar: POINTWISE,
+    aten.rsub.Tensor: ADDITION,
+    aten.scalar_tensor.default: FACTORY,
+    aten.scaled_dot_product_attention.default: Rule(n.attention),
+    aten.scatter.src: Rule(n.scatter, first_and_third),
+    aten.scatter.value: Rule(n.scatter),
+    aten.scatter_add.default: Rule(n.scatter, first_and_third),
+    aten.select.int: Rule(n.remove, first),
+    aten.select_scatter.default: Rule(n.scattered(removed=True), together),
+    aten.selu.default: POINTWISE,
+    aten.sigmoid.default: POINTWISE,
+    aten.sign.default: POINTWISE,
+    aten.silu.default: POINTWISE,
+    aten.sin.default: POINTWISE,
+    aten.sinh.default: POINTWISE,
+    aten.slice.Tensor: Rule(n.slice_, first),
+    aten.slice_scatter.default: Rule(n.scattered(removed=False), together),
+    aten.smooth_l1_loss.default: Rule(n.loss(2)),
+    aten.soft_margin_loss.default: Rule(n.loss(2)),
+    aten.softmax.int: Rule(n.unsplittable()),
+    aten.softplus.default: POINTWISE,
+    aten.sort.default: Rule(n.unsplittable()),
+    aten.split.Tensor: Rule(n.parts(), first, part_sizes),
+    aten.split.sizes: Rule(n.parts(), first, part_sizes),
+    aten.split_with_sizes.default: Rule(n.parts(), first, part_sizes),
+    aten.sqrt.default: POINTWISE,
+    aten.square.default: POINTWISE,
+    aten.squeeze.default: Rule(n.whole, first),
+    aten.squeeze.dim: Rule(n.squeeze, first),
+    aten.squeeze.dims: Rule(n.squeeze, first),
+    aten.stack.default: Rule(n.stack, together),
+    aten.std.correction: STATISTIC,
+    aten.std.dim: Rule(n.reduce(keep=3)),
+    aten.sub.Scalar: POINTWISE,
+    aten.sub.Tensor: ADDITION,
+    aten.sum.default: Rule(n.reduce(summed=True), first),
+    aten.sum.dim_IntList: Rule(n.reduce(summed=True), first),
+    aten.t.default: Rule(n.permutation(lambda call, ndim: range(ndim)[::-1]), first),
+    aten.tan.default: POINTWISE,
+    aten.tanh.default: POINTWISE,
+    aten.to.device: CAST,
+    aten.to.dtype: CAST,
+    aten.to.dtype_layout: CAST,
+    aten.to.other: Rule(n.first_only, first),
+    aten.topk.default: Rule(n.unsplittable(2)),
+    aten.transpose.int: Rule(n.permutation(n.swap), first),
+    aten.tril.default: Rule(n.pool(2), first),
+    aten.triplet_margin_loss.default: Rule(n.row_loss(7)),
+    aten.triu.default: Rule(n.pool(2), first),
+    aten.type_as.default: Rule(n.first_only, first),
+    aten.unbind.int: Rule(n.remove, first),
+    aten.unflatten.int: Rule(view, first, inner_shape),
+    aten.unsqueeze.default: VIEW,
+    aten.upsample_bilinear2d.vec: Rule(n.pool(2), first),
+    aten.upsample_nearest2d.vec: Rule(n.pool(2), first),
+    aten.var.correction: STATISTIC,
+    aten.var.dim: Rule(n.reduce(keep=3)),
+    aten.view.default: RESHAPE,
+    aten.where.ScalarOther: POINTWISE,
+    aten.where.ScalarSelf: POINTWISE,
+    aten.where.self: Rule(n.elementwise, branches),
+    aten.zeros.default: FACTORY,
+    aten.zeros_like.default: POINTWISE,
+    ops.attention: Rule(n.attention),
+    ops.cross_entropy: Rule("... v, ... -> ", implementations=(VOCABULARY_LOSS,)),
+    ops.dropout: POINTWISE,
+    ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
+    ops.valid_count: Rule(n.counted),
+}

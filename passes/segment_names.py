@@ -1,0 +1,50 @@
+"""Names of segments and their kinds, from the module paths of the user's own words."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+
+import torch
+from torch import fx
+
+from autoptd.passes.graph import module_path
+
+
+def base(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name.split("::")[1])
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
+    """A name for each signature: what most of its segments are called, numbers starred."""
+    called: dict[str, Counter[str]] = {}
+    for signature, name in zip(signatures, names, strict=True):
+        called.setdefault(signature, Counter())[re.sub(r"\d+", "*", name)] += 1
+    kinds: dict[str, str] = {}
+    taken: set[str] = set()
+    for signature, counter in called.items():
+        name = counter.most_common(1)[0][0]
+        numbers = (f"{name}#{n}" for n in itertools.count(2))
+        kinds[signature] = next(kind for kind in itertools.chain([name], numbers) if kind not in taken)
+        taken.add(kinds[signature])
+    return kinds
+
+
+def segment_name(nodes: list[fx.Node]) -> str:
+    """`transformer.h.0.{ln_1,attn}`: where the nodes come from, in the user's own words."""
+    paths = [p.split(".") for n in nodes if (p := module_path(n))]
+    if not paths:
+        return "loss" if any(base(n).endswith("cross_entropy") or "loss" in base(n) for n in nodes) else "model"
+    common = common_prefix(paths)
+    children = list(dict.fromkeys(p[len(common)] for p in paths if len(p) > len(common)))
+    prefix = ".".join(common)
+    if len(children) <= 1:
+        return ".".join([*common, *children])
+    return f"{prefix}.{{{','.join(children)}}}" if prefix else f"{{{','.join(children)}}}"
+
+
+def common_prefix(paths: list[list[str]]) -> list[str]:
+    return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]

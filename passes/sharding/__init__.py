@@ -1,0 +1,3 @@
+"""Decisions about a graph as data: a strategy per op and a placement per tensor, and the graph of one
+context-parallel rank.
+"""

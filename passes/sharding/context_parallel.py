@@ -1,0 +1,224 @@
+"""Which op works on which part of a sequence whose tokens are cut over the ranks of the cp axis.
+
+The rules that split tensors over tp say what splits over cp too; here the dim is given: that of the tokens, `s`.
+From the first op on, each takes the strategy that leaves its operands as they are, and hands the split on:
+
+    token embedding   Bp, S1 -> S1        inputs are cut, parameters are copies whose gradients are addends
+    norm, linear      S1, Bp -> S1
+    attention         S2, S2, S2 -> S2    by an implementation of its own: ring or Ulysses
+    loss              S1, S1 -> P         every rank's is an addend
+
+What picks or sums tokens (a first token, a mean, a shift) is given all of them, gathered; so is the smaller part of an
+op that can keep one operand's split (keys of an attention written out). An op that needs all tokens of one tensor to
+give all tokens of another mixes positions, and is refused: gathering would undo what cp is for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.errors import PlanError
+from autoptd.layout.placements import BP, B, Broadcast, P, Placement, Split, conversion
+from autoptd.ops import library as ops
+from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.graph import infos, is_getitem, numel, op_call, op_name, operands, source_line
+from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
+from autoptd.passes.rules.factors import Strategy, expand
+from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+
+aten = torch.ops.aten
+ATTENTION = (aten.scaled_dot_product_attention.default, ops.attention)
+_ROWS = Strategy((Split(1), Split(1)), (P,))  # a loss over logits [b, s, v] and labels [b, s]
+_GATHERS, _TALKS, _LOCAL = 100, 5, 1  # what conversions cost, in no unit: only their order matters
+
+
+@dataclass(frozen=True)
+class TokenSplits:
+    """`strategies` of every op on the cp axis, and the placement in which each tensor is given.
+
+    `shifted`: cross entropies of logits without their last tokens, and the ops that leave those out. Such a loss is
+    that of all tokens, with labels that do not count for the last ones: nothing need be gathered.
+    """
+
+    ranks: int
+    zigzag: bool
+    strategies: Mapping[fx.Node, Strategy]
+    given: Mapping[fx.Node, Placement]
+    shifted: Mapping[fx.Node, fx.Node]
+
+    @property
+    def chunks(self) -> int:
+        """The parts that a sequence is cut into: its length must be a multiple."""
+        return 2 * self.ranks if self.zigzag else self.ranks
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Whether an op is attention with a causal mask."""
+    return node.target in ATTENTION and bool(op_call(node).arg(5, "is_causal", False))
+
+
+def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring", tp: int = 1) -> TokenSplits:
+    """Decide for every op. `tokens` of a sample; `attention`: "ring" or "ulysses".
+
+    Raises PlanError where the sequence cannot be cut in so many parts, or an op mixes positions.
+    """
+    zigzag = attention == "ring" and any(is_causal(n) for s in folded.segments for n in s.nodes)
+    chunks = 2 * ranks if zigzag else ranks
+    if tokens % chunks:
+        raise PlanError(
+            f"a sequence of {tokens} tokens does not divide by {chunks}, the chunks of cp {ranks}"
+            + (" under a causal mask (two per rank)" if zigzag else ""),
+            where="fix['cp']",
+            fix=f"use a length that is a multiple of {chunks}, or another cp",
+        )
+    decider = _Decider(ranks, Sizes({SEQUENCE: tokens}, BATCH), attention, tp)
+    for segment in folded.segments:
+        decider.segment(segment)
+    return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted)
+
+
+@dataclass
+class _Decider:
+    ranks: int
+    sizes: Sizes
+    attention: str
+    tp: int
+    strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
+    given: dict[fx.Node, Placement] = field(default_factory=dict)
+    shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    seen: dict[tuple[str, tuple[Placement, ...]], Segment] = field(default_factory=dict)
+
+    def segment(self, segment: Segment) -> None:
+        """As others of its kind, where it is given tensors as they were."""
+        self.given |= dict.fromkeys(segment.prelude, B)
+        self.given |= dict.fromkeys(segment.parameters, BP)
+        taken = tuple(self.given[n] for n in segment.receives)
+        first = self.seen.setdefault((segment.kind, taken), segment)
+        if first is segment:
+            self._decide(segment)
+            return
+        here = dict(zip(first.nodes, segment.nodes, strict=True))
+        self.given |= {node: self.given[known] for known, node in here.items() if known in self.given}
+        self.strategies |= {node: self.strategies[known] for known, node in here.items() if known in self.strategies}
+        self.shifted |= {here[loss]: here[part] for loss, part in self.shifted.items() if loss in here}
+
+    def _decide(self, segment: Segment) -> None:
+        for node in segment.nodes:
+            if is_getitem(node):
+                continue
+            loss = self._shifts(node, segment)
+            if loss is not None:
+                self.shifted[loss], self.given[node] = node, Split(1)
+                continue
+            strategy = self._choose(node) if node not in self.shifted else _ROWS
+            self.strategies[node] = strategy
+            if not isinstance(node.meta["info"], tuple):
+                self.given[node] = plain(strategy.gives[0], infos(node)[0])
+                continue
+            for user in node.users:
+                index = user.args[1]
+                assert isinstance(index, int)
+                self.given[user] = plain(strategy.gives[index], infos(user)[0])
+
+    def _shifts(self, node: fx.Node, segment: Segment) -> fx.Node | None:
+        """The cross entropy of logits [b, s, v] that a node, itself a part of them, leaves the last ones out of."""
+        if node.target is not aten.slice.Tensor or len(node.users) != 1:
+            return None
+        (loss,), (whole,), call = node.users, operands(node), op_call(node)
+        if loss.target is not ops.cross_entropy or loss not in segment.nodes or operands(loss)[0] is not node:
+            return None
+        labels = operands(loss)[1]
+        from_start = call.arg(1, "dim", 0) == 1 and call.arg(2, "start") in (None, 0) and call.arg(4, "step", 1) == 1
+        plain_labels = labels in segment.prelude and len(infos(labels)[0].shape) == 2
+        return loss if from_start and plain_labels and self.given[whole] == Split(1) else None
+
+    def _choose(self, node: fx.Node) -> Strategy:
+        call = op_call(node)
+        given = [self.given[o] for o in operands(node)]
+        options = self._options(node, call)
+        costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
+        (cost, *_), best = min(costs)
+        if cost == math.inf:
+            raise PlanError(
+                f"cp {self.ranks}: {op_name(node)} mixes positions: it needs all tokens of "
+                f"{', '.join(o.name for o, p in zip(operands(node), given, strict=True) if isinstance(p, Split))}",
+                where=source_line(node),
+                fix="leave cp out: tokens meet in scaled_dot_product_attention, and where some are picked or summed",
+            )
+        return options[best]
+
+    def _options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
+        """Legal strategies that split nothing but tokens; attention's own first."""
+        own = self._of_attention(node, call) if node.target in ATTENTION else []
+        return own + [s for s in expand(rule_for(call), call, self.ranks, self.sizes) if _splits_tokens(s, call)]
+
+    def _of_attention(self, node: fx.Node, call: OpCall) -> list[Strategy]:
+        """Queries, keys and values cut alike; of a mask the rows, or for Ulysses nothing."""
+        query, key, value, *masks = call.operands
+        if any(t.shape[-2] != SEQUENCE for t in (query, key, value)) or any(m.requires_grad for m in masks):
+            return []
+        if self.attention == "ulysses":
+            self._check_heads(node, query, key)
+        rows = Split(query.ndim - 2)
+        cut = self.attention == "ring"
+        needs = [Split(m.ndim - 2) if cut and m.ndim > 1 and m.shape[-2] == SEQUENCE else B for m in masks]
+        return [Strategy((rows, rows, rows, *needs), (rows,), self.ranks, self.attention)]
+
+    def _check_heads(self, node: fx.Node, query: TensorInfo, key: TensorInfo) -> None:
+        for heads in (query.shape[-3], key.shape[-3]) if query.ndim > 2 else (1,):
+            if self.sizes(heads) % (self.tp * self.ranks):
+                raise PlanError(
+                    f"cp {self.ranks} by Ulysses: {heads} heads do not divide by tp {self.tp} × cp {self.ranks}",
+                    where=source_line(node),
+                    fix="use fix={'context': 'ring'}",
+                )
+
+
+def plain(placement: Placement, tensor: TensorInfo) -> Placement:
+    """A tensor without gradient has one Broadcast."""
+    return B if isinstance(placement, Broadcast) and not tensor.requires_grad else placement
+
+
+def _splits_tokens(strategy: Strategy, call: OpCall) -> bool:
+    pairs = (*zip(strategy.needs, call.operands, strict=True), *zip(strategy.gives, call.outputs, strict=True))
+    return not strategy.implementation and all(
+        t.shape[p.dim] == SEQUENCE and p.groups == 1 for p, t in pairs if isinstance(p, Split)
+    )
+
+
+def _cost(call: OpCall, given: Sequence[Placement], strategy: Strategy) -> tuple[float, int, int]:
+    """(conversions, whether tokens are left whole, whether the first operand changes): the least is chosen."""
+    total, first = 0.0, 0
+    for i, (have, need, tensor) in enumerate(zip(given, strategy.needs, call.operands, strict=True)):
+        price = _price(have, plain(need, tensor), tensor)
+        if price == _GATHERS and strategy.ranks == 1 and not _leaves_fewer(call):
+            return math.inf, 0, 0
+        total += price
+        first += bool(price and i == 0)
+    whole = strategy.ranks == 1 and any(SEQUENCE in t.shape for t in call.outputs)
+    return total if not whole else total + _TALKS, int(whole), first
+
+
+def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
+    row = conversion(plain(have, tensor), need)
+    if not row.function:
+        return 0
+    if isinstance(have, Split):
+        return _GATHERS if isinstance(need, Broadcast) else math.inf
+    if have == P:
+        return math.inf if isinstance(need, Split) else _TALKS
+    return _TALKS if row.backward and tensor.requires_grad else _LOCAL
+
+
+def _leaves_fewer(call: OpCall) -> bool:
+    """Whether an op picks or sums: it gives fewer elements than it is given of its largest operand."""
+    out = sum((sympy.sympify(numel(t.shape)) for t in call.outputs), sympy.Integer(0))
+    lost = [out - numel(t.shape) for t in call.operands if SEQUENCE in t.shape]
+    return any(sympy.expand(n.subs(SEQUENCE, SEQUENCE + 1)).is_negative for n in lost)  # of two tokens or more

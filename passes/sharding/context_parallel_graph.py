@@ -1,0 +1,314 @@
+"""The graph of one cp rank: ops at the local number of tokens, and the conversions of the cp axis as ops of their own.
+
+    prelude   at full length, as it was: positions, masks and rotary tables count all tokens; what an op of main reads
+              of it is cut first, once per stage
+    main      `s_local` tokens where `token_splits` cuts; attention by its own implementation; what is gathered,
+              sliced or summed over cp is a `convert` before the op that needs it
+    loss      an addend on every cp rank
+
+Nothing but this graph knows of cp: tp's placements stay those of the plan, within a rank's tokens, and an emitted
+program is written from it as from any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from autoptd.errors import PlanError
+from autoptd.layout.placements import B, Broadcast, P, Placement, Split, conversion
+from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT
+from autoptd.passes.batch.batch_dims import sample_place
+from autoptd.passes.fold import Cut, Folded, Segment
+from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
+from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.sharding.context_parallel import TokenSplits, plain
+from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of
+from autoptd.passes.trace.traced import SEQUENCE
+
+aten = torch.ops.aten
+LOCAL = sympy.Symbol("s_local", integer=True, positive=True)  # tokens of a rank
+
+
+def convert(x: Tensor, method: str, dim: int | None = None) -> Tensor:
+    """A conversion of the cp axis: `cp.method(x, dim=dim)` in an emitted program."""
+    raise AssertionError("written into graphs, never run")
+
+
+def ring(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention whose keys and values go round the cp axis; arguments as of torch's own."""
+    raise AssertionError("written into graphs, never run")
+
+
+def ulysses(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention with heads exchanged for tokens over the cp axis; arguments as of torch's own."""
+    raise AssertionError("written into graphs, never run")
+
+
+_ATTENTION: Mapping[str, Callable[..., Tensor]] = {"ring": ring, "ulysses": ulysses}
+TOKEN_OPS = frozenset({convert, ring, ulysses})
+
+
+def cut_tokens(folded: Folded, splits: TokenSplits, sharding: Sharding) -> tuple[Folded, Sharding]:
+    """The graph of one cp rank, and the same decisions on the tp axis for it.
+
+    Raises PlanError where segments of one kind would be cut in different ways.
+    """
+    return _Cutter(folded, splits, sharding).run()
+
+
+@dataclass
+class _DecidedKind:
+    """What was decided for the first segment of a kind: the same must come out for the others."""
+
+    strategies: dict[int, Strategy]
+    told: list[str]
+
+
+@dataclass
+class _Cutter:
+    folded: Folded
+    splits: TokenSplits
+    sharding: Sharding
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    cuts: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)  # of the prelude
+    extra: list[fx.Node] = field(default_factory=list)  # in the prelude, besides
+    kinds: dict[str, _DecidedKind] = field(default_factory=dict)
+
+    def run(self) -> tuple[Folded, Sharding]:
+        folded, traced = self.folded, self.folded.traced
+        inside = {n for s in folded.segments for n in s.nodes}
+        for node in traced.graph.graph.nodes:
+            if node not in inside and node.op != "output":
+                self._copy(node)
+        segments = tuple(map(self._segment, folded.segments))
+        loss = segments[-1].sends[-1] if self._loss_conversion() else self.new[folded.loss]
+        self.graph.output((loss, *(self.new[n] for n in folded.counts)))
+        self.graph.lint()
+        module = fx.GraphModule(nn.Module(), self.graph)
+        module.meta = dict(traced.graph.meta)
+        cut = Folded(
+            traced=replace(traced, graph=module),
+            prelude=(*(self.new[n] for n in folded.prelude), *self.cuts.values(), *self.extra),
+            segments=segments,
+            units=folded.units,
+            loss=loss,
+            counts=tuple(self.new[n] for n in folded.counts),
+            unused_parameters=tuple(self.new[n] for n in folded.unused_parameters),
+            cut=Cut(self.splits.ranks, self.splits.zigzag, LOCAL),
+        )
+        kinds = {k: replace(d, strategies=self.kinds[k].strategies) for k, d in self.sharding.kinds.items()}
+        return cut, Sharding(self.sharding.ranks, kinds, Whole(folded.segments, self.sharding.kinds))
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        made = self.graph.node_copy(node, self.new.__getitem__)
+        assert made.name == node.name, (made.name, node.name)
+        self.new[node] = made
+        return made
+
+    def _segment(self, segment: Segment) -> Segment:
+        decided = self.sharding.kinds[segment.kind]
+        writer = _SegmentWriter(self, segment, decided)
+        nodes = writer.write()
+        known = self.kinds.setdefault(segment.kind, _DecidedKind(writer.strategies, writer.told))
+        if known.told != writer.told:
+            raise PlanError(
+                f"cp {self.splits.ranks}: {segment.name} would be cut otherwise than others of its kind",
+                where=segment.name,
+                fix="leave cp out",
+            )
+        inside = set(nodes)
+        reads = dict.fromkeys(o for n in nodes for o in operands(n) if o not in inside)
+        main = {self.new[n] for n in (*segment.parameters, *segment.receives)}
+        return replace(
+            segment,
+            nodes=tuple(nodes),
+            parameters=tuple(self.new[n] for n in segment.parameters),
+            prelude=tuple(n for n in reads if n not in main),
+            receives=tuple(self.new[n] for n in segment.receives),
+            sends=tuple(writer.loss if n is self.folded.loss and writer.loss else self.new[n] for n in segment.sends),
+        )
+
+    def _loss_conversion(self) -> str:
+        """What turns the loss into an addend."""
+        return conversion(self.splits.given[self.folded.loss], P).function
+
+    def cut(self, node: fx.Node, dim: int) -> fx.Node:
+        """A prelude tensor's own tokens."""
+        if (node, dim) not in self.cuts:
+            made = self.graph.call_function(convert, (self.new[node], "slice", dim))
+            made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
+            made.meta["info"] = local(info(node), Split(dim))
+            self.cuts[node, dim] = made
+        return self.cuts[node, dim]
+
+
+_ORIGIN = ("nn_module_stack", "stack_trace")
+_DRAWS = ATTENTION | DROPOUT
+_BEFORE = "before the cut"  # in a node's meta
+
+
+@dataclass(frozen=True)
+class Before:
+    """What an op was before tokens were cut: numbers that it draws are keyed by that."""
+
+    position: int  # in its segment
+    tokens: Placement  # of its first result, on the cp axis
+
+
+def before_cut(node: fx.Node) -> Before | None:
+    """None where tokens are not cut."""
+    found: Before | None = node.meta.get(_BEFORE)
+    return found
+
+
+class _SegmentWriter:
+    """The nodes of one segment at local sizes."""
+
+    def __init__(self, cutter: _Cutter, segment: Segment, decided: KindSharding) -> None:
+        self.cutter, self.segment, self.decided = cutter, segment, decided
+        self.nodes: list[fx.Node] = []
+        self.strategies: dict[int, Strategy] = {}  # on the tp axis
+        self.told: list[str] = []
+        self.loss: fx.Node | None = None
+        self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self.tp: dict[fx.Node, Placement] = dict(zip(segment.receives, decided.receives, strict=True))
+        self.tp |= dict(zip(segment.parameters, decided.parameters, strict=True))
+
+    def write(self) -> list[fx.Node]:
+        positions = {n: i for i, n in ops_of(self.segment)}
+        shifts = self.cutter.splits.shifted
+        for node in self.segment.nodes:
+            if node in shifts.values():
+                self.cutter.new[node] = self.cutter.new[operands(node)[0]]
+                self.told.append("shifted")
+            elif is_getitem(node):
+                made = self.cutter._copy(node)
+                made.meta["info"] = local(info(node), self.cutter.splits.given[node])
+                self.nodes.append(made)
+            else:
+                self._op(node, positions[node], self.decided.strategies[positions[node]])
+        if self.cutter.folded.loss in self.segment.nodes:
+            self._loss()
+        return self.nodes
+
+    def _op(self, node: fx.Node, position: int, tp: Strategy) -> None:
+        splits = self.cutter.splits
+        strategy = splits.strategies[node]
+        self.told.append(str(strategy))
+        reads = list(zip(operands(node), strategy.needs, tp.needs, strict=True))
+        if node in splits.shifted:
+            taken = [self._operand(*reads[0]), self._padded_labels(node)]
+        else:
+            taken = [self._operand(*read) for read in reads]
+        self._give(node, tp)
+        source = iter(taken)
+        args = _with_nodes(node.args, source)
+        kwargs = {k: _with_nodes(v, source) for k, v in node.kwargs.items()}
+        args, kwargs = _local_sizes(node, strategy, splits.ranks, args, kwargs)
+        target = _ATTENTION.get(strategy.implementation, node.target)
+        made = self.cutter.graph.create_node("call_function", target, args, kwargs, name=node.name)  # type: ignore[arg-type]
+        assert made.name == node.name, (made.name, node.name)
+        if node.target in _DRAWS:
+            sample_place(node)  # kept in its meta: what the ops that led there say, as they were
+        made.meta = {**node.meta, _BEFORE: Before(position, strategy.gives[0])}
+        found = tuple(local(t, p) for t, p in zip(infos(node), strategy.gives, strict=True))
+        made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]
+        self.cutter.new[node] = made
+        self._add(made, tp)
+
+    def _add(self, made: fx.Node, tp: Strategy) -> None:
+        self.strategies[len(self.nodes)] = tp
+        self.nodes.append(made)
+
+    def _give(self, node: fx.Node, tp: Strategy) -> None:
+        if not isinstance(node.meta["info"], tuple):
+            self.tp[node] = tp.gives[0]
+        for user in node.users:
+            if is_getitem(user):
+                self.tp[user] = tp.gives[user.args[1]]  # type: ignore[index]
+
+    def _operand(self, node: fx.Node, need: Placement, on_tp: Placement) -> fx.Node:
+        """A tensor as the op needs it on the cp axis."""
+        have, need = self.cutter.splits.given[node], plain(need, infos(node)[0])
+        row = conversion(have, need)
+        if not row.function:
+            return self.cutter.new[node]
+        if node in self.segment.prelude and isinstance(need, Split):
+            return self.cutter.cut(node, need.dim)
+        if (node, need) not in self.converted:
+            self.converted[node, need] = self._convert(node, have, need, on_tp)
+        return self.converted[node, need]
+
+    def _convert(self, node: fx.Node, have: Placement, need: Placement, on_tp: Placement) -> fx.Node:
+        dim = next((p.dim for p in (have, need) if isinstance(p, Split)), None)
+        if isinstance(on_tp, Split) and on_tp.dim == dim:  # tp cuts within a rank's tokens: it comes after
+            on_tp = given if isinstance(given := self.tp.get(node, B), Broadcast) else B
+        args = (self.cutter.new[node], conversion(have, need).function, *(() if dim is None else (dim,)))
+        made = self.cutter.graph.call_function(convert, args)
+        made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
+        made.meta["info"] = local(info(node), need)
+        self.told.append(f"{have} -> {need}")
+        self._add(made, Strategy((on_tp,), (on_tp,)))
+        return made
+
+    def _loss(self) -> None:
+        loss = self.cutter.folded.loss
+        have = self.cutter.splits.given[loss]
+        if conversion(have, P).function:
+            self.loss = self._convert(loss, have, P, B)
+
+    def _padded_labels(self, node: fx.Node) -> fx.Node:
+        """Labels for all tokens, where those of the last ones were left out: none that counts."""
+        labels, call = operands(node)[1], op_call(node)
+        graph, ignore = self.cutter.graph, call.arg(2, "ignore_index", -100)
+        missing = sympy.expand(SEQUENCE - info(labels).shape[1])
+        padded = graph.call_function(aten.pad.default, (self.cutter.new[labels], [0, int(missing)], "constant", ignore))
+        whole = TensorInfo((info(labels).shape[0], SEQUENCE), info(labels).dtype, False)
+        padded.meta = {**{k: v for k, v in labels.meta.items() if k in _ORIGIN}, "info": whole}
+        made = graph.call_function(convert, (padded, "slice", 1))
+        made.meta = {**padded.meta, "info": local(whole, Split(1))}
+        self.cutter.extra += [padded, made]
+        return made
+
+
+def local(tensor: TensorInfo, placement: Placement) -> TensorInfo:
+    """What a cp rank holds of a tensor."""
+    if not isinstance(placement, Split):
+        return tensor
+    assert tensor.shape[placement.dim] == SEQUENCE, (tensor.shape, str(placement))
+    shape: Sequence[Size] = [LOCAL if dim == placement.dim else n for dim, n in enumerate(tensor.shape)]
+    return replace(tensor, shape=tuple(shape))
+
+
+def _local_sizes(
+    node: fx.Node, strategy: Strategy, ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that are sizes, as the op's rule says."""
+    call = op_call(node)
+    rule = rule_for(call)
+    sizes = {} if rule is None or strategy.implementation else rule.local(call, strategy, ranks)
+    at = {key: _named(value, SEQUENCE / ranks) for key, value in sizes.items()}
+    return tuple(at.get(i, a) for i, a in enumerate(args)), {k: at.get(k, v) for k, v in kwargs.items()}
+
+
+def _named(value: Any, tokens: sympy.Expr) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_named(v, tokens) for v in value)
+    return LOCAL if isinstance(value, sympy.Basic) and value == tokens else value
+
+
+def _with_nodes(value: Any, nodes: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return next(nodes)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_nodes(v, nodes) for v in value)
+    return value

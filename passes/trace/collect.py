@@ -1,0 +1,103 @@
+"""Read an exported program: its placeholders by kind, its sizes as symbols of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from autoptd.errors import TraceError
+from autoptd.passes.trace.loss import Objective
+from autoptd.passes.trace.loss import loss_of as loss_of
+from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
+
+
+def collect(
+    program: torch.export.ExportedProgram,
+    fake: Sequence[str],
+    names: Mapping[str, str],
+    frozen: set[str],
+    batch: int,
+    objective: Objective,
+) -> Traced:
+    graph = program.graph_module
+    of_loss = dict(objective.loss.named_buffers(prefix="loss")) if isinstance(objective.loss, nn.Module) else {}
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    user = iter(fake)
+    for spec in program.graph_signature.input_specs:
+        arg = spec.arg.name
+        if spec.kind == InputKind.PARAMETER:
+            assert spec.target is not None
+            parameters[arg] = names[spec.target.removeprefix("model.")]
+        elif spec.kind == InputKind.BUFFER and spec.target in of_loss:
+            constants[arg] = of_loss[spec.target].detach().cpu()
+        elif spec.kind == InputKind.BUFFER:
+            assert spec.target is not None
+            buffers[arg] = spec.target.removeprefix("model.")
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
+            constants[arg] = program.constants[spec.target]
+        elif spec.kind == InputKind.USER_INPUT:
+            inputs[arg] = next(user)
+        else:
+            raise TraceError(f"the model closes over a {spec.kind.name.lower()}", fix="pass tensors as inputs")
+    symbol, sizes, example = _name_symbols(graph, inputs, batch)
+    return Traced(
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        constants=constants,
+        symbol=symbol,
+        sizes=sizes,
+        example=example,
+        aliases={n: c for n, c in names.items() if n != c},
+        frozen=frozenset(names[n] for n in frozen),
+        objective=objective,
+    )
+
+
+def _name_symbols(
+    graph: fx.GraphModule, inputs: Mapping[str, str], batch: int
+) -> tuple[dict[sympy.Symbol, sympy.Expr], dict[sympy.Symbol, tuple[str, int]], dict[sympy.Symbol, int]]:
+    """Call torch's symbols b (dim 0 of the inputs), s (the next dim) and s2, s3 … (further ones, by size).
+
+    Export gives equal sizes of different inputs different symbols where nothing forces them to agree.
+    """
+    symbol: dict[sympy.Symbol, sympy.Expr] = {}
+    sizes: dict[sympy.Symbol, tuple[str, int]] = {}
+    example: dict[sympy.Symbol, int] = {}
+    by_size: dict[int, sympy.Symbol] = {}
+    baked = []
+    for node in graph.graph.nodes:
+        if node.op != "placeholder" or node.name not in inputs:
+            continue
+        for dim, size in enumerate(node.meta["val"].shape):
+            # the hint: comparing a symbolic size itself would specialise it
+            hint = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+            counts_samples = dim == 0 and hint == max(2, batch)
+            expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
+            if expr.is_Integer and counts_samples:
+                baked.append(inputs[node.name])
+            if not isinstance(expr, sympy.Symbol):
+                continue
+            if counts_samples:
+                ours = BATCH
+            else:
+                fresh = SEQUENCE if not by_size else sympy.Symbol(f"s{len(by_size) + 1}", integer=True, positive=True)
+                ours = by_size.setdefault(hint, fresh)
+            symbol[expr] = ours
+            sizes.setdefault(ours, (inputs[node.name], dim))
+            example.setdefault(ours, hint)
+    if baked:
+        raise TraceError(
+            f"the model bakes the batch size {batch} of input {baked[0]!r} into its graph",
+            fix="write shapes with x.size(0) or -1 instead of numbers, or remove branches on the batch size",
+        )
+    return symbol, sizes, example

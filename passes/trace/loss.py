@@ -1,0 +1,372 @@
+"""The scalar that a model is trained to minimise, from what its forward pass returns and from targets it never sees.
+
+    batch ─┬─ inputs ──► model ──► outputs ─┐
+           └─ targets ──────────────────────┴─► loss ──► 0-dim tensor
+
+How a loss is called follows from its signature and from whether targets were given:
+
+    no loss                              the outputs are the loss, or hold it
+    loss(outputs)                        it takes one argument
+    loss(outputs, inputs)                it takes two, and no targets are given: the batch as a mapping
+    loss(outputs, target)                `targets` is one tensor
+    loss(outputs, **targets)             `targets` is a mapping of the loss's own keywords
+    loss(outputs, targets)               `targets` is any other mapping
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from keyword import iskeyword
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.errors import InputsError, nearest
+from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
+
+TARGET = "targets"  # what a batch calls the only target of a model
+
+Targets = Tensor | Mapping[str, Tensor]
+
+
+class LossArguments(Enum):
+    """What a loss is called with besides the outputs."""
+
+    OUTPUTS = "nothing"
+    INPUTS = "the batch"
+    TARGET = "one target"
+    KEYWORDS = "targets by its own keywords"
+    MAPPING = "targets as a mapping"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and how it is called. `targets`: names in a batch that `forward` never sees.
+
+    `child`: where the model holds the module that the loss belongs to; None: it belongs to none that is trained.
+    `outside`: that module is not of the model given, `joined` put it there.
+    """
+
+    loss: Callable[..., Tensor] | None = None
+    form: LossArguments = LossArguments.OUTPUTS
+    targets: tuple[str, ...] = ()
+    child: str | None = None
+    outside: bool = False
+
+    def value(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss of a batch, 0-dim. `model` holds what `joined` put there. Raises InputsError for any other value."""
+        return self.of_outputs(model(**self.inputs_of(batch)), batch, self.callable_of(model))
+
+    def inputs_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `forward` takes of a batch."""
+        return {name: x for name, x in batch.items() if name not in self.targets}
+
+    def of_outputs(self, out: Any, batch: Mapping[str, Tensor], loss: Callable[..., Tensor] | None) -> Tensor:
+        """The scalar to minimise, from what `forward` returned. Raises InputsError where there is none."""
+        if loss is None:
+            return _scalar_in(out)
+        if _is_torchs(loss) and not isinstance(out, Tensor):
+            raise InputsError(
+                f"the model returns {_described(out)}, and {_name(loss)} takes a tensor",
+                where="loss",
+                fix=f"pick it: loss=lambda outputs, target: {_name(loss)}(outputs…, target)",
+            )
+        targets = {name: batch[name] for name in self.targets}
+        match self.form:
+            case LossArguments.OUTPUTS:
+                return _scalar(loss(out), loss)
+            case LossArguments.INPUTS:
+                return _scalar(loss(out, batch), loss)
+            case LossArguments.TARGET:
+                return _scalar(loss(out, *targets.values()), loss)
+            case LossArguments.KEYWORDS:
+                return _scalar(loss(out, **targets), loss)
+            case LossArguments.MAPPING:
+                return _scalar(loss(out, targets), loss)
+
+    def callable_of(self, model: nn.Module) -> Callable[..., Tensor] | None:
+        """The loss, of the module in `model` where it belongs to one."""
+        if self.child is None:
+            return self.loss
+        owner = model.get_submodule(self.child)
+        return types.MethodType(self.loss.__func__, owner) if inspect.ismethod(self.loss) else owner
+
+    def joined(self, model: nn.Module) -> tuple[Objective, nn.Module]:
+        """The model with the module of the loss in it, where that has parameters; the model given is left alone.
+
+        It is then trained and saved with the model, under the name `loss`, or `loss_` where the model has one.
+        """
+        owner = self.loss.__self__ if inspect.ismethod(self.loss) else self.loss
+        if not isinstance(owner, nn.Module) or self.child in dict(model.named_modules(remove_duplicate=False)):
+            return self, model
+        held = next((name for name, module in model.named_modules() if module is owner), None)
+        if held is not None:
+            return replace(self, child=held), model
+        if not any(True for _ in owner.parameters()):
+            _refuse_blank(owner)
+            return self, model
+        child = self.child or "loss"
+        while hasattr(model, child):
+            child += "_"
+        whole = shallow_copy(model)
+        whole._modules = {**model._modules, child: owner}
+        return replace(self, child=child, outside=True), whole
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer is the loss's, not one of the model given."""
+        return self.outside and name.startswith(f"{self.child}.")
+
+    def in_precision(self, dtype: torch.dtype) -> Objective:
+        """The same with the constants of a loss module, such as class weights, in the type that it computes in."""
+        if self.child is None and isinstance(self.loss, nn.Module):
+            return replace(self, loss=_converted(self.loss, dtype))
+        return self
+
+
+class Loss(nn.Module):
+    """The model, returning its loss alone: logits, caches and output classes are dropped before anything is planned.
+
+    `original`: names of the parameters that the model has copies of, by id. `casts`: types in which `forward` gets
+    inputs of another.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        original: Mapping[int, str],
+        casts: Mapping[str, torch.dtype],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.original, self.casts = original, casts
+        if objective.child is None and isinstance(objective.loss, nn.Module):
+            self.loss = objective.loss  # its constants get its name
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        with RefuseUnregistered(self.model, self.original):
+            given = {
+                name: x.to(self.casts[name]) if name in self.casts else x
+                for name, x in self.objective.inputs_of(inputs).items()
+            }
+            loss = self.objective.callable_of(self.model)
+            return self.objective.of_outputs(self.model(**given), inputs, loss)
+
+
+def read_objective(
+    loss: Callable[..., Tensor] | Objective | None, inputs: Mapping[str, Tensor], targets: Targets | None = None
+) -> tuple[Objective, dict[str, Tensor]]:
+    """How the loss is called, and the targets by name. Raises InputsError where loss, inputs and targets do not fit."""
+    if isinstance(loss, Objective):
+        return loss, name_targets(targets)
+    if loss is None:
+        if targets is not None:
+            raise InputsError(
+                "targets were given without a loss that takes them",
+                where="targets",
+                fix="pass loss=, such as loss=nn.CrossEntropyLoss(); what forward itself takes belongs to inputs=",
+            )
+        return Objective(), {}
+    if not callable(loss):
+        raise InputsError(
+            f"loss is of type {type(loss).__name__}", where="loss", fix="give a function of the model's outputs"
+        )
+    loss = unwrap(loss) if isinstance(loss, nn.Module) else loss
+    named = name_targets(targets)
+    _check_targets(named, inputs, loss, single=isinstance(targets, Tensor))
+    return Objective(loss, _form(loss, targets), tuple(named)), named
+
+
+def name_targets(targets: Targets | None) -> dict[str, Tensor]:
+    """Targets by their names in a batch. Raises InputsError for what is neither a tensor nor a mapping of tensors."""
+    if targets is None:
+        return {}
+    named = {TARGET: targets} if isinstance(targets, Tensor) else targets
+    if not isinstance(named, Mapping) or not named or not all(isinstance(x, Tensor) for x in named.values()):
+        raise InputsError(
+            f"targets is {_described(targets)}, neither a tensor nor a mapping of tensors",
+            where=TARGET,
+            fix="pass example tensors: targets=labels, or targets={'labels': labels, …} by the loss's keywords",
+        )
+    return dict(named)
+
+
+def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The scalar to minimise, from what `forward` returned, without targets. Raises InputsError when there is none."""
+    objective, _ = read_objective(loss, inputs)
+    return objective.of_outputs(out, inputs, objective.loss)
+
+
+# ---- how a loss is called ----
+
+
+def _form(loss: Callable[..., Tensor], targets: Targets | None) -> LossArguments:
+    signature, out = _signature(loss), None
+    tried: list[tuple[LossArguments, tuple[Any, ...], dict[str, Any]]]
+    if isinstance(targets, Tensor):
+        tried = [(LossArguments.TARGET, (out, targets), {})]
+    elif targets is not None:
+        tried = [(LossArguments.KEYWORDS, (out,), dict(targets))]
+        tried += [] if _is_torchs(loss) else [(LossArguments.MAPPING, (out, targets), {})]
+    else:
+        tried = [(LossArguments.OUTPUTS, (out,), {})]
+        tried += [] if _is_torchs(loss) else [(LossArguments.INPUTS, (out, {}), {})]
+    for form, arguments, keywords in tried:
+        if signature is None or _fits(signature, arguments, keywords):
+            return form
+    raise _misfit(loss, signature, targets)
+
+
+def _signature(loss: Callable[..., Tensor]) -> inspect.Signature | None:
+    """None for a function of torch's that has none."""
+    try:
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):
+        return None
+
+
+def _fits(signature: inspect.Signature, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _misfit(loss: Callable[..., Tensor], signature: inspect.Signature | None, targets: Targets | None) -> InputsError:
+    takes = f"{_name(loss)}{signature}"
+    names = list(signature.parameters)[1:] if signature is not None else []
+    if targets is None:
+        return InputsError(
+            f"the loss {takes} takes more than the outputs",
+            where="loss",
+            fix=f"pass targets=, example tensors for {', '.join(names)}"
+            + ("" if _is_torchs(loss) else "; or a loss of (outputs) or (outputs, inputs)"),
+        )
+    if isinstance(targets, Tensor):
+        fix = (
+            f"a mapping names several: targets={{{', '.join(f'{n!r}: …' for n in names)}}}; or a loss of two arguments"
+        )
+        return InputsError(f"the loss {takes} cannot be called with outputs and one target", where="loss", fix=fix)
+    unknown = [name for name in targets if name not in names]
+    what = f"no {', '.join(map(repr, unknown))}" if unknown else f"more than {', '.join(map(repr, targets))}"
+    fix = nearest(unknown[0], names) if unknown and names else f"name its arguments: {', '.join(names)}"
+    return InputsError(f"the loss {takes} takes {what}", where=TARGET, fix=fix)
+
+
+def _check_targets(
+    named: Mapping[str, Tensor], inputs: Mapping[str, Tensor], loss: Callable[..., Tensor], *, single: bool
+) -> None:
+    if clash := [name for name in named if name in inputs]:
+        signature = _signature(loss)
+        names = list(signature.parameters)[1:] if signature is not None else []
+        free = [n for n in (*names, "labels", "target") if n not in inputs]
+        what = f"{clash[0]!r} names an input and a target of the batch"
+        fix = f"name the target otherwise: targets={{{free[0]!r}: …}}"
+        if single:
+            what = f"a batch calls its only target {TARGET!r}, which is an input's name as well"
+        raise InputsError(what, where=TARGET, fix=fix)
+    samples = next((x.shape[0] for x in inputs.values() if isinstance(x, Tensor) and x.ndim), None)
+    for name, x in named.items():
+        if not name.isidentifier() or iskeyword(name):
+            raise InputsError(f"a target is called {name!r}", where=TARGET, fix="give it a name as arguments have")
+        if x.ndim == 0 or (samples is not None and x.shape[0] != samples):
+            counted = f"dim 0 of the inputs counts {samples} samples" if samples is not None else "dim 0 counts samples"
+            raise InputsError(
+                f"the target {name!r} is of shape {list(x.shape)}, but {counted}",
+                where=TARGET,
+                fix="give one row per sample; what is the same for all samples belongs to the loss itself, such as "
+                "nn.CrossEntropyLoss(weight=…)",
+            )
+
+
+def _is_torchs(loss: Callable[..., Any]) -> bool:
+    """Whether a loss is one of torch's own, whose arguments are tensors."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    owner = type(loss) if isinstance(loss, nn.Module) else loss
+    return (getattr(owner, "__module__", None) or "torch").partition(".")[0] == "torch"
+
+
+def _name(loss: Callable[..., Any]) -> str:
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+# ---- values ----
+
+
+def _scalar(value: Any, loss: Callable[..., Tensor]) -> Tensor:
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value
+    if not isinstance(value, Tensor):
+        fix = "return the scalar tensor to minimise"
+    elif getattr(loss, "reduction", None) == "none":
+        fix = f"reduce it: {_name(loss)}(reduction='mean')"
+    else:
+        fix = "reduce it, with .mean() or .sum()"
+    kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else _described(value)
+    raise InputsError(f"loss returned {kind}, no scalar", where="loss", fix=fix)
+
+
+def _scalar_in(out: Any) -> Tensor:
+    """The loss that a model gave."""
+    value: Tensor | None
+    if isinstance(out, Tensor):
+        value = out
+    elif isinstance(out, Mapping) and "loss" in out:
+        value = out["loss"]
+    elif getattr(out, "loss", None) is not None:
+        value = out.loss
+    elif isinstance(out, (tuple, list)):
+        scalars = [x for x in out if isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()]
+        value = scalars[0] if len(scalars) == 1 else None
+    else:
+        value = None
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else _described(out)
+        raise InputsError(
+            f"the model returns {kind}, which holds no scalar loss",
+            fix="return a scalar, an object with .loss, or a mapping with 'loss'; or pass loss=lambda outputs: …, "
+            "or loss=lambda outputs, target: … with targets=",
+        )
+    return value
+
+
+def _described(value: Any) -> str:
+    """`ModelOutput with 'logits', 'states'`, `a tuple of 3`, for an error."""
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with {', '.join(map(repr, value))}" if value else "an empty mapping"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+# ---- losses that are modules ----
+
+
+def _refuse_blank(loss: nn.Module) -> None:
+    blank = [name for name, x in loss.named_buffers() if x.is_meta]
+    if blank:
+        raise InputsError(
+            f"{', '.join(blank)} of the loss {_name(loss)} is on the meta device, without a value",
+            where="loss",
+            fix="make the loss outside torch.device('meta')",
+        )
+
+
+def _converted(loss: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose floating-point buffers are of a type."""
+    memo: dict[int, Any] = {}
+    for x in loss.buffers():
+        memo[id(x)] = x.detach().to(dtype) if x.is_floating_point() else x.detach()
+    return copy.deepcopy(loss, memo)

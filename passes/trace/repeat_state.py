@@ -1,0 +1,273 @@
+"""What the forward pass of a module may depend on besides its arguments, as values that can be compared.
+
+Two modules of one description run the same Python: same classes, flags, shapes and attributes, down to the last
+submodule. Attributes that differ between modules otherwise alike (the number of a layer) are left out of the
+description and watched instead: which of them a forward pass reads is recorded, and only those must agree.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, nn
+
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    float,
+    complex,
+    SymInt,
+    enum.Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}  # what every module has
+_LARGEST = 20_000  # values looked at in the state of one module: one that reaches further is not described
+
+
+class Unknown(Exception):
+    """Something that cannot be compared: the module is traced as it is."""
+
+
+class Same:
+    """An object by its identity, kept alive so that no other can have it."""
+
+    __slots__ = ("object",)
+
+    def __init__(self, value: object) -> None:
+        self.object = value
+
+    def __hash__(self) -> int:
+        return id(self.object)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.object is self.object
+
+
+def atom(value: object) -> Hashable:
+    """A plain value that compares by type and content; raises Unknown for anything else."""
+    if isinstance(value, SymInt):
+        return SymInt, value.node.expr
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # -0.0 is not 0.0
+    if isinstance(value, _ATOMS):
+        return type(value), value
+    raise Unknown(type(value).__name__)
+
+
+def describe(root: nn.Module, watched: AttributeWatch) -> Hashable:
+    """What `root(...)` depends on, other than its arguments and watched attributes. Raises Unknown.
+
+    Objects that are neither plain values, containers nor modules of its own count by identity.
+    """
+    return _StateReader(root, watched, deep=False).all()
+
+
+def state(root: nn.Module) -> Hashable:
+    """The same with everything inside of objects and closures: equal before and after a pass that changes nothing."""
+    return _StateReader(root, None, deep=True).all()
+
+
+class _StateReader:
+    def __init__(self, root: nn.Module, watched: AttributeWatch | None, *, deep: bool) -> None:
+        self.modules = {id(vars(m)): name for name, m in root.named_modules()}
+        self.root, self.watched, self.deep = root, watched, deep
+        self.seen: dict[int, int] = {}
+        self.kept: list[object] = []  # while their ids are in `seen`
+
+    def all(self) -> Hashable:
+        return tuple(self._module(name, m) for name, m in self.root.named_modules(remove_duplicate=False))
+
+    def _module(self, name: str, module: nn.Module) -> Hashable:
+        skipped = self.watched.names(module) if self.watched is not None else frozenset()
+        attributes = []
+        for key, value in vars(module).items():
+            if key in _OWN and value and key.startswith(("_forward", "_backward")):
+                raise Unknown("hooks")
+            if key not in _OWN and key not in skipped:
+                attributes.append((key, self.value(value)))
+        tensors = [(n, self._tensor(t)) for n, t in (*module._parameters.items(), *module._buffers.items())]
+        return name, self.modules[id(vars(module))], Same(type(module)), tuple(attributes), tuple(tensors)
+
+    def _tensor(self, tensor: Tensor | None) -> Hashable:
+        if tensor is None:
+            return None
+        kind = isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
+        return (Same(tensor), *kind) if self.deep else kind
+
+    def value(self, value: object) -> Hashable:
+        if len(self.seen) > _LARGEST:
+            raise Unknown("more state than can be compared")
+        if isinstance(value, _ATOMS):
+            return atom(value)
+        if isinstance(value, nn.Module):
+            if id(vars(value)) not in self.modules:
+                raise Unknown("a module from elsewhere")
+            return "module", self.modules[id(vars(value))]
+        if id(value) in self.seen:
+            return "seen", self.seen[id(value)]
+        self.seen[id(value)] = len(self.seen)
+        self.kept.append(value)
+        return self._compound(value)
+
+    def _compound(self, value: Any) -> Hashable:
+        kind = Same(type(value))
+        match value:
+            case Tensor():
+                return Same(value)
+            case list() | tuple():
+                return kind, tuple(map(self.value, value)), self._inside(value)
+            case set() | frozenset():
+                return kind, frozenset(map(self.value, value))
+            case dict():
+                return kind, tuple((self.value(k), self.value(v)) for k, v in value.items()), self._inside(value)
+            case functools.partial():
+                return kind, self.value(value.func), self.value(value.args), self.value(value.keywords)
+            case types.MethodType():
+                return kind, self.value(value.__func__), self.value(value.__self__)
+            case types.FunctionType():
+                return Same(value), self._closure(value) if self.deep else None
+            case types.ModuleType():
+                return Same(value)
+        return Same(value), self._inside(value)
+
+    def _inside(self, value: object) -> Hashable:
+        """The attributes of an object, where they can be seen."""
+        held = getattr(value, "__dict__", None)
+        if not self.deep or not isinstance(held, dict):
+            return None
+        return tuple((name, self.value(v)) for name, v in held.items())
+
+    def _closure(self, function: types.FunctionType) -> Hashable:
+        cells = []
+        for cell in function.__closure__ or ():
+            try:
+                cells.append(self.value(cell.cell_contents))
+            except ValueError:  # an empty cell
+                cells.append(None)
+        return tuple(cells), self.value(vars(function))
+
+
+# ---- watching attributes ----
+
+Read = tuple[int, str]  # id of the module's attributes, name of one
+
+
+@dataclass
+class AttributeWatch:
+    """The attributes that are watched, and those that were read so far."""
+
+    read: set[Read] = field(default_factory=set)
+    watched: dict[int, frozenset[str]] = field(default_factory=dict)  # id of a module's attributes -> names
+
+    several: set[int] = field(default_factory=set)  # ids of the attributes of modules with others of their structure
+
+    def names(self, module: nn.Module) -> frozenset[str]:
+        return self.watched.get(id(vars(module)), frozenset())
+
+
+class _Quiet:
+    """Subclasses that are made here do not register with the user's base classes."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        pass
+
+
+class _Watched:
+    """An attribute of instances that records being read."""
+
+    def __init__(self, name: str, read: set[Read]) -> None:
+        self.name, self.read = name, read
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            raise AttributeError(self.name)
+        held = vars(instance)
+        self.read.add((id(held), self.name))
+        if self.name not in held:
+            raise AttributeError(self.name)
+        return held[self.name]
+
+    def __set__(self, instance: object, value: object) -> None:
+        vars(instance)[self.name] = value
+
+    def __delete__(self, instance: object) -> None:
+        del vars(instance)[self.name]
+
+
+Caller = Callable[..., Any]  # (module, its class's __call__, args, kwargs) -> what the call returns
+
+
+def install(model: nn.Module, called: Callable[[nn.Module], bool], caller: Caller) -> AttributeWatch:
+    """Watch the attributes in which modules of one structure differ, and have `caller` carry out every call of those
+    that `called` picks. Changes the classes of the model's modules: for a copy that is traced and thrown away."""
+    watch = AttributeWatch()
+    structures = _structures(model)
+    made: dict[tuple[type, frozenset[str], bool], type] = {}
+    for module in model.modules():
+        names, several = structures[id(module)]
+        call = called(module)
+        if not names and not call:
+            continue
+        key = type(module), names, call
+        if key not in made:
+            made[key] = _subclass(type(module), names, watch.read, caller if call else None)
+        try:
+            object.__setattr__(module, "__class__", made[key])
+        except TypeError:  # a class that lays out its instances otherwise: its modules count by all that they hold
+            continue
+        watch.watched[id(vars(module))] = names
+        if several:
+            watch.several.add(id(vars(module)))
+    return watch
+
+
+def _subclass(base: type, names: Iterable[str], read: set[Read], caller: Caller | None) -> type:
+    """A class that looks like its base, whose instances have some attributes watched and calls carried out."""
+    members: dict[str, object] = {name: _Watched(name, read) for name in names}
+    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    if caller is not None:
+
+        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+            return caller(module, base.__call__, args, kwargs)  # type: ignore[operator]
+
+        members["__call__"] = call
+    return type(base)(base.__name__, (_Quiet, base), members)
+
+
+def _structures(model: nn.Module) -> Mapping[int, tuple[frozenset[str], bool]]:
+    """For each module, by id: plain attributes that modules of its structure differ in, and whether it has such."""
+    number: dict[int, int] = {}
+    numbers: dict[Hashable, int] = {}
+    values: dict[int, dict[str, set[Hashable]]] = {}
+
+    def visit(module: nn.Module) -> int:
+        if id(module) in number:
+            return number[id(module)]
+        children = tuple((n, visit(m)) for n, m in module._modules.items() if m is not None)
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        shapes = tuple((n, None if t is None else tuple(t.shape)) for n, t in tensors)
+        own = numbers.setdefault((type(module), shapes, children), len(numbers))
+        number[id(module)] = own
+        for name, value in vars(module).items():
+            if name != "training" and name not in _OWN and isinstance(value, _ATOMS):
+                values.setdefault(own, {}).setdefault(name, set()).add(atom(value))
+        return own
+
+    visit(model)
+    count = Counter(number.values())
+    differ = {own: frozenset(n for n, seen in found.items() if len(seen) > 1) for own, found in values.items()}
+    return {module: (differ.get(own, frozenset()), count[own] > 1) for module, own in number.items()}

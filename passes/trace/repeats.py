@@ -1,0 +1,382 @@
+"""Trace equal modules once, so that tracing does not grow with the depth of a model.
+
+    first call        traced as it is, between two marks:   enter(k, given) … leave(k, made)
+    second call       traced as it is, and compared with the first
+    every later one   one opaque call, repeat(k, given), which `unfold` replaces by a copy of the first
+
+Two calls are alike when the modules are (see `repeat_state`) and the arguments are: their tree, the plain values in
+it, and shape, stride, type and gradient of its tensors, sizes as expressions. `given` are the tensors among the
+arguments and the module's own parameters and buffers. The code around a repeated module runs for every call, so what
+each is given (residuals, masks, tied parameters) is exact by wiring. A call is traced in full whenever it might be
+anything else than a function of all this: it reads or writes tensors from elsewhere, changes its arguments or
+attributes, has hooks, returns something unknown, or differs from the first in a second trace.
+
+This reaches into torch's tracer (`torch.fx.experimental.proxy_tensor`, seen in 2.13.0); nothing else of ours does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.nn.modules import module as module_state
+from torch.utils import _pytree as pytree
+
+from autoptd.passes.trace.repeat_state import Read, Same, Unknown, atom, describe, install, state
+
+_LIBRARY = torch.library.Library("autoptd_trace", "FRAGMENT")
+_LIBRARY.define("enter(int key, Tensor[] given) -> ()")
+_LIBRARY.define("leave(int key, Tensor[] made) -> ()")
+_LIBRARY.define("repeat(int key, Tensor[] given) -> Tensor[]")
+ENTER = torch.ops.autoptd_trace.enter.default
+LEAVE = torch.ops.autoptd_trace.leave.default
+REPEAT = torch.ops.autoptd_trace.repeat.default
+
+_TRIES = 8  # traces of calls that are alike but for attributes they read, after which no more are compared
+
+
+@dataclass
+class Capture:
+    """One call that was traced: what it read, what it gave back and what its nodes compute."""
+
+    key: int
+    path: str  # of the module
+    reads: Mapping[tuple[str, str], Hashable]  # (submodule, watched attribute) -> its value
+    made: list[Tensor]  # distinct tensors that it computed and gave back
+    leaves: list[tuple[str, Any]]  # of the result: ("made", i), ("given", i) or ("plain", value)
+    spec: pytree.TreeSpec
+    form: list[Hashable]
+    results: list[Hashable]  # what `made` are in `form`
+    confirmed: bool = False
+
+
+@dataclass
+class _ModuleCall:
+    """A call to be made: what it depends on, and the nodes of the tensors that it is given."""
+
+    alike: Hashable
+    leaves: list[Any]
+    nodes: dict[fx.Node, int]  # of the distinct tensors, in order
+
+
+class Repeats:
+    """Carries out the calls of a model's modules while it is exported. `captures` and `paths` are for `unfold`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.captures: dict[int, Capture] = {}  # by key
+        self.paths: dict[int, list[str]] = {}  # key -> the paths of modules that repeat it, in order of the calls
+        self._known: dict[Hashable, list[Capture]] = {}
+        self._refused: set[Hashable] = set()
+        self._modules = {id(vars(m)): m for m in model.modules() if _worth_it(m)}
+        self._watch = install(model, _worth_it, self._carry_out)
+        self._keys = 0
+
+    def _carry_out(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        base = self._modules.get(id(vars(module)))
+        mode = get_proxy_mode()
+        if base is None or mode is None or not _ordinary():
+            return inner(module, *args, **kwargs)
+        if id(vars(base)) not in self._watch.several:
+            self._watch.several.add(id(vars(base)))  # the only one of its kind is worth it from its second call on
+            return inner(module, *args, **kwargs)
+        tracer: Any = mode.tracer
+        try:
+            path = tracer.path_of_module(module)
+            call = self._call(tracer, base, args, kwargs)
+            known = self._known.setdefault(call.alike, [])
+            like = next((c for c in known if self._agrees(c, base)), None)
+            if call.alike in self._refused or (like is None and len(known) >= _TRIES):
+                return inner(module, *args, **kwargs)
+        except (Unknown, NameError):
+            return inner(module, *args, **kwargs)
+        if like is not None and like.confirmed:
+            return self._repeat(tracer, like, base, path, call)
+        out, capture = self._capture(tracer, base, path, call, lambda: inner(module, *args, **kwargs), args, kwargs)
+        if capture is None:
+            self._refused.add(call.alike)
+        elif like is None:
+            known.append(capture)
+            self.captures[capture.key] = capture
+        elif _same(like, capture):
+            like.confirmed = True
+        else:
+            self._refused.add(call.alike)
+        return out
+
+    def _call(self, tracer: Any, base: nn.Module, args: Any, kwargs: Any) -> _ModuleCall:
+        """Raises Unknown where a call cannot be compared with another."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        nodes: dict[fx.Node, int] = {}
+        told = [_describe_tensor(tracer, x, nodes) if isinstance(x, Tensor) else atom(x) for x in leaves]
+        for m in base.modules():
+            for own in (*m._parameters.values(), *m._buffers.values()):
+                if own is not None:
+                    told.append(_describe_tensor(tracer, own, nodes))
+        surroundings = torch.get_default_dtype(), torch.get_default_device()
+        return _ModuleCall((describe(base, self._watch), tuple(told), str(spec), surroundings), leaves, nodes)
+
+    def _agrees(self, capture: Capture, base: nn.Module) -> bool:
+        return all(_held(base, *name) == value for name, value in capture.reads.items())
+
+    def _capture(
+        self, tracer: Any, base: nn.Module, path: str, call: _ModuleCall, run: Callable[[], Any], args: Any, kwargs: Any
+    ) -> tuple[Any, Capture | None]:
+        """The result of a call that is traced, and what there is to repeat, if anything."""
+        try:
+            before = state(base)
+        except Unknown:
+            return run(), None
+        self._keys += 1
+        key, given = self._keys, list(call.nodes)
+        outer = set(self._watch.read)
+        self._watch.read.clear()
+        enter = tracer.create_node("call_function", ENTER, (key, given), {})
+        enter.meta["val"] = None
+        out = run()
+        mine = set(self._watch.read)
+        self._watch.read |= outer
+        try:
+            same = _ordinary() and state(base) == before and _unchanged(call.leaves, pytree.tree_leaves((args, kwargs)))
+            capture = self._read_off(tracer, base, path, call, key, enter, out, mine) if same else None
+        except Unknown:
+            capture = None
+        if capture is None:
+            tracer.graph.erase_node(enter)
+            return out, None
+        made = [_node_of(tracer, t) for t in capture.made]
+        leave = tracer.create_node("call_function", LEAVE, (key, made), {})
+        leave.meta["val"] = None
+        return out, capture
+
+    def _read_off(
+        self,
+        tracer: Any,
+        base: nn.Module,
+        path: str,
+        call: _ModuleCall,
+        key: int,
+        enter: fx.Node,
+        out: Any,
+        mine: set[Read],
+    ) -> Capture:
+        """What was traced since `enter`. Raises Unknown where that is no function of what was given."""
+        env: dict[fx.Node, Hashable] = {n: ("given", i) for n, i in call.nodes.items()}
+        form = list(_form(_since(enter), env, self.captures))
+        leaves, spec = pytree.tree_flatten(out)
+        made: dict[fx.Node, Tensor] = {}
+        told: list[tuple[str, Any]] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                atom(leaf)
+                told.append(("plain", leaf))
+                continue
+            node = _node_of(tracer, leaf)
+            if node in call.nodes:
+                told.append(("given", call.nodes[node]))
+            elif node in env:
+                told.append(("made", list(made).index(node) if node in made else len(made)))
+                made.setdefault(node, leaf)
+            else:
+                raise Unknown("a result from elsewhere")
+        names = {id(vars(m)): n for n, m in base.named_modules()}
+        reads = {(names[held], a): _held(base, names[held], a) for held, a in mine if held in names}
+        self._check_given_back(told, call, leaves, tracer)
+        return Capture(key, path, reads, list(made.values()), told, spec, form, [env[n] for n in made])
+
+    def _check_given_back(self, told: list[tuple[str, Any]], call: _ModuleCall, leaves: list[Any], tracer: Any) -> None:
+        """An argument that is given back must be the very tensor, which a later call can give back as well."""
+        arguments = {id(x) for x in call.leaves}
+        if any(what == "given" and id(leaf) not in arguments for (what, _), leaf in zip(told, leaves, strict=True)):
+            raise Unknown("a result that is its own parameter")
+
+    def _repeat(self, tracer: Any, capture: Capture, base: nn.Module, path: str, call: _ModuleCall) -> Any:
+        """The result of a call that is not run."""
+        with disable_proxy_modes_tracing():
+            made = [_fresh(t) for t in capture.made]
+        proxy = tracer.create_proxy(
+            "call_function", REPEAT, (capture.key, [fx.Proxy(n, tracer) for n in call.nodes]), {}
+        )
+        track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+        self.paths.setdefault(capture.key, []).append(path)
+        self._watch.read |= {(id(vars(base.get_submodule(name))), a) for name, a in capture.reads}
+        by_node = {i: x for x in call.leaves if isinstance(x, Tensor) for i in [call.nodes[_node_of(tracer, x)]]}
+        pick = {"made": made.__getitem__, "given": by_node.__getitem__, "plain": lambda value: value}
+        return pytree.tree_unflatten([pick[what](which) for what, which in capture.leaves], capture.spec)
+
+
+def _worth_it(module: nn.Module) -> bool:
+    """Whether calls of a module are compared: not those of a list of modules, nor of one op."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    return bool(module._modules) or not type(module).__module__.startswith("torch.nn.")
+
+
+def _ordinary() -> bool:
+    """Whether nothing around a call changes what it computes: gradients on, no autocast, no hooks on all modules."""
+    hooks = (
+        module_state._global_forward_hooks,
+        module_state._global_forward_pre_hooks,
+        module_state._global_backward_hooks,
+        module_state._global_backward_pre_hooks,
+    )
+    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled() and not autocast and not any(hooks)
+
+
+def _node_of(tracer: Any, tensor: Tensor) -> fx.Node:
+    found = tracer.tensor_tracker.get(tensor)
+    if found is None or found.constant is not None:
+        raise Unknown("a tensor with a value")
+    node: fx.Node = found.proxy.node
+    return node
+
+
+def _describe_tensor(tracer: Any, tensor: Tensor, nodes: dict[fx.Node, int]) -> Hashable:
+    if getattr(tensor, "constant", None) is not None or tensor.layout != torch.strided:
+        raise Unknown("a tensor with a value")
+    place = nodes.setdefault(_node_of(tracer, tensor), len(nodes))
+    return place, type(tensor), isinstance(tensor, nn.Parameter), *_meta(tensor)
+
+
+def _meta(tensor: Tensor) -> tuple[Hashable, ...]:
+    strides = map(_size, tensor.stride())
+    return tuple(map(_size, tensor.shape)), tuple(strides), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _size(size: Any) -> Hashable:
+    return size.node.expr if isinstance(size, SymInt) else size
+
+
+def _held(base: nn.Module, name: str, attribute: str) -> Hashable:
+    held = vars(base.get_submodule(name))
+    return atom(held[attribute]) if attribute in held else "absent"
+
+
+def _unchanged(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+
+
+def _since(enter: fx.Node) -> Iterator[fx.Node]:
+    node = enter.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes a size, which is the same wherever it is computed."""
+    return isinstance(node.meta.get("val"), (SymInt, SymFloat, SymBool))
+
+
+# ---- what a stretch of the graph computes, in a form that can be compared ----
+
+
+def _form(
+    nodes: Iterator[fx.Node], env: dict[fx.Node, Hashable], captures: Mapping[int, Capture]
+) -> Iterator[Hashable]:
+    """A line per node; `env` gets what each node is. Repeats inside are written out. Raises Unknown for a node that
+    reads, writes or is something outside."""
+    inside: set[fx.Node] = set()
+    count = 0
+
+    def refer(value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            if is_size(value):
+                return "size", value.meta["val"].node.expr
+            if value not in env:
+                raise Unknown("a tensor from elsewhere")
+            return env[value]
+        if isinstance(value, (tuple, list)):
+            return tuple(map(refer, value))
+        return atom(value)
+
+    for node in nodes:
+        if node.target in (ENTER, LEAVE) or is_size(node):
+            continue
+        _check_node(node, inside)
+        inside.add(node)
+        if node.target is REPEAT:
+            capture, given = captures[node.args[0]], refer(node.args[1])  # type: ignore[index]
+            yield from (_moved(line, given, count) for line in capture.form)
+            env[node] = "several", tuple(_moved(r, given, count) for r in capture.results)
+            count += len(capture.form)
+            continue
+        source = env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if isinstance(source, tuple) and source[0] == "several":
+            env[node] = source[1][node.args[1]]
+            continue
+        env[node] = "node", count
+        kwargs = tuple((k, refer(v)) for k, v in node.kwargs.items())
+        yield Same(node.target), refer(node.args), kwargs, _values(node.meta.get("val"))
+        count += 1
+
+
+def _moved(value: Any, given: Any, by: int) -> Any:
+    """A form's references, as those of the form that it becomes a part of."""
+    if isinstance(value, tuple):
+        if len(value) == 2 and value[0] == "given" and type(value[1]) is int:
+            return given[value[1]]
+        if len(value) == 2 and value[0] == "node" and type(value[1]) is int:
+            return "node", value[1] + by
+        return tuple(_moved(v, given, by) for v in value)
+    return value
+
+
+def _values(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return _meta(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_values, value))
+    return atom(value)
+
+
+def _check_node(node: fx.Node, inside: set[fx.Node]) -> None:
+    target = node.target
+    if node.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
+        raise Unknown(f"{node.op} {target}")
+    if "unbacked_bindings" in node.meta:
+        raise Unknown("a size that depends on data")
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        for value, argument in zip(node.args, target._schema.arguments, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and isinstance(value, fx.Node) and value not in inside:
+                raise Unknown("writes to a tensor from elsewhere")
+
+
+def _same(a: Capture, b: Capture) -> bool:
+    """Whether two calls of one description computed the same and gave back the same."""
+    sides = [
+        (c.form, c.results, c.reads, c.spec, [(what, atom(x)) for what, x in c.leaves], list(map(_meta, c.made)))
+        for c in (a, b)
+    ]
+    return sides[0] == sides[1]
+
+
+# ---- results of a call that is not run ----
+
+
+class _New(torch.autograd.Function):
+    """A tensor like another one, computed from something that needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, like: Tensor) -> Tensor:
+        return _empty(like)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("a traced model is not run backward")
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _fresh(like: Tensor) -> Tensor:
+    if not like.requires_grad:
+        return _empty(like)
+    anchor = torch.empty((), dtype=like.dtype, device=like.device, requires_grad=True)
+    return _New.apply(anchor, like)  # type: ignore[no-untyped-call, no-any-return]

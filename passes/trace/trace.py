@@ -1,0 +1,230 @@
+"""Trace a plain model into one fx graph of ATen ops, with symbolic batch and sequence.
+
+    model(**inputs) ──wrapper──► one scalar loss ──torch.export──► fx graph, sizes in sympy, tensors on meta
+
+The user's model is never touched: a skeleton with meta parameters (in the dtype that training will compute in) is
+traced in its stead, so a model of any size is traced in the memory of its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+
+from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
+from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
+from autoptd.passes.custom_grad.trace_calls import OwnCalls, keep_own
+from autoptd.passes.gc_pause import without_collector
+from autoptd.passes.normalise.inline_regions import inline_regions
+from autoptd.passes.normalise.input_types import inputs_to_cast
+from autoptd.passes.trace.collect import collect
+from autoptd.passes.trace.expand_repeats import unfold
+from autoptd.passes.trace.fake import fake_cpu
+from autoptd.passes.trace.loss import Loss, Objective, read_objective
+from autoptd.passes.trace.loss import loss_of as loss_of
+from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws
+from autoptd.passes.trace.quiet_export import silent_export
+from autoptd.passes.trace.repeats import Repeats
+from autoptd.passes.trace.skeleton import skeleton, without_caches
+from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims
+from autoptd.passes.trace.trace_errors import explain, not_copied, placed
+from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
+
+
+def trace(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    loss: Callable[..., Tensor] | Objective | None = None,
+    precision: str = "fp32",
+    repeats: bool = True,
+    averaging: Averaging = "global",
+) -> Traced:
+    """Trace `model(**inputs)` to its scalar loss.
+
+    `inputs` are example keyword tensors whose dim 0 counts samples, those of the `targets` of an objective among them;
+    only shapes and dtypes are read. The model holds what `Objective.joined` put there. With `repeats`,
+    equal modules are traced once and written out for every call, which gives the same graph in less time.
+    Raises InputsError (inputs that do not suit), UnsupportedOp (a size depends on data), TraceError (all else).
+    """
+    _check_inputs(inputs)
+    _check_modules(model)
+    refuse_unseen_hooks(model)
+    names = canonical_names(model)
+    batch = _batch_size(inputs)
+    shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
+    specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
+    objective, _ = read_objective(loss, inputs)
+    exporter, own = _Exporter(model, specs, objective, precision), OwnCalls()
+    with keep_own(own):
+        exporter, program = exporter.with_casts(repeats=repeats)
+        if bound := bound_dims(program, specs):
+            exporter = replace(exporter, fixed=bound)
+            program = exporter.run(repeats=repeats)
+        if repeats and _to_decompose(program.graph):
+            program = exporter.run(repeats=False)
+        if _to_decompose(program.graph):
+            program = program.run_decompositions({})
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    traced = collect(program, list(inputs), names, frozen, batch, objective)
+    traced.averaging = averaging
+    traced.own = own
+    values = dict(model.named_buffers(remove_duplicate=False))
+    traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
+    traced.constants |= {
+        arg: values[name].detach().cpu() for arg, name in traced.buffers.items() if not values[name].is_meta
+    }
+    return traced
+
+
+Specs = Mapping[str, tuple[Any, torch.dtype]]  # of the example inputs: shape and dtype
+
+
+@dataclass(frozen=True)
+class _Exporter:
+    """What is exported: the model with its loss, and the shapes and dtypes of its inputs."""
+
+    model: nn.Module
+    specs: Specs
+    objective: Objective
+    precision: str
+    fixed: Collection[InputDim] = ()  # dims of inputs that are no symbols
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # of inputs, as they enter the model
+
+    def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
+        """The whole graph, and what it was exported by: inputs in the type of the parameters given are cast where they
+        meet products of another. Some ops refuse that while traced: then a graph in the type given tells which."""
+        given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        computed = PRECISIONS[self.precision]
+        names = [
+            n for n, (_, dtype) in self.specs.items() if dtype in given - {computed} and n not in self.objective.targets
+        ]
+        try:
+            program = self.run(repeats=repeats)
+            odd = self._inputs_to_cast(program, names, given - {computed}, computed)
+        except TraceError as error:
+            written = next((name for name, dtype in PRECISIONS.items() if {dtype} == given), None)
+            if isinstance(error, UnsupportedOp) or not names or written is None:
+                raise
+            program = replace(self, precision=written).run(repeats=repeats)
+            odd = self._inputs_to_cast(program, names, given, PRECISIONS[written])
+            if not odd:
+                raise
+        if not odd:
+            return self, program
+        exporter = replace(self, casts=dict.fromkeys(odd, computed))
+        return exporter, exporter.run(repeats=repeats)
+
+    def _inputs_to_cast(
+        self,
+        program: torch.export.ExportedProgram,
+        names: Collection[str],
+        given: Collection[torch.dtype],
+        computed: torch.dtype,
+    ) -> set[str]:
+        arguments = dict(zip(program.graph_signature.user_inputs, self.specs, strict=True))
+        own = {argument: name for argument, name in arguments.items() if name in names}
+        return inputs_to_cast(program.graph, own, given, computed)
+
+    def run(self, *, repeats: bool) -> torch.export.ExportedProgram:
+        """The whole graph. Raises InputsError, UnsupportedOp, TraceError."""
+        try:
+            return self._on("cpu", repeats)
+        except TraceError as error:
+            # a model built on meta may hold meta tensors that are no buffers: then only meta will do
+            if isinstance(error, UnsupportedOp) or not any(p.is_meta for p in self.model.parameters()):
+                raise
+            first = error
+        try:
+            return self._on("meta", repeats)
+        except TraceError:
+            raise first from None
+
+    def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
+        """Without data. Sizes of 1 would be baked in, and inputs that are one object merged: these are new ones."""
+        mode = fake_cpu() if device == "cpu" else nullcontext()
+        try:
+            model = without_caches(skeleton(self.model, self.precision, device, mode))
+        except AutoptdError:
+            raise
+        except Exception as error:
+            raise not_copied(error) from error
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        root = Loss(model, self.objective.in_precision(PRECISIONS[self.precision]), names, self.casts)
+        with mode:
+            fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
+        kinds = dict.fromkeys(self.fixed, Dim.STATIC)
+        dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
+        refuse_recording_hooks(model)
+        found = Repeats(model) if repeats else None
+        try:
+            with without_collector(), silent_export(), refuse_own_draws(self.model):
+                program = refuse_counters(
+                    model, root, lambda: torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
+                )
+        except AutoptdError as error:
+            raise placed(error) from None
+        except Exception as error:  # whatever the model's code raises, or a library that it calls
+            raise explain(error) from error
+        if found is not None:
+            inline_regions(program.graph, program.graph_module)
+            unfold(program.graph, found.captures, found.paths)
+        return program
+
+
+def _to_decompose(graph: fx.Graph) -> bool:
+    """Whether torch has to write a graph in other ops: writes through views, and transforms of torch.func."""
+    transforms = (getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
+    return _writes_through_views(graph) or any(transforms)
+
+
+def _writes_through_views(graph: fx.Graph) -> bool:
+    """Whether an in-place op writes to a view, or to a tensor that has one: those need torch's functionalisation."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        written = node.args[0] if node.target._schema.is_mutable else None
+        if isinstance(written, fx.Node) and any(_is_view(n) for n in (written, *written.users)):
+            return True
+    return False
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments
+    )
+
+
+def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
+    if not inputs:
+        raise InputsError("no example inputs", fix="pass inputs={'x': torch.empty(…)}: keyword tensors of forward")
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise InputsError(f"input {name!r} is {type(x).__name__}, not a tensor", fix="pass keyword tensors only")
+    if all(x.ndim == 0 for x in inputs.values()):
+        raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raise TraceError for modules whose code torch has compiled already: nothing of it passes by the trace."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{name or 'the model'} was compiled by torch.jit.script or torch.jit.trace, and cannot be traced",
+                where=name,
+                fix="pass the module that was given to torch.jit, before it was",
+            )
+
+
+def _batch_size(inputs: Mapping[str, Tensor]) -> int:
+    return next(x.shape[0] for x in inputs.values() if x.ndim)
+
+
+def _counts_samples(x: Tensor, batch: int) -> bool:
+    return x.ndim > 0 and x.shape[0] == batch

@@ -1,0 +1,111 @@
+"""Errors of a trace: one sentence with the module's path and the user's own line."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import sympy
+import torch
+from torch import nn
+
+from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
+from autoptd.passes.trace.loss import Loss
+from autoptd.passes.trace.loss import loss_of as loss_of
+
+
+def placed(error: AutoptdError) -> AutoptdError:
+    """With the user's line, where an error does not say where."""
+    return error if error.where else type(error)(error.what, where=_user_line(error), fix=error.fix)
+
+
+def not_copied(error: Exception) -> TraceError:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return TraceError(
+        f"the model cannot be copied without its data: {type(error).__name__}: {first[:300]}",
+        fix="keep on modules only what copy.deepcopy(model) copies",
+    )
+
+
+NUMBER_READ = "a number is read out of a tensor's data, and is not known before the values are"
+_FIXED_SHAPES = "use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)"
+KEEP_TENSORS = (
+    "keep it a tensor: x / x.max(), not x / float(x.max()); no .item(), .tolist(), int() or float(). "
+    "Where it is a size, " + _FIXED_SHAPES
+)
+
+
+def explain(error: Exception) -> TraceError:
+    """Turn torch.export's report into one sentence with module path and the user's line."""
+    text = str(error)
+    where = _user_line(error) or _user_line_in(text)
+    unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
+    if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
+        what = _what_depends(text)
+        return UnsupportedOp(what, where=where, fix=KEEP_TENSORS if what == NUMBER_READ else _FIXED_SHAPES)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return TraceError(
+        f"the model cannot be traced: {type(error).__name__}: {first[:300]}",
+        where=where,
+        fix="check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
+    )
+
+
+def _what_depends(text: str) -> str:
+    """What of a model depends on data, from the first line of torch's report."""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    guarded = re.match(r"Could not guard on data-dependent expression (.*) \(unhinted", first)
+    if first.startswith("Could not extract specialized") or (guarded and re.fullmatch(r"z?u[fi]?\d+", guarded[1])):
+        return NUMBER_READ
+    if guarded:
+        return "a branch or a loop depends on data: which way it goes is not known before the values are"
+    return f"a size or a branch depends on data: {first[:200]}"
+
+
+_FOREIGN = [Path(file).parent for file in (torch.__file__, sympy.__file__, np.__file__)] + [Path(__file__).parents[1]]
+_STANDARD = Path(sysconfig.get_paths()["stdlib"])
+
+
+def _is_foreign(file: Path) -> bool:
+    """Whether code is Python's, ours, or that of a library that models calculate with."""
+    if any(file.is_relative_to(folder) for folder in _FOREIGN):
+        return True
+    return file.is_relative_to(_STANDARD) and "site-packages" not in file.parts
+
+
+def _user_line(error: BaseException) -> str:
+    """`module.path (file.py:41)  source` of the deepest frame under a module's forward that is the user's own code."""
+    where, path = "", "model"
+    tb = error.__traceback__
+    while tb is not None:
+        frame, file = tb.tb_frame, Path(tb.tb_frame.f_code.co_filename)
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and not type(owner).__module__.startswith(_WRAPPING):
+            path = _module_path(tb.tb_frame, owner)
+        if file.exists() and not _is_foreign(file):
+            source = linecache.getline(str(file), tb.tb_lineno).strip()
+            where = f"{path} ({file.name}:{tb.tb_lineno})  {source}"
+        tb = tb.tb_next
+    return where
+
+
+_WRAPPING = (Loss.__module__, "torch.export", "torch._export")  # of modules that are none of the user's
+
+
+def _module_path(frame: FrameType | None, owner: nn.Module) -> str:
+    """The dotted path of a module that is running, found in the wrapper further up the stack."""
+    while frame is not None:
+        root = frame.f_locals.get("self")
+        if isinstance(root, Loss):
+            return next((n for n, m in root.model.named_modules() if m is owner and n), type(owner).__name__)
+        frame = frame.f_back
+    return type(owner).__name__
+
+
+def _user_line_in(text: str) -> str:
+    match = re.search(r'File "([^"]+)", line (\d+), in (\w+)\n\s+(.+)', text)
+    return f"{match[3]} ({match[1].rsplit('/', 1)[-1]}:{match[2]})  {match[4].strip()}" if match else ""

@@ -1,0 +1,58 @@
+"""A traced model: one forward pass to the loss as an fx graph, and what its placeholders and sizes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from autoptd.passes.custom_grad.trace_calls import OwnCalls
+from autoptd.passes.trace.loss import Objective
+from autoptd.passes.trace.loss import loss_of as loss_of
+
+PRECISIONS: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+Averaging = Literal["global", "per-microbatch"]
+
+BATCH = sympy.Symbol("b", integer=True, positive=True)
+SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
+
+
+@dataclass
+class Traced:
+    """One forward pass to the loss.
+
+    `graph` has placeholders for parameters, buffers and inputs, in that order, and one scalar output. Each node's
+    `meta["val"]` is a fake tensor whose sizes are torch symbols; `symbol` maps those to `b`, `s` and named sizes.
+    """
+
+    graph: fx.GraphModule
+    parameters: dict[str, str]  # placeholder -> original dotted name
+    buffers: dict[str, str]  # placeholder -> original dotted name
+    inputs: dict[str, str]  # placeholder -> name of the model's input
+    constants: dict[str, Tensor]  # placeholder -> value, of closed-over tensors and of buffers that have one
+    symbol: dict[sympy.Symbol, sympy.Expr]  # torch's symbol -> ours
+    sizes: dict[sympy.Symbol, tuple[str, int]]  # our symbol -> where it is read: (input, dim)
+    example: dict[sympy.Symbol, int]  # our symbol -> its value in the example inputs
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied parameters -> the canonical one
+    frozen: frozenset[str] = frozenset()  # parameters with requires_grad=False
+    resolved: dict[sympy.Expr, Any] = field(default_factory=dict)  # sizes in torch's symbols -> in ours, as met
+    transient: frozenset[str] = frozenset()  # buffers that are not part of the state dict
+    averaging: Averaging = "global"  # what of the loss may be averaged, if it cannot be that of the whole batch
+    averaged: bool = False  # whether it is
+    objective: Objective = field(default_factory=Objective)  # what the loss is made of
+    own: OwnCalls = field(default_factory=OwnCalls)  # backward passes of the user's own
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter name → the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,279 @@
+"""The module that was written, under what was wrapped around it; and which modules cannot be planned as they are.
+
+`torch.compile(model)` is a module of its own, whose parameters are called `_orig_mod.…`; autoptd compiles what it emits
+(`compile=True`), so it plans what is inside, wherever in the model it stands. Wrappers that distribute or shard are
+refused: that is what a plan decides. `OptimizedModule` is private to torch (seen in 2.13.0); nothing else names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_functorch_wrapped_tensor  # private; seen in 2.13.0
+from torch._dynamo import OptimizedModule
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autoptd.errors import InputsError
+
+_SHOWN = 4  # places named in an error
+_DP = "pass what it wraps, model.module: data parallelism is part of the plan"
+_ZERO = "pass the module before it is wrapped: the plan shards it, fix={'zero': 3}"
+_DISTRIBUTE = {  # classes that distribute what they hold -> the way out
+    "torch.nn.parallel.distributed.DistributedDataParallel": _DP,
+    "torch.nn.parallel.data_parallel.DataParallel": _DP,
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _ZERO,
+    "torch.distributed.fsdp.FSDPModule": _ZERO,
+}
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "bitsandbytes.")  # modules of such classes
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without `torch.compile` around it or its submodules. The one given, where there is none; else a copy
+    of the modules on the way, with the same parameters."""
+    if not any(isinstance(module, OptimizedModule) for module in model.modules()):
+        return model
+    made: dict[int, nn.Module] = {}
+
+    def plain(module: nn.Module) -> nn.Module:
+        if id(module) not in made:
+            inner = module
+            while isinstance(inner, OptimizedModule):
+                inner = inner._orig_mod
+            children = {name: None if m is None else plain(m) for name, m in inner._modules.items()}
+            if any(children[name] is not m for name, m in inner._modules.items()):
+                inner = shallow_copy(inner)
+                inner._modules = children
+            made[id(module)] = inner
+        return made[id(module)]
+
+    return plain(model)
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Another module with the same attributes, parameters and children."""
+    made = type(module).__new__(type(module))
+    vars(made).update(vars(module))
+    return made
+
+
+def compiled_notes(model: nn.Module) -> list[str]:
+    """What the plan says of modules that `torch.compile` was called with."""
+    names = [
+        ".".join(part for part in name.split(".") if part != "_orig_mod") or "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+    ]
+    shown = ", ".join(dict.fromkeys(names[:_SHOWN])) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
+    return [f"torch.compile of {shown} is left out of the plan; compile=True compiles its blocks"] if names else []
+
+
+Found = Iterator[tuple[str, str]]  # a place, and the way out where it is not the same for all
+
+
+def _distributing(model: nn.Module) -> Found:
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            if fix := _DISTRIBUTE.get(f"{base.__module__}.{base.__qualname__}"):
+                yield f"{name or 'the model'} ({base.__name__})", fix
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _lazy(model: nn.Module) -> Found:
+    return ((name, "") for name, x in _tensors(model) if is_lazy(x))
+
+
+def _quantised(model: nn.Module) -> Found:
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_QUANTISED) and not name.startswith(inside):
+            inside += (f"{name}.",)
+            yield f"{name or 'the model'} ({type(module).__name__})", ""
+
+
+def _wrapped(model: nn.Module) -> Found:
+    for name, x in _tensors(model):
+        if is_traceable_wrapper_subclass(x) or x.is_quantized:
+            yield f"{name} ({type(x.data).__name__})", ""
+
+
+def _sparse(model: nn.Module) -> Found:
+    return ((name, "") for name, x in _tensors(model) if x.layout != torch.strided)
+
+
+def _complex(model: nn.Module) -> Found:
+    return ((name, "") for name, p in model.named_parameters() if p.requires_grad and p.is_complex())
+
+
+def _expanded(model: nn.Module) -> Found:
+    for name, p in model.named_parameters():
+        if p.requires_grad and any(n > 1 and step == 0 for n, step in zip(p.shape, p.stride(), strict=True)):
+            yield name, ""
+
+
+def _shared(model: nn.Module) -> Found:
+    """Trainable parameters, and other tensors of the model that overlap them in memory."""
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    attributes = [
+        (f"{name}.{key}" if name else key, value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and not _recomputed(module, key)
+    ]
+    lying: dict[int, list[tuple[int, int, str, int]]] = {}  # storage -> first, last element's byte, name, id
+    for name, x in (*_tensors(model), *attributes):
+        if x.numel():
+            first = int(x.storage_offset()) * x.itemsize
+            last = first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) * x.itemsize
+            lying.setdefault(x.untyped_storage()._cdata, []).append((first, last, name, id(x)))
+    for tensors in lying.values():
+        tensors.sort()
+        for i, (_, last, name, this) in enumerate(tensors):
+            for first, _, other, that in tensors[i + 1 :]:
+                if first > last:
+                    break
+                if this != that and not trainable.isdisjoint((this, that)):
+                    yield f"{name} and {other}", ""
+
+
+def _unwritable(model: nn.Module) -> Found:
+    """Names that a plan file cannot hold: with half a character, or very long."""
+    modules = (name for name, _ in model.named_modules())
+    for name in (*modules, *(name for name, _ in _tensors(model))):
+        if len(name.encode(errors="ignore")) > _LONGEST or name.encode(errors="ignore").decode() != name:
+            yield name if len(name) <= _LONGEST else f"{name[:100]}…", ""
+
+
+def _recomputed(module: nn.Module, key: str) -> bool:
+    """Whether a hook sets the attribute before every pass: the weight of a spectral norm, which begins as an alias."""
+    return any(getattr(hook, "name", None) == key for hook in module._forward_pre_hooks.values())
+
+
+_LONGEST = 900  # bytes of a name
+_UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # where, what is so, the way out
+    (_unwritable, f"have names that no file can hold, or of more than {_LONGEST} bytes", "rename them"),
+    (_distributing, "distribute what a plan would distribute", ""),
+    (_lazy, "have no shape yet: they are lazily initialised", "run one batch through the model first"),
+    (
+        _quantised,
+        "are quantised, and hold no numbers that could be trained",
+        "plan the model before it is quantised, or keep the quantised part outside and pass what it gives as an input",
+    ),
+    (
+        _wrapped,
+        "are tensors of a class of their own",
+        "pass the module with plain parameters, before it is sharded or quantised",
+    ),
+    (_sparse, "are no dense tensors", "keep them dense"),
+    (
+        _complex,
+        "are complex and trainable, which torch's fused optimizers do not step",
+        "keep real and imaginary part as two parameters: torch.complex(self.re, self.im) in forward",
+    ),
+    (
+        _expanded,
+        "are expanded: several of their elements are one number in memory, which torch's optimizers do not step",
+        "give them elements of their own: nn.Parameter(x.clone()), or expand in forward",
+    ),
+    (
+        _shared,
+        "lie in the same memory without being one parameter: ranks would update one of them and not the other",
+        "tie the parameters themselves (a.weight = b.weight), or compute one from the other in forward",
+    ),
+)
+
+
+def refuse_unsuitable(model: nn.Module) -> None:
+    """Raise InputsError naming the modules or tensors that cannot be trained as they are."""
+    for find, what, fix in _UNSUITABLE:
+        places = dict(find(model))
+        if places:
+            more = [f"and {len(places) - _SHOWN} more"] if len(places) > _SHOWN else []
+            raise InputsError(
+                f"parts of the model {what}",
+                where="\n".join([*list(places)[:_SHOWN], *more]),
+                fix=fix or next(iter(places.values())),
+            )
+
+
+class RefuseUnregistered(TorchFunctionMode):
+    """Meanwhile raise InputsError where torch is called with a trainable tensor that `model` does not register.
+
+    `names`: by id, of the parameters that `model` has copies of.
+    """
+
+    def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.known, self.names = {id(p) for p in model.parameters()}, names
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # dynamo, which control flow such as torch.cond calls while it is traced, would trace this too
+        for x in () if torch.compiler.is_dynamo_compiling() else pytree.tree_leaves((args, kwargs)):
+            # what is computed from the model is traced, and of a class of the tracer's
+            own = (type(x) is Tensor and not _is_functorch_wrapped_tensor(x)) or isinstance(x, nn.Parameter)
+            if own and x.requires_grad and id(x) not in self.known:
+                self._refuse(x)
+        return func(*args, **(kwargs or {}))
+
+    def _refuse(self, x: Tensor) -> None:
+        if name := self.names.get(id(x)):
+            raise InputsError(
+                f"the parameter {name} is read past the model that is traced, and would be a constant",
+                where=name,
+                fix="read it as an attribute of the module in forward; a loss gets it from the outputs, or is a "
+                "method of the model",
+            )
+        raise InputsError(
+            f"a trainable tensor {list(x.shape)} is used that no module registers, so that no optimizer would train it",
+            fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, keep layers in an "
+            "nn.ModuleList; or detach() what is a constant",
+        )
+
+
+def eval_notes(model: nn.Module) -> list[str]:
+    """What the plan says of modules that do not drop, or normalise by the statistics of others, because of eval()."""
+    names = [name for name, _ in _in_eval(model, "", set())]
+    if not names:
+        return []
+    if names == [""]:
+        return [
+            f"the model is in eval mode, as it was given: {_MEANING}; model.train() before planning trains with both"
+        ]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"in eval mode, as given: {', '.join(n or 'the model itself' for n in names[:_SHOWN])}{more}: {_MEANING}"]
+
+
+def copy_modes(model: nn.Module, other: nn.Module) -> None:
+    """Put the modules of another model of the same structure into the modes of this one's."""
+    modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
+    for name, module in other.named_modules(remove_duplicate=False):
+        module.training = modes.get(name, model.training)
+
+
+_MEANING = "no dropout there, and batch norms take their running statistics"
+
+
+def _in_eval(module: nn.Module, name: str, seen: set[int]) -> list[tuple[str, nn.Module]]:
+    """The outermost modules that are in eval mode with all that they hold, and others that are by themselves."""
+    if id(module) in seen:
+        return []
+    seen.add(id(module))
+    if not any(m.training for m in module.modules()):
+        return [(name, module)]
+    found = [] if module.training else [(name, module)]
+    for key, child in module.named_children():
+        found += _in_eval(child, f"{name}.{key}" if name else key, seen)
+    return found

@@ -1,0 +1,343 @@
+"""The command line: what it prints, how it fails, what it must not import."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoptd.cli.main as cli
+from autoptd.cli.arguments import FIXABLE, FIXED, read_sweep
+from autoptd.errors import DoesNotFit, PlanError
+from autoptd.plans.model import Plan
+from tests.sample_plan import sample_plan
+
+COMMANDS = ["plan", "explain", "compare", "emit", "models", "clusters"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.main(list(words))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    sample_plan().save(tmp_path / "plan.json")
+    return str(tmp_path / "plan.json")
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands where the planner is: keeps what it was asked, answers with the sample plan."""
+    asked: list[dict[str, Any]] = []
+    traced: list[dict[str, Any]] = []
+
+    class Parallel:
+        def emit(self, folder: str) -> None:
+            Path(folder).mkdir(parents=True)
+            (Path(folder) / "stage_0.py").write_text("# a stage\n")
+
+    def trace(model: Any, **sizes: Any) -> Any:
+        traced.append({"model": model, **sizes})
+        return types.SimpleNamespace(model=model, seq=sizes["seq"], precision=sizes["precision"], name="unnamed")
+
+    def plan(model: Any, **wishes: Any) -> Plan:
+        asked.append({"model": model, **wishes})
+        if wishes["world"] == 1:
+            raise DoesNotFit("stage 0 lacks 12.3 GiB", where="stage 0", fix="use 2 devices")
+        if wishes["world"] == 7:
+            raise PlanError("7 devices cannot be dp × 2 × pp")
+        return sample_plan(model="unnamed")
+
+    def parallelize(model: Any, **wishes: Any) -> Parallel:
+        asked.append({"model": model, **wishes})
+        return Parallel()
+
+    module = types.ModuleType("autoptd.api")
+    module.plan, module.parallelize, module.trace = plan, parallelize, trace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autoptd.api", module)
+    monkeypatch.setattr("autoptd.api", module, raising=False)
+    return asked
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words) or "autoptd")
+def test_help_answers(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*words, "--help"])
+    assert left.value.code == 0
+    assert f"usage: {' '.join(['autoptd', *words])}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", "--help"], ["models"], ["plan", "gpt4", "--world", "8"]], ids=str
+)
+def test_torch_is_not_imported_to_answer(words: list[str]):
+    code = (
+        "import sys, autoptd.cli.main\n"
+        "try: autoptd.cli.main.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=False).returncode == 0
+
+
+def test_every_command_is_known_and_named_in_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    assert [name for name in COMMANDS if f"autoptd {name}" not in readme] == []
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_plan_passes_the_wishes_on_and_saves(run: Run, api: list[dict[str, Any]], tmp_path: Path):
+    out = tmp_path / "plan.json"
+    code, text, _ = run(
+        *["plan", "gpt2", "--world", "8", "--cluster", "dgx-h100", "--batch", "16", "--seq", "128"],
+        *["--precision", "fp32", "--fix", "tp=2,recompute=none,zero=0"],
+        *["--assume", "kernels=fused", "-o", str(out)],
+    )
+    assert code == 0
+    (asked,) = api
+    model = asked.pop("model")
+    assert (type(model.model).__name__, model.seq, model.precision) == ("GPT2LMHeadModel", 128, "fp32")
+    assert asked.pop("progress") is not None
+    assert asked.pop("cluster").name == "dgx-h100"
+    assert asked == {
+        "world": 8,
+        "batch": 16,
+        "optimizer": "adamw",
+        "fix": {"tp": 2, "recompute": "none", "zero": 0},
+        "assume": {"kernels": "fused"},
+        "include": (),
+        "exact": False,
+        "time_limit_s": None,
+    }
+    assert Plan.load(out).model == "gpt2"
+    assert text.startswith("gpt2 on 8 × test-cluster: dp 2 × tp 2 × pp 2")
+    assert text.endswith(f"saved to {out}\n")
+
+
+def test_plan_for_machines_is_the_plan_file(run: Run, api: list[dict[str, Any]]):
+    code, text, errors = run("plan", "nanogpt", "--world", "8", "--json")
+    assert (code, errors) == (0, "")
+    assert Plan.from_json(text).to_json() == text
+
+
+def test_no_is_1(run: Run, api: list[dict[str, Any]]):
+    code, text, errors = run("plan", "nanogpt", "--world", "1")
+    assert (code, text) == (1, "")
+    assert errors.startswith("autoptd: stage 0 lacks 12.3 GiB\n  where  stage 0\n  fix    use 2 devices\n\n")
+    assert "no pin is to blame" in errors and "--world 2 " in errors
+    code, text, errors = run("plan", "nanogpt", "--world", "1", "--json")
+    assert (code, errors) == (1, "")
+    told = {"type": "DoesNotFit", "what": "stage 0 lacks 12.3 GiB", "where": "stage 0", "fix": "use 2 devices"}
+    error = json.loads(text)["error"]
+    assert error.pop("why")["conflict"] == {}
+    assert error == told
+
+
+def test_an_impossible_wish_is_2(run: Run, api: list[dict[str, Any]]):
+    assert run("plan", "nanogpt", "--world", "7")[0] == 2
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api: list[dict[str, Any]], tmp_path: Path):
+    code, _, errors = run("plan", "gpt2", "--world", "8", "-o", str(tmp_path / "no" / "plan.json"))
+    assert code == 2
+    assert "does not exist" in errors
+    (tmp_path / "file").write_text("")
+    sample_plan(model="gpt2").save(tmp_path / "plan.json")
+    code, _, errors = run("emit", str(tmp_path / "plan.json"), "-o", str(tmp_path / "file"))
+    assert code == 2
+    assert "it is a file" in errors
+    assert api == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["plna"], "invalid choice: 'plna'"),
+        (["plan", "gpt2"], "required: --world"),
+        (["plan", "gpt2", "--world", "0"], "'0' is not a whole number from 1"),
+        (["plan", "gpt2", "--world", "8.0"], "'8.0' is not a whole number"),
+        (["plan", "gpt2", "--wor", "8"], "unrecognized arguments: --wor 8"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tpp=8"], "'tpp' cannot be fixed; did you mean 'tp'"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tp"], "'tp' is not NAME=VALUE"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tp=2,tp=4"], "'tp' is fixed twice"),
+        (["plan", "gpt2", "--world", "8", "--fix", "tp=-2"], "tp is a whole number from 1, not '-2'"),
+        (
+            ["plan", "gpt2", "--world", "8", "--fix", "recompute=ful"],
+            "recompute is one of auto, none, selective, ops, full, not 'ful'",
+        ),
+        (["plan", "gpt2", "--world", "8", "--fix", "overlap=dp,pp"], "'pp' is not NAME=VALUE"),
+        (["plan", "gpt2", "--world", "8", "--fix", "kernels=fused"], "give --assume kernels=fused"),
+        (["plan", "gpt2", "--world", "8", "--fix", "overlap=none"], "give --assume overlap=none"),
+        (["plan", "gpt2", "--world", "8", "--assume", "tp=2"], "'tp' cannot be assumed; known: attention, gradients"),
+        (
+            ["plan", "gpt2", "--world", "8", "--fix", "kernels=eager", "--assume", "kernels=fused"],
+            "kernels is fixed and assumed",
+        ),
+        (
+            ["plan", "gpt2", "--world", "8", "--fix", "overlap=all"],
+            "overlap is none, or some of dp, p2p, tp, not 'all'",
+        ),
+        (["plan", "gpt2", "--world", "8", "--fix", "sequence_parallel=1"], "sequence_parallel is one of true, false"),
+        (["plan", "gpt2", "--world", "8", "--fix", "schedule=interleave"], "schedule is one of 1f1b, gpipe"),
+        (["plan", "gpt2", "--sweep", "world"], "'world' is not NAME=VALUE,VALUE,…"),
+        (["plan", "gpt2", "--sweep", "world="], "'world=' is not NAME=VALUE,VALUE,…"),
+        (["plan", "gpt2", "--sweep", "world=8,,16"], "'world=8,,16' has an empty value"),
+        (["plan", "gpt2", "--sweep", "world=8,8"], "'world=8,8' has 8 twice"),
+        (["plan", "gpt2", "--sweep", "worlds=8"], "'worlds' cannot be swept; did you mean 'world'"),
+        (["plan", "gpt2", "--sweep", "world=8,x"], "'x' is not a whole number from 1"),
+        (["plan", "gpt2", "--sweep", "schedule=1f1b,2f"], "schedule is one of 1f1b, gpipe"),
+        (["plan", "gpt2", "--sweep", "batch=8,16"], "required: --world"),
+        (["plan", "gpt2", "--sweep", "world=8", "--sweep", "world=16"], "world is swept twice"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "world=8,16"], "world is swept, and given as well"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "tp=1,2", "--fix", "tp=2"], "tp is swept, and given as well"),
+        (["plan", "gpt2", *[w for n in ("world", "tp", "pp") for w in ("--sweep", f"{n}=1")]], "3 names are swept"),
+        (["plan", "gpt2", "--sweep", "world=8", "-o", "x.json"], "--sweep makes many plans, and -o saves one"),
+        (["plan", "gpt2", "--world", "8", "--pareto", "--sensitivity"], "not allowed with argument --pareto"),
+        (["plan", "gpt2", "--world", "8", "--price-per-gpu-hour", "2"], "--price-per-gpu-hour is for --sweep"),
+        (["plan", "gpt2", "--sweep", "world=8", "--price-per-gpu-hour", "0"], "'0' is not a price"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "cluster=dgx-h100,dgx-h10"], "no cluster named 'dgx-h10'"),
+        (["plan", "gpt3-175", "--world", "8"], "did you mean 'gpt3-175b'"),
+        (["plan", "./nowhere/config.json", "--world", "8"], "there is no file nowhere/config.json"),
+        (["plan", "no_such_module:build", "--world", "8"], "cannot import 'no_such_module'"),
+        (["explain", "nowhere.json"], "cannot read the plan nowhere.json"),
+    ],
+)
+def test_bad_usage_is_2_and_one_message(run: Run, api: list[dict[str, Any]], words: list[str], said: str):
+    code, text, errors = run(*words)
+    assert (code, text) == (2, "")
+    assert said in errors
+    assert errors.startswith("autoptd: ")
+    assert "Traceback" not in errors
+    code, text, errors = run(*words, "--json")
+    assert (code, errors) == (2, "")
+    assert said in json.loads(text)["error"]["what"] + json.loads(text)["error"]["fix"]
+    assert api == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("overlap=dp,p2p,tp=2", {"overlap": ("dp", "p2p"), "tp": 2}),
+        ("tp=4, overlap=p2p", {"tp": 4, "overlap": ("p2p",)}),
+        ("kernels=compiled,sequence_parallel=false", {"kernels": "compiled", "sequence_parallel": False}),
+        ("virtual=2,schedule=interleaved,cp=2,zero=3", {"virtual": 2, "schedule": "interleaved", "cp": 2, "zero": 3}),
+    ],
+)
+def test_what_fix_reads(text: str, fix: dict[str, Any]):
+    assert cli.read_fix(text) == fix
+
+
+@pytest.mark.parametrize(
+    ("text", "assumed"),
+    [
+        ("overlap=dp, tp,kernels=fused", {"overlap": ("dp", "tp"), "kernels": "fused"}),
+        ("attention=cudnn,overlap=none,gradients=both", {"attention": "cudnn", "overlap": (), "gradients": "both"}),
+    ],
+)
+def test_what_assume_reads(text: str, assumed: dict[str, Any]):
+    assert cli.read_assume(text) == assumed
+    for name, value in assumed.items():
+        said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"only predicted.*give --assume {re.escape(said)}$"):
+            cli.read_fix(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "swept"),
+    [
+        ("world=8, 16", ("world", (8, 16))),
+        ("cluster=dgx-h100,./a.toml", ("cluster", ("dgx-h100", "./a.toml"))),
+        ("overlap=none,dp+p2p", ("overlap", ((), ("dp", "p2p")))),
+        ("sequence_parallel=true,false", ("sequence_parallel", (True, False))),
+    ],
+)
+def test_what_sweep_reads(text: str, swept: Any):
+    assert read_sweep(text) == swept
+
+
+def test_fix_knows_what_the_search_does():
+    from autoptd.search.constraints import options as wishes
+
+    assert set(FIXED) == set(wishes.KNOWN) - set(wishes.NAMED)
+    given = {name: tuple(map(str, values)) for name, values in wishes.ALLOWED.items() if name != "zero"}
+    assert {name: FIXABLE[name] for name in given} == given
+    assert FIXABLE["overlap"] == wishes.STREAMS
+
+
+# --- the other commands -------------------------------------------------------------------------------------------
+
+
+def test_explain(run: Run, saved: str):
+    code, text, _ = run("explain", saved)
+    assert (code, text) == (0, sample_plan().explain())
+    code, text, _ = run("explain", saved, "--json")
+    assert json.loads(text)["plan"] == json.loads(sample_plan().to_json())
+    assert json.loads(text)["headline"].startswith("gpt2-small on 8")
+
+
+def test_compare(run: Run, saved: str, tmp_path: Path):
+    other = str(tmp_path / "other.json")
+    sample_plan(zero=0).save(other)
+    assert run("compare", saved, saved)[0] == 0
+    code, text, _ = run("compare", saved, other)
+    assert code == 1
+    assert "ZeRO" in text
+    code, text, _ = run("compare", saved, other, "--json")
+    assert code == 1
+    assert json.loads(text)["differences"] == {"zero": [1, 0]}
+    assert json.loads(text)["time_s"] == []
+
+
+def test_emit(run: Run, api: list[dict[str, Any]], saved: str, tmp_path: Path):
+    code, _, errors = run("emit", saved, "-o", str(tmp_path / "out"))
+    assert code == 2
+    assert "--model MODEL" in errors
+    code, text, _ = run("emit", saved, "--model", "nanogpt", "-o", str(tmp_path / "a" / "out"), "--json")
+    assert code == 0
+    assert json.loads(text)["files"] == [str(tmp_path / "a" / "out" / "stage_0.py")]
+    assert api[0]["plan"] == sample_plan()
+    assert api[0]["world"] == 8
+
+
+def test_models_and_clusters(run: Run):
+    code, text, _ = run("models")
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines()] == sorted(json.loads(run("models", "--json")[1]))
+    code, text, _ = run("clusters")
+    assert code == 0
+    assert "dgx-h100" in text
+    assert json.loads(run("clusters", "--json")[1])["dgx-h100"]["device"]["memory_bytes"] > 2**36
+
+
+@pytest.mark.parametrize("lines", [1, 5000])
+def test_a_reader_that_leaves_is_no_error(lines: int, tmp_path: Path):
+    saved = str(tmp_path / "plan.json")
+    sample_plan(notes=("a fact",) * lines).save(saved)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "autoptd.cli.main", "explain", saved]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

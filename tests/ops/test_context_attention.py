@@ -1,0 +1,171 @@
+"""Attention over tokens cut over ranks is torch's own attention, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autoptd.errors import RuntimeFault
+from autoptd.layout.mesh import Mesh
+from autoptd.ops import fused_attention as fused
+from autoptd.ops.attention import attention
+from autoptd.ops.context_attention import ring_attention, ulysses_attention
+from autoptd.ops.cp_axis import Tokens
+from autoptd.ops.dropout import DropoutKey
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+
+WAYS = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What attention is given. `mask`: of what kind, and of which shape but for the sizes of q."""
+
+    tokens: int = 24
+    heads: int = 4
+    kv_heads: int = 4
+    width: int = 6
+    value_width: int = 6
+    is_causal: bool = False
+    mask: str = ""
+    scale: float | None = None
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float64
+
+
+def made(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """(q, k, v), mask, gradient of the result."""
+    draw = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(case.dtype)
+
+    s = case.tokens
+    q, k = random(2, case.heads, s, case.width), random(2, case.kv_heads, s, case.width)
+    v, grad = random(2, case.kv_heads, s, case.value_width), random(2, case.heads, s, case.value_width)
+    lengths = torch.tensor([s, s // 3])
+    padding = (torch.arange(s) < lengths[:, None])[:, None, None, :]
+    match case.mask:
+        case "padding":
+            mask: Tensor | None = padding
+        case "causal and padding":
+            mask = torch.ones(s, s, dtype=torch.bool).tril() & padding
+        case "none seen":
+            mask = (torch.arange(s)[:, None] > 3) & padding
+        case "bias per head":
+            mask = random(case.heads, s, s)
+        case "lowest":
+            mask = torch.zeros(2, 1, s, s, dtype=case.dtype).masked_fill(~padding, torch.finfo(case.dtype).min)
+            mask[0, :, 2] = torch.finfo(case.dtype).min  # a row that sees nothing: its softmax is even
+        case _:
+            mask = None
+    return [q, k, v], mask, grad
+
+
+def options(case: Case) -> dict[str, object]:
+    grouped = case.heads != case.kv_heads
+    return {"scale": case.scale, "enable_gqa": grouped, "dropout_p": case.dropout, "key": "0", "rng": DropoutKey(1)}
+
+
+def whole(case: Case, precision: torch.dtype | None = None) -> list[Tensor]:
+    """Result and gradients of torch's own, or with dropout of one rank's."""
+    operands, mask, grad = made(case)
+    leaves = [x.to(precision or case.dtype).requires_grad_() for x in operands]
+    mask = mask.to(leaves[0].dtype) if mask is not None and mask.is_floating_point() else mask
+    out = attention(*leaves, mask, is_causal=case.is_causal, **options(case))
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def cut(case: Case, ranks: int, way: str, zigzag: bool) -> list[Tensor]:
+    """The same of `ranks` ranks, put together again."""
+    operands, mask, grad = made(case)
+
+    def body(c: Communicators) -> list[Tensor]:
+        cp = Tokens(c.cp, zigzag)
+        leaves = [cp.slice(x, -2).requires_grad_() for x in operands]
+        rows = mask
+        if mask is not None and way == "ring" and mask.shape[-2] > 1:
+            rows = cp.slice(mask, -2)
+        parts = [cp.part(dim=2 if way == "ring" else 1)]
+        out = WAYS[way](*leaves, cp, rows, is_causal=case.is_causal, parts=parts, **options(case))
+        gradients = torch.autograd.grad(out, leaves, cp.slice(grad, -2))
+        return [cp.all_gather_whole(x, -2) for x in (out.detach(), *gradients)]
+
+    results = run_lockstep(Mesh(cp=ranks), body)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    return results[0]
+
+
+CASES = {
+    "causal": Case(is_causal=True),
+    "all see all": Case(),
+    "causal, grouped": Case(is_causal=True, heads=8, kv_heads=4, scale=0.3),
+    "padding": Case(mask="padding"),
+    "padding, grouped": Case(mask="padding", heads=8, value_width=4),
+    "causal and padding": Case(mask="causal and padding"),
+    "rows that see nothing": Case(mask="none seen"),
+    "bias per head": Case(mask="bias per head", heads=8, kv_heads=4),
+    "lowest number": Case(mask="lowest"),
+    "causal, narrow values": Case(is_causal=True, value_width=3),
+    "causal, dropout": Case(is_causal=True, dropout=0.3),
+    "padding, grouped, dropout": Case(mask="padding", heads=8, value_width=4, dropout=0.3),
+    "long": Case(tokens=48, is_causal=True, width=3, value_width=3),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("ranks", "way", "zigzag"), [(2, "ring", True), (3, "ring", False), (4, "ring", True), (4, "ulysses", False)]
+)
+def test_cut_attention_is_attention(case: Case, ranks: int, way: str, zigzag: bool) -> None:
+    with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernel loses the sum of a row that the lowest number masks
+        expected_ones = whole(case)
+    if way == "ulysses" and case.mask == "lowest":
+        expected_ones = whole(case)
+    for found, expected in zip(cut(case, ranks, way, zigzag), expected_ones, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("mask", "ranks", "most"), [("", 8, 2**0.5), ("causal and padding", 4, 1.1)])
+def test_sums_are_in_float32(mask: str, ranks: int, most: float) -> None:
+    """bfloat16 operands: as near to the truth as torch's own, which sums in float32.
+
+    Fused tiles are rounded once more each, which adds at most as much variance as the rounding of the result.
+    """
+    case = Case(tokens=256, is_causal=True, mask=mask, dtype=torch.bfloat16)
+    found, theirs, truths = cut(case, ranks, "ring", True), whole(case), whole(case, torch.float64)
+    for mine, torchs, truth in zip(found, theirs, truths, strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert (mine.double() - truth).norm() <= most * (torchs.double() - truth).norm()
+
+
+def test_fused_tiles_are_asked_for_as_the_kernels_of_a_gpu_want_it() -> None:
+    """Shapes and types alone: no GPU computes."""
+    with FakeTensorMode():
+        q, k = (torch.empty(2, heads, 64, 32, dtype=torch.bfloat16, device="cuda") for heads in (8, 2))
+        out, sums = fused.forward(q, k, k, True, 0.3)
+        gradients = fused.backward(out, q, k, k, out, sums, True, 0.3)
+    assert out.shape == q.shape and (sums.shape, sums.dtype) == ((2, 8, 64), torch.float32)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("name", ["causal and padding", "causal, dropout"])
+def test_long_rows_go_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    monkeypatch.setattr("autoptd.ops.context_attention.SCORES", 2 * 4 * 6 * 5)
+    for found, expected in zip(cut(case, 2, "ring", True), whole(case), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_uneven_tokens_are_an_error() -> None:
+    with pytest.raises(RuntimeFault, match="does not divide by 4 chunks"):
+        cut(Case(tokens=26), 2, "ring", True)
+    with pytest.raises(RuntimeFault, match="does not divide by 1 × 4"):
+        cut(Case(tokens=26), 4, "ring", False)

@@ -1,0 +1,126 @@
+"""What autograd keeps, and how much work an op is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoptd.ops import library as ops
+from autoptd.passes.analysis.flops import CONVOLUTIONS, PRODUCTS, Work, flops, work
+from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT, RMS_NORM, SavedForBackward, saved_tensors
+from autoptd.passes.opcall import OpCall, TensorInfo
+from tests.passes.rules.rule_samples import SAMPLES, examples
+
+aten = torch.ops.aten
+b, s = sympy.symbols("b s", integer=True, positive=True)
+
+
+def real(*shape: Any, grad: bool = True) -> TensorInfo:
+    return TensorInfo(shape, torch.float32, grad)
+
+
+def call(target: Any, *args: Any, out: Any, **kwargs: Any) -> OpCall:
+    return OpCall(target, args, kwargs, out if isinstance(out, tuple) else (out,))
+
+
+X = real(b, s, 64)
+INDICES = TensorInfo((b, s), torch.int64, False)
+STATISTIC = real(b, s, 1, grad=False)
+
+
+def named(target: Callable[..., Any]) -> str:
+    """The same in every process, which `str` of a function is not."""
+    return str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (call(aten.linear.default, X, real(128, 64), real(128), out=real(b, s, 128)), SavedForBackward((0, 1))),
+        (call(aten.linear.default, X, real(128, 64, grad=False), out=real(b, s, 128)), SavedForBackward((1,))),
+        (call(aten.gelu.default, X, out=X), SavedForBackward((0,))),
+        (call(aten.relu.default, X, out=X), SavedForBackward((), (0,))),
+        (call(aten.softmax.int, X, -1, out=X), SavedForBackward((), (0,))),
+        (call(aten.layer_norm.default, X, [64], out=X), SavedForBackward((0,), (), (STATISTIC, STATISTIC))),
+        (call(aten.rms_norm.default, X, [64], real(64), out=X), SavedForBackward((0, 1), (), (STATISTIC,))),
+        (call(aten.embedding.default, real(100, 64), INDICES, out=X), SavedForBackward((1,))),
+        (call(aten.mul.Tensor, X, X, out=X), SavedForBackward((0, 1))),
+        (call(aten.mul.Tensor, X, real(64, grad=False), out=X), SavedForBackward((1,))),
+        (call(aten.mul.Tensor, X, 2.0, out=X), SavedForBackward()),
+        (call(aten.add.Tensor, X, X, out=X), SavedForBackward()),
+        (call(aten.view.default, X, [b * s, 64], out=real(b * s, 64)), SavedForBackward()),
+        (call(aten.dropout.default, X, 0.0, True, out=X), SavedForBackward()),
+        (call(aten.dropout.default, X, 0.1, False, out=X), SavedForBackward()),
+        (
+            call(aten.dropout.default, X, 0.1, True, out=X),
+            SavedForBackward(extra=(TensorInfo((b, s, 64), torch.bool, False),)),
+        ),
+        (call(ops.cross_entropy, X, INDICES, out=real()), SavedForBackward((1,), (), (real(b * s, 64, grad=False),))),
+        (call(aten.gelu.default, real(b, s, 64, grad=False), out=X), SavedForBackward()),
+    ],
+    ids=lambda x: named(x.target) if isinstance(x, OpCall) else "",
+)
+def test_saved(op: OpCall, expected: SavedForBackward) -> None:
+    assert saved_tensors(op) == expected
+
+
+def test_attention_keeps_no_scores() -> None:
+    q, kv = real(b, 8, s, 16), real(b, 2, s, 16)
+    attention = call(aten.scaled_dot_product_attention.default, q, kv, kv, None, 0.0, True, out=q, enable_gqa=True)
+    rows = TensorInfo((b, 8, s), torch.float32, False)
+    assert saved_tensors(attention) == SavedForBackward((0, 1, 2), (0,), (rows,))
+
+
+@pytest.mark.parametrize("target", [t for t in SAMPLES if t not in ATTENTION | DROPOUT | RMS_NORM], ids=named)
+def test_meta_tensors_keep_what_real_ones_keep(target: Any) -> None:
+    """The same operands and outputs as a run on a CPU, for every op of the table."""
+    for example in examples(target):
+        kept: set[int] = set()
+
+        def keep(x: torch.Tensor, kept: set[int] = kept) -> torch.Tensor:
+            kept.add(x.untyped_storage()._cdata)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            result = target(*example.args, **example.kwargs)
+        outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+        before = [x.untyped_storage()._cdata for x in example.operands]
+        after = [y.untyped_storage()._cdata for y in outputs]
+        found = saved_tensors(example.call())
+        assert found.operands == tuple(i for i, x in enumerate(before) if x in kept)
+        assert found.outputs == tuple(i for i, y in enumerate(after) if y in kept and y not in before)
+
+
+@pytest.mark.parametrize("target", sorted(PRODUCTS | CONVOLUTIONS | ATTENTION, key=named), ids=named)
+def test_flops_are_those_of_torch(target: Any) -> None:
+    for example in examples(target):
+        diagonal = target is aten.einsum.default and example.args[0] in ("ii->i", "ij,ij->i")
+        if any(x.ndim == 1 for x in example.operands[:2]) or diagonal:
+            continue  # torch does not count vectors, nor products that it does not do by matmul
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            example.target(*example.args, **example.kwargs)
+        assert flops(example.call()) == counter.get_total_flops(), example.args
+
+
+def test_work() -> None:
+    linear = call(aten.linear.default, X, real(128, 64), real(128), out=real(b, s, 128))
+    assert work(linear) == Work("matmul", 2 * b * s * 64 * 128, 256 * b * s + 4 * (64 * 128 + 128), 512 * b * s)
+    embedding = call(aten.embedding.default, real(100, 64), INDICES, out=X)
+    assert work(embedding) == Work("memory", 0, 256 * b * s + 8 * b * s, 256 * b * s)
+    heads = real(b, 8, s, 16)
+    attention = call(aten.scaled_dot_product_attention.default, heads, heads, heads, None, 0.0, True, out=heads)
+    assert work(attention) == Work("attention", 4 * b * 8 * s * s * 16, 3 * 512 * b * s, 512 * b * s, causal=True)
+    for view in (
+        call(aten.view.default, X, [b * s, 64], out=real(b * s, 64)),
+        call(aten.transpose.int, X, 0, 1, out=real(s, b, 64)),
+        call(aten.to.dtype, X, torch.float32, out=X),
+    ):
+        assert work(view) == Work("view")
+    assert work(call(aten.to.dtype, X, torch.float64, out=TensorInfo(X.shape, torch.float64))).kind == "memory"
+    assert work(call(aten.gelu.default, X, out=X)) == Work("memory", 0, 256 * b * s, 256 * b * s)

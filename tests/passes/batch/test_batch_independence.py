@@ -1,0 +1,113 @@
+"""Ops whose result for one sample depends on others are refused, by name and line; no others are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoptd
+from autoptd.errors import UnsupportedOp
+
+SAMPLES, TOKENS, VOCAB, WIDTH = 4, 6, 12, 8
+Body = Callable[[Tensor, Tensor, Tensor], "Tensor | tuple[Tensor, Tensor]"]
+
+
+class Model(nn.Module):
+    """`body` of hidden states [b, s, h], tokens and labels [b, s] gives hidden states, and labels if it likes."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body, self.table, self.head = body, nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        made = self.body(self.table(ids), ids, labels)
+        x, labels = made if isinstance(made, tuple) else (made, labels)
+        return F.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+
+
+def traced(body: Body) -> autoptd.TracedModel:
+    ids = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
+    return autoptd.trace(Model(body), inputs={"ids": ids, "labels": ids})
+
+
+def attends_over_samples(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    q = x.transpose(0, 1)[:, None]
+    return F.scaled_dot_product_attention(q, q, q)[:, 0].transpose(0, 1)
+
+
+def like_its_samples(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    first = x[:, 0]
+    return x + (first @ first.t() @ first)[:, None]
+
+
+MIXING: list[tuple[str, Body]] = [
+    ("mean adds samples up", lambda x, ids, labels: x - x.mean(0, keepdim=True)),
+    ("mean adds samples up", lambda x, ids, labels: x / (1 + x.mean())),
+    ("var adds samples up", lambda x, ids, labels: x / (1 + x.var(0))),
+    ("softmax works", lambda x, ids, labels: x.softmax(0)),
+    ("softmax works", lambda x, ids, labels: x.flatten(0, 1).softmax(0).view(x.shape)),
+    ("linalg_vector_norm adds samples up", lambda x, ids, labels: x / x.norm(dim=0)),
+    ("amax works", lambda x, ids, labels: x - x.amax(0)),
+    ("sum adds samples up", lambda x, ids, labels: x - x.sum(0)),
+    ("cumsum works", lambda x, ids, labels: x.cumsum(0)),
+    ("flip works", lambda x, ids, labels: x.flip(0)),
+    ("roll works", lambda x, ids, labels: x.roll(1, 0)),
+    ("sort works", lambda x, ids, labels: x.sort(0)[0]),
+    ("select works", lambda x, ids, labels: x + x[0]),
+    ("slice works", lambda x, ids, labels: x + x[:1]),
+    ("matmul pairs", like_its_samples),
+    ("eq pairs", lambda x, ids, labels: x * (ids[:, None, 0] == ids[None, :, 0]).sum(1)[:, None, None]),
+    ("scaled_dot_product_attention works", attends_over_samples),
+    ("mul computes with the number of samples", lambda x, ids, labels: (x, labels * ids.shape[0])),
+    ("roll works", lambda x, ids, labels: (x, labels.roll(1, 0))),
+    ("flip works", lambda x, ids, labels: x + ids.flip(0)[..., None]),
+    ("index works", lambda x, ids, labels: x + x[[0]]),
+]  # fmt: skip
+
+
+@pytest.mark.fault("samples mixed")
+@pytest.mark.parametrize(("says", "body"), MIXING, ids=[f"{i}-{says}" for i, (says, _) in enumerate(MIXING)])
+def test_what_mixes_samples_is_refused(says: str, body: Body) -> None:
+    with pytest.raises(UnsupportedOp, match=says) as error:
+        traced(body)
+    assert "test_batch_independence.py" in error.value.where
+
+
+def last_of_each(x: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    last = (ids > 0).sum(1)
+    return x[torch.arange(x.shape[0]), last], labels[:, 0]
+
+
+def written_into(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 0] = 0
+    return y
+
+
+APART: list[Body] = [
+    lambda x, ids, labels: x - x.mean((1, 2), keepdim=True),
+    lambda x, ids, labels: x.cumsum(1).flip(1).roll(1, 2),
+    lambda x, ids, labels: x.flatten(0, 1).softmax(-1).view(x.shape),
+    lambda x, ids, labels: x @ x.transpose(1, 2) @ x,
+    lambda x, ids, labels: x * (ids[:, :, None] == ids[:, None, :]).sum(1)[..., None],
+    lambda x, ids, labels: x.sort(1)[0] + x.norm(dim=1, keepdim=True),
+    lambda x, ids, labels: x + torch.arange(x.shape[1])[None, :, None].expand(x.shape[0], -1, -1),
+    lambda x, ids, labels: x.unflatten(0, (-1, 1)).flatten(0, 1),
+    lambda x, ids, labels: x.double().flatten(0, 1).type_as(x.flatten(0, 1)).view(x.shape),
+    lambda x, ids, labels: x * ids.shape[0],  # of the whole batch, as one process has them
+    lambda x, ids, labels: x.type_as(x) * (x.shape[0] / x.shape[0]),
+    lambda x, ids, labels: x.new_zeros(x.shape[1], x.shape[2]) + x,
+    lambda x, ids, labels: x.movedim(0, 1).contiguous().movedim(0, 1),
+    lambda x, ids, labels: torch.cat((x[:, 1:], x[:, :1]), 1),
+    last_of_each,
+    written_into,
+]
+
+
+@pytest.mark.parametrize("body", APART, ids=range(len(APART)))
+def test_what_keeps_samples_apart_is_not(body: Body) -> None:
+    assert traced(body).folded.segments

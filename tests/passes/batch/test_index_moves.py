@@ -1,0 +1,388 @@
+"""Rows moved by computed indices: right forms train as one process does, wrong ones are refused, by op and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoptd
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.batch.batch_independence import refuse_mixed_samples
+from autoptd.passes.normalise import normalise
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.passes.interpret import assert_unchanged, normalised
+
+SAMPLES, TOKENS, VOCAB, WIDTH, EXPERTS = 6, 5, 12, 8, 4
+Body = Callable[["Model", Tensor, Tensor, Tensor], "Tensor | tuple[Tensor, Tensor]"]
+SGD = {"lr": 0.05, "momentum": 0.9}
+
+
+class Model(nn.Module):
+    """`body` of hidden states [b, s, h], tokens and labels [b, s] gives a loss, or hidden states (and labels)."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.table, self.head = body, nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.router, self.mask_token = nn.Linear(WIDTH, EXPERTS), nn.Parameter(torch.randn(WIDTH))
+        self.up, self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 6)), nn.Parameter(torch.randn(EXPERTS, 6, WIDTH))
+        self.places = nn.Embedding(64, WIDTH)
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        made = self.body(self, self.table(ids), ids, labels)
+        x, labels = made if isinstance(made, tuple) else (made, labels)
+        return x if x.ndim == 0 else F.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+
+
+def batch(samples: int = SAMPLES) -> dict[str, Tensor]:
+    """Ragged labels, tokens with ties."""
+    rng = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (samples, TOKENS), generator=rng)
+    labels = torch.randint(0, VOCAB, (samples, TOKENS), generator=rng)
+    for i in range(samples):
+        labels[i, : (3 * i) % TOKENS] = -100
+    return {"ids": ids, "labels": labels}
+
+
+# Moves within each sample, or there and back.
+
+
+def in_groups(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows up to each end times the weights of one expert, as transformers writes it for float64."""
+    import transformers.integrations.moe  # noqa: F401  registers the op
+
+    return torch.ops.transformers.grouped_mm_fallback(x, weights, ends)
+
+
+def sorted_and_back(m: Model, x: Tensor, ids: Tensor, labels: Tensor, back: str = "index") -> Tensor:
+    """Tokens to one expert each, and back in one of many ways."""
+    flat = x.flatten(0, 1)
+    order = m.router(flat).argmax(-1).argsort(stable=True)
+    y = (flat[order] @ m.up[0]).relu() @ m.down[0]
+    into = torch.zeros_like(flat)
+    match back:
+        case "index":
+            y = y[order.argsort()]
+        case "scattered inverse":
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(order.shape[0])
+            y = y[inverse]
+        case "scatter inverse":
+            y = y[torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0]))]
+        case "index_add":
+            y = into.index_add(0, order, y)
+        case "index_copy":
+            y = into.index_copy(0, order, y)
+        case "index_put":
+            into[order] = y
+            y = into
+        case "scatter_add":
+            y = into.scatter_add(0, order[:, None].expand(-1, WIDTH), y)
+        case "gather":
+            y = y.gather(0, order.argsort()[:, None].expand(-1, WIDTH))
+    return x + y.view(x.shape)
+
+
+def routed(m: Model, x: Tensor, keys: Callable[[Tensor], Tensor], counts: Callable[[Tensor], Tensor]) -> Tensor:
+    """The two likeliest experts of each token; their products in groups, whose ends are counted."""
+    flat = x.flatten(0, 1)
+    weights, chosen = m.router(flat).softmax(-1).topk(2)
+    chosen = keys(chosen)
+    order = chosen.flatten().sort()[1]
+    token = order // 2
+    ends = counts(chosen.flatten()).cumsum(0).to(torch.int32)
+    y = in_groups(in_groups(flat[token], m.up, ends).relu(), m.down, ends)
+    y = y * weights.flatten()[order][:, None]
+    return x + torch.zeros_like(flat).index_add(0, token, y).view(x.shape)
+
+
+def weights_of_each_row(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    expert, order = m.router(flat).argmax(-1).sort()
+    y = torch.bmm(torch.bmm(flat[order][:, None], m.up[expert]).relu(), m.down[expert])[:, 0]
+    return x + y[order.argsort()].view(x.shape)
+
+
+def choices_first(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Copies of all tokens for the first choice, then for the second."""
+    flat = x.flatten(0, 1)
+    count = flat.shape[0]
+    order = m.router(flat).topk(2)[1].t().flatten().argsort()
+    y = (flat[order % count] @ m.up[0]).relu() @ m.down[0]
+    return x + y[order.argsort()].view(2, count, WIDTH).sum(0).view(x.shape)
+
+
+def repeated_tokens(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    token = torch.arange(flat.shape[0]).repeat_interleave(2)
+    order = m.router(flat).topk(2)[1].flatten().argsort()
+    y = (flat[token[order]] @ m.up[0]).relu() @ m.down[0]
+    return x + torch.zeros_like(flat).index_add(0, token[order], y).view(x.shape)
+
+
+def capacity_of_a_sample(m: Model, x: Tensor, ids: Tensor, labels: Tensor, dim: int = 1) -> Tensor:
+    """An expert takes the first tokens that chose it; with `dim` 0 those of the whole batch."""
+    chosen = F.one_hot(m.router(x).argmax(-1), EXPERTS)
+    rank = chosen.flatten(0, 1).cumsum(0).view(chosen.shape) if dim == 0 else chosen.cumsum(1)
+    kept = chosen * (rank <= 2)
+    return x + torch.einsum("bse,ehf,bsh->bsf", kept.to(x), m.up, x) @ m.down[0]
+
+
+def last_tokens(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    last = (ids > 3).sum(1).clamp(max=TOKENS - 1)
+    return x[torch.arange(x.shape[0]), last], labels[:, 0]
+
+
+def flat_numbers(m: Model, x: Tensor, ids: Tensor, labels: Tensor, step: int = 0) -> Tensor:
+    """The nearest tokens of each token, by numbers of rows of all samples; `step` samples further."""
+    near = (x @ x.transpose(1, 2)).topk(2)[1]
+    near = near + torch.arange(step, x.shape[0] + step)[:, None, None] * x.shape[1]
+    return x + x.reshape(-1, WIDTH)[near.view(-1)].view(*near.shape, WIDTH).mean(2)
+
+
+def masked(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    x = x.clone()
+    x[ids > 6] = m.mask_token
+    return x * 2
+
+
+def written_at_own(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    x = x.clone()
+    x[torch.arange(x.shape[0]), ids.argmax(1)] = m.mask_token
+    return x * 2
+
+
+def scattered_gates(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    value, chosen = m.router(x).topk(2)
+    gates = torch.zeros(*x.shape[:2], EXPERTS, dtype=x.dtype).scatter(2, chosen, value.softmax(-1))
+    return x + torch.einsum("bse,ehf,bsh->bsf", gates, m.up, x) @ m.down[0]
+
+
+def loss_of_sorted(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids[:, 0].argsort()
+    return x[order], labels[order]
+
+
+def own(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Two ways to pick within a sample."""
+    chosen = m.router(x)[..., 0].topk(2, 1)[1]
+    rows = torch.arange(x.shape[0])
+    one = x[rows[:, None], chosen].sum(1)
+    two = x.gather(1, chosen[..., None].expand(-1, -1, WIDTH)).sum(1)
+    return x + (one + two)[:, None]
+
+
+def histogram(tally: str) -> Callable[[Tensor], Tensor]:
+    def counts(keys: Tensor) -> Tensor:
+        match tally:
+            case "one_hot":
+                return F.one_hot(keys, EXPERTS).sum(0)
+            case "scatter_add":
+                return torch.zeros(EXPERTS, dtype=torch.int64).scatter_add(0, keys, torch.ones_like(keys))
+        return torch.histc(keys.float(), EXPERTS, 0, EXPERTS - 1)
+
+    return counts
+
+
+RIGHT: dict[str, Body] = {
+    **{
+        f"sorted, back by {back}": lambda m, x, ids, labels, back=back: sorted_and_back(m, x, ids, labels, back)
+        for back in (
+            *("index", "scattered inverse", "scatter inverse", "index_add", "index_copy", "index_put"),
+            *("scatter_add", "gather"),
+        )
+    },
+    **{
+        f"groups counted by {by}": lambda m, x, ids, labels, by=by: routed(m, x, lambda k: k, histogram(by))
+        for by in ("histc", "one_hot", "scatter_add")
+    },
+    "all to one expert": lambda m, x, ids, labels: routed(m, x, lambda k: k * 0 + 2, histogram("one_hot")),
+    "weights of each row": weights_of_each_row,
+    "choices first": choices_first,
+    "repeated tokens": repeated_tokens,
+    "capacity of a sample": capacity_of_a_sample,
+    "last token": last_tokens,
+    "numbers of flat rows": flat_numbers,
+    "masked": masked,
+    "written at its own": written_at_own,
+    "scattered gates": scattered_gates,
+    "loss of sorted rows": loss_of_sorted,
+    # a number of the whole batch that inputs alone give: known before the first forward pass
+    "counts read back": lambda m, x, ids, y: x / (1 + F.one_hot(ids, VOCAB).sum((0, 1))[ids])[..., None],
+    "picked within": own,
+    "all within": lambda m, x, ids, labels: x[:, torch.arange(x.shape[1]).flip(0)] + x[:, [0]],
+    "position of a flat row": lambda m, x, ids, labels: (
+        x + m.places(torch.arange(x.shape[0] * x.shape[1]) % x.shape[1]).view(x.shape)
+    ),
+}
+
+
+def one_after_another(names: Sequence[str]) -> Body:
+    def body(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        for name in names:
+            x = x + 0.1 * RIGHT[name](m, x, ids, labels)  # type: ignore[operator]
+        return x
+
+    return body
+
+
+LAST = ("last token", "loss of sorted rows")  # what they give, only a loss can take
+TOGETHER = {
+    "back": [n for n in RIGHT if n.startswith("sorted")],
+    "groups": [n for n in RIGHT if "group" in n or "expert" in n],
+    "rest": [n for n in RIGHT if not n.startswith("sorted") and "group" not in n and n not in LAST],
+}
+
+
+@pytest.mark.parametrize("body", [RIGHT[n] for n in LAST] + [one_after_another(n) for n in TOGETHER.values()])
+def test_what_stays_within_samples_is_the_same_in_microbatches(body: Body) -> None:
+    assert_unchanged(Model(body), batch())
+
+
+def test_all_of_it_trains_as_on_one_process() -> None:
+    """On two data-parallel ranks, with microbatches of 2, 2 and 1 samples."""
+    model, data = Model(one_after_another([n for n in RIGHT if n not in (*LAST, "masked")])), batch(10)
+    made = autoptd.parallelize(
+        model, world=2, cluster="dgx-h100", batch=12, seq=TOKENS, inputs={n: x[:2] for n, x in data.items()},
+        precision="fp64", optimizer="sgd", optimizer_options=SGD, fix={"dp": 2, "tp": 1, "pp": 1, "micro": 2},
+    )  # fmt: skip
+    found = train_in_lockstep(made, [data])
+    alone = train_alone(model, [data], optimizer="sgd", optimizer_options=SGD)
+    assert max(differences(found.gradients, alone.gradients).values()) < 1e-10
+    assert max(differences(found.state, alone.state).values()) < 1e-10
+
+
+# Moves between samples, or by where a sample stands in its batch: (op, line, what is wrong with it).
+
+
+def rolled(x: Tensor) -> Tensor:
+    """The sample before, by arithmetic."""
+    return x[(torch.arange(x.shape[0]) + 1) % x.shape[0]]
+
+
+def shared_capacity(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    return capacity_of_a_sample(m, x, ids, labels, dim=0)
+
+
+def capacity_by_order(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Whoever comes after the fourth token of an expert is dropped."""
+    expert, order = m.router(x.flatten(0, 1)).argmax(-1).sort(stable=True)
+    first = torch.searchsorted(expert, torch.arange(EXPERTS))
+    rank = torch.arange(expert.shape[0]) - first[expert]
+    kept = torch.zeros_like(rank).index_copy(0, order, (rank < 4).to(rank.dtype))
+    return x + (kept[:, None] * m.down[0, 0]).view(x.shape)
+
+
+def other_way_back(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    one, two = (m.router(x.flatten(0, 1))[:, i].argsort() for i in range(2))
+    return x + x.flatten(0, 1)[one][two.argsort()].view(x.shape)
+
+
+def ranks_by_scatter(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    order = x[:, 0].sum(-1).argsort()
+    ranks = torch.empty_like(order).scatter(0, order, torch.arange(x.shape[0]))
+    return x + m.places.weight[ranks, None]
+
+
+def histogram_read_back(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    chosen = m.router(x.flatten(0, 1)).argmax(-1)
+    count = torch.zeros(EXPERTS, dtype=x.dtype).index_add(0, chosen, torch.ones_like(chosen, dtype=x.dtype))
+    return x / count[chosen].view(*x.shape[:2], 1)
+
+
+def groups_of_others(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Rows that are sorted by one key meet the experts of another."""
+    flat = x.flatten(0, 1)
+    one, two = m.router(flat).argmax(-1), m.router(flat).argmin(-1)
+    order = one.argsort()
+    y = in_groups(flat[order], m.up, F.one_hot(two, EXPERTS).sum(0).cumsum(0).to(torch.int32))
+    return x + (y @ m.down[0])[order.argsort()].view(x.shape)
+
+
+def shifted_write(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    into = torch.zeros_like(x)
+    into[(torch.arange(x.shape[0]) + 1).clamp(max=x.shape[0] - 1)] = x
+    return x + into
+
+
+def unsorted_values(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    return x * x[:, 0, 0].sort()[0][:, None, None]
+
+
+WRONG: dict[str, tuple[str, Body]] = {
+    "sample before": ("sub computes with the places", lambda m, x, ids, y: x + x[torch.arange(x.shape[0]) - 1]),
+    "rolled by arithmetic": ("add computes with the places", lambda m, x, ids, y: x + rolled(x)),
+    "sample before in the loss": ("add computes with the places", lambda m, x, ids, y: F.mse_loss(x, rolled(x))),
+    "place as a feature": ("index computes", lambda m, x, ids, y: x + m.places.weight[torch.arange(x.shape[0]), None]),
+    "place as a number": ("mul computes", lambda m, x, ids, y: x * torch.arange(x.shape[0])[:, None, None]),
+    "place by a sum of ones": (
+        "cumsum works",
+        lambda m, x, ids, y: x * torch.ones(x.shape[0]).cumsum(0)[:, None, None],
+    ),
+    "table by size": ("slice computes", lambda m, x, ids, y: x + m.places.weight[: x.shape[0], None]),
+    "place in the loss": ("mul computes", lambda m, x, ids, y: (x.sum((1, 2)) * torch.arange(x.shape[0])).sum()),
+    "size as a number": ("full computes with the number", lambda m, x, ids, y: x * torch.full((), x.shape[0])),
+    "sorted without return": ("add pairs .* argsort", lambda m, x, ids, y: x + x[x[:, 0, 0].argsort()]),
+    "sorted in the loss": (
+        "broadcast_tensors pairs .* argsort",
+        lambda m, x, ids, y: F.mse_loss(x, x[x[:, 0, 0].argsort()]),
+    ),
+    "labels of others": ("cross_entropy_loss pairs", lambda m, x, ids, y: (x[x[:, 0, 0].argsort()], y)),
+    "sorted values": ("mul pairs .* sort", unsorted_values),
+    "back by another order": ("index works", other_way_back),
+    "by the order twice": ("index works", lambda m, x, ids, y: x[(i := x[:, 0, 0].argsort())][i]),
+    "columns sorted": ("sort works", lambda m, x, ids, y: x + x.flatten(1).sort(0)[0].view(x.shape)),
+    "best of the batch": ("topk works", lambda m, x, ids, y: x + x[:, 0].topk(1, 0)[0][:, None]),
+    "by an input": ("index works", lambda m, x, ids, y: x + x[ids[:, 0] % 2]),
+    "flat by an input": ("index works", lambda m, x, ids, y: x + x.flatten(0, 1)[ids]),
+    "flat by a step": ("arange computes", lambda m, x, ids, y: flat_numbers(m, x, ids, y, step=1)),
+    "shifted labels": ("roll works", lambda m, x, ids, y: x - m.table(ids[y[:, 0].roll(1, 0).clamp(0, 1)])),
+    "gathered along the batch": (
+        "gather works",
+        lambda m, x, ids, y: x + x.gather(0, (ids % 2)[..., None].expand_as(x)),
+    ),
+    "windows of samples": ("unfold ", lambda m, x, ids, y: x.unfold(0, 2, 1).sum(-1).mean() + x.mean()),
+    "differences": ("diff ", lambda m, x, ids, y: x.diff(dim=0).square().mean() + x.mean()),
+    "shared capacity": ("cumsum works", shared_capacity),
+    "capacity by order": ("searchsorted", capacity_by_order),
+    "ranks by scatter": ("index computes", ranks_by_scatter),
+    "ranks by sorting twice": (
+        "mul computes",
+        lambda m, x, ids, y: x * x[:, 0, 0].argsort().argsort()[:, None, None],
+    ),
+    "histogram read back": ("index_add works", histogram_read_back),
+    "groups of others": ("sum adds", groups_of_others),
+    "written beside": ("add computes", shifted_write),
+    "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
+    "summed by an input": ("index_add works", lambda m, x, ids, y: x.index_add(0, ids[:, 0] % 2, x)),
+    "column against row": ("broadcast_tensors ", lambda m, x, ids, y: F.mse_loss(x[:, 0, :1], x[:, 1, 0])),
+}
+
+
+@pytest.mark.fault("samples mixed")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_moves_between_samples_is_refused(name: str) -> None:
+    says, body = WRONG[name]
+    with pytest.raises(UnsupportedOp, match=says) as error:
+        normalised(Model(body), batch())
+    assert "test_index_moves.py" in error.value.where and error.value.fix
+
+
+TRUSTED = [
+    *("sample before", "place as a number", "sorted in the loss", "back by another order", "by the order twice"),
+    *("shared capacity", "ranks by scatter", "histogram read back", "groups of others", "written beside"),
+]
+
+
+@pytest.mark.fault("moves on trust")
+@pytest.mark.parametrize("name", TRUSTED)
+def test_on_trust_they_would_train_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trusting = [p for p in normalise.EXACT_LOSS if p is not refuse_mixed_samples]
+    monkeypatch.setattr(normalise, "EXACT_LOSS", trusting)
+    with pytest.raises(AssertionError):
+        assert_unchanged(Model(WRONG[name][1]), batch())

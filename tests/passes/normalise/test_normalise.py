@@ -1,0 +1,365 @@
+"""Every pass of normalise: the graph still computes what the model does, in the form that later passes assume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.graph import info, is_getitem
+from autoptd.passes.normalise.normalise import EXACT_LOSS, FINISH, PREPARE, normalise
+from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from tests.passes.interpret import assert_unchanged, names_of, normalised
+
+SAMPLES, LENGTH, WIDTH = 6, 5, 8
+
+
+class Body(nn.Module):
+    """`body(self, h [b, s, 8])` between a linear layer and a mean of squares."""
+
+    def __init__(self, body: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.linspace(-1, 1, LENGTH * WIDTH).view(LENGTH, WIDTH))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.first(x)).square().mean()
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)}
+
+
+def model_of(body: Callable[[nn.Module, Tensor], Tensor]) -> Body:
+    torch.manual_seed(0)
+    return Body(body).double()
+
+
+def no_grad(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = h.square().mean(-1, keepdim=True).sqrt() + 1
+    return self.second(h / scale)
+
+
+def no_grad_with_grad_inside(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        a = h.exp()
+        with torch.enable_grad():
+            a = a * self.second.weight.sum()
+        b = a.detach() + h
+    return h * b
+
+
+def autocast_off(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        freqs = h.double() * 2
+    return self.second(freqs)
+
+
+def relu_(self: nn.Module, h: Tensor) -> Tensor:
+    return self.second(h).relu_()
+
+
+def add_(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    y.add_(h, alpha=2).mul_(0.5)
+    y += 1
+    return y + h
+
+
+def augmented_on_a_slice(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    y[..., :2] += 1
+    return y
+
+
+def masked_fill_(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    y.masked_fill_(self.table > 0.5, 0.25)
+    return y.sin()
+
+
+def slice_assignment(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    y[:, 0] = 0.5
+    y[:, :, 1] = h[:, :, 2]
+    return y * h
+
+
+def write_through_view(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    flat = y.view(-1)
+    flat.mul_(2)
+    return y + h
+
+
+def order_of_writes(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    before = y.exp()
+    y.add_(1)
+    after = y.exp()
+    y.mul_(3)
+    return before + after * y
+
+
+def keeps_dtype_in_place(self: nn.Module, h: Tensor) -> Tensor:
+    y = h.float()
+    y.add_(h)
+    return self.second(y.double())
+
+
+def copied(self: nn.Module, h: Tensor) -> Tensor:
+    y = torch.zeros_like(h)
+    y.copy_(self.second(h))
+    return y
+
+
+def no_ops(self: nn.Module, h: Tensor) -> Tensor:
+    h = h.to(h.dtype).contiguous().clone()[:, :, :][..., 0:].double().view(h.shape).reshape(h.shape)
+    h = torch.cat([torch.empty(0, dtype=h.dtype), F.dropout(h, 0.0, True)[0, 0, :0], (h + 0).mul(1).view(-1)])
+    return self.second(h.view(-1, LENGTH, WIDTH).expand(-1, -1, -1))
+
+
+def put_by_mask(self: nn.Module, h: Tensor) -> Tensor:
+    h = h.clone()
+    h[h.detach().sum(-1) > 0] = self.table[0]
+    return self.second(h)
+
+
+def flattened_linear(self: nn.Module, h: Tensor) -> Tensor:
+    flat = torch.addmm(self.second.bias, h.view(-1, WIDTH), self.second.weight)
+    return flat.view(*h.shape[:-1], WIDTH)
+
+
+def plain_mm(self: nn.Module, h: Tensor) -> Tensor:
+    return torch.mm(h.flatten(0, 1), self.second.weight).unflatten(0, h.shape[:2])
+
+
+def equal_split(self: nn.Module, h: Tensor) -> Tensor:
+    a, b = h.split(WIDTH // 2, dim=-1)
+    c, d = self.second(h).split([4, 4], dim=2)
+    return a * d + b * c
+
+
+def unequal_split(self: nn.Module, h: Tensor) -> Tensor:
+    a, b = h.split([3, 5], dim=-1)
+    return torch.cat((b, a), -1) * h
+
+
+def views(self: nn.Module, h: Tensor) -> Tensor:
+    y = h.flatten(0, 1).unflatten(1, (2, 4)).view(h.shape[0], h.shape[1], 2, 2, 2).view(*h.shape[:2], -1)
+    return self.second(y).view_as(h).expand_as(h)
+
+
+def repeated(self: nn.Module, h: Tensor) -> Tensor:
+    total = h
+    for _ in range(3):
+        positions = torch.arange(h.shape[1], dtype=torch.float64)
+        total = total + positions.cos()[None, :, None] * self.second(h)
+    return total
+
+
+def half_sizes(self: nn.Module, h: Tensor) -> Tensor:
+    keep = h.size(1) // 2 + 1
+    return self.second(h[:, :keep]) * (h.shape[0] / h.shape[0])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A body; ops that must be gone and ops that must be there."""
+
+    body: Callable[[nn.Module, Tensor], Tensor]
+    gone: str = ""
+    there: str = ""
+
+
+CASES = [
+    Case(no_grad, "wrap_with_set_grad_enabled", "detach sqrt"),
+    Case(no_grad_with_grad_inside, "wrap_with_set_grad_enabled"),
+    Case(autocast_off, "wrap_with_autocast to _to_copy"),
+    Case(relu_, "relu_", "relu"),
+    Case(add_, "add_ mul_", "add mul"),
+    Case(augmented_on_a_slice, "add_ copy_"),
+    Case(masked_fill_, "masked_fill_", "masked_fill"),
+    Case(slice_assignment, "fill_ copy_"),
+    Case(write_through_view, "mul_ view"),
+    Case(order_of_writes, "add_ mul_"),
+    Case(keeps_dtype_in_place, "add_"),
+    Case(copied, "copy_"),
+    Case(no_ops, "contiguous clone slice view cat dropout alias add to expand"),
+    Case(put_by_mask, "index_put", "where"),
+    Case(flattened_linear, "addmm view", "linear t"),
+    Case(plain_mm, "mm flatten unflatten", "linear t"),
+    Case(equal_split, "split split_with_sizes", "chunk"),
+    Case(unequal_split, "chunk"),
+    Case(views, "flatten unflatten view view_as expand_as expand"),
+    Case(repeated, "", "arange"),
+    Case(half_sizes),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.body.__name__)
+def test_value_and_gradient_stay(case: Case) -> None:
+    traced = assert_unchanged(model_of(case.body), batch())
+    ops = names_of(traced)
+    assert not set(case.gone.split()) & set(ops), ops
+    assert set(case.there.split()) <= set(ops), ops
+
+
+def test_order_of_passes_is_checked_after_each() -> None:
+    passes = [*PREPARE, *EXACT_LOSS, *FINISH]
+    assert len({p.__name__ for p in passes}) >= len(passes) - 2
+    assert all(p.__doc__ for p in passes)
+
+
+def test_repeated_work_without_gradient_is_done_once() -> None:
+    ops = names_of(normalised(model_of(repeated), batch()))
+    assert (ops.count("arange"), ops.count("cos"), ops.count("linear")) == (1, 1, 4)
+
+
+def test_nothing_is_left_that_does_not_reach_the_loss() -> None:
+    def body(self: nn.Module, h: Tensor) -> Tensor:
+        F.dropout(self.second(h).softmax(-1), 0.5)
+        torch._assert(h.shape[-1] == WIDTH, "width")
+        return h
+
+    traced = normalised(model_of(body), batch())
+    assert names_of(traced).count("linear") == 1 and "dropout" not in names_of(traced)
+    assert not [n for n in names_of(traced) if "assert" in n]
+
+
+def test_sizes_are_expressions_of_b_and_s() -> None:
+    traced = normalised(model_of(views), batch())
+    shapes = [info(n).shape for n in traced.graph.graph.nodes if n.op == "call_function" and not is_getitem(n)]
+    assert (BATCH, SEQUENCE, WIDTH) in shapes and (BATCH * SEQUENCE, 2, 4) not in [s for s in shapes if SEQUENCE in s]
+    assert all("SymInt" not in type(a).__name__ for n in traced.graph.graph.nodes for a in n.args)
+
+
+def test_gradient_flows_from_trainable_parameters_only() -> None:
+    model = model_of(no_grad)
+    model.first.weight.requires_grad_(False)
+    model.first.bias.requires_grad_(False)
+    traced = normalised(model, batch())
+    grads = {n.name: info(n).requires_grad for n in traced.graph.graph.nodes if n.op == "call_function"}
+    assert not grads["linear"] and grads["linear_1"]
+    assert traced.frozen == {"first.weight", "first.bias"}
+
+
+class Dropout(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(self.linear(x))
+        y[:, 0] = 0  # functionalisation writes dropout as native_dropout
+        return y.mean()
+
+
+@pytest.mark.parametrize(("p", "count"), [(0.0, 0), (0.1, 1)])
+def test_dropout_stays_dropout(p: float, count: int) -> None:
+    ops = names_of(normalised(Dropout(p).double(), batch()))
+    assert ops.count("dropout") == count and "native_dropout" not in ops
+
+
+# ---- what is refused, and where it says the cause is ----
+
+
+class Norm(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH, **options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).square().mean()
+
+
+def test_batch_norm_is_refused_with_its_place() -> None:
+    with pytest.raises(UnsupportedOp, match="statistics over this batch") as error:
+        normalised(Norm().double(), batch())
+    assert "encoder.1 (" in str(error.value) and "GroupNorm" in str(error.value)
+
+
+def refused(body: Callable[[nn.Module, Tensor], Tensor]) -> str:
+    with pytest.raises(UnsupportedOp) as error:
+        normalised(model_of(body), batch())
+    return str(error.value)
+
+
+@pytest.mark.fault("one draw for ever")
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (random.random, "Python's random module"),
+        (lambda: random.choice([1, 2, 3]), "Python's random module"),
+        (np.random.rand, "numpy.random"),
+    ],
+)
+def test_numbers_drawn_outside_torch_are_refused(draw: Callable[[], float], name: str) -> None:
+    """The trace holds one draw, and every step would take it."""
+    assert f"draws random numbers with {name}" in refused(lambda self, h: h * float(draw()))
+    normalised(model_of(lambda self, h: h * random.Random(3).random()), batch())  # the same on one process
+
+
+class Counting(nn.Module):
+    """Numbers of its own: `passes` moves on, `seen` is set once."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layer, self.counts, self.passes, self.seen = nn.Linear(4, 4), counts, 0, 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.passes += self.counts
+        self.seen = max(self.seen, 4)
+        return ((self.layer(x) * 0.5**self.passes - y) ** 2).mean()
+
+
+@pytest.mark.fault("one draw for ever")
+def test_a_number_that_every_pass_changes_is_refused() -> None:
+    inputs = {"x": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    normalised(Counting(False), inputs)
+    with pytest.raises(UnsupportedOp, match="forward changes passes, a Python number, in every pass"):
+        normalised(Counting(True), inputs)
+
+
+def test_random_numbers_are_refused() -> None:
+    text = refused(lambda self, h: h + torch.randn_like(h))
+    assert "draws random numbers" in text and "model (test_normalise.py:" in text and "self.body(self" in text
+
+
+def test_writing_to_a_buffer_is_refused() -> None:
+    def body(self: nn.Module, h: Tensor) -> Tensor:
+        self.table.add_(1.0)
+        return h + self.table
+
+    assert "aten.add_.Tensor writes to table" in refused(body)
+
+
+def test_autocast_inside_is_refused() -> None:
+    def body(self: nn.Module, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.second(h).double()
+
+    assert "precision=" in refused(body)
+
+
+def test_a_branch_on_data_as_an_operator_is_refused() -> None:
+    def body(self: nn.Module, h: Tensor) -> Tensor:
+        return torch.cond(h.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (h,))
+
+    assert "torch.where" in refused(body)
+
+
+def test_normalising_is_deterministic() -> None:
+    texts = {str(normalise(trace(model_of(views), batch(), precision="fp64")).graph.graph) for _ in range(2)}
+    assert len(texts) == 1

@@ -1,0 +1,169 @@
+"""What is cut over cp ranks follows from the rules; what is gathered trains like one process, the rest is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import PlanError
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.passes.graph import op_name
+from autoptd.passes.sharding.context_parallel import split_tokens
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+
+WIDTH, VOCAB, TOKENS, SAMPLES = 8, 12, 8, 4
+
+
+class Base(nn.Module):
+    """Tokens to vectors, some module's own way with them, and a linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.places = nn.Parameter(torch.randn(1, 32, WIDTH))
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def vectors(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.mix(self.table(ids) + self.places[:, : ids.shape[1]]))
+
+
+class FirstToken(Base):
+    """As in BERT: a sample's class from its first token."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.mix(self.vectors(ids)[:, 0]))), labels[:, 0])
+
+
+class MeanToken(Base):
+    """Tokens averaged, and the average given back to each of them."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        x = x * torch.sigmoid(self.mix(x.mean(1, keepdim=True)))
+        logits = self.head(x)
+        return F.cross_entropy(logits.transpose(1, 2), labels) + 0.1 * logits.square().mean()
+
+
+class Shifted(Base):
+    """Labels one token on; the last logits of each sample have none."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.vectors(ids))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+class ShiftedTwice(Base):
+    """Shifted logits that are read twice: they are gathered."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.vectors(ids))[:, 1:]
+        loss = F.cross_entropy(logits.transpose(1, 2), labels[:, :-1])
+        return loss + 0.1 * logits.square().mean()
+
+
+class WrittenOut(Base):
+    """Attention of two products and a softmax, with a causal mask that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(32, 32, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        q, k, v = self.mix(x), x * 0.5, x
+        scores = (q @ k.transpose(1, 2)) / math.sqrt(WIDTH)
+        scores = scores.masked_fill(~self.seen[: x.shape[1], : x.shape[1]], -1e9)
+        return F.cross_entropy(self.head(scores.softmax(-1) @ v).transpose(1, 2), labels)
+
+
+class Running(Base):
+    """A sum over all tokens so far."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.vectors(ids).cumsum(1)).transpose(1, 2), labels)
+
+
+class Flattened(Base):
+    """Tokens and features in one dim."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        weights = x.flatten(1).softmax(1).view(x.shape)
+        return F.cross_entropy(self.head(x * weights).transpose(1, 2), labels)
+
+
+def batch() -> Mapping[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=draw)
+    labels = ids.roll(-1, 1).masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, -100)
+    labels[:, 0] = ids[:, 0]
+    return {"ids": ids, "labels": labels}
+
+
+def traced(model: nn.Module) -> autoptd.TracedModel:
+    return autoptd.trace(model.double(), inputs=dict(batch()), precision="fp64")
+
+
+@pytest.mark.parametrize("model", [FirstToken, MeanToken, Shifted, ShiftedTwice, WrittenOut])
+@pytest.mark.parametrize("mesh", [{"cp": 4}, {"cp": 2, "tp": 2, "pp": 2}], ids=str)
+def test_what_is_gathered_trains_like_one_process(model: type[Base], mesh: dict[str, int]) -> None:
+    source = traced(model())
+    made = autoptd.parallelize(
+        source,
+        world=math.prod(mesh.values()),
+        cluster="dgx-h100",
+        batch=SAMPLES,
+        precision="fp64",
+        optimizer="sgd",
+        optimizer_options={"lr": 0.1},
+        fix={"micro": 2, **mesh},
+    )
+    batches = [dict(batch())] * 2
+    found = train_in_lockstep(made, batches)
+    expected = train_alone(source.model, batches, optimizer="sgd", optimizer_options={"lr": 0.1})
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-12)
+    assert not found.diverged
+    wrong = differences(found.gradients, expected.gradients) | differences(found.state, expected.state)
+    assert max(wrong.values()) < 1e-10, wrong
+
+
+def test_shifted_logits_are_not_gathered() -> None:
+    for model, gathers in ((Shifted, False), (ShiftedTwice, True)):
+        plan = {"world": 2, "batch": SAMPLES, "precision": "fp64", "fix": {"cp": 2}}
+        files = autoptd.parallelize(traced(model()), cluster="dgx-h100", **plan).program.files
+        assert any("cp.all_gather" in text for text in files.values()) is gathers, model
+
+
+@pytest.mark.parametrize(
+    ("model", "op"), [(Running, "cumsum mixes positions"), (Flattened, "reshape mixes positions")], ids=str
+)
+def test_what_mixes_positions_is_refused(model: type[Base], op: str) -> None:
+    with pytest.raises(PlanError, match=f"cp 2: {op}: it needs all tokens of tanh") as error:
+        split_tokens(traced(model()).folded, 2, TOKENS)
+    assert "test_context_parallel.py" in error.value.where
+
+
+def test_a_causal_sequence_is_cut_into_two_chunks_a_rank() -> None:
+    model = NanoGPT(GPTSizes(vocab=12, width=8, heads=2, layers=2, max_seq=16))
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    folded = autoptd.trace(model, inputs={"idx": ids, "targets": ids}, precision="fp32").folded
+    splits = split_tokens(folded, 2, 8)
+    assert splits.zigzag and splits.chunks == 4
+    assert not split_tokens(folded, 2, 8, "ulysses").zigzag
+    texts = {op_name(n): str(s) for n, s in splits.strategies.items()}
+    assert texts["embedding"] == "Bp, S0 -> S0"  # of positions, the last one of the two
+    assert texts["scaled_dot_product_attention"] == "S2, S2, S2 -> S2 [ring]"
+    assert texts["layer_norm"] == "S1, Bp -> S1"
+    assert texts["cross_entropy"] == "S1, S1 -> P"
+    assert texts["div"] == "P, B -> P"
+    with pytest.raises(PlanError, match="a sequence of 6 tokens does not divide by 4, the chunks of cp 2"):
+        split_tokens(folded, 2, 6)

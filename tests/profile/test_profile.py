@@ -1,0 +1,403 @@
+"""Profiling: processes measure, constants of synthetic points are found again, files are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+import autoptd.cli.main as cli
+from autoptd.cost_models.cluster import Cluster, Device, Link, Peaks, Sustained
+from autoptd.errors import ClusterError
+from autoptd.profile.budget import spend
+from autoptd.profile.cases import network_series, op_series
+from autoptd.profile.fit import fit
+from autoptd.profile.record import Case, Measurement, ProfileRecord, Skipped
+from autoptd.profile.report import predicted_s, rows
+from autoptd.profile.search import best_rate, best_two
+from autoptd.profile.toml import cluster_toml
+
+# Nobody's device, so that no datasheet is taken; peaks and sustained fractions only count as products.
+DEVICE = Device(
+    name="Nobody's GPU",
+    memory_bytes=2**36,
+    memory_bytes_per_s=2e12,
+    memory_sustained=Sustained(fraction=0.85),
+    launch_s=2.5e-6,
+    dispatch_s=6e-6,
+    multiprocessors=100,
+    k_overhead=90.0,
+    head_overhead=20.0,
+    matmul_flops_per_s=Peaks(fp64=30e12, fp32=40e12, bf16=500e12, fp16=450e12),
+    matmul_sustained=Sustained(fraction=0.7),
+    attention_sustained=Sustained(fraction=0.5),
+    attention_backward_sustained=Sustained(fraction=0.4),
+)
+LEVELS = (
+    Link(name="in", ranks=4, bytes_per_s=100e9, latency_s=4e-6),
+    Link(name="out", bytes_per_s=10e9, latency_s=20e-6),
+)
+TRUE = Cluster(name="true", device=DEVICE, levels=LEVELS)
+
+
+def record(cluster: Cluster, world: int = 8, noise: float = 0.0, kind: str = "cuda") -> ProfileRecord:
+    """What would be measured if the models were right, off by the factor 1 ± noise in turn."""
+    series = [*op_series(kind), *network_series(world, 4, "bf16")]
+    cases = [case for cases in series for case in cases]
+    points = []
+    for index, case in enumerate(cases):
+        seconds = predicted_s(cluster, case) * (1 + noise * (-1) ** index)
+        points.append(Measurement(case=case, seconds=max(seconds, 1e-9), repeats=3))
+    return ProfileRecord(
+        date="2026-01-02",
+        kind=kind,
+        device=cluster.device.name,
+        torch="2.11.0",
+        backend="nccl",
+        memory_bytes=2**36,
+        context_bytes=10**9,
+        multiprocessors=cluster.device.multiprocessors,
+        cache_bytes=50 << 20,
+        world=world,
+        node_ranks=min(4, world),
+        points=tuple(points),
+        skipped=(Skipped(case=cases[0], why="no time was left"),),
+    )
+
+
+def constants(cluster: Cluster) -> dict[str, float]:
+    """What the models use: products of peaks and fractions."""
+    device = cluster.device
+    peak = device.matmul_flops_per_s
+    found = {
+        "memory": device.memory_bytes_per_s * device.memory_sustained.fraction,
+        "launch": device.launch_s,
+        "dispatch": device.dispatch_s,
+        "k": device.k_overhead,
+        "head": device.head_overhead,
+        **{dtype: peak.of(dtype) * device.matmul_sustained.fraction for dtype in type(peak).model_fields},
+        "attention": peak.bf16 * device.attention_sustained.fraction,
+    }
+    assert device.attention_backward_sustained is not None
+    found["attention backward"] = peak.bf16 * device.attention_backward_sustained.fraction
+    for index, level in enumerate(cluster.levels):
+        found |= {f"rate {index}": level.sustained_bytes_per_s, f"latency {index}": level.latency_s}
+    return found
+
+
+# --- the fit ------------------------------------------------------------------------------------------------------
+
+
+def test_the_fit_finds_the_constants_that_made_the_points():
+    found = fit(record(TRUE))
+    assert constants(found) == pytest.approx(constants(TRUE), rel=0.03)
+    assert found.levels[0].ranks == 4
+    assert found.levels[1].ranks is None
+    assert found.device.context_bytes == 10**9
+    assert all(row.median_error < 0.02 for row in rows(record(TRUE), found))
+
+
+def test_other_constants_give_other_answers():
+    """The test above can fail: the fit follows the points, constant by constant."""
+    halved = DEVICE.model_copy(update={"memory_sustained": Sustained(fraction=0.4), "k_overhead": 300.0})
+    slower = LEVELS[0].model_copy(update={"bytes_per_s": 50e9})
+    other = TRUE.model_copy(update={"device": halved, "levels": (slower, LEVELS[1])})
+    found, true = constants(fit(record(other))), constants(TRUE)
+    assert found["memory"] == pytest.approx(true["memory"] * 0.4 / 0.85, rel=0.03)
+    assert found["k"] == pytest.approx(300, rel=0.05)
+    assert found["rate 0"] == pytest.approx(true["rate 0"] / 2, rel=0.03)
+    assert found["rate 1"] == pytest.approx(true["rate 1"], rel=0.03)
+
+
+def test_noise_and_outliers_do_not_move_it():
+    noisy = record(TRUE, noise=0.1)
+    spoilt = tuple(
+        point.model_copy(update={"seconds": point.seconds * 20}) if index % 11 == 3 else point
+        for index, point in enumerate(noisy.points)
+    )
+    found, true = constants(fit(noisy.model_copy(update={"points": spoilt}))), constants(TRUE)
+    for values in (found, true):  # fraction and overhead of attention are told apart only by two head sizes
+        values["attention"] /= 1 + values["head"] / 128
+    for name in ("memory", "bf16", "attention", "rate 0", "rate 1"):
+        assert found[name] == pytest.approx(true[name], rel=0.15), name
+
+
+def test_a_known_gpu_keeps_its_datasheet_and_its_levels():
+    known = Cluster.load("dgx-h200")
+    device = known.device.model_copy(update={"name": "NVIDIA H200", "memory_sustained": Sustained(fraction=0.77)})
+    alone = record(known.model_copy(update={"device": device}), world=1)
+    found = fit(alone)
+    assert found.device.matmul_flops_per_s == known.device.matmul_flops_per_s
+    assert found.device.memory_sustained.fraction == pytest.approx(0.77, rel=0.02)
+    assert [level.bytes_per_s for level in found.levels] == [level.bytes_per_s for level in known.levels]
+    assert all(level.source.startswith("not measured, taken from dgx-h200: ") for level in found.levels)
+    assert "measured on 2026-01-02, NVIDIA H200, torch 2.11.0" in found.device.source
+
+
+def test_without_points_of_a_kind_there_is_no_cluster():
+    whole = record(TRUE)
+    for family in ("launch", "memory", "matmul"):
+        rest = tuple(point for point in whole.points if point.case.family != family)
+        with pytest.raises(ClusterError, match=f"no point of the kind '{family}'"):
+            fit(whole.model_copy(update={"points": rest}))
+
+
+def test_the_searches_find_a_minimum():
+    assert best_rate(lambda x: abs(math.log(x / 37)), 1, 1000) == pytest.approx(37, rel=1e-3)
+    x, y = best_two(lambda x, y: abs(math.log(x / 37)) + abs(y - 5), 1, 1000, (0, 2, 4, 8))
+    assert (x, y) == pytest.approx((37, 5), rel=1e-2)
+    assert best_two(lambda x, y: abs(math.log(x / 37)) + y, 1, 1000, (0, 2, 4))[1] == 0
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_reads_back():
+    whole = record(TRUE)
+    assert ProfileRecord.parse(whole.to_json()) == whole
+    assert len(whole.to_json().splitlines()) == 15 + len(whole.points) + len(whole.skipped) + 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "the file of points is not JSON"),
+        ("[]", "not a file of measured points"),
+        ('{"format": "autoptd-plan", "version": 1}', "not a file of measured points"),
+        ('{"format": "autoptd-points", "version": 1, "date": 3, "point": []}', "wrong in"),
+    ],
+)
+def test_a_wrong_record_is_refused(text: str, said: str):
+    with pytest.raises(ClusterError, match=said):
+        ProfileRecord.parse(text)
+
+
+def test_the_toml_of_a_cluster_is_the_cluster(tmp_path: Path):
+    odd = TRUE.model_copy(update={"source": 'a "quoted" source, µs\\\n'})
+    for cluster in (odd, *map(Cluster.load, Cluster.names())):
+        (tmp_path / "c.toml").write_text(cluster_toml(cluster, ("two\nlines",)), "utf-8")
+        assert Cluster.load(tmp_path / "c.toml") == cluster
+
+
+# --- cases and time -----------------------------------------------------------------------------------------------
+
+
+def test_groups_of_several_nodes():
+    def groups(world: int, node_ranks: int) -> set[tuple[str, int, int]]:
+        series = network_series(world, node_ranks, "bf16")
+        return {(case.family, case.ranks, case.stride) for cases in series for case in cases}
+
+    assert groups(1, 1) == set()
+    assert groups(8, 8) == {("collective", 8, 1), ("p2p", 2, 1)}
+    assert groups(16, 8) == {*(("collective", *g) for g in ((8, 1), (16, 1), (2, 8))), ("p2p", 2, 1), ("p2p", 2, 8)}
+    assert groups(4, 1) == {("collective", 4, 1), ("p2p", 2, 1)}
+
+
+def test_time_is_shared_out():
+    """A clock that only measuring moves: every series has its turn, and its smallest case however short the time."""
+    series = [
+        [Case(family="matmul", op="linear", dtype="fp32", m=n, n=n, k=n) for n in (64, 128, 256, 512, 1024)],
+        [Case(family="memory", op="copy", dtype="fp32", n=n, bytes_moved=8 * n) for n in (2**14, 2**16, 2**18)],
+    ]
+    clock = [0.0]
+
+    def measure(case: Case, share_s: float) -> Measurement | Skipped:
+        seconds = case.flops / 1e9 + case.nbytes / 1e9
+        clock[0] += max(share_s, 5 * seconds)
+        return Measurement(case=case, seconds=seconds, repeats=3)
+
+    found = spend(series, 1.0, lambda: clock[0], measure, lambda _: None)
+    assert [type(result) for result in found] == [Measurement] * 3 + [Skipped] * 2 + [Measurement] * 3
+    assert clock[0] <= 1.2
+    assert isinstance(found[3], Skipped)
+    assert found[3].why.startswith("would take")
+    clock[0] = 0.0
+    found = spend(series, 0.0, lambda: clock[0], measure, lambda _: None)
+    assert [index for index, result in enumerate(found) if isinstance(result, Measurement)] == [0, 5]
+
+
+def test_an_error_skips_the_case(monkeypatch: pytest.MonkeyPatch):
+    import autoptd.profile.measure as measure
+
+    real = measure.time_op
+
+    def broken(case: Case, *rest: object) -> tuple[float, int]:
+        if case.dtype == "fp16":
+            raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nand more")
+        return real(case, *rest)
+
+    monkeypatch.setattr(measure, "time_op", broken)
+    told: list[str] = []
+    shown = nullcontext(lambda case, how, total: told.append(f"{case}: {how}"))
+    monkeypatch.setattr(measure, "_bar", lambda show: shown)
+    found = measure.measure(0.3, 1)
+    failed = [skipped for skipped in found.skipped if skipped.case.dtype == "fp16"]
+    assert failed[0].why == "RuntimeError: \"addmm_impl_cpu_\" not implemented for 'Half'"
+    assert any(line.endswith(failed[0].why) for line in told)
+    assert found.of("collective", "p2p") == ()
+    cluster = fit(found)
+    assert cluster.device.matmul_flops_per_s.fp16 == cluster.device.matmul_flops_per_s.bf16
+    assert cluster.levels[0].source.startswith("not measured, taken from local")
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_two_processes_measure_and_the_file_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out, points, again = (tmp_path / name for name in ("c.toml", "points.json", "again.toml"))
+    start = time.monotonic()
+    assert cli.main(["profile", "-o", str(out), "--points", str(points), "--time-limit", "2", "--processes", "2"]) == 0
+    assert time.monotonic() - start < 60
+    said = capsys.readouterr().out
+    assert "all_reduce of 2 ranks" in said
+    assert f"saved to {out}; the points are in {points}" in said
+    kept = ProfileRecord.load(points)
+    assert kept.world == 2
+    families = {(point.case.family, point.case.op) for point in kept.points}
+    assert {("collective", name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")} <= families
+    assert {family for family, _ in families} >= {"matmul", "attention", "memory", "launch", "dispatch", "p2p"}
+
+    cluster = Cluster.load(out)
+    assert cluster.levels[0].ranks is None
+    assert cluster.source == kept.origin
+    assert cli.main(["profile", "--from", str(points), "-o", str(again), "--json"]) == 0
+    assert again.read_text("utf-8") == out.read_text("utf-8")
+    assert Cluster.from_data(json.loads(capsys.readouterr().out)["cluster"]) == cluster
+
+    words = ["plan", "nanogpt", "--world", "2", "--cluster", str(out), "--batch", "2", "--seq", "32", "--json"]
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"]["name"] == cluster.name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-o", "{tmp}/no/c.toml"], "does not exist"),
+        (["-o", "{tmp}"], "it is a folder"),
+        (["-o", "{tmp}/c.toml", "--points", "{tmp}/no/p.json"], "does not exist"),
+        (["-o", "{tmp}/c.toml", "--from", "{tmp}/no.json"], "cannot read the file of points"),
+        (["-o", "{tmp}/c.toml", "--from", "{tmp}/no.json", "--processes", "2"], "--from measures nothing"),
+        (["--time-limit", "0"], "'0' is not a number of seconds"),
+        (["--processes", "0"], "'0' is not a whole number from 1"),
+    ],
+)
+def test_bad_usage_is_told_before_anything_is_measured(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    import autoptd.profile.measure as measure
+
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
+    assert cli.main(["profile", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_interrupted_it_writes_nothing(tmp_path: Path):
+    command = [sys.executable, "-m", "autoptd.cli.main", "profile", "-o", "c.toml", "--points", "p.json"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+    )
+    time.sleep(6)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors.splitlines()[-1]) == (130, "autoptd: interrupted")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks
+def test_a_process_that_cannot_start_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    from autoptd.errors import RuntimeFault
+    from autoptd.profile.measure import measure
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('no licence')\n")
+    with pytest.raises(RuntimeFault, match=r"process [01] ended with code 1"):
+        measure(1.0, 2)
+    assert "no licence" in capfd.readouterr().err
+
+
+def one_fails(text: str) -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError(text)
+    time.sleep(60)
+
+
+@pytest.mark.ranks
+def test_a_process_that_fails_says_why_and_ends_the_others(capfd: pytest.CaptureFixture[str]):
+    from autoptd.errors import RuntimeFault
+    from autoptd.profile.world import launch
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeFault, match=r"process 1 ended with code 1(?s:.*)ValueError: out of luck"):
+        launch(2, one_fails, "out of luck")
+    assert "ERROR" not in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def listening() -> bool:
+    """Whether the store of these processes answers at another address of this machine."""
+    with socket.socket() as asking:
+        asking.settimeout(2)
+        return asking.connect_ex(("127.0.0.2", int(os.environ["MASTER_PORT"]))) == 0
+
+
+@pytest.mark.ranks
+def test_the_store_of_launched_processes_listens_on_loopback_alone():
+    from autoptd.profile.world import launch
+
+    assert not launch(2, listening)
+
+
+# --- whole steps --------------------------------------------------------------------------------------------------
+
+
+def test_single_gpu_runs_tiny_shapes_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    import torch
+
+    from benchmarks import single_gpu
+
+    out = tmp_path / "results.json"
+    words = ["--cluster", "local", "--only", "gpt2-tiny", "--modes", "eager", "--steps", "1"]
+    assert single_gpu.main([*words, "--device", "cpu", "-o", str(out)]) == 0
+    (row,) = json.loads(out.read_text("utf-8"))["results"]
+    assert row["predicted_s"] > 0
+    assert row["measured_s"] > 0
+    assert row["loss"] == pytest.approx(math.log(512), rel=0.2)  # of tokens drawn evenly
+    assert "eager: time off by" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert single_gpu.main(words) == 1
+        assert "--device cpu" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_is_one_line():
+    from benchmarks.single_gpu import Case, Result, line, run_all, summary
+
+    (result,) = run_all([Case("nobody", "NoModel", {}, 1, 1)], ["eager"], "local", "cpu", 1)
+    assert "KeyError" in result.problem
+    assert line(result).startswith("nobody       eager     KeyError")
+    done = Result("a", "eager", 1.1, 1.0, 90, 100)
+    assert summary([result, done]).splitlines() == [
+        "eager: time off by 10.0% (median of 1)",
+        "eager: memory off by 10.0% (median of 1)",
+        "1 of 2 did not run",
+    ]

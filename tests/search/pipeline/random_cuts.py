@@ -1,0 +1,135 @@
+"""Random small lines of segments with what their stages take, and the exhaustive search over all cuts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autoptd.search.pipeline.windows import Floats, PartitionProblem
+
+Cuts = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A segment: seconds by type of device; bytes of state, kept, and left where its forward pass runs again."""
+
+    base_s: tuple[float, ...]
+    state: float
+    kept: float
+    lean: float
+    again_s: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A line with what `seconds` is made of. `ragged`: what a stage takes besides its segments, by its contents."""
+
+    kinds: tuple[Kind, ...]
+    line: PartitionProblem
+    ramp: float
+    ragged: int
+
+    def segment(self, i: int) -> Kind:
+        return self.kinds[self.line.names[i]]
+
+    def seconds(self, stage: int, first: int, last: int) -> float:
+        """By trying all sets of segments that recompute; without sending."""
+        pool, alive = self.line.pools[stage], self.line.alive[stage]
+        own = [self.segment(i) for i in range(first, last + 1)]
+        state = sum(s.state for s in own)
+        best = math.inf
+        for chosen in itertools.product((False, True), repeat=len(own)):
+            kept = sum(s.lean if again else s.kept for s, again in zip(own, chosen, strict=True))
+            if state + alive * kept <= self.line.room[pool]:
+                best = min(best, sum(s.again_s for s, again in zip(own, chosen, strict=True) if again))
+        return self.seconds_without(stage, first, last) + best
+
+    def seconds_without(self, stage: int, first: int, last: int) -> float:
+        """Without recomputation or sending."""
+        contents = (first == 0, self.line.names[first : last + 1])
+        base = sum(self.segment(i).base_s[self.line.pools[stage]] for i in range(first, last + 1))
+        return base + random.Random(repr((self.ragged, contents))).randint(0, 3) * bool(self.ragged)
+
+    @cached_property
+    def table(self) -> dict[tuple[int, int, int], float]:
+        """Of every stage and run of segments, sending included."""
+        n = len(self.line.names)
+        return {
+            (k, i, j): self.seconds(k, i, j) + float(self.line.send_s[k, j])
+            for k in range(self.line.stages)
+            for i in range(n)
+            for j in range(i, n)
+        }
+
+    def bound_s(self, cuts: Cuts) -> float:
+        times = [self.table[k, i, j] for k, (i, j) in enumerate(cuts)]
+        return self.ramp * max(times) + sum(times) if max(times) < math.inf else math.inf
+
+    def brute_force(self) -> float:
+        """The least bound of all cuts that are allowed; infinity where nothing fits."""
+        cuts = all_cuts(len(self.line.names), self.line.stages)
+        return min(
+            (self.bound_s(c) for c in cuts if self.line.uncut.isdisjoint(first for first, _ in c)), default=math.inf
+        )
+
+    def with_room(self, more: float) -> Problem:
+        return replace(self, line=replace(self.line, room=tuple(r + more for r in self.line.room)))
+
+
+def random_problem(seed: int) -> Problem:
+    """Up to 8 segments of up to 4 kinds, 1 to 4 stages on one or two types of device, tight and loose memory."""
+    rng = random.Random(seed)
+    devices = rng.choice([1, 1, 2])
+    kinds = tuple(_kind(rng, devices) for _ in range(rng.randint(1, 4)))
+    names = tuple(rng.randrange(len(kinds)) for _ in range(rng.randint(2, 8)))
+    stages = min(rng.choice([1, 2, 3, 3, 4]), len(names))
+    falling = rng.random() < 0.7
+    alive = tuple(range(stages, 0, -1)) if falling else tuple(rng.randint(1, 4) for _ in range(stages))
+    own = [kinds[name] for name in names]
+    share, kept = sum(alive) / stages**2, rng.uniform(0.0, 1.5)
+    needed = sum(s.state / stages + share * (s.lean + kept * (s.kept - s.lean)) for s in own)
+    line = PartitionProblem(
+        names=names,
+        base_s=tuple(np.array([s.base_s[pool] for s in own]) for pool in range(devices)),
+        send_s=_random_sends(rng, stages, len(names)),
+        alive=alive,
+        pools=tuple(sorted(rng.randrange(devices) for _ in alive)),
+        state=np.array([s.state for s in own]),
+        kept=np.array([s.kept for s in own]),
+        lean=np.array([s.lean for s in own]),
+        again_s=(min(s.again_s / max(1.0, s.kept) for s in kinds),) * devices,
+        room=tuple(round(needed * rng.uniform(0.8, 1.2)) + 5.0 for _ in range(devices)),
+        uncut=frozenset(i for i in range(1, len(names)) if rng.random() < rng.choice([0.0, 0.0, 0.3])),
+    )
+    return Problem(kinds, line, float(rng.choice([0, 1, 1, 2, 3, 15])), rng.choice([0, seed + 1]))
+
+
+def _random_sends(rng: random.Random, stages: int, segments: int) -> Floats:
+    """By what crosses each place, and by the edge behind each stage; nothing behind the last of either."""
+    places = np.array([float(rng.choice([0, 1, 4, 12])) for _ in range(segments - 1)] + [0.0])
+    edges = np.array([float(rng.choice([1, 1, 3])) for _ in range(stages - 1)] + [0.0])
+    return np.outer(edges, places)
+
+
+def _kind(rng: random.Random, devices: int) -> Kind:
+    kept = rng.randint(0, 20)
+    return Kind(
+        base_s=tuple(float(rng.randint(1, 18)) for _ in range(devices)),
+        state=float(rng.randint(0, 20)),
+        kept=float(kept),
+        lean=float(rng.randint(0, kept)),
+        again_s=float(rng.randint(0, 9)),
+    )
+
+
+def all_cuts(segments: int, stages: int) -> Iterator[Cuts]:
+    for inner in itertools.combinations(range(1, segments), stages - 1):
+        edges = (0, *inner, segments)
+        yield tuple((a, b - 1) for a, b in itertools.pairwise(edges))

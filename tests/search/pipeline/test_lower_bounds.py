@@ -1,0 +1,373 @@
+"""No bound is above what it bounds: the simulated time of any cut, by all schedules; and some are met."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoptd.cost_models.memory import alive as alive_of
+from autoptd.cost_models.memory import in_flight
+from autoptd.cost_models.simulate import simulate
+from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
+from autoptd.schedule import route_of, row_of, step_lists
+from autoptd.search.pipeline import exact as refine
+from autoptd.search.pipeline import lower_bounds as bounds
+from autoptd.search.pipeline import lp_bound as relax
+from autoptd.search.pipeline import stages as stages_module
+from autoptd.search.pipeline.lower_bounds import cut_bound_s, even_bound_s
+from autoptd.search.pipeline.lp_bound import BlockOptions, Blocks, Pipeline, relaxed_bound_s
+from autoptd.search.pipeline.stages import Stages
+from autoptd.search.pipeline.windows import PartitionProblem
+from tests.search.pipeline.random_cuts import all_cuts
+
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "interleaved", "zero-bubble-v")
+SLACK = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Run:
+    """A pipeline of `ranks`, whose stages do segments of these seconds (forward, backward, of it parameters')."""
+
+    schedule: str
+    ranks: int
+    virtual: int
+    microbatches: int
+    segments: tuple[tuple[float, float, float], ...]
+    cuts: tuple[tuple[int, int], ...]
+    sends: tuple[float, ...] = ()
+
+    @property
+    def forward_s(self) -> list[float]:
+        return [sum(f for f, _, _ in self.segments[i : j + 1]) for i, j in self.cuts]
+
+    @property
+    def backward_s(self) -> list[float]:
+        return [sum(b for _, b, _ in self.segments[i : j + 1]) for i, j in self.cuts]
+
+    @property
+    def total_s(self) -> float:
+        return sum(f + b for f, b, _ in self.segments)
+
+    @property
+    def share(self) -> float:
+        """The least part that a pass has of any segment, at the most."""
+        return max(min(f, b) / (f + b) for f, b, _ in self.segments)
+
+    def seconds(self, overlap: Sequence[str] = ("p2p",)) -> float:
+        """Simulated, with messages beside computing or not."""
+        weights = [sum(w for _, _, w in self.segments[i : j + 1]) for i, j in self.cuts]
+        sends = (*self.sends, 0.0) if self.sends else (0.0,) * len(self.cuts)
+        times = zip(self.forward_s, self.backward_s, weights, sends, (0.0, *sends), strict=False)
+        chunks = [ChunkTimes(f, b, min(w, b), 0.0, 0.0, ahead, back) for f, b, w, ahead, back in times]
+        lists = step_lists(self.schedule, self.ranks, self.microbatches, self.virtual)
+        route = route_of(self.schedule, self.ranks, self.virtual)
+        stages = [StageTimes(route.of(chunks, rank)) for rank in range(self.ranks)]
+        return simulate(lists, stages, Overlap.of(overlap), route).makespan_s
+
+    def bound_s(self, sends: tuple[float, ...] = ()) -> float:
+        return cut_bound_s(self.forward_s, self.backward_s, self.schedule, self.ranks, self.microbatches, sends)
+
+    def even_s(self, share: float) -> float:
+        return even_bound_s(self.total_s, self.schedule, self.ranks, self.microbatches, self.virtual, share)
+
+
+def random_run(seed: int) -> Run:
+    """Segments from alike to very unlike, forward passes from nothing to most, few and many microbatches."""
+    rng = random.Random(seed)
+    schedule, ranks = rng.choice(SCHEDULES), rng.randint(1, 5)
+    virtual = row_of(schedule).chunks or rng.choice([2, 3])
+    n, spread, part = (
+        ranks * virtual + rng.randint(0, 5),
+        rng.choice([0.0, 1.0, 4.0]),
+        rng.choice([0.1, 1 / 3, 0.5, 0.7]),
+    )
+    segments = []
+    for _ in range(n):
+        total, f = math.exp(rng.uniform(0, spread)), part * rng.uniform(0.6, 1.3)
+        segments.append((f * total, (1 - f) * total, rng.choice([0.0, 0.5, 1.0]) * (1 - f) * total))
+    edges = sorted(rng.sample(range(1, n), ranks * virtual - 1))
+    cuts = tuple(zip((0, *edges), (e - 1 for e in (*edges, n)), strict=True))
+    m = ranks * rng.randint(1, 5) if schedule == "interleaved" else rng.randint(1, 14)
+    sends = tuple(rng.choice([0.0, 0.1, 3.0]) for _ in cuts[:-1])
+    return Run(schedule, ranks, virtual, m, tuple(segments), cuts, sends)
+
+
+RUNS = [random_run(seed) for seed in range(700)]
+
+
+def stages_of(run: Run, rooms: float = math.inf) -> Any:
+    """What `Stages` and `_Walk` read of a candidate, for a pipeline without memory."""
+    n, nothing = len(run.segments), np.zeros(len(run.segments))
+    line = PartitionProblem(
+        names=tuple(range(n)),
+        base_s=(np.array([f + b for f, b, _ in run.segments]),),
+        send_s=_sends_everywhere(run),
+        alive=(1,) * len(run.cuts),
+        pools=(0,) * len(run.cuts),
+        state=nothing,
+        kept=nothing,
+        lean=nothing,
+        again_s=(math.inf,),
+        room=(math.inf,),
+    )
+    route = route_of(run.schedule, run.ranks, run.virtual)
+    candidate = SimpleNamespace(pp=run.ranks, microbatches=run.microbatches, route=route)
+    method = SimpleNamespace(schedule=run.schedule, virtual=run.virtual)
+    least_sends_s = tuple((line.least_sends_s[:-1] / 2).tolist())
+    return SimpleNamespace(
+        candidate=candidate, method=method, line=line, count=len(run.cuts), least_sends_s=least_sends_s
+    )
+
+
+def _sends_everywhere(run: Run) -> Any:
+    """[stage, segment] there and back: what a run says where it cuts, and twice that everywhere else."""
+    sends = np.array([*(run.sends or (0.0,) * (len(run.cuts) - 1)), 0.0])
+    found = np.tile(4 * sends[:, None], (1, len(run.segments)))
+    for k, (_, last) in enumerate(run.cuts):
+        found[k, last] = 2 * sends[k]
+    found[:, -1] = 0.0
+    return found
+
+
+def too_high(run: Run) -> Iterator[str]:
+    """Bounds that are above the simulated time of a pipeline."""
+    least, found = min(run.seconds(), run.seconds(())) * SLACK, {}
+    found["of the cut"] = run.bound_s()
+    found["of the cut and its messages"] = run.bound_s(run.sends)
+    found["of any cut"] = run.even_s(run.share)
+    found["of any cut, whatever the share of passes"] = run.even_s(0.5)
+    found["of cuts in line"] = Stages.contiguous_bound_s(stages_of(run))
+    walk = refine._Walk(stages_of(run), math.inf)
+    for k in range(1, len(run.cuts) + 1):
+        rest = sum(f + b for f, b, _ in run.segments[run.cuts[k - 1][1] + 1 :])
+        found[f"of the first {k} stages"] = walk._bound_s(
+            run.forward_s[:k], run.backward_s[:k], [*run.sends, 0.0][:k], rest
+        )
+    yield from (name for name, bound in found.items() if bound > least)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_bound_is_above_the_simulated_time(schedule: str) -> None:
+    runs = [run for run in RUNS if run.schedule == schedule]
+    assert len(runs) > 100
+    assert [(run, wrong) for run in runs for wrong in too_high(run)] == []
+
+
+def test_bounds_are_worth_having() -> None:
+    """Of ordinary pipelines: many microbatches, backward twice as long as forward, quick messages."""
+    ratios = []
+    for seed in range(60):
+        rng = random.Random(seed)
+        segments = tuple((x, 2 * x, x) for x in (rng.uniform(0.8, 1.2) for _ in range(16)))
+        cuts = tuple((4 * k, 4 * k + 3) for k in range(4))
+        run = Run("1f1b", 4, 1, rng.choice([8, 16, 32]), segments, cuts)
+        ratios.append((run.bound_s() / run.seconds(), run.even_s(run.share) / run.seconds()))
+    assert min(cut for cut, _ in ratios) > 0.9 and min(every for _, every in ratios) > 0.75
+
+
+def test_every_cut_of_a_line_is_above_the_bound_of_all() -> None:
+    """All cuts of one line, by the schedules with one chunk per rank."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        segments = tuple((rng.uniform(0.1, 2), rng.uniform(0.1, 4), 0.0) for _ in range(7))
+        for schedule, m in (("1f1b", 2), ("1f1b", 5), ("gpipe", 3), ("zero-bubble", 4)):
+            runs = [Run(schedule, 3, 1, m, segments, cuts) for cuts in all_cuts(7, 3)]
+            assert not [wrong for run in runs for wrong in too_high(run)], (seed, schedule)
+
+
+# ---- equal stages ----
+
+
+def even(schedule: str, ranks: int, microbatches: int, virtual: int = 1, weight: float = 1.0) -> Run:
+    n = ranks * virtual
+    return Run(schedule, ranks, virtual, microbatches, ((1.0, 2.0, weight),) * n, tuple((k, k) for k in range(n)))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 5), (2, 2), (4, 4), (4, 8), (4, 16), (6, 32)])
+def test_equal_stages_meet_the_bound(ranks: int, microbatches: int) -> None:
+    """(m + p - 1) T of Narayanan et al. 2021; (m + (p - 1) / v) T with v chunks; ZB-H1 of Qi et al. 2023, whose
+    gradients of parameters take a third: m T + (p - 1) T / 3."""
+    for schedule in ("1f1b", "gpipe"):
+        run = even(schedule, ranks, microbatches)
+        assert run.bound_s() == pytest.approx(3.0 * (microbatches + ranks - 1)) == pytest.approx(run.seconds())
+    if microbatches % ranks == 0:
+        run = even("interleaved", ranks, microbatches, 2)
+        assert run.bound_s() == pytest.approx(3.0 * (2 * microbatches + ranks - 1)) == pytest.approx(run.seconds())
+    if microbatches >= 2 * ranks:
+        run = even("zero-bubble", ranks, microbatches)
+        assert run.bound_s() == pytest.approx(3.0 * microbatches + ranks - 1) == pytest.approx(run.seconds())
+
+
+def test_messages_to_and_fro_meet_the_bound() -> None:
+    """Of every four microbatches of four ranks one goes there and back by itself, where messages take longest."""
+    run = replace(even("1f1b", 4, 41), sends=(5.0, 5.0, 5.0))
+    assert run.bound_s(run.sends) == pytest.approx(run.seconds())
+    assert run.bound_s(run.sends) > 3 * run.bound_s()
+
+
+def test_neighbours_by_turns_meet_the_bound() -> None:
+    """Two stages, and messages that take longer than passes: two microbatches for every two messages and two passes
+    of both. GPipe's are sent one after the other, each way."""
+    run = replace(even("1f1b", 2, 9), sends=(50.0,))
+    assert run.bound_s(run.sends) == pytest.approx(run.seconds()) == pytest.approx(6 + 100 + 4 * (6 + 100))
+    run = replace(even("gpipe", 4, 9), sends=(0.0, 50.0, 0.0))
+    assert run.bound_s(run.sends) == pytest.approx(run.seconds()) == pytest.approx(12 + 18 * 50)
+
+
+def test_one_rank_meets_every_bound() -> None:
+    for schedule in ("1f1b", "gpipe", "zero-bubble"):
+        run = even(schedule, 1, 7)
+        assert run.even_s(1 / 3) == pytest.approx(21.0) == run.bound_s() == run.seconds()
+
+
+def test_the_bound_of_all_cuts_is_that_of_the_ramped_one() -> None:
+    """Its stages make every path (1) as long: T_k = B (1 - 1/m)^k of the first stage's B = C / m."""
+    p, m, total = 4, 8, 10.0
+    bound = total / (1 - (1 - 1 / m) ** p)
+    times = [bound / m * (1 - 1 / m) ** k for k in range(p)]
+    assert sum(times) == pytest.approx(total)
+    assert cut_bound_s([0.0] * p, times, "gpipe", p, m) >= bound
+    paths = [m * t + sum(times[:k]) for k, t in enumerate(times)]
+    assert paths == pytest.approx([bound] * p)
+    assert even_bound_s(total, "gpipe", p, m, 1, 0.5) == pytest.approx(bound)
+
+
+# ---- the linear relaxation ----
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A model of blocks in line, one of its cuts and one of its recomputations: which is a case of the relaxation."""
+
+    pipeline: Pipeline
+    blocks: tuple[Blocks, ...]
+    run: Run
+    fits: bool
+
+
+def random_shared(seed: int) -> Shared:
+    """One to three kinds of blocks of one or two segments; a random cut whose stages recompute at random, and the room
+    that this takes, or a little less."""
+    rng = random.Random(seed)
+    schedule, ranks = rng.choice(SCHEDULES), rng.randint(2, 4)
+    virtual = row_of(schedule).chunks or 2
+    m = ranks * rng.randint(1, 3) if schedule == "interleaved" else rng.randint(1, 9)
+    kinds = [[_part(rng) for _ in range(rng.choice([1, 2]))] for _ in range(rng.randint(1, 3))]
+    order = [rng.randrange(len(kinds)) for _ in range(ranks * virtual + rng.randint(0, 3))]
+    parts = [part for kind in order for part in kinds[kind]]
+    count = ranks * virtual
+    edges = sorted(rng.sample(range(1, len(parts)), count - 1))
+    cuts = tuple(zip((0, *edges), (e - 1 for e in (*edges, len(parts))), strict=True))
+    ways = [rng.choice(part.ways) for part in parts]
+    segments = tuple((p.forward_s, p.backward_s + w[0], 0.0) for p, w in zip(parts, ways, strict=True))
+    counted = [alive_of(rank, ranks, m, schedule, virtual) for rank in range(ranks)]
+    alive = tuple(each.least for each in counted)
+    route = route_of(schedule, ranks, virtual)
+    held = []
+    for rank, each in enumerate(counted):
+        mine = [list(_slice(parts, ways, i, j)) for i, j in route.of(cuts, rank)]
+        kept = [sum(n * sum(w[1] for _, w in own) for n, own in zip(row, mine, strict=True)) for row in each.rows]
+        held.append(sum(p.state for own in mine for p, _ in own) + max(kept) / each.parts)
+    room = max(held) * rng.choice([1.0, 1.0, 1.3])
+    blocks = tuple(
+        Blocks(order.count(k), _together(kind), tuple(kind) if len(kind) > 1 else ()) for k, kind in enumerate(kinds)
+    )
+    sends = tuple(rng.choice([0.0, 0.1, 3.0]) for _ in cuts[:-1])
+    pipeline = Pipeline(schedule, m, virtual, alive, (0,) * ranks, (room,) * ranks, sends)
+    present = tuple(b for b in blocks if b.count)
+    return Shared(pipeline, present, Run(schedule, ranks, virtual, m, segments, cuts, sends), max(held) <= room)
+
+
+def _slice(parts: Sequence[BlockOptions], ways: Sequence[tuple[float, float]], i: int, j: int) -> Iterator[Any]:
+    return zip(parts[i : j + 1], ways[i : j + 1], strict=True)
+
+
+def _part(rng: random.Random) -> BlockOptions:
+    forward, kept = rng.uniform(0.5, 2), rng.uniform(1, 10)
+    backward = forward * rng.uniform(1.0, 2.5)
+    return BlockOptions(forward, backward, rng.uniform(0, 5), ((0.0, kept), (forward, rng.uniform(0, kept))))
+
+
+def _together(parts: Sequence[BlockOptions]) -> BlockOptions:
+    """A block whose segments may each go either way: all four, so that no cut's recomputation is left out."""
+    ways = [(0.0, 0.0)]
+    for part in parts:
+        ways = [(a + seconds, b + kept) for a, b in ways for seconds, kept in part.ways]
+    forward, backward, state = (sum(getattr(p, n) for p in parts) for n in ("forward_s", "backward_s", "state"))
+    return BlockOptions(forward, backward, state, tuple(ways))
+
+
+def _too_high_relaxed() -> list[int]:
+    found = []
+    for seed in range(600):
+        shared = random_shared(seed)
+        if relaxed_bound_s([shared.blocks], shared.pipeline) > shared.run.seconds() * (1 + 1e-6):
+            found.append(seed)
+    return found
+
+
+def test_the_relaxation_is_not_above_any_cut() -> None:
+    assert _too_high_relaxed() == []
+
+
+def test_the_relaxation_sees_memory() -> None:
+    """Two stages of two blocks each, which keep 10 for each of 2 and 1 microbatches; 40 + 20 in all."""
+    part = BlockOptions(1.0, 2.0, 0.0, ((0.0, 10.0), (1.0, 0.0)))
+    pipeline = Pipeline("1f1b", 8, 1, (2, 1), (0, 0), (40.0, 40.0))
+
+    def bound(room: float) -> float:
+        tight = Pipeline(pipeline.schedule, 8, 1, (2, 1), (0, 0), (room, room))
+        return relaxed_bound_s([[Blocks(4, part)]], tight)
+
+    free, tight, none = bound(math.inf), bound(20.0), bound(0.0)
+    assert free == pytest.approx(even_bound_s(12.0, "1f1b", 2, 8, 1, 1 / 3)) and free < tight < none
+    assert none == pytest.approx(even_bound_s(16.0, "1f1b", 2, 8, 1, 1 / 4)), "all of it runs again"
+    heavy = BlockOptions(1.0, 2.0, 5.0, part.ways)
+    assert relaxed_bound_s([[Blocks(4, heavy)]], Pipeline("1f1b", 8, 1, (2, 1), (0, 0), (9.0, 9.0))) == math.inf
+
+
+def test_the_relaxation_is_no_worse_than_the_bound_of_all_cuts() -> None:
+    for m, p in ((4, 2), (8, 4), (16, 4), (3, 8)):
+        pipeline = Pipeline("1f1b", m, 1, tuple(range(p, 0, -1)), (0,) * p, (math.inf,) * p)
+        found = relaxed_bound_s([[Blocks(3 * p, BlockOptions(1.0, 2.0, 0.0, ((0.0, 1.0),)))]], pipeline)
+        assert found >= even_bound_s(9.0 * p, "1f1b", p, m, 1, 1 / 3) * (1 - 1e-6)
+        assert found <= even("1f1b", p, m).seconds() * 3 * SLACK
+
+
+# ---- planted bugs ----
+
+
+def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:  # a stage that waits less before its first backward pass than it does
+        for module in (bounds, refine):
+            patch.setattr(module, "warm_up", lambda *_: 1)
+        assert any(any(too_high(run)) for run in RUNS[:300])
+    with monkeypatch.context() as patch:  # one microbatch less under way than there is
+        patch.setattr(bounds, "warm_up", lambda schedule, k, p, m: max(1, in_flight(k, p, m, schedule) - 1))
+        assert any(run.bound_s(run.sends) > run.seconds() * SLACK for run in RUNS)
+    with monkeypatch.context() as patch:  # gradients of parameters that may not wait
+        patch.setattr(refine, "cut_bound_s", lambda f, b, _, p, m, x: cut_bound_s(f, b, "1f1b", p, m, x))
+        assert any(any(too_high(run)) for run in RUNS)
+    turn, beside, edges = bounds.turns, bounds.beside_s, bounds.edges_s
+    wrong = {  # twice the turns, both directions of an edge one after the other, an edge that is not there
+        "turns": lambda *args: 2 * turn(*args),
+        "beside_s": lambda x, _, m: beside(x, "gpipe", m),
+        "edges_s": lambda x, _, ranks, m: edges(x, "interleaved", ranks, m),
+    }
+    for name, planted in wrong.items():
+        with monkeypatch.context() as patch:
+            for module in (bounds, relax, refine, stages_module):
+                patch.setattr(module, name, planted, raising=False)
+            assert any(any(too_high(run)) for run in RUNS), name
+            assert name == "edges_s" or _too_high_relaxed(), name
+    honest = relax._paths
+    with monkeypatch.context() as patch:  # every schedule taken for 1F1B
+        patch.setattr(relax, "_paths", lambda *args: honest(*args[:-1], replace(args[-1], schedule="1f1b", virtual=1)))
+        assert _too_high_relaxed()

@@ -1,0 +1,231 @@
+"""Cuts into stages: the best of all, by exhaustive search; deep lines in milliseconds; the leanest where none fits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from autoptd.errors import DoesNotFit, PlanError
+from autoptd.search.pipeline import partition as cuts
+from autoptd.search.pipeline import windows
+from autoptd.search.pipeline.partition import InfeasibleStages, leanest, refuse, solve_cuts
+from autoptd.search.pipeline.windows import Floats, PartitionProblem, Windows
+from tests.search.pipeline.random_cuts import Cuts, Problem, all_cuts, random_problem
+
+
+def bound(problem: Problem) -> float:
+    """What `solve_cuts` finds, checked to be a cut."""
+    try:
+        found = solve_cuts(problem.line, problem.ramp, problem.seconds)
+    except PlanError:
+        assert problem.line.stages > len(problem.line.names) - len(problem.line.uncut)
+        return math.inf
+    if found is None:
+        return math.inf
+    assert [first for first, _ in found] == [0, *(last + 1 for _, last in found[:-1])]
+    assert all(first <= last for first, last in found) and found[-1][1] == len(problem.line.names) - 1
+    assert problem.line.uncut.isdisjoint(first for first, _ in found)
+    return problem.bound_s(found)
+
+
+@pytest.mark.parametrize("start", range(0, 600, 200))
+def test_the_best_cut_is_that_of_exhaustive_search(start: int) -> None:
+    fits = 0
+    for seed in range(start, start + 200):
+        problem = random_problem(seed)
+        best = problem.brute_force()
+        assert bound(problem) == pytest.approx(best), seed
+        fits += best < math.inf
+    assert 100 < fits < 190  # tight ones and loose ones
+
+
+def _wrong_partitions() -> int:
+    """Of stage times without any structure, how often `best_partition` is not the best of all partitions."""
+    rng, wrong = np.random.default_rng(0), 0
+    for _ in range(150):
+        n, stages = int(rng.integers(9, 12)), int(rng.integers(4, 6))
+        starts = np.arange(n)[:, None] - np.arange(n)[None, :]
+        times = np.where(starts >= 0, rng.integers(1, 100, (stages, n, n)).astype(float), np.inf)
+        ramp = float(rng.choice([1, 2, 4]))
+        per_cut = [[times[k, b, b - a] for k, (a, b) in enumerate(c)] for c in all_cuts(n, stages)]
+        found = cuts.best_partition(times, starts, ramp)
+        assert found is not None
+        wrong += bool(found[0] != min(ramp * max(t) + sum(t) for t in per_cut))
+    return wrong
+
+
+def test_any_stage_times_are_partitioned_best() -> None:
+    assert _wrong_partitions() == 0
+
+
+def test_no_partition_where_no_window_is_possible() -> None:
+    starts = np.arange(3)[:, None] - np.arange(2)[None, :]
+    times = np.full((2, 3, 2), np.inf)
+    times[0, 1, 1] = 1.0  # segments 0 and 1, and nothing that holds the last
+    assert cuts.best_partition(times, starts, 1.0) is None
+
+
+# ---- long lines ----
+
+
+def line(base: list[float], stages: int, **extra: Any) -> PartitionProblem:
+    """Without memory, unless told."""
+    nothing, known = np.zeros(len(base)), sorted(set(base))
+    given = {
+        "names": tuple(known.index(s) for s in base),
+        "base_s": (np.array(base),),
+        "send_s": np.zeros((stages, len(base))),
+        "alive": tuple(range(stages, 0, -1)),
+        "pools": (0,) * stages,
+        "state": nothing,
+        "kept": nothing,
+        "lean": nothing,
+        "again_s": (math.inf,),
+        "room": (math.inf,),
+    }
+    return PartitionProblem(**{**given, **extra})
+
+
+def asked(times: PartitionProblem) -> tuple[Callable[[int, int, int], float], list[int]]:
+    """The sums of a line without memory, and how many windows were asked for."""
+    before, count = np.concatenate([[0.0], np.cumsum(times.base_s[0])]), [0]
+
+    def seconds(stage: int, first: int, last: int) -> float:
+        count[0] += 1
+        return float(before[last + 1] - before[first])
+
+    return seconds, count
+
+
+def test_two_hundred_segments_on_sixteen_stages_take_milliseconds() -> None:
+    deep = line([1.0, *[10.0, 20.0] * 100, 30.0], 16)
+    seconds, count = asked(deep)
+    started = time.process_time()
+    found = solve_cuts(deep, 127.0, seconds)
+    assert time.process_time() - started < 0.3
+    assert found is not None and max(seconds(k, *run) for k, run in enumerate(found)) == 200.0
+    assert count[0] < 1000, "windows that cannot be part of the best are not measured"
+
+
+def test_equal_segments_are_cut_evenly() -> None:
+    even = line([1.0] * 12, 4)
+    for ramp in (7.0, 0.0):  # a single microbatch too, where all cuts take as long
+        assert solve_cuts(even, ramp, asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
+
+
+def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
+    headed = line([1.0] * 10 + [2.0], 4)
+    found = solve_cuts(headed, 7.0, asked(headed)[0])
+    assert found is not None and [last - first + 1 for first, last in found] == [3, 3, 3, 2]
+
+
+def test_a_slower_device_gets_fewer_segments() -> None:
+    base = np.ones(9)
+    mixed = line([1.0] * 9, 3, base_s=(base, 2 * base), pools=(0, 0, 1), again_s=(math.inf,) * 2, room=(math.inf,) * 2)
+    found = solve_cuts(mixed, 7.0, lambda k, i, j: (j - i + 1) * (1.0, 1.0, 2.0)[k])
+    assert found is not None and [last - first + 1 for first, last in found] == [4, 4, 1]
+
+
+def test_a_place_where_much_crosses_is_avoided() -> None:
+    send = np.array([0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
+    crossed = line([1.0] * 6, 2, send_s=np.stack([send, 0 * send]))
+    assert solve_cuts(crossed, 3.0, asked(crossed)[0]) == ((0, 3), (4, 5))
+
+
+def test_more_room_is_never_slower() -> None:
+    for seed in range(60):
+        problem = random_problem(seed)
+        times = [bound(problem.with_room(more)) for more in (0.0, 5.0, 20.0, 100.0)]
+        assert times == sorted(times, reverse=True), seed
+
+
+# ---- what does not fit ----
+
+
+def least_over(problem: Problem, found: Cuts) -> float:
+    line = problem.line
+    return max(
+        sum(line.state[i : j + 1]) + line.alive[k] * sum(line.lean[i : j + 1]) - line.room[line.pools[k]]
+        for k, (i, j) in enumerate(found)
+    )
+
+
+def test_the_leanest_cut_is_that_of_exhaustive_search() -> None:
+    for seed in range(300):
+        problem = random_problem(seed)
+        free = replace(problem, line=replace(problem.line, uncut=frozenset()))
+        found = leanest(free.line)
+        assert found.value == pytest.approx(least_over(free, found.cuts))
+        least = min(least_over(free, c) for c in all_cuts(len(free.line.names), free.line.stages))
+        assert found.value == pytest.approx(least), seed
+
+
+def test_a_cut_is_found_just_where_the_leanest_fits() -> None:
+    """Everything that recomputes leaves `lean`: then it fits or nothing does."""
+    fits = 0
+    for seed in range(300):
+        problem = random_problem(seed)
+        free = replace(problem, line=replace(problem.line, uncut=frozenset()))
+        found = solve_cuts(free.line, free.ramp, free.seconds)
+        assert (found is not None) == (leanest(free.line).value <= 0), seed
+        fits += found is not None
+    assert 50 < fits < 290
+
+
+def test_what_is_missing_is_said_by_stage() -> None:
+    error = refuse(((0, 1), (2, 3)), (22.0 * 2**30, -1.0), 30.0 * 2**30, True, ("embed", "a", "b", "head"))
+    assert isinstance(error, InfeasibleStages) and isinstance(error, DoesNotFit)
+    assert error.missing_bytes == (22.0 * 2**30, 0.0) and error.budget_bytes == 52.0 * 2**30
+    text = str(error)
+    assert "1 of 2 stages do not fit" in text and "stage 0 (embed … a): 22.00 GiB missing" in text
+    assert "recompute" in text and "52.00 GiB per device" in text and "stage 1" not in text
+
+
+def test_more_stages_than_segments_are_refused() -> None:
+    short = line([1.0, 1.0], 3)
+    for refused in (short, line([1.0] * 3, 3, uncut=frozenset({1}))):
+        with pytest.raises(PlanError, match="3 pipeline stages need as many segments; the model has 2"):
+            solve_cuts(refused, 3.0, asked(refused)[0])
+
+
+# ---- planted bugs ----
+
+
+def _wrong_anywhere() -> int:
+    wrong = 0
+    for seed in range(200):
+        problem = random_problem(seed)
+        try:
+            wrong += bound(problem) != pytest.approx(problem.brute_force())
+        except (AssertionError, IndexError, ValueError):
+            wrong += 1
+    return wrong
+
+
+def _too_high(self: Windows) -> Floats:
+    """No lower bound: recomputation at thrice its price."""
+    rate = tuple(3 * r for r in self.line.again_s)
+    return Windows(replace(self.line, again_s=rate), self.longest)._honest_lower_s  # type: ignore[attr-defined]
+
+
+def test_planted_bugs_are_caught() -> None:
+    with mock.patch.object(cuts._Bottlenecks, "explore", lambda *_: None):  # only the best balanced partition
+        assert _wrong_partitions()
+    honest = Windows.__dict__["lower_s"].func
+    with (
+        mock.patch.object(Windows, "_honest_lower_s", property(honest), create=True),
+        mock.patch.object(Windows, "lower_s", property(_too_high)),
+    ):
+        assert _wrong_anywhere()
+    with mock.patch.object(windows, "_BASE", 0):  # windows that end alike are taken for alike
+        assert _wrong_anywhere()
+    with mock.patch.object(Windows, "_drop_unreachable", lambda self, usable: usable.fill(False)):
+        assert _wrong_anywhere()
+    assert not _wrong_anywhere()
