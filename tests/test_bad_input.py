@@ -344,7 +344,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
         ({"tp": 4, "pp": 2, "zero": 2}, "zero 2 can have no effect", "leave out zero"),
         ({"dp": 1, "zero": 3, "shards": 2}, "zero 3 can have no effect", "leave out zero, shards"),
         ({"zero": 0, "shards": 2}, "shards 2 with zero 0", "or leave shards out"),
-        ({3: 2}, "3 cannot be fixed", "known: bucket_bytes, context, cp, cuts, dp"),
+        ({3: 2}, "3 cannot be fixed", "known: bucket_bytes, context, cp, cut_solver, cuts, dp"),
         ({"tp": "2"}, "tp is '2'", "a whole number of at least 1"),
         ({"tp": True}, "tp is True", "a whole number of at least 1"),
         ({"micro": 0}, "micro is 0", "a whole number of at least 1"),

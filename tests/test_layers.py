@@ -21,7 +21,9 @@ boundary cost_models
 models layout
 ops
 passes
-plans.data plans.checks plans.files
+plans.data
+plans.checks
+plans.files
 explain.tables
 explain.timeline explain.choices
 explain.breakdown explain.plan

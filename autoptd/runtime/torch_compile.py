@@ -116,7 +116,7 @@ def _outside(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stays_outside(name: str, f: object) -> bool:
-    ours = isinstance(f, FunctionType) and f.__module__.startswith("autoptd.runtime.")
+    ours = isinstance(f, FunctionType) and f.__module__.startswith("autoptd.ops.")
     if not isinstance(f, FunctionType) or not ours or name.startswith("_"):
         return False
     types = " ".join(str(p.annotation) for p in inspect.signature(f).parameters.values())

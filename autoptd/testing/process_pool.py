@@ -29,7 +29,7 @@ _PRELOADED = [
     "torch.distributed",
     "autoptd.runtime.trainer",
     "autoptd.api",
-    "autoptd.compile",
+    "autoptd.compile.make_plan",
     "autoptd.checkpoint.session",
     "torch._dynamo",
 ]

@@ -143,8 +143,9 @@ def read(sort: str, path: Path, number: int) -> None:
 
 
 def _read_plan(path: Path, number: int) -> None:
-    from autoptd.cli.export import export
     from autoptd.explain.timeline import report, simulate_plan, summary
+    from autoptd.export.mapping import mapping
+    from autoptd.export.megatron import megatron
 
     plan, how = Plan.load(path), number // 4 % 4
     if how == 0:
@@ -156,8 +157,8 @@ def _read_plan(path: Path, number: int) -> None:
         report(plan, schedule, timeline, plan.schedule.kind, 100)
         summary(plan, schedule, timeline)
     else:
-        export(plan, "json", lambda: None)
-        export(plan, "megatron", lambda: None)
+        mapping(plan)
+        megatron(plan).to_text()
 
 
 def _read_index(path: Path) -> None:

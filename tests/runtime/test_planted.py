@@ -199,7 +199,7 @@ def forgotten_with_grad(patch: Patch) -> None:
         def grad(self, value: Tensor) -> None:
             self.param.grad = value
 
-    patch.setattr(storage, "Piece", Held)
+    patch.setattr(storage, "ParameterShard", Held)
 
 
 def heard_twice(patch: Patch) -> None:
