@@ -194,10 +194,11 @@ def test_what_torch_has_recorded_stays(launched: TCPStore, monkeypatch: pytest.M
 @pytest.mark.ranks
 def test_four_ranks_that_cannot_trace_the_model():
     """Under torchrun: one says why, three say so in a line, and the launcher's table names the failure."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["--module", "tests.test_boundary"]
     env = {name: value for name, value in os.environ.items() if name != "AUTOPTD_DEBUG"}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     ranks, _, launcher = done.stderr.partition("torch/distributed/elastic/")
     lines = [line for line in ranks.splitlines() if "launcher" not in line and not line.startswith("W")]
