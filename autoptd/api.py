@@ -38,7 +38,7 @@ from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import Finite
 from autoptd.runtime.optimizer import read_groups
 from autoptd.runtime.torch_compile import DEFAULT
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 
 
 @public
@@ -103,10 +103,10 @@ def plan(
 
     cluster: a shipped name, a TOML path, a `Cluster`; left out, this machine's GPUs, or dgx-h100. batch: samples per
     step, all ranks together; left out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made
-    by hand, `wishes.KNOWN`. assume: how a step is carried out that nothing here runs (`assumed.ASSUMABLE`), such as
+    by hand, `options.KNOWN`. assume: how a step is carried out that nothing here runs (`assumed.ASSUMABLE`), such as
     {"kernels": "fused"}: the plan is then a prediction only (`Plan.not_runnable`).
 
-    include: dimensions to search beyond the usual, of `wishes.INCLUDABLE`, or "all". exact: go on until
+    include: dimensions to search beyond the usual, of `options.INCLUDABLE`, or "all". exact: go on until
     nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
     be. time_limit_s: of the search once it has a plan; the plan then depends on the machine's speed.
 
@@ -117,7 +117,7 @@ def plan(
     """
     progress = progress or Silent()
     check_sizes(world, batch)
-    wishes, chosen, where = read_wishes(fix, include, assume), optimizer_name(optimizer), _cluster(cluster)
+    constraints, chosen, where = read_constraints(fix, include, assume), optimizer_name(optimizer), _cluster(cluster)
     check_clip(clip_norm)
     check_limit(time_limit_s)
     source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
@@ -130,7 +130,7 @@ def plan(
         batch=batch,
         precision=source.precision,
         optimizer=chosen,
-        wishes=wishes,
+        constraints=constraints,
         progress=progress,
     )
 
@@ -219,7 +219,7 @@ def parallelize(
     chosen = optimizer_name(optimizer, optimizer_options)
     if plan is None:
         assert where is not None
-        wishes = read_wishes({"kernels": "compiled", **(fix or {})} if compile else fix, include)
+        constraints = read_constraints({"kernels": "compiled", **(fix or {})} if compile else fix, include)
         source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
         make = partial(
             make_plan,
@@ -231,7 +231,7 @@ def parallelize(
             batch=batch,
             precision=source.precision,
             optimizer=chosen,
-            wishes=wishes,
+            constraints=constraints,
             progress=progress,
         )
         plan = make() if running in (None, 1) else _planned_by_rank_0(make, progress)

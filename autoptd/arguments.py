@@ -52,9 +52,9 @@ def planned_optimizer(plan: Plan) -> str:
     return plan.optimizer
 
 
-def check_nothing_to_search(**wishes: Any) -> None:
-    """Raise PlanError for wishes for a search beside a plan."""
-    if given := [name for name, wish in wishes.items() if wish]:
+def check_nothing_to_search(**constraints: Any) -> None:
+    """Raise PlanError for constraints for a search beside a plan."""
+    if given := [name for name, wish in constraints.items() if wish]:
         raise PlanError(
             f"a plan is given, so nothing is searched, and {' and '.join(given)} can change nothing",
             where=", ".join(["plan", *given]),

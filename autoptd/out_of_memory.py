@@ -26,7 +26,7 @@ from autoptd.errors import AutoptdError, OutOfMemory
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.runtime.trainer import Trainer
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 
 Bytes = Mapping[str, int]
 WORKING, OUTSIDE = "activations and temporary", "driver, communication and other processes"
@@ -127,7 +127,7 @@ def what_would_fit(plan: Plan, source: TracedModel, account: Account, stage: int
                 batch=plan.batch,
                 precision=plan.precision,
                 optimizer=plan.optimizer,
-                wishes=read_wishes({**_as_it_is(plan), **change}, ()),
+                constraints=read_constraints({**_as_it_is(plan), **change}, ()),
                 progress=Silent(),
                 time_limit_s=1.0,
             )

@@ -22,7 +22,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
 from autoptd.models import load_model
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.search.planner import Planner, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "search"))
@@ -104,7 +104,7 @@ def small(seed: int, effort: int | None = None) -> Compared | None:
     started = time.process_time()
     best_s, plans = least_seconds(planner)
     all_cpu_s = time.process_time() - started
-    include = tuple(sorted(task.wishes.include))
+    include = tuple(sorted(task.constraints.include))
     name = f"{seed} {model.name} on {task.world} {'+'.join(include)}"
     return Compared(name, found_s, best_s, gap, plans, search_cpu_s, all_cpu_s, chosen, considered, include)
 
@@ -113,8 +113,8 @@ def shipped(name: str, world: int, cluster: str, seq: int | None = None, include
     """A shipped model against each of its candidates, its tensors split by an ILP of its own, with the best cut."""
     module, _ = load_model(name)
     model = trace(module, seq=seq)
-    wishes = read_wishes({}, include)
-    task = Task(model.folded, Cluster.load(cluster), world, SAMPLES * world, model.sizes, "bf16", "adamw", wishes)
+    constraints = read_constraints({}, include)
+    task = Task(model.folded, Cluster.load(cluster), world, SAMPLES * world, model.sizes, "bf16", "adamw", constraints)
     found_s, gap, chosen, search_cpu_s = searched(task, model)
     planner, started = Planner(replace(task, effort=None), Silent(), model.known), time.process_time()
     best_s, simulated = math.inf, 0

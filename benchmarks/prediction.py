@@ -1,9 +1,9 @@
 """How long one prediction takes once a model is traced: published runs, every choice of theirs fixed.
 
-The time is that of `autoptd.plan(traced, …, fix=…)` from the call to the `Plan`: reading the wishes, legal strategies,
-the splits ILP, cuts, memory, simulation, proof of the schedule, and the plan with all its tables. `Planner.predict`
-leaves out the last two. A first call of its kind on a traced model (`new`) also reads the graph: what ops move under
-these kernels, which strategies tp allows; `again` asks the same once more, from what is kept.
+The time is that of `autoptd.plan(traced, …, fix=…)` from the call to the `Plan`: reading the constraints, legal
+strategies, the splits ILP, cuts, memory, simulation, proof of the schedule, and the plan with all its tables.
+`Planner.predict` leaves out the last two. A first call of its kind on a traced model (`new`) also reads the graph:
+what ops move under these kernels, which strategies tp allows; `again` asks the same once more, from what is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.gc_pause import without_collector
 from autoptd.progress import Silent
 from autoptd.search.constraints.assumed import by_keyword
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.search.planner import Planner, Task
 from benchmarks.published.clusters import cluster_of
 from benchmarks.published.fix import fix_of
@@ -75,8 +75,10 @@ def _predicting(model: Any, row: Row, cluster: Cluster, fix: Mapping[str, Any]) 
     """The same by `Planner.predict`, with nothing kept but what holds for the graph."""
     assert row.n_gpus and row.global_batch_size_seqs
     fix, assume = by_keyword(fix)
-    wishes = read_wishes(fix, assume=assume)
-    task = Task(model.folded, cluster, row.n_gpus, row.global_batch_size_seqs, model.sizes, "bf16", "adamw", wishes)
+    constraints = read_constraints(fix, assume=assume)
+    task = Task(
+        model.folded, cluster, row.n_gpus, row.global_batch_size_seqs, model.sizes, "bf16", "adamw", constraints
+    )
     planner = Planner(task, Silent(), model.known)
     (candidate,) = planner.candidates()
     return lambda: planner.predict(candidate)

@@ -129,10 +129,10 @@ def measure(case: Case, mode: str, cluster: str, device: str, steps: int = STEPS
     import autoptd
 
     model = make_model(case)
-    wishes: dict[str, Any] = {"world": 1, "cluster": cluster, "batch": case.batch, "seq": case.seq}
-    wishes["precision"] = "bf16" if device == "cuda" else "fp32"
+    constraints: dict[str, Any] = {"world": 1, "cluster": cluster, "batch": case.batch, "seq": case.seq}
+    constraints["precision"] = "bf16" if device == "cuda" else "fp32"
     fix = {"micro": case.batch, "recompute": "none", "kernels": mode}
-    parallel = autoptd.parallelize(model, **wishes, fix=fix)
+    parallel = autoptd.parallelize(model, **constraints, fix=fix)
     predicted = parallel.plan.predicted
     batch = random_batch(model, case, device)
     if device == "cuda":

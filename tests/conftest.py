@@ -45,7 +45,7 @@ SAMPLED = {
     "search/test_pools.py::test_no_plan_is_better": 0,
     "search/test_random_plans.py::test_any_plan_trains_as_one_process": 0,
     "test_bad_input.py::test_what_cannot_be_fixed": 2,
-    "test_bad_input.py::test_wishes_without_effect_that_do_no_harm": 2,
+    "test_bad_input.py::test_constraints_without_effect_that_do_no_harm": 2,
     "test_boundary.py::test_four_ranks_that_cannot_trace_the_model": 0,
     "benchmarks/test_hand_tuned.py::test_no_plan_tuned_by_hand_is_predicted_faster": 3,
     "benchmarks/test_published.py::test_processes_agree_with_one": 0,

@@ -112,9 +112,9 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "tensor parallel": {
         "a bias on every rank": "the bias of a row-split product is added once per rank",
-        "a norm's gradient not summed": "norms and biases over a split sequence keep their own rank's addend",
+        "a norm's gradient not summed": "norms and biases over a split sequence keep their own rank's partial value",
         "summed twice": "a gradient that is whole already is summed over the ranks",
-        "addends not summed": "of partial sums each rank takes its own as the whole",
+        "partial values not summed": "of partial sums each rank takes its own as the whole",
         "gradient of a gather": "the gradients of other ranks' shares are dropped",
         "heads that do not divide": "more or uneven tensor-parallel ranks than heads: parts of heads (it is refused)",
         "a vocabulary that does not divide": "a table is padded, and its padding gets probability (it is refused)",

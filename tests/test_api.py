@@ -148,15 +148,15 @@ SEARCHED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wishes", SEARCHED, ids=str)
-def test_both_calls_search_alike(wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("constraints", SEARCHED, ids=str)
+def test_both_calls_search_alike(constraints: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     """`parallelize` without a plan finds what `plan` finds, and hands on what it was asked for."""
     tasks: list[Any] = []
     honest = Planner.__init__
     monkeypatch.setattr(
         Planner, "__init__", lambda self, task, *r, **k: tasks.append(task) or honest(self, task, *r, **k)
     )
-    asked: dict[str, Any] = {"world": 4, "cluster": "dgx-h100", "batch": 16, **wishes}
+    asked: dict[str, Any] = {"world": 4, "cluster": "dgx-h100", "batch": 16, **constraints}
     plan = autoptd.plan(traced(), **asked)
     assert autoptd.parallelize(traced(), **asked).plan == plan
     ours, theirs = tasks

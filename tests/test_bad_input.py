@@ -33,7 +33,7 @@ from autoptd.errors import (
 from autoptd.models import load_model
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.plans.model import Plan
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.search.constraints.without_effect import idle_notes
 
 EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 16}
@@ -132,10 +132,10 @@ def traced() -> autoptd.TracedModel:
     return autoptd.trace(gpt())
 
 
-def refusal(kind: type[AutoptdError], model: Any, **wishes: Any) -> AutoptdError:
+def refusal(kind: type[AutoptdError], model: Any, **constraints: Any) -> AutoptdError:
     """The error that `plan` raises; it must be complete, short, and nothing but itself."""
     with pytest.raises(AutoptdError) as caught:
-        autoptd.plan(model, **wishes)
+        autoptd.plan(model, **constraints)
     complete(caught.value)
     assert type(caught.value) is kind
     return caught.value
@@ -280,7 +280,7 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "what", "where", "fix"),
+    ("constraints", "what", "where", "fix"),
     [
         ({"fix": {"dp": 3}}, "world 8 is not divisible by dp 3", "fix['dp']", "use dp 2 or 4"),
         ({"world": 32, "fix": {"tp": 3}}, "world 32 is not divisible by tp 3", "fix['tp']", "use tp 2 or 4"),
@@ -309,8 +309,8 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
         ),
     ],
 )
-def test_what_does_not_divide(wishes: dict[str, Any], what: str, where: str, fix: str):
-    error = refusal(PlanError, traced(), **EIGHT | wishes)
+def test_what_does_not_divide(constraints: dict[str, Any], what: str, where: str, fix: str):
+    error = refusal(PlanError, traced(), **EIGHT | constraints)
     assert what in error.what
     assert where in error.where
     assert fix in error.fix
@@ -425,7 +425,7 @@ def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
 )
 def test_what_cannot_be_assumed(fix: dict[str, Any], assume: Any, what: str, fix_says: str):
     with pytest.raises(PlanError) as told:
-        read_wishes(fix, assume=assume)
+        read_constraints(fix, assume=assume)
     assert what in told.value.what and fix_says in told.value.fix and told.value.where.startswith("assume")
 
 
@@ -444,22 +444,22 @@ def test_what_cannot_be_assumed(fix: dict[str, Any], assume: Any, what: str, fix
     ],
     ids=str,
 )
-def test_wishes_without_effect_that_do_no_harm(world: int, fix: dict[str, Any], note: str):
-    wishes = read_wishes(fix)
-    assert idle_notes(wishes, world) == ([note] if note else [])
+def test_constraints_without_effect_that_do_no_harm(world: int, fix: dict[str, Any], note: str):
+    constraints = read_constraints(fix)
+    assert idle_notes(constraints, world) == ([note] if note else [])
     if "cp" not in fix:
         plan = autoptd.plan(traced(), **EIGHT | {"world": world}, fix=fix)
         assert [n for n in plan.notes if "no effect" in n] == ([note] if note else [])
 
 
 def test_an_axis_that_is_searched_may_have_an_effect():
-    assert idle_notes(read_wishes({"dp": 1, "zero": 3}, ["cp"]), 8) == []
+    assert idle_notes(read_constraints({"dp": 1, "zero": 3}, ["cp"]), 8) == []
     with pytest.raises(PlanError, match="zero 3 can have no effect"):
-        idle_notes(read_wishes({"dp": 1, "cp": 1, "zero": 3}, ["cp"]), 8)
+        idle_notes(read_constraints({"dp": 1, "cp": 1, "zero": 3}, ["cp"]), 8)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "what", "way_out"),
+    ("constraints", "what", "way_out"),
     [
         ({"precision": "bfloat16"}, "unknown precision 'bfloat16'", "did you mean 'bf16'"),
         ({"precision": torch.bfloat16}, "unknown precision torch.bfloat16", "known: bf16, fp16, fp32, fp64"),
@@ -479,8 +479,8 @@ def test_an_axis_that_is_searched_may_have_an_effect():
         ({"time_limit_s": 0}, "time_limit_s is 0", "positive"),
     ],
 )
-def test_wrong_keywords(wishes: dict[str, Any], what: str, way_out: str):
-    error = refusal(PlanError, gpt(), **EIGHT | wishes)
+def test_wrong_keywords(constraints: dict[str, Any], what: str, way_out: str):
+    error = refusal(PlanError, gpt(), **EIGHT | constraints)
     assert what in error.what
     assert way_out in error.fix
     assert error.where
@@ -528,26 +528,26 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_missing_bytes_are_what_is_missing():
     """A device that has just what the error asks for is enough; one with a little less is not."""
-    wishes = {"world": 2, "batch": 2, "fix": {"pp": 2, "dp": 1, "micro": 1}}
-    error = refusal(DoesNotFit, traced_large(), cluster=cluster(1e9), **wishes)
+    constraints = {"world": 2, "batch": 2, "fix": {"pp": 2, "dp": 1, "micro": 1}}
+    error = refusal(DoesNotFit, traced_large(), cluster=cluster(1e9), **constraints)
     assert "stage 0 (tokens … " in error.where
     assert "fixing less than dp, micro, pp" in error.fix
     lacking = [float(line.split("lacks ")[1].split()[0]) for line in error.where.splitlines() if "lacks" in line]
     needed = 1e9 + max(lacking) * 2**30
-    autoptd.plan(traced_large(), cluster=cluster(needed + 2**24), **wishes)
-    refusal(DoesNotFit, traced_large(), cluster=cluster(needed - 2**24), **wishes)
+    autoptd.plan(traced_large(), cluster=cluster(needed + 2**24), **constraints)
+    refusal(DoesNotFit, traced_large(), cluster=cluster(needed - 2**24), **constraints)
 
 
 def test_recomputation_that_was_ruled_out_is_offered():
-    wishes: dict[str, Any] = {"world": 1, "batch": 64}
+    constraints: dict[str, Any] = {"world": 1, "batch": 64}
     none, full = (
-        autoptd.plan(traced_large(), cluster=cluster(8e10), **wishes, fix={"micro": 64, "recompute": again})
+        autoptd.plan(traced_large(), cluster=cluster(8e10), **constraints, fix={"micro": 64, "recompute": again})
         for again in ("none", "full")
     )
     between = cluster((none.predicted.memory_bytes + full.predicted.memory_bytes) / 2)
-    error = refusal(DoesNotFit, traced_large(), cluster=between, **wishes, fix={"micro": 64, "recompute": "none"})
+    error = refusal(DoesNotFit, traced_large(), cluster=between, **constraints, fix={"micro": 64, "recompute": "none"})
     assert "leave fix['recompute'] out" in error.fix
-    plan = autoptd.plan(traced_large(), cluster=between, **wishes, fix={"micro": 64})
+    plan = autoptd.plan(traced_large(), cluster=between, **constraints, fix={"micro": 64})
     assert plan.predicted.memory_bytes <= between.device.usable_bytes
 
 
@@ -646,7 +646,7 @@ def test_a_plan_for_another_world(small_plan: Plan):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("constraints", "said"),
     [
         ({"fix": {"tp": 2}}, "fix can change nothing"),
         ({"include": "all", "exact": True, "time_limit_s": 5.0}, "include and exact and time_limit_s can change"),
@@ -660,12 +660,12 @@ def test_a_plan_for_another_world(small_plan: Plan):
     ],
     ids=str,
 )
-def test_a_plan_with_wishes_that_it_cannot_heed(small_plan: Plan, wishes: dict[str, Any], said: str):
+def test_a_plan_with_constraints_that_it_cannot_heed(small_plan: Plan, constraints: dict[str, Any], said: str):
     with pytest.raises(PlanError) as caught:
-        autoptd.parallelize(gpt(), plan=small_plan, **wishes)
+        autoptd.parallelize(gpt(), plan=small_plan, **constraints)
     complete(caught.value)
     assert said in caught.value.what
-    assert all(name in caught.value.where and name in caught.value.fix for name in ("plan", *wishes))
+    assert all(name in caught.value.where and name in caught.value.fix for name in ("plan", *constraints))
 
 
 def test_a_plan_with_what_it_says_itself(small_plan: Plan):
@@ -704,10 +704,10 @@ def refuse(*args, **kwargs):
     sys.exit("a process group was started")
 dist.init_process_group = refuse
 PLAN = {str(tmp_path / "plan.json")!r}
-for rank, wishes in (("0", dict(plan=PLAN)), ("3", dict(world=8, batch=16, cluster="local"))):
+for rank, options in (("0", dict(plan=PLAN)), ("3", dict(world=8, batch=16, cluster="local"))):
     os.environ["RANK"] = rank
     try:
-        autoptd.parallelize(gpt(), **wishes)
+        autoptd.parallelize(gpt(), **options)
     except autoptd.AutoptdError as error:
         print(type(error).__name__, error, end="\\0")
     assert not dist.is_initialized()

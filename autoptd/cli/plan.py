@@ -88,12 +88,12 @@ def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     from autoptd.cost_models.cluster import Cluster
     from autoptd.cost_models.local_cluster import default_cluster
     from autoptd.search.constraints.assumed import by_keyword
-    from autoptd.search.constraints.options import read_wishes
+    from autoptd.search.constraints.options import read_constraints
 
     clusters = [Cluster.load(name) for name in swept.get("cluster", (arguments.cluster,)) if name]
     cluster = clusters[0] if clusters else default_cluster()
     fix, assume = by_keyword(arguments.fix)
-    read_wishes(fix, arguments.include, assume)
+    read_constraints(fix, arguments.include, assume)
     seq = max(swept["seq"]) if "seq" in swept else arguments.seq
     averaging = arguments.loss_averaging
     traced = autoptd.api.trace(

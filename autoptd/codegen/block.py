@@ -13,7 +13,7 @@ from torch import fx
 from autoptd.codegen.blocks import BlockNames, BlockSegments
 from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
-from autoptd.codegen.names import Names, wish
+from autoptd.codegen.names import Names, hint
 from autoptd.codegen.quoting import code_of, in_docstring, is_name, literal
 from autoptd.codegen.recompute import again_of, in_place_of
 from autoptd.layout.placements import B, Placement, Split
@@ -81,7 +81,7 @@ def attribute(name: str, getter: str = "get_parameter") -> str:
 def argument_names(names: Names, receives: Sequence[fx.Node], others: Sequence[fx.Node]) -> dict[fx.Node, str]:
     """`x` for what flows through, the usual names for the rest."""
     found = {n: names.fresh("x") for n in receives}
-    return found | {n: names.fresh(wish(n)) for n in others}
+    return found | {n: names.fresh(hint(n)) for n in others}
 
 
 def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) -> BlockClass:

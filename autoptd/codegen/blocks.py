@@ -35,7 +35,7 @@ _STAGE_NAMES = _BLOCK_NAMES | {
     "sends",
     "is_last",
     "sizes",
-    "addends",
+    "partial_sums",
     "count_inputs",
     "counted",
     "loss_counts",

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import SourceText, expression, size_text, value_text
-from autoptd.codegen.names import TAKEN, Names, ends_line, wish
+from autoptd.codegen.names import TAKEN, Names, ends_line, hint
 from autoptd.codegen.quoting import code_of
 from autoptd.codegen.recompute import Again, core_lines, kept_text, runs_of
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
@@ -172,7 +172,7 @@ class Body:
         if _reads_in_place(node):
             self.held[node, _plain(node, strategy.gives[0])] = text
             return
-        names = [self.names.fresh(wish(o)) if o is not None else "_" for o in outputs]
+        names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
         left = ", ".join(names) + ("," if len(names) == 1 and isinstance(node.meta["info"], tuple) else "")
         self.lines.append(f"{left} = {text}{note}")
         for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
@@ -256,7 +256,7 @@ class Body:
             self._note_sizes((args, tuple(kwargs.values())))
             self.uses_device |= any(isinstance(v, torch.device) for v in kwargs.values())
             outputs = _outputs(node)
-            names = [self.names.fresh(wish(o)) if o is not None else "_" for o in outputs]
+            names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
             self.lines.append(f"{', '.join(names)} = {expression(node.target, args, kwargs)}")  # type: ignore[arg-type]
             for output, name in zip(outputs, names, strict=True):
                 if output is not None:
@@ -275,7 +275,7 @@ _ATTENTION = {
     ring: "ring_attention",
     ulysses: "ulysses_attention",
 }
-_SUFFIX = {"B": "whole", "S": "split", "P": "addend"}
+_SUFFIX = {"B": "whole", "S": "split", "P": "partial"}
 
 
 def _plain(node: fx.Node, placement: Placement) -> Placement:
@@ -296,7 +296,7 @@ def _outputs(node: fx.Node) -> list[fx.Node | None]:
 
 def _converted(source: str, node: fx.Node, needed: Placement) -> str:
     """`out_whole`, `x_split`: a name for what a conversion makes of a variable or an attribute."""
-    base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else wish(node)
+    base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else hint(node)
     return f"{base}_{_SUFFIX[str(needed)[0]]}"
 
 

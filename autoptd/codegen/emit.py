@@ -38,7 +38,7 @@ _IMPORTING = Lock()  # ranks that are threads: one must not see what another has
 _HEADER = '''"""{title}
 
 Written by autoptd from a plan; `tp` is the tensor-parallel axis, the same code runs on each of its {ranks} ranks.
-{tokens}Placements: B whole, Bp whole with a partial gradient, S<dim> split, P an addend of the value.
+{tokens}Placements: B whole, Bp whole with a partial gradient, S<dim> split, P a partial value.
 """
 
 from __future__ import annotations

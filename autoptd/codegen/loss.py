@@ -17,7 +17,7 @@ from autoptd.errors import TraceError
 from autoptd.layout.placements import B
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, info
-from autoptd.passes.losses.loss_form import ADDEND, addend_slices, count_index, is_count
+from autoptd.passes.losses.loss_form import PARTIAL, count_index, is_count, partial_slices
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import Traced
 
@@ -83,7 +83,7 @@ class LossFunctions:
             own = self.found["loss_counts"].startswith("def loss_counts(self")
             lines.append(f"    loss_counts = {'loss_counts' if own else 'staticmethod(loss_counts)'}")
         if last and self.form.outer is not None:
-            lines += [f"    addends = {self.form.width}", "    loss_of = loss_of"]
+            lines += [f"    partial_sums = {self.form.width}", "    loss_of = loss_of"]
         return lines
 
     def _plain_counts(self) -> bool:
@@ -149,11 +149,11 @@ class LossFunctions:
     def _outer(self, graph: fx.Graph) -> str:
         """The loss of the sums of the batch."""
         body = Body(self.sharding, names_of(self.folded, "sums"))
-        slices = addend_slices(self.form.addends)
+        slices = partial_slices(self.form.partial_sums)
         for node in graph.nodes:
             if node.op != "placeholder":
                 continue
-            if node.name.startswith(ADDEND):
+            if node.name.startswith(PARTIAL):
                 body.bind(node, B, _part(*slices[int(node.name.rpartition("_")[2])]))
             else:
                 body.bind(node, B, count_text(node) if is_count(node) else buffer_text(self.traced, node))
@@ -169,7 +169,7 @@ class LossFunctions:
 
 
 def _part(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """An addend, out of all side by side."""
+    """A partial sum, out of all side by side."""
     text = f"sums[{start}]" if not shape else f"sums[{start}:{stop}]"
     text += f".view{value_text(shape)}" if len(shape) > 1 else ""
     return text if dtype == torch.float64 else f"{text}.to({dtype})"

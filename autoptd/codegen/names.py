@@ -29,8 +29,8 @@ class Names:
         self._taken = TAKEN | frozenset(sizes)
         self.used = {*self._taken, *inputs}
 
-    def fresh(self, wish: str) -> str:
-        base = plain_name(wish) or "x"
+    def fresh(self, hint: str) -> str:
+        base = plain_name(hint) or "x"
         number, name = 1, base
         while name in self.used or keyword.iskeyword(name) or hasattr(builtins, name):
             number += 1
@@ -51,17 +51,17 @@ class Names:
         self.used.discard(name)
 
 
-def wish(node: fx.Node) -> str:
+def hint(node: fx.Node) -> str:
     """The variable that the user's own line assigns, else `q_proj` for that module's result, else the op's name."""
     if node.op == "placeholder":
         return node.name.removeprefix("inputs_")
     if node.target is convert:
-        return f"{wish(node.all_input_nodes[0])}_own"
+        return f"{hint(node.all_input_nodes[0])}_own"
     assigned = assigned_names(node)
     if is_getitem(node):
         index = node.args[1]
         assert isinstance(index, int)
-        return assigned[index] if index < len(assigned) > 1 else f"{wish(owner(node))}_{index}"
+        return assigned[index] if index < len(assigned) > 1 else f"{hint(owner(node))}_{index}"
     if ends_line(node) and (name := _target(node, assigned)):
         return name
     leaf = module_path(node).rpartition(".")[2]
@@ -74,7 +74,7 @@ def wish(node: fx.Node) -> str:
         else getattr(target, "__name__", "x")
     )
     if name in _SAME_THING and not info(node).requires_grad and node.all_input_nodes:
-        return wish(node.all_input_nodes[0])
+        return hint(node.all_input_nodes[0])
     return _SHORT.get(name, name).strip("_").lower()
 
 

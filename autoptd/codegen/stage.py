@@ -30,7 +30,7 @@ from autoptd.codegen.blocks import BlockNames, BlockSegments, pieces_of
 from autoptd.codegen.body import Body, Made
 from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, names_of, size_source
-from autoptd.codegen.names import wish
+from autoptd.codegen.names import hint
 from autoptd.codegen.quoting import literal, numbered
 from autoptd.codegen.recompute import again_of, in_place_of
 from autoptd.layout.placements import B, Placement
@@ -369,4 +369,4 @@ def _add_input(writer: _StageWriter, inputs: list[fx.Node], source: str) -> None
     _bind_input(writer, node)
 
 
-__all__ = ["StageSource", "wish", "write_stage"]
+__all__ = ["StageSource", "hint", "write_stage"]

@@ -38,7 +38,7 @@ def make_plan(
     batch: int | None,
     precision: str,
     optimizer: str,
-    wishes: Constraints,
+    constraints: Constraints,
     progress: Progress,
     exact: bool = False,
     time_limit_s: float | None = None,
@@ -46,7 +46,7 @@ def make_plan(
     """Search, and write the answer down; or find it written down. Raises PlanError, DoesNotFit."""
     notes = list(source.notes)
     notes += [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
-    notes += idle_notes(wishes, world)
+    notes += idle_notes(constraints, world)
     size = batch or 8 * world
     task = Task(
         source.folded,
@@ -56,14 +56,14 @@ def make_plan(
         source.sizes,
         precision,
         optimizer,
-        wishes,
+        constraints,
         effort=None if exact else EFFORT,
         time_limit_s=time_limit_s or math.inf,
     )
-    check_loss(source, dp=wishes.mesh.get("dp"), microbatches=size / int(wishes.mesh.get("micro", 1)))
+    check_loss(source, dp=constraints.mesh.get("dp"), microbatches=size / int(constraints.mesh.get("micro", 1)))
     lay_out(source.folded)  # raises TraceError for names that emitted modules have themselves
     answer = Planner(task, progress, source.known).answer()
-    notes += pin_notes(source.folded, wishes, answer.staged.candidate.tp)
+    notes += pin_notes(source.folded, constraints, answer.staged.candidate.tp)
     notes += answer_notes(source, answer)
     return _written(source, task, answer, tuple(notes))
 

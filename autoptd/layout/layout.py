@@ -19,7 +19,7 @@ PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat
 class TensorSpec:
     """One parameter or buffer of the model: its placement on tp, global shape, and the stages that hold it."""
 
-    placement: Placement  # B, Bp or Split; Bp: each rank's gradient is an addend
+    placement: Placement  # B, Bp or Split; Bp: each rank's gradient is a partial value
     shape: tuple[int, ...]
     stages: tuple[int, ...] = (0,)  # ascending; more than one: tied, every stage holds a copy
     trainable: bool = True

@@ -4,10 +4,10 @@ A placement says what each rank of an axis holds, and, by conjugation, what it h
 
     text     value on each rank                            gradient on each rank
     B        the whole tensor                              the whole gradient
-    Bp       the whole tensor                              an addend of the gradient (its sum is the gradient)
+    Bp       the whole tensor                              a partial gradient (its sum is the gradient)
     S1       the rank's slice of dim 1                     the same slice of the gradient
     S1/3     dim 1 seen as 3 equal groups, each sliced     the same
-    P        an addend (the sum over ranks is the value)   the whole gradient
+    P        a partial value (the sum over ranks is the value)   the whole gradient
 
 Splitting a factor that an operand lacks makes the operand `Bp`: every rank needs all of it and adds a share to its
 gradient. `S1/3` is the slice of an inner factor: a fused query-key-value weight keeps each rank's heads of all three.
@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, order=True)
 class Broadcast:
-    """Every rank holds the whole tensor; its gradient is whole (`B`) or an addend (`Bp`)."""
+    """Every rank holds the whole tensor; its gradient is whole (`B`) or a partial value (`Bp`)."""
 
     partial_grad: bool = False
 
@@ -47,7 +47,7 @@ class Split:
 
 @dataclass(frozen=True, order=True)
 class PartialSum:
-    """Each rank holds an addend of the tensor; its gradient is whole on every rank."""
+    """Each rank holds a partial value of the tensor; its gradient is whole on every rank."""
 
     def __str__(self) -> str:
         return "P"

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int = -1) -> Tensor:
-    """Lookup in a table cut over the vocabulary: weight [v/t, h], indices [...] -> addend [..., h].
+    """Lookup in a table cut over the vocabulary: weight [v/t, h], indices [...] -> partial value [..., h].
 
     Rows of other ranks come out as zeros (placement P). `padding_idx` is global; its row takes no gradient.
     """
@@ -176,7 +176,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def expert_mm(x: Tensor, weight: Tensor, ends: Tensor, tp: Axis) -> Tensor:
-    """`grouped_mm` with the groups cut over ranks: x [r, k], weight [e/t, k, n], ends [e] -> addend [r, n].
+    """`grouped_mm` with the groups cut over ranks: x [r, k], weight [e/t, k, n], ends [e] -> partial value [r, n].
 
     Rows of other ranks' groups come out as zeros (placement P). Reads two of the ends on the host.
     """

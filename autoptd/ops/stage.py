@@ -39,7 +39,7 @@ class Wire:
     placement: str = ""
 
     def is_whole(self, *, gradient: bool) -> bool:
-        """Whether every tp rank has the same, value or gradient: that of `Bp` is an addend of each."""
+        """Whether every tp rank has the same, value or gradient: that of `Bp` is partial on each."""
         return self.placement == "B" or (self.placement == "Bp" and not gradient)
 
 
@@ -48,7 +48,7 @@ class Stage(nn.Module):
 
     `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`, or on the last stage,
     given `counts` too, the 0-dim share of the global loss of this microbatch (the same on all tp ranks); where the loss
-    is a function of sums over the batch, what this microbatch adds to them, [addends], and `loss_of` is that function.
+    is a function of sums over the batch, what this microbatch adds to them, [partial_sums]; `loss_of` is that function.
     Parameters have local shapes and the original model's dotted names; the class is built on the meta device.
     """
 
@@ -61,7 +61,7 @@ class Stage(nn.Module):
     reads_counts: ClassVar[bool] = False  # whether forward is given `counts`; that of the last stage is anyway
     count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
     counted: ClassVar[tuple[Count, ...]] = ()  # left out where all counts are single numbers, summed in one round
-    addends: ClassVar[int] = 0  # elements of the sums that the loss is a function of; 0: it is a sum itself
+    partial_sums: ClassVar[int] = 0  # elements of the sums that the loss is a function of; 0: it is a sum itself
 
     def __init__(self, tp: Axis, dropout: DropoutKey | None = None, cp: Tokens | None = None) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Stage(nn.Module):
         return ()
 
     def loss_of(self, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:
-        """The loss, 0-dim, from sums over the batch, float64 [addends]."""
+        """The loss, 0-dim, from sums over the batch, float64 [partial_sums]."""
         raise NotImplementedError("this loss is a sum itself")
 
     # nn.Module.__call__ types forward as Any; emitted classes give it their own arguments

@@ -3,8 +3,8 @@
 Each row is a pair of linear maps on local tensors, one forward and its conjugate for the gradient:
 
     whole x  ─slice─▶  own slice  ─gather─▶  whole x        slice, pad: no rank talks
-    addend   ─sum─▶    whole      ─first─▶   addend         first keeps rank 0's copy and zeroes the others
-    addend   ─reduce_scatter─▶ own slice
+    partial  ─sum─▶    whole      ─first─▶   partial        first keeps rank 0's copy and zeroes the others
+    partial  ─reduce_scatter─▶ own slice
 
 A split of `dim` in `groups` sees the dim as (groups, size, width) and gives rank r the block [:, r, :].
 Tensors without gradient (integers, masks) take the forward map alone. With one rank every method is the identity.

@@ -5,7 +5,7 @@ count that is computed from others takes a round of its own.
 
 A loss that is no sum but a function of sums over the global batch: f(S), S = Σ of what its microbatches add.
 
-Each microbatch's gradient is that of its addends, times the derivative of f at the sums of the whole batch:
+Each microbatch's gradient is that of its partial values, times the derivative of f at the sums of the whole batch:
 
     dL/dθ = Σ_i ∂f/∂S_i (S) · Σ_k dS_i^(k)/dθ
 
@@ -101,7 +101,7 @@ class LossOfSums:
         self._gradient: Tensor | None = None
 
     def take(self, own: Tensor) -> None:
-        """What this rank's microbatches add to the sums, float64 [addends]. A collective over the ranks that share
+        """What this rank's microbatches add to the sums, float64 [partial_sums]. A collective over the ranks that share
         the batch and its tokens."""
         sums = self._communicators.data.all_reduce(own.clone()).requires_grad_()
         with torch.enable_grad():
@@ -115,7 +115,7 @@ class LossOfSums:
         return self.loss if self._communicators.data.rank == 0 else torch.zeros_like(self.loss)
 
     def gradient(self, own: Tensor) -> Tensor:
-        """Of the loss, at the sums, [addends]; `own`: this rank's part of them, if they are not taken yet."""
+        """Of the loss, at the sums, [partial_sums]; `own`: this rank's part of them, if they are not taken yet."""
         if self._gradient is None:
             self.take(own)
         assert self._gradient is not None

@@ -84,9 +84,9 @@ class Executor:
         scale: float = 1.0,
         of_sums: LossOfSums | None = None,
     ) -> None:
-        """Every action in order. The last stage adds its share of the loss, or its addends, to `loss`, float64.
+        """Every action in order. The last stage adds its share of the loss, or its partial values, to `loss`, float64.
 
-        `of_sums`: the function of the addends that the loss is, where it is none of them.
+        `of_sums`: the function of the partial values that the loss is, where it is none of them.
 
         `gradients` is told of each action that makes gradients of parameters. Of the losses, those of the first
         `counted` microbatches are added; left out, of all. `scale`: the loss's gradient, by which all gradients are

@@ -1,9 +1,10 @@
 """One rank's training program: its stages of the model, its share of their parameters, and the step.
 
 The loss is plan-invariant: Σ_i c_i S_i / N_i with counts N_i over the whole global batch, known before the first
-loss. Each microbatch's loss is its addend, so gradients are summed over microbatches and dp ranks and nobody divides
-by either. A loss that is a function of sums takes its derivatives at those of the whole batch (`loss_of_sums.py`). As
-in torch, a mean over no valid label at all is no number, and the step is one that `non_finite` is about.
+loss. Each microbatch's loss is its share of the whole, so gradients are summed over microbatches and dp ranks, and
+nothing is divided by either. A loss that is a function of sums takes its derivatives at those of the whole batch
+(`loss_of_sums.py`). As in torch, a mean over no valid label at all is no number, and the step is one that
+`non_finite` is about.
 
 At the end of a step one all-reduce over the world carries the loss, the squared gradient norm and, per parameter,
 whether anyone had a gradient for it; what nobody used is not stepped, as in torch with `.grad is None`.
@@ -146,13 +147,15 @@ class Trainer:
         return outcome[0]
 
     def _zero_loss(self) -> Tensor:
-        """What the last stage adds its share of the loss to, or its addends."""
-        addends = self.stages[-1].addends
-        return torch.zeros((addends,) if addends else (), dtype=torch.float64, device=self.communicators.device)
+        """What the last stage adds its share of the loss to, or its partial values."""
+        partial_sums = self.stages[-1].partial_sums
+        return torch.zeros(
+            (partial_sums,) if partial_sums else (), dtype=torch.float64, device=self.communicators.device
+        )
 
     def _of_sums(self, counts: Callable[[], tuple[Tensor, ...]]) -> LossOfSums | None:
         last = self.stages[-1]
-        return LossOfSums(last, self.communicators, counts) if last.is_last and last.addends else None
+        return LossOfSums(last, self.communicators, counts) if last.is_last and last.partial_sums else None
 
     @torch.no_grad()
     def _forward(

@@ -164,7 +164,7 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-# ---- wishes that cannot be met ----
+# ---- constraints that cannot be met ----
 
 
 def _check_alone(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:

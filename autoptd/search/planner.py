@@ -26,7 +26,7 @@ from autoptd.passes.sharding.sharding import parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.progress import Progress
 from autoptd.schedule import period_of, prove, prove_memory, route_of, row_of
-from autoptd.search.constraints.named import allowed, read_pins
+from autoptd.search.constraints.named import allowed, read_named
 from autoptd.search.constraints.options import Method, schedules_and_chunks
 from autoptd.search.memory_filter import Room
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
@@ -87,8 +87,8 @@ class Planner:
         assert known is None or known.folded is task.folded, "what is known is of another graph"
         self.task, self.progress = task, progress
         self.known = known or ShardingCache(task.folded)
-        self._pins = read_pins(task.folded, task.wishes)
-        self._method = self._pins.on(task.wishes.method)
+        self._pins = read_named(task.folded, task.constraints)
+        self._method = self._pins.on(task.constraints.method)
         self._room = Room(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
         self._splitter = Splitter(task, self.known, self._pins, self._method)
         self._outlook = Outlook(task, self.known, self._method, self._room)
@@ -108,7 +108,7 @@ class Planner:
         self._visited = 0
 
     def answer(self) -> Answer:
-        """Search. Raises PlanError for wishes that cannot be, DoesNotFit where nothing fits."""
+        """Search. Raises PlanError for constraints that cannot be, DoesNotFit where nothing fits."""
         possible = self.space()
         self._splitter.check_heads()
         ignored = self._method.memory == "ignore"
@@ -146,7 +146,7 @@ class Planner:
         started = time.monotonic()
         self._waiting = waiting = [_Waiting(c, self._outlook.floor_s(c)) for c in options]
         self._dive(waiting)
-        if self.task.wishes.include and self.task.effort is not None:
+        if self.task.constraints.include and self.task.effort is not None:
             self._climb(started)
         lean = {replace(w.candidate, lean=False): i for i, w in enumerate(waiting) if w.candidate.lean}
         queue = [(self._hope_s(w), 0, i) for i, w in enumerate(waiting) if not w.candidate.lean]
@@ -323,9 +323,9 @@ class Planner:
         return [*found, *(replace(c, lean=True) for c in found if c.tp > 1)]
 
     def candidates(self) -> Sequence[Candidate]:
-        """As far as the wishes leave the space open, with the quickest splits."""
-        task, fixed, method = self.task, self.task.wishes.fixed, self._method
-        wish, include = dict(task.wishes.mesh), task.wishes.include
+        """As far as the constraints leave the space open, with the quickest splits."""
+        task, fixed, method = self.task, self.task.constraints.fixed, self._method
+        wish, include = dict(task.constraints.mesh), task.constraints.include
         cps: tuple[int, ...] = (method.cp,)
         if "cp" in include and "cp" not in fixed and self.known.facts.has_attention:  # it is what passes keys on
             length = task.sizes.get(SEQUENCE, 1)
@@ -338,10 +338,10 @@ class Planner:
             )
         node = task.cluster.gpus_per_node or task.world
         widest = max(node, -(-task.world // task.batch))  # across nodes only where there are fewer samples than nodes
-        tp_sizes = {d for d in divisors(task.world) if d <= (task.wishes.max_tp or widest)}
+        tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
         if isinstance(wish.get("tp"), int):
             tp_sizes.add(int(wish["tp"]))
-        schedules, virtuals = schedules_and_chunks(task.wishes, task.folded.loss_form.outer is not None)
+        schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
         zeros = (1, 0, 2, 3) if "zero" in wish or "zero" in include else (1, 0)
         groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
         limits = MeshLimits(
@@ -401,7 +401,7 @@ class Planner:
             raise self._splitter.refusal()
         explained = [(w.candidate, self._stages(w.candidate).refusal()) for w in near]
         candidate, error = min(explained, key=lambda e: max(getattr(e[1], "missing_bytes", (0.0,))))
-        pins = {*self.task.wishes.mesh, *(self.task.wishes.fixed & _TAKE_ROOM)}
+        pins = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _TAKE_ROOM)}
         return self._room.refusal(self.task.world, considered, candidate, error, pins)
 
 

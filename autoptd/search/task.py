@@ -29,6 +29,6 @@ class Task:
     sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
     precision: str
     optimizer: str
-    wishes: Constraints
+    constraints: Constraints
     effort: int | None = EFFORT
     time_limit_s: float = float("inf")

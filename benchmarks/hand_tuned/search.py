@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.search.constraints.assumed import by_keyword
-from autoptd.search.constraints.options import INCLUDABLE, read_wishes
+from autoptd.search.constraints.options import INCLUDABLE, read_constraints
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner
@@ -184,8 +184,8 @@ def _searched(
     question = _Question(cluster, row.n_gpus, row.global_batch_size_seqs, ways, include)
     if question not in known:
         carried_out, assume = by_keyword(dict(ways))
-        wishes = read_wishes(carried_out, include, assume)
-        known[question] = _answered(planner_of(row, wishes, cluster, time_limit_s), include)
+        constraints = read_constraints(carried_out, include, assume)
+        known[question] = _answered(planner_of(row, constraints, cluster, time_limit_s), include)
     answer = known[question]
     if answer.free.seconds is not None and answer.free.seconds <= own.seconds * (1 + ROUNDING):
         return answer.free

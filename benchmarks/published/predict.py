@@ -14,7 +14,7 @@ from autoptd.errors import AutoptdError
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.constraints.assumed import by_keyword
-from autoptd.search.constraints.options import Constraints, read_wishes
+from autoptd.search.constraints.options import Constraints, read_constraints
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner, Task
 from benchmarks.published.clusters import cluster_of
@@ -91,7 +91,7 @@ def traced(shape: Shape, seq: int, precision: str) -> Any:
     return model if trace is None else trace(model, seq=seq, precision=precision)
 
 
-def planner_of(row: Row, wishes: Constraints, cluster: Cluster, time_limit_s: float = math.inf) -> Planner:
+def planner_of(row: Row, constraints: Constraints, cluster: Cluster, time_limit_s: float = math.inf) -> Planner:
     """The search of a run's model, batch and number of devices on this cluster. Raises Unsupported."""
     row.need("precision", "n_gpus", "global_batch_size_seqs", "seq_len_tokens")
     assert row.precision and row.seq_len_tokens and row.n_gpus and row.global_batch_size_seqs
@@ -107,7 +107,7 @@ def planner_of(row: Row, wishes: Constraints, cluster: Cluster, time_limit_s: fl
         model.sizes,
         precision,
         "adamw",
-        wishes,
+        constraints,
         time_limit_s=time_limit_s,
     )
     return Planner(task, Silent(), model.known)
@@ -117,7 +117,7 @@ def staged(row: Row) -> tuple[Staged, Cluster]:
     """The same plan before it is written down, so that it may be timed again. Raises Unsupported."""
     cluster = cluster_of(row)
     fix, assume = by_keyword(fix_of(row, shape_of(row)))
-    planner = planner_of(row, read_wishes(fix, assume=assume), cluster)
+    planner = planner_of(row, read_constraints(fix, assume=assume), cluster)
     try:
         return planner.predict(planner.candidates()[0]), cluster
     except AutoptdError as error:

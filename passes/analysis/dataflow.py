@@ -92,7 +92,7 @@ class Value:
 
     @property
     def gradient(self) -> Storage:
-        """What its gradient occupies: of an addend it is whole, of a part it is that part."""
+        """What its gradient occupies: of a partial value it is whole, of a part it is that part."""
         split = isinstance(self.placement, Split)
         return Storage(f"grad {self.name}", self.info.shape, self.info.dtype, split)
 

@@ -2,7 +2,7 @@
 
     x [b, h] -> y [b, h]       each sample's rows and gradients by themselves: found by running single samples
     x [b, h] -> 0-dim          a sum over samples: the values of parts add up
-    w [n, h] -> y [n, h]       no samples: every microbatch's gradient is an addend, so backward must be linear
+    w [n, h] -> y [n, h]       no samples: every microbatch's gradient is a partial value, so backward must be linear
 
 An op that splits tensors in no other way still keeps samples apart: data-parallel ranks and microbatches split them in
 any plan. What cannot be run on small random CPU tensors cannot be proved.

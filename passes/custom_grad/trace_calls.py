@@ -114,12 +114,12 @@ class OwnCalls:
         which = _identity(function)
         if which not in self._names:
             self._kept.append(function)
-            wish = getattr(function, "__name__", "hook")
-            wish, number = wish if wish.isidentifier() else "hook", 1
-            names, name = set(self._names.values()), wish
+            hint = getattr(function, "__name__", "hook")
+            hint, number = hint if hint.isidentifier() else "hook", 1
+            names, name = set(self._names.values()), hint
             while name in names:
                 number += 1
-                name = f"{wish}_{number}"
+                name = f"{hint}_{number}"
             self._names[which] = name
         return self._names[which]
 

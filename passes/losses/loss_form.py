@@ -1,12 +1,12 @@
 """What a rewritten loss computes: counts of the global batch, sums over it, and a function of both.
 
     counts    known before the first forward pass: sums (or maxima) over the batch of what inputs and constants give
-    addends   what a microbatch adds to sums over the batch that depend on parameters
+    partial sums   what a microbatch adds to sums over the batch that depend on parameters
     outer     the loss as a function of those sums and the counts, where it is not linear in the sums
 
-A loss that is linear in its sums is their only addend, a scalar, and has no outer function. Otherwise the graph's first
-output holds all addends, flattened and side by side, and the gradient of each is the outer function's derivative at the
-sums over the global batch.
+A loss that is linear in its sums is itself their only partial sum, a scalar, and has no outer function. Otherwise the
+graph's first output holds all partial sums, flattened and side by side, and the gradient of each is the outer
+function's derivative at the sums over the global batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoptd.errors import AutoptdError
 from autoptd.passes.graph import info
 
 COUNT = "loss_count"  # names of the placeholders: loss_count_0, loss_count_1 …
-ADDEND = "loss_addend"  # and in the outer function
+PARTIAL = "loss_partial"  # and in the outer function
 Combine = Literal["sum", "max", "min"]
 _KEY = "loss_form"  # in the graph's meta
 
@@ -32,7 +32,7 @@ _KEY = "loss_form"  # in the graph's meta
 class LossForm:
     """`combines`, `rounds`: of each count, how microbatches combine, and when it is known (0: from inputs alone).
 
-    `outer`: its placeholders are `loss_addend_i`, `loss_count_i` and buffers, its output the loss. `notes`: what is
+    `outer`: its placeholders are `loss_partial_i`, `loss_count_i` and buffers, its output the loss. `notes`: what is
     averaged otherwise than over the global batch, as the user asked. `refused`: what holds of a whole batch in one
     microbatch alone, as errors to raise where there are several.
     """
@@ -40,14 +40,14 @@ class LossForm:
     combines: list[Combine] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
     outer: fx.Graph | None = None
-    addends: tuple[fx.Node, ...] = ()  # placeholders of `outer`, in order
+    partial_sums: tuple[fx.Node, ...] = ()  # placeholders of `outer`, in order
     notes: list[str] = field(default_factory=list)
     refused: list[AutoptdError] = field(default_factory=list)
 
     @property
     def width(self) -> int:
-        """Elements of the addends, side by side; 0 for a loss that is its only addend."""
-        return sum(prod(map(int, info(n).shape)) for n in self.addends)
+        """Elements of the partial values, side by side; 0 for a loss that is its only partial value."""
+        return sum(prod(map(int, info(n).shape)) for n in self.partial_sums)
 
 
 def loss_form(graph: fx.GraphModule) -> LossForm:
@@ -76,10 +76,10 @@ def count_index(node: fx.Node) -> int:
     return int(node.name.rpartition("_")[2])
 
 
-def addend_slices(addends: Sequence[fx.Node]) -> list[tuple[int, int, tuple[int, ...], torch.dtype]]:
-    """(start, stop, shape, dtype) of each addend in the flat vector."""
+def partial_slices(partial_sums: Sequence[fx.Node]) -> list[tuple[int, int, tuple[int, ...], torch.dtype]]:
+    """(start, stop, shape, dtype) of each partial value in the flat vector."""
     found, at = [], 0
-    for node in addends:
+    for node in partial_sums:
         shape = tuple(map(int, info(node).shape))
         found.append((at, at + prod(shape), shape, info(node).dtype))
         at += prod(shape)

@@ -5,7 +5,7 @@ every reduction over samples is written as a sum (`loss_spellings.py`), and what
 whole batch (`batch_counts.py`). What is left of the loss has one of three forms, which `batch_sums.py` tells:
 
     linear in sums    Σ c_i S_i / N_i        the loss's share of a microbatch; shares add up to the loss
-    any function      f(S_1, S_2, …)         f is taken out of the graph, which ends with the addends of the sums;
+    any function      f(S_1, S_2, …)         f is taken out of the graph, which ends with the partial sums;
                                              their gradients are the derivatives of f at the sums over the batch
     neither           max, median, sort …    refused, with the op and the ways out
 
@@ -38,7 +38,7 @@ from autoptd.passes.graph import (
 )
 from autoptd.passes.losses.batch_counts import take_count
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, given, over_batch
-from autoptd.passes.losses.loss_form import ADDEND, loss_form, loss_node
+from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.traced import BATCH, Traced
 
@@ -54,7 +54,7 @@ def check_loss(graph: fx.Graph, traced: Traced) -> None:
 
 
 def rewrite_loss(graph: fx.Graph, traced: Traced) -> None:
-    """Write the loss as its share of a microbatch, or as the addends of the sums that it is a function of."""
+    """Write the loss as its share of a microbatch, or as the partial values of the sums that it is a function of."""
     _Rewriter(graph, traced).run()
     graph.lint()
 
@@ -80,7 +80,7 @@ class _Rewriter:
             case Over.SAME:
                 loss = self._counted_once(loss)
             case Over.OUTER:
-                loss = self._addends(loss)
+                loss = self._partial_sums(loss)
             case Over.MIXED:
                 self.form.refused += self._mixed_before(loss)
             case Over.APART:
@@ -165,7 +165,7 @@ class _Rewriter:
 
     # ---- functions of sums ----
 
-    def _addends(self, loss: fx.Node) -> fx.Node:
+    def _partial_sums(self, loss: fx.Node) -> fx.Node:
         """Move the outer function into a graph of its own; gives the sums that it is given, side by side."""
         outer = _Outer(self, loss)
         outer.write()
@@ -176,7 +176,7 @@ class _Rewriter:
                 where=source_line(loss),
                 fix=_WAYS_OUT,
             )
-        self.form.outer, self.form.addends = outer.graph, tuple(outer.addends)
+        self.form.outer, self.form.partial_sums = outer.graph, tuple(outer.partial_sums)
         with self.graph.inserting_before(self.output):
             flat = [self._flat(n) for n in outer.sums]
             dtype = info(flat[0]).dtype
@@ -209,7 +209,7 @@ class _Outer:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.sums: list[fx.Node] = []  # in the main graph
-        self.addends: list[fx.Node] = []  # their placeholders here
+        self.partial_sums: list[fx.Node] = []  # their placeholders here
 
     def write(self) -> None:
         states = self.rewriter.states
@@ -231,19 +231,19 @@ class _Outer:
         self.graph.output(self.new[self.loss])
         self.graph.lint()
 
-    def _take(self, node: fx.Node, addend: fx.Node) -> None:
-        shape = info(addend).shape
+    def _take(self, node: fx.Node, partial: fx.Node) -> None:
+        shape = info(partial).shape
         if not all(isinstance(n, int) for n in shape):
             raise UnsupportedOp(
                 f"the loss is a function of sums over the batch whose size varies from batch to batch, {tuple(shape)}",
                 where=source_line(node),
                 fix=_WAYS_OUT,
             )
-        made = self.graph.placeholder(f"{ADDEND}_{len(self.sums)}")
+        made = self.graph.placeholder(f"{PARTIAL}_{len(self.sums)}")
         made.meta["info"] = TensorInfo(shape, info(node).dtype, True)
         self.new[node] = made
-        self.sums.append(addend)
-        self.addends.append(made)
+        self.sums.append(partial)
+        self.partial_sums.append(made)
 
     def _once(self, node: fx.Node) -> fx.Node:
         if not is_float(info(node).dtype):

@@ -4,7 +4,7 @@ The op is run on small random tensors with its own literal arguments, sizes repl
 arguments forbid that, the sizes as they are). Every way of naming dims of equal size as one factor is a candidate; one
 that holds in value and gradient, split in two and into single indices, for two sets of sizes and two draws, becomes a
 factor of the rule. Incoming gradients are large and small as well: one may be clipped by its norm. Whether the backward
-pass is linear in the gradient, so that each rank may have an addend of it, is tried in the same way.
+pass is linear in the gradient, so that each rank may have a partial value of it, is tried in the same way.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _no_factors(call: OpCall) -> str:
 
 
 def _is_linear(examples: Sequence[Example]) -> bool:
-    """Whether the gradients of addends add up: what every rank may do with its own."""
+    """Whether the gradients of partial values add up: what every rank may do with its own."""
     for example in examples:
         call = example.call()
         partial = [s for s in expand(None, call, 2, Sizes()) if BP in s.needs]
@@ -132,7 +132,7 @@ def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | Non
 def adds_up(call: OpCall, dims: Mapping[int, int]) -> bool:
     """Whether, on small random tensors, what an op gives for all rows is the sum of what it gives for each.
 
-    `dims`: operand -> its dim of rows. Values alone: what is added up has the gradients of its addends.
+    `dims`: operand -> its dim of rows. Values alone: what is added up has the gradients of its partial values.
     """
     if _unsuitable(call):
         return False

@@ -11,9 +11,9 @@ A notation names the factors of every dim of every operand and output, operands 
     .        a dim (or, inside parentheses, a factor) that stays whole
     3        a factor of that size which stays whole; `1` is a broadcast dim
     ...      leading dims, each its own factor, aligned from the right as broadcasting does
-    +        this operand is only added: if the result is partial, it is needed as an addend too
+    +        this operand is only added: if the result is partial, it is needed as a partial value too
 
-(Factors as in OpenXLA's Shardy; the addends are ours.)
+(Factors as in OpenXLA's Shardy; the partial values are ours.)
 """
 
 from __future__ import annotations

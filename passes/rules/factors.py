@@ -70,7 +70,7 @@ class Rule:
     linear: Callable[[OpCall], Sequence[frozenset[int]]] = lambda call: ()  # operands that may be P together
     local: Callable[[OpCall, Strategy, int], Mapping[int | str, Any]] = lambda call, strategy, ranks: {}
     implementations: tuple[Implementation, ...] = ()
-    linear_backward: bool = True  # else no rank can have an addend of the gradient: a backward pass of the user's own
+    linear_backward: bool = True  # else no rank can have a partial gradient: a backward pass of the user's own
 
     def text(self, call: OpCall) -> str:
         """The notation for this call."""
@@ -123,17 +123,17 @@ def _split(call: OpCall, loops: Loops, places: Sequence[FactorPlace | None], cou
 
     here, there = places[: len(call.operands)], places[len(call.operands) :]
     gives = tuple(P if place is None else split(place) for place in there)
-    if any(p == P and not _has_addends(t) for p, t in zip(gives, call.outputs, strict=True)):
+    if any(p == P and not _has_partials(t) for p, t in zip(gives, call.outputs, strict=True)):
         return None
-    addends = loops.additive if P in gives else frozenset()
+    partial_sums = loops.additive if P in gives else frozenset()
     needs = tuple(
-        split(place) if place is not None else P if i in addends else _broadcast(tensor, True)
+        split(place) if place is not None else P if i in partial_sums else _broadcast(tensor, True)
         for i, (place, tensor) in enumerate(zip(here, call.operands, strict=True))
     )
     return Strategy(needs, gives, ranks)
 
 
-def _has_addends(tensor: TensorInfo) -> bool:
+def _has_partials(tensor: TensorInfo) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
@@ -143,10 +143,10 @@ def _implemented(strategy: Strategy, own: Implementation, call: OpCall) -> Strat
 
 
 def _linear(rule: Rule, call: OpCall) -> Iterator[Strategy]:
-    """P in, P out: each rank does all of the op on its addend."""
-    for addends in rule.linear(call):
-        if all(_has_addends(t) for t in (*(call.operands[i] for i in addends), *call.outputs)):
-            needs = tuple(P if i in addends else _broadcast(t, True) for i, t in enumerate(call.operands))
+    """P in, P out: each rank does all of the op on its partial value."""
+    for partial_sums in rule.linear(call):
+        if all(_has_partials(t) for t in (*(call.operands[i] for i in partial_sums), *call.outputs)):
+            needs = tuple(P if i in partial_sums else _broadcast(t, True) for i, t in enumerate(call.operands))
             yield Strategy(needs, (P,) * len(call.outputs))
 
 

@@ -1,9 +1,9 @@
 """Proof by execution: run an op as a strategy says, rank by rank, and compare with the whole op.
 
-Inputs are laid out as the strategy needs them (a `PartialSum` as random addends: relu looks linear on 0.3 x + 0.7 x),
-each rank runs the op on its part, and the results are joined as the strategy gives them. The gradient likewise, by the
-conjugate placements: a random gradient of the outputs is laid out, each rank runs its backward, and the gradients of
-the inputs are joined. What every rank should hold whole is compared on every rank.
+Inputs are laid out as the strategy needs them (a `PartialSum` as random partial values: relu looks linear on 0.3 x +
+0.7 x), each rank runs the op on its part, and the results are joined as the strategy gives them. The gradient
+likewise, by the conjugate placements: a random gradient of the outputs is laid out, each rank runs its backward, and
+the gradients of the inputs are joined. What every rank should hold whole is compared on every rank.
 
 `discover` uses the same proof to find the factors of an op that has no rule.
 """

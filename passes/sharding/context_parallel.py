@@ -3,10 +3,10 @@
 The rules that split tensors over tp say what splits over cp too; here the dim is given: that of the tokens, `s`.
 From the first op on, each takes the strategy that leaves its operands as they are, and hands the split on:
 
-    token embedding   Bp, S1 -> S1        inputs are cut, parameters are copies whose gradients are addends
+    token embedding   Bp, S1 -> S1        inputs are cut, parameters are copies whose gradients are partial values
     norm, linear      S1, Bp -> S1
     attention         S2, S2, S2 -> S2    by an implementation of its own: ring or Ulysses
-    loss              S1, S1 -> P         every rank's is an addend
+    loss              S1, S1 -> P         every rank's is a partial value
 
 What picks or sums tokens (a first token, a mean, a shift) is given all of them, gathered; so is the smaller part of an
 op that can keep one operand's split (keys of an attention written out). An op that needs all tokens of one tensor to

@@ -4,7 +4,7 @@
               of it is cut first, once per stage
     main      `s_local` tokens where `token_splits` cuts; attention by its own implementation; what is gathered,
               sliced or summed over cp is a `convert` before the op that needs it
-    loss      an addend on every cp rank
+    loss      a partial value on every cp rank
 
 Nothing but this graph knows of cp: tp's placements stay those of the plan, within a rank's tokens, and an emitted
 program is written from it as from any other.
@@ -138,7 +138,7 @@ class _Cutter:
         )
 
     def _loss_conversion(self) -> str:
-        """What turns the loss into an addend."""
+        """What turns the loss into a partial value."""
         return conversion(self.splits.given[self.folded.loss], P).function
 
     def cut(self, node: fx.Node, dim: int) -> fx.Node:

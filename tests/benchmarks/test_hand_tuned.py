@@ -10,7 +10,7 @@ import pytest
 
 import benchmarks.hand_tuned.search as search
 from autoptd.errors import DoesNotFit
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.search.meshes import Candidate
 from autoptd.search.planner import Answer, Planner
 from benchmarks.hand_tuned.__main__ import main, read_done
@@ -103,7 +103,7 @@ def test_a_run_that_is_not_predicted_says_why() -> None:
 
 
 def _planner(row: Row) -> Planner:
-    return planner_of(row, read_wishes({}, assume={"kernels": "fused"}), cluster_of(row))
+    return planner_of(row, read_constraints({}, assume={"kernels": "fused"}), cluster_of(row))
 
 
 def test_a_mesh_outside_the_space_is_told_by_what_is_searched() -> None:

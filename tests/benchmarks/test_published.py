@@ -72,12 +72,12 @@ def test_fix_of_published_plans() -> None:
 
 def test_every_fix_is_one_that_plan_takes() -> None:
     from autoptd.search.constraints.assumed import by_keyword
-    from autoptd.search.constraints.options import read_wishes
+    from autoptd.search.constraints.options import read_constraints
 
     for row in OF_ROW.values():
         if not row.arch.startswith("moe") and row.status == "ok":
             carried_out, assume = by_keyword(fix(row))
-            read_wishes(carried_out, assume=assume)
+            read_constraints(carried_out, assume=assume)
 
 
 def test_interleaved_and_sharded_plans() -> None:

@@ -56,16 +56,16 @@ def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         traced.append({"model": model, **sizes})
         return types.SimpleNamespace(model=model, seq=sizes["seq"], precision=sizes["precision"], name="unnamed")
 
-    def plan(model: Any, **wishes: Any) -> Plan:
-        asked.append({"model": model, **wishes})
-        if wishes["world"] == 1:
+    def plan(model: Any, **constraints: Any) -> Plan:
+        asked.append({"model": model, **constraints})
+        if constraints["world"] == 1:
             raise DoesNotFit("stage 0 lacks 12.3 GiB", where="stage 0", fix="use 2 devices")
-        if wishes["world"] == 7:
+        if constraints["world"] == 7:
             raise PlanError("7 devices cannot be dp × 2 × pp")
         return sample_plan(model="unnamed")
 
-    def parallelize(model: Any, **wishes: Any) -> Parallel:
-        asked.append({"model": model, **wishes})
+    def parallelize(model: Any, **constraints: Any) -> Parallel:
+        asked.append({"model": model, **constraints})
         return Parallel()
 
     module = types.ModuleType("autoptd.api")
@@ -107,7 +107,7 @@ def test_every_command_is_known_and_named_in_the_readme():
 # --- plan ---------------------------------------------------------------------------------------------------------
 
 
-def test_plan_passes_the_wishes_on_and_saves(run: Run, api: list[dict[str, Any]], tmp_path: Path):
+def test_plan_passes_the_constraints_on_and_saves(run: Run, api: list[dict[str, Any]], tmp_path: Path):
     out = tmp_path / "plan.json"
     code, text, _ = run(
         *["plan", "gpt2", "--world", "8", "--cluster", "dgx-h100", "--batch", "16", "--seq", "128"],
@@ -278,12 +278,12 @@ def test_what_sweep_reads(text: str, swept: Any):
 
 
 def test_fix_knows_what_the_search_does():
-    from autoptd.search.constraints import options as wishes
+    from autoptd.search.constraints import options as constraints
 
-    assert set(FIXED) == set(wishes.KNOWN) - set(wishes.NAMED)
-    given = {name: tuple(map(str, values)) for name, values in wishes.ALLOWED.items() if name != "zero"}
+    assert set(FIXED) == set(constraints.KNOWN) - set(constraints.NAMED)
+    given = {name: tuple(map(str, values)) for name, values in constraints.ALLOWED.items() if name != "zero"}
     assert {name: FIXABLE[name] for name in given} == given
-    assert FIXABLE["overlap"] == wishes.STREAMS
+    assert FIXABLE["overlap"] == constraints.STREAMS
 
 
 # --- the other commands -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 WIDTH, SAMPLES, LENGTH = 8, 8, 4
@@ -45,7 +45,7 @@ def trained(model: nn.Module | TracedModel, **mesh: object) -> tuple[Plan, list[
         batch=SAMPLES,
         precision="fp64",
         optimizer="sgd",
-        wishes=read_wishes({"micro": 1, **sizes}),
+        constraints=read_constraints({"micro": 1, **sizes}),
         progress=Silent(),
     )
     program = make_program(source, plan, read_sharding(source, plan))

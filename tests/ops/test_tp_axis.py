@@ -22,7 +22,7 @@ SHAPE = (4, 12, 8)
 
 
 def lay(x: Tensor, placement: Placement, size: int, seed: int) -> list[Tensor]:
-    """What each rank holds of a value; random addends for PartialSum."""
+    """What each rank holds of a value; random partial values for PartialSum."""
     match placement:
         case Split(dim, groups):
             return [own_slice(x, dim, groups, size, r).contiguous() for r in range(size)]

@@ -57,10 +57,10 @@ def planned(
     dp, tp, pp = mesh
     some = targets[:2] if isinstance(targets, Tensor) else targets and {n: t[:2] for n, t in targets.items()}
     options = {"precision": "fp64", "optimizer": "sgd", "optimizer_options": OPTIONS["sgd"]} | options
-    wishes = {"dp": dp, "tp": tp, "pp": pp, "micro": 2} | options.pop("fix", {})
+    constraints = {"dp": dp, "tp": tp, "pp": pp, "micro": 2} | options.pop("fix", {})
     return autoptd.parallelize(
         model, world=dp * tp * pp, cluster="dgx-h100", batch=16, inputs={n: t[:2] for n, t in inputs.items()},
-        loss=loss, targets=some, fix=wishes, **options,
+        loss=loss, targets=some, fix=constraints, **options,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from autoptd.ops import context_attention as ring
 from autoptd.ops import library as ops
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
 from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, WITH_TABLES, Case
 
@@ -82,7 +82,7 @@ def source(name: str) -> TracedModel:
 
 @cache
 def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
-    wishes = {
+    constraints = {
         "dp": mesh.dp,
         "tp": mesh.tp,
         "pp": mesh.pp,
@@ -108,7 +108,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         batch=16,
         precision="fp64",
         optimizer="sgd",
-        wishes=read_wishes(wishes),
+        constraints=read_constraints(constraints),
         progress=Silent(),
     )
 
@@ -146,7 +146,7 @@ def float32_loss(name: str) -> bool:
 
 def complaints(name: str, found: Trained, expected: Trained) -> list[str]:
     """All that differs by more than it may."""
-    # sums of float32 numbers in another order: the gradients of their addends do not notice
+    # sums of float32 numbers in another order: the gradients of their partial values do not notice
     loose = 1e-6 if float32_loss(name) else TOLERANCE
     wrong = []
     for what, mine, theirs, limit in (

@@ -31,7 +31,7 @@ from autoptd.passes.normalise import normalise
 from autoptd.passes.trace import trace
 from autoptd.progress import Silent
 from autoptd.runtime import torch_compile as compiled
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from tests.parity import own_passes as own
 from tests.parity.own_passes import WIDTH, Net
@@ -62,8 +62,13 @@ def made(
     precision: str = "fp64",
 ) -> Parallel:
     source = read(model, given, precision)
-    wishes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "micro": variant.micro}
-    wishes |= {"zero": variant.zero, "recompute": variant.recompute, "schedule": variant.schedule, "loss": variant.loss}
+    constraints = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "micro": variant.micro}
+    constraints |= {
+        "zero": variant.zero,
+        "recompute": variant.recompute,
+        "schedule": variant.schedule,
+        "loss": variant.loss,
+    }
     plan = make_plan(
         source,
         world=mesh.world,
@@ -71,7 +76,7 @@ def made(
         batch=16,
         precision=precision,
         optimizer="sgd",
-        wishes=read_wishes(wishes),
+        constraints=read_constraints(constraints),
         progress=Silent(),
     )
     program = make_program(source, plan, read_sharding(source, plan))

@@ -23,7 +23,7 @@ from autoptd.progress import Silent
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.zero import flat_buffer as storage
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, train_alone, train_in_lockstep
 from tests.pairwise import pairwise
 from tests.parity.parity_check import OPTIONS, complaints
@@ -158,7 +158,7 @@ def made(name: str, fix: dict[str, Any]) -> Parallel:
         batch=16,
         precision="fp64",
         optimizer="sgd",
-        wishes=read_wishes({"micro": 2, "tp": 1, "pp": 1, **fix}),
+        constraints=read_constraints({"micro": 2, "tp": 1, "pp": 1, **fix}),
         progress=Silent(),
     )
     program = make_program(source(name), plan, read_sharding(source(name), plan))

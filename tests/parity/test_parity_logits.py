@@ -21,7 +21,7 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, train_alone, train_in_lockstep
 from tests.parity.logit_heads import HEADS, headed
 from tests.parity.parity_check import OPTIONS, complaints
@@ -71,7 +71,7 @@ def made(name: str, layers: int, fix: dict[str, Any]) -> Parallel:
         batch=16,
         precision="fp64",
         optimizer="sgd",
-        wishes=read_wishes(fix),
+        constraints=read_constraints(fix),
         progress=Silent(),
     )
     program = make_program(origin, plan, read_sharding(origin, plan))

@@ -17,7 +17,7 @@ from autoptd.layout.mesh import Mesh
 from autoptd.parallel import Parallel
 from autoptd.passes.trace.loss import loss_of
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, train_in_lockstep
 from tests.parity.parity_check import alone, batches, case, source
 
@@ -61,7 +61,7 @@ def planned(name: str, precision: str, mesh: Mesh, clip_norm: float | None = Non
         batch=16,
         precision=precision,
         optimizer="sgd",
-        wishes=read_wishes({"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro": 2} | more),
+        constraints=read_constraints({"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro": 2} | more),
         progress=Silent(),
     )
     program = make_program(origin, plan, read_sharding(origin, plan))

@@ -51,8 +51,12 @@ def once(pattern: str, by: str) -> Callable[[str], str]:
         pytest.param(
             "gpt2", r"tp\.all_gather\(", "tp.all_gather_whole(", marks=pytest.mark.fault("gradient of a gather")
         ),
-        pytest.param("gpt2", r"tp\.reduce_scatter\(", "tp.slice(", marks=pytest.mark.fault("addends not summed")),
-        pytest.param("one_layer", r"tp\.reduce_scatter\(", "tp.slice(", marks=pytest.mark.fault("addends not summed")),
+        pytest.param(
+            "gpt2", r"tp\.reduce_scatter\(", "tp.slice(", marks=pytest.mark.fault("partial values not summed")
+        ),
+        pytest.param(
+            "one_layer", r"tp\.reduce_scatter\(", "tp.slice(", marks=pytest.mark.fault("partial values not summed")
+        ),
         pytest.param(
             "nanogpt",
             r"tp\.pad\((self\.[\w.]+), dim=0\)",
@@ -114,7 +118,7 @@ def plant(made: Parallel, name: str, **changes: object) -> None:
 
 @pytest.mark.fault("a norm's gradient not summed")
 def test_a_norm_s_missing_gradient_sum_is_seen() -> None:
-    """The gradient of a norm whose input is split over the sequence is an addend on every rank."""
+    """The gradient of a norm whose input is split over the sequence is a partial value on every rank."""
     made = sound("llama")
     name = next(n for n, p in made.layout.parameters.items() if p.placement == parse_placement("Bp"))
     plant(made, name, placement=B)

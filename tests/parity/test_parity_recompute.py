@@ -34,7 +34,7 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import train_in_lockstep
 from tests.pairwise import pairwise
 from tests.parity.parity_check import (
@@ -193,7 +193,7 @@ def source(name: str) -> TracedModel:
 
 def made_for(name: str, tp: int, policy: str, cp: int = 1, gathers: str = "kept") -> Parallel:
     origin = source(name)
-    wishes = {"dp": 1, "cp": cp, "tp": tp, "pp": 1, "micro": 2, "recompute": policy, "gathers": gathers}
+    constraints = {"dp": 1, "cp": cp, "tp": tp, "pp": 1, "micro": 2, "recompute": policy, "gathers": gathers}
     plan = make_plan(
         origin,
         world=tp * cp,
@@ -201,7 +201,7 @@ def made_for(name: str, tp: int, policy: str, cp: int = 1, gathers: str = "kept"
         batch=SAMPLES,
         precision="fp32",
         optimizer="sgd",
-        wishes=read_wishes(wishes),
+        constraints=read_constraints(constraints),
         progress=Silent(),
     )
     program = make_program(origin, plan, read_sharding(origin, plan))

@@ -145,7 +145,7 @@ def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.Monkey
 
 
 def test_gradients_that_are_addends_are_not_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `Bp` each rank's gradient is an addend of its own."""
+    """Of `Bp` each rank holds a partial gradient."""
     monkeypatch.setattr(Wire, "is_whole", lambda self, *, gradient: self.placement in ("B", "Bp"))
     assert found_wrong("llama", "slices") or found_wrong("gpt2", "slices")
 

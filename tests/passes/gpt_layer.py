@@ -73,7 +73,7 @@ def traced(fused: bool = False, p: float = 0.1) -> Folded:
 
 
 class WholeTokens(Tensors):
-    """Tensor parallelism without sequence parallelism: results are summed where they are addends, and never split."""
+    """Tensor parallelism without sequence parallelism: partial results are summed, and never split."""
 
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
         return tuple(p for p in super()._edge_placements(tensor) if isinstance(p, Broadcast))

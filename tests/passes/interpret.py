@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.passes.graph import concrete, substitute
-from autoptd.passes.losses.loss_form import ADDEND, COUNT, LossForm, addend_slices, loss_form
+from autoptd.passes.losses.loss_form import COUNT, PARTIAL, LossForm, loss_form, partial_slices
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.trace import trace
 from autoptd.passes.trace.traced import Traced
@@ -32,7 +32,7 @@ def names_of(traced: Traced) -> list[str]:
 
 
 def run(traced: Traced, state: Mapping[str, Tensor], batch: Batch, counts: Sequence[Tensor] = ()) -> list[Tensor]:
-    """[share of the loss or its addends, count 0, count 1, …] of one microbatch; missing global counts are 1."""
+    """[share of the loss or its partial values, count 0, count 1, …] of one microbatch; missing global counts are 1."""
     sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
     return run_graph(traced.graph.graph, lambda name: _given(traced, name, state, batch, counts), sizes)
 
@@ -139,10 +139,10 @@ def _outer(
     traced: Traced, form: LossForm, sums: Tensor, counts: Sequence[Tensor], state: Mapping[str, Tensor]
 ) -> Tensor:
     assert form.outer is not None
-    slices = addend_slices(form.addends)
+    slices = partial_slices(form.partial_sums)
 
     def given(name: str) -> Tensor:
-        if name.startswith(ADDEND):
+        if name.startswith(PARTIAL):
             start, stop, shape, dtype = slices[int(name.rpartition("_")[2])]
             return sums[start:stop].view(shape).to(dtype)
         return _given(traced, name, state, {}, counts)

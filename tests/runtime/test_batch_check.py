@@ -33,8 +33,14 @@ PLANS: dict[str, dict[str, Any]] = {
 def made(plan: str) -> autoptd.Parallel:
     torch.manual_seed(0)
     model: nn.Module = NanoGPT(GPTSizes(vocab=32, max_seq=16, width=16, layers=2, heads=2)).double()
-    wishes = {"batch": SAMPLES, "seq": SEQ, "precision": "fp64", "optimizer": "sgd", "optimizer_options": {"lr": 0.1}}
-    return autoptd.parallelize(model, world=4, cluster="dgx-h100", fix=PLANS[plan], **wishes)
+    options = {
+        "batch": SAMPLES,
+        "seq": SEQ,
+        "precision": "fp64",
+        "optimizer": "sgd",
+        "optimizer_options": {"lr": 0.1},
+    }
+    return autoptd.parallelize(model, world=4, cluster="dgx-h100", fix=PLANS[plan], **options)
 
 
 def share(parallel: autoptd.Parallel, step: int) -> Batch:

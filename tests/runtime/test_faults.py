@@ -87,7 +87,7 @@ def norm_of(rule: Callable[[Any, int, int, int], bool]) -> Callable[[Patch], Non
 
 
 def no_reduction_of_partial_gradients(patch: Patch) -> None:
-    """Sequence-parallel scales and biases keep their own addend."""
+    """Sequence-parallel scales and biases keep their own partial value."""
     whole = buffers.Buffer.allocate
 
     def allocate(self: Any, *args: Any) -> None:

@@ -15,7 +15,7 @@ import autoptd
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
 from autoptd.models.load import load_model
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.search.pipeline import cut_ilp as cut_program
 from autoptd.search.pipeline import partition as cuts
 from autoptd.search.pipeline import stages
@@ -109,9 +109,9 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
         assert bound_s(line, ramp, seconds, found) == pytest.approx(bound_s(line, ramp, seconds, quick), rel=1e-9)
         return found
 
-    wishes = replace(task.wishes, method=replace(task.wishes.method, cut_solver="ilp"))
+    constraints = replace(task.constraints, method=replace(task.constraints.method, cut_solver="ilp"))
     with mock.patch.object(stages, "solve_cuts", both), contextlib.suppress(PlanError, DoesNotFit):
-        Planner(replace(task, wishes=wishes, effort=0), Silent(), model.known).answer()
+        Planner(replace(task, constraints=constraints, effort=0), Silent(), model.known).answer()
     return count
 
 
@@ -138,7 +138,7 @@ def test_plans_of_shipped_models_are_equal(name: str, seq: int) -> None:
 
 def test_a_solver_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match="cut_solver 'simplex' is not possible") as error:
-        read_wishes({"cut_solver": "simplex"})
+        read_constraints({"cut_solver": "simplex"})
     assert "possible: 'dynamic', 'ilp'" in str(error.value)
 
 

@@ -20,7 +20,7 @@ from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.search.planner import Answer, Planner, Task
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from tests.search.random_tasks import random_cluster, traced
@@ -33,10 +33,10 @@ def gpt(layers: int, width: int, heads: int, vocab: int = 51200, seq: int = 2048
         return autoptd.trace(NanoGPT(sizes), seq=seq)
 
 
-def found(model: autoptd.TracedModel, cluster: Cluster, world: int, batch: int, **wishes: Any) -> Answer:
-    include, fix = wishes.pop("include", ()), wishes.pop("fix", {})
-    read = read_wishes(fix, include)
-    task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", read, **wishes)
+def found(model: autoptd.TracedModel, cluster: Cluster, world: int, batch: int, **constraints: Any) -> Answer:
+    include, fix = constraints.pop("include", ()), constraints.pop("fix", {})
+    read = read_constraints(fix, include)
+    task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", read, **constraints)
     return Planner(task, Silent(), model.known).answer()
 
 

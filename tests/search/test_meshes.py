@@ -1,4 +1,4 @@
-"""Every mesh of a world, and every way to run it, is listed once; wishes that cannot be met are refused by name."""
+"""Every mesh of a world, and every way to run it, is listed once; impossible constraints are refused by name."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def found_by(seed: int, **changes: object) -> tuple[float, float]:
 def best_of(seed: int) -> float | None:
     """The least seconds of all plans; None where the world has no mesh for this batch, or plans are too many."""
     model, task = task_of(seed)
-    if {"recompute", "virtual"} <= task.wishes.include:  # minutes of ways to recompute the chunks of a rank
+    if {"recompute", "virtual"} <= task.constraints.include:  # minutes of ways to recompute the chunks of a rank
         return None
     try:
         return least_seconds(Planner(task, Silent(), model.known))[0]
@@ -73,8 +73,8 @@ def test_the_tasks_are_of_all_kinds() -> None:
     assert sum(best_of(seed) != math.inf for seed in tasks) >= 0.7 * len(tasks)
     assert sum(best_of(seed) == math.inf for seed in tasks) >= 3, "too little memory for anything"
     for name in INCLUDABLE:
-        assert sum(name in task.wishes.include for task in tasks.values()) >= 10
-    assert {len(task.wishes.include) for task in tasks.values()} == {0, 1, 2}
+        assert sum(name in task.constraints.include for task in tasks.values()) >= 10
+    assert {len(task.constraints.include) for task in tasks.values()} == {0, 1, 2}
     assert len({id(task.folded) for task in tasks.values()}) == len(MODELS)
 
 

@@ -14,7 +14,7 @@ from autoptd.errors import DoesNotFit
 from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_wishes
+from autoptd.search.constraints.options import read_constraints
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, simulated
 from autoptd.search.planner import Planner, Task
@@ -40,8 +40,8 @@ def gpt() -> autoptd.TracedModel:
 
 def planner(model: autoptd.TracedModel, cluster: Cluster, world: int = 8, batch: int = 32, **changes: Any) -> Planner:
     include, fix = changes.pop("include", ()), changes.pop("fix", {})
-    wishes = read_wishes(fix, include)
-    task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", wishes, **changes)
+    constraints = read_constraints(fix, include)
+    task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", constraints, **changes)
     return Planner(task, Silent(), model.known)
 
 
@@ -159,7 +159,7 @@ def test_more_memory_or_faster_links_never_make_it_slower(gpt: autoptd.TracedMod
     assert steps == sorted(steps, reverse=True)
 
 
-def test_candidates_are_what_the_wishes_leave(gpt: autoptd.TracedModel) -> None:
+def test_candidates_are_what_the_constraints_leave(gpt: autoptd.TracedModel) -> None:
     found = planner(gpt, Cluster.load("dgx-h100"), 16, fix={"pp": 2}).candidates()
     assert {c.pp for c in found} == {2} and {c.tp for c in found} == {1, 2, 4, 8}
     assert all(isinstance(c, Candidate) and c.dp * c.tp * c.pp == 16 for c in found)

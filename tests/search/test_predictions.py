@@ -21,7 +21,7 @@ from autoptd.passes.sharding.sharding import ops_of
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.constraints.assumed import by_keyword, only_predicted
-from autoptd.search.constraints.options import ALLOWED, read_wishes
+from autoptd.search.constraints.options import ALLOWED, read_constraints
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.partition import even_counts, even_cuts
 from autoptd.search.planner import Planner, Task
@@ -50,8 +50,8 @@ def planned(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> Plan:
 
 def planner(traced: autoptd.TracedModel, world: int = 8, cluster: Cluster = NODE, **fix: Any) -> Planner:
     fix, assume = by_keyword(BASE | fix)
-    wishes = read_wishes(fix, assume=assume)
-    task = Task(traced.folded, cluster, world, 32, traced.sizes, "bf16", "adamw", wishes)
+    constraints = read_constraints(fix, assume=assume)
+    task = Task(traced.folded, cluster, world, 32, traced.sizes, "bf16", "adamw", constraints)
     return Planner(task, Silent(), traced.known)
 
 
@@ -83,8 +83,8 @@ def test_what_is_kept_is_never_of_another_question(traced: autoptd.TracedModel) 
         {"cluster": NODE, "fix": BASE | {"cp": 2, "dp": 1}},
         {"cluster": NODE, "fix": BASE, "optimizer": "sgd"},
     ]
-    texts = [autoptd.plan(traced, world=8, batch=32, **wishes).to_json() for wishes in asked]
-    again = [autoptd.plan(traced, world=8, batch=32, **wishes).to_json() for wishes in asked]
+    texts = [autoptd.plan(traced, world=8, batch=32, **constraints).to_json() for constraints in asked]
+    again = [autoptd.plan(traced, world=8, batch=32, **constraints).to_json() for constraints in asked]
     fresh = [autoptd.plan(replace(traced, known=type(traced.known)(traced.folded)), world=8, batch=32, **w).to_json()
              for w in asked]  # fmt: skip
     assert texts == again == fresh

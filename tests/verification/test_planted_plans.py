@@ -99,7 +99,7 @@ def stale_gather(patch: Patch) -> None:
 
 
 def not_reduced(patch: Patch) -> None:
-    """Each dp rank keeps its own addend."""
+    """Each dp rank keeps its own partial value."""
 
     def alone(self: Any, whole: Tensor, own: Tensor) -> Any:
         return type("Done", (), {"wait": lambda _: None})()
@@ -108,7 +108,7 @@ def not_reduced(patch: Patch) -> None:
 
 
 def stale_gradients(patch: Patch) -> None:
-    """The first addend of a step is added to what the step before left."""
+    """The first partial value of a step is added to what the step before left."""
     patch.setattr(buffers.Buffers, "start_step", lambda self: None)
 
 
@@ -240,7 +240,7 @@ def with_plan(made: Trial, changed: Plan) -> Trial:
 def test_a_placement_that_the_program_does_not_have_is_refused() -> None:
     made = trial("tensors")
     splits = made.subject.plan.splits
-    placed = {**splits.parameters, "norm.weight": "B"}  # whose gradient is an addend: nobody sums it
+    placed = {**splits.parameters, "norm.weight": "B"}  # whose gradient is a partial value: nobody sums it
     wrong = made.subject.plan.model_copy(update={"splits": splits.model_copy(update={"parameters": placed})})
     with pytest.raises(PlanFileError, match=r"collectives.norm: missing"):
         verdict("tensors", with_plan(made, wrong))

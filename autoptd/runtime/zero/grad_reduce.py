@@ -40,7 +40,7 @@ class Live:
         return [slot.name for slot in self.bucket.slots]
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """The first addend overwrites."""
+        """The first partial value overwrites."""
         if self.total is None:
             self.total = self.buffer.empty_gradient(self.bucket)
         mine = self.buffer.view(self.total, self.bucket, name)

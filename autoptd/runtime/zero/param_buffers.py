@@ -117,7 +117,7 @@ class Buffers:
         parameter.register_post_accumulate_grad_hook(take)
 
     def start_step(self) -> None:
-        """Forget the last step's gradients (the first addend overwrites)."""
+        """Forget the last step's gradients (the first partial value overwrites)."""
         self.end_step()
         self._reduction.start_step()
 

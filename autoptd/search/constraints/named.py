@@ -31,8 +31,8 @@ _SHOWN = 300  # characters of names that an error lists
 
 
 @dataclass(frozen=True)
-class Pins:
-    """`starts`, `uncut`: as in `wishes.Method`; `whole`: parameters that tp does not split; `modules`: theirs."""
+class NamedConstraints:
+    """`starts`, `uncut`: as in `options.Method`; `whole`: parameters that tp does not split; `modules`: theirs."""
 
     starts: tuple[int, ...] = ()
     uncut: frozenset[int] = frozenset()
@@ -48,16 +48,16 @@ class Pins:
         return replace(method, starts=self.starts, uncut=self.uncut)
 
 
-def read_pins(folded: Folded, wishes: Constraints) -> Pins:
+def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
     """Raises PlanError for names that the model does not have, and for cuts that cannot be."""
-    _check_splits(folded, wishes.splits)
-    if not wishes.cuts and not wishes.whole:
-        return Pins()
+    _check_splits(folded, constraints.splits)
+    if not constraints.cuts and not constraints.whole:
+        return NamedConstraints()
     modules = Modules(folded)
-    kept = [name for pattern in wishes.whole for name in modules.called(pattern)]
-    starts = tuple(modules.starts(wishes.cuts))
-    pins = Pins(starts, modules.inside(kept), modules.parameters(kept), frozenset(kept))
-    for pattern, placement in wishes.splits.items():
+    kept = [name for pattern in constraints.whole for name in modules.called(pattern)]
+    starts = tuple(modules.starts(constraints.cuts))
+    pins = NamedConstraints(starts, modules.inside(kept), modules.parameters(kept), frozenset(kept))
+    for pattern, placement in constraints.splits.items():
         both = _matching(pattern, pins.whole)
         if both and placement.startswith("S"):
             raise PlanError(
@@ -65,7 +65,7 @@ def read_pins(folded: Folded, wishes: Constraints) -> Pins:
                 where=f"fix['splits'][{pattern!r}], fix['whole']",
                 fix="leave one of them out, or name fewer modules in fix['whole']",
             )
-    for name, start in zip(wishes.cuts, starts, strict=True):
+    for name, start in zip(constraints.cuts, starts, strict=True):
         if start in pins.uncut:
             inside = next(m for m in kept if start in modules.inside([m]))
             raise PlanError(
@@ -279,19 +279,19 @@ def _unknown(what: str, where: str, name: str, known: Iterable[str]) -> PlanErro
     return PlanError(what, where=where, fix=f"{close}known: {listed}")
 
 
-def pin_notes(folded: Folded, wishes: Constraints, tp: int) -> list[str]:
+def pin_notes(folded: Folded, constraints: Constraints, tp: int) -> list[str]:
     """What a reader of a plan should know of pins that no other part of it shows."""
     notes = []
-    if wishes.method.headroom:
-        notes.append(f"{100 * wishes.method.headroom:.4g} % of each device's memory is left free (headroom)")
-    if wishes.max_tp is not None:
-        notes.append(f"no tp above {wishes.max_tp} was considered (max_tp)")
-    if wishes.cuts:
-        notes.append(f"stages cut by hand, at {', '.join(wishes.cuts)}")
-    if wishes.whole:
-        notes.append(f"kept whole, by tp and by stages: {', '.join(wishes.whole)}")
-    named = {n for p in wishes.splits for n in _matching(p, folded.traced.parameters.values())}
-    named |= set(read_pins(folded, wishes).whole)
+    if constraints.method.headroom:
+        notes.append(f"{100 * constraints.method.headroom:.4g} % of each device's memory is left free (headroom)")
+    if constraints.max_tp is not None:
+        notes.append(f"no tp above {constraints.max_tp} was considered (max_tp)")
+    if constraints.cuts:
+        notes.append(f"stages cut by hand, at {', '.join(constraints.cuts)}")
+    if constraints.whole:
+        notes.append(f"kept whole, by tp and by stages: {', '.join(constraints.whole)}")
+    named = {n for p in constraints.splits for n in _matching(p, folded.traced.parameters.values())}
+    named |= set(read_named(folded, constraints).whole)
     if tp > 1 and (shared := _alike(folded, named)):
         listed = textwrap.shorten(", ".join(fold_names(shared)), _SHOWN, placeholder=" …")
         notes.append(f"equal layers lie alike, so that what was pinned holds for these as well: {listed}")

@@ -108,7 +108,7 @@ class Constraints:
     fixed: frozenset[str] = frozenset()  # everything that `fix` or `assume` named
 
 
-def read_wishes(
+def read_constraints(
     fix: Mapping[str, Any] | None, include: Iterable[str] = (), assume: Mapping[str, Any] | None = None
 ) -> Constraints:
     """Raises PlanError for an unknown name, a value that is not possible, or one that belongs to the other keyword."""
@@ -146,22 +146,22 @@ def read_wishes(
     )
 
 
-def schedules_and_chunks(wishes: Constraints, of_sums: bool = False) -> tuple[list[str], list[int]]:
+def schedules_and_chunks(constraints: Constraints, of_sums: bool = False) -> tuple[list[str], list[int]]:
     """Schedules, and chunks per pipeline rank, that are tried: what is fixed, and what is included beyond 1F1B.
 
     `of_sums`: of a loss that is a function of sums over the batch, which GPipe has before its first backward pass.
     """
-    method, free = wishes.method, wishes.include - wishes.fixed
-    if "schedule" in wishes.fixed or method.virtual > 1:
+    method, free = constraints.method, constraints.include - constraints.fixed
+    if "schedule" in constraints.fixed or method.virtual > 1:
         schedules = [method.schedule]
     else:
         more = {"interleaved": "virtual" in free, "zero-bubble": "zero-bubble" in free}
         more["zero-bubble-v"] = (
-            "zero-bubble-v" in free and "virtual" not in wishes.fixed
+            "zero-bubble-v" in free and "virtual" not in constraints.fixed
         )  # which has its own number of chunks
         more["gpipe"] = of_sums and method.schedule != "gpipe"
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
-    searched = "interleaved" in schedules and "virtual" not in wishes.fixed
+    searched = "interleaved" in schedules and "virtual" not in constraints.fixed
     return schedules, list(_CHUNKS) if searched else [method.virtual]
 
 

@@ -1,8 +1,9 @@
 """Constraints that can have no effect, whatever the search finds: refused, or noted in the plan where they do no harm.
 
-A wish such as `zero: 3` acts along an axis of the mesh. The other wishes may leave that axis one rank, by naming it
-(`dp: 1`) or by using up the world (`tp: 4, pp: 2` of 8). Somebody who asked for ZeRO 3 then expects memory that nobody
-saves: an error. On a world of one device every axis is one rank: a script that is tried out there is left alone.
+A constraint such as `zero: 3` acts along an axis of the mesh. The other constraints may leave that axis one rank, by
+naming it (`dp: 1`) or by using up the world (`tp: 4, pp: 2` of 8). Somebody who asked for ZeRO 3 then expects memory
+that nobody saves: an error. On a world of one device every axis is one rank: a script that is tried out there is left
+alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _AXES = ("cp", "dp", "pp", "tp")
 
 @dataclass(frozen=True)
 class ConstraintEffect:
-    """A wish, whether its value asks for anything, and the axes it acts along: several as one (`dp × cp`)."""
+    """A constraint, whether its value asks for anything, and the axes it acts along: several as one (`dp × cp`)."""
 
     name: str
     asks: Callable[[Any], bool]
@@ -44,11 +45,11 @@ ROWS = (
 )
 
 
-def idle_notes(wishes: Constraints, world: int) -> list[str]:
-    """Notes for a plan. Raises PlanError for wishes that surely expect an effect, all of them at once."""
-    single, values = _single(wishes, world), _values(wishes)
+def idle_notes(constraints: Constraints, world: int) -> list[str]:
+    """Notes for a plan. Raises PlanError for constraints that surely expect an effect, all of them at once."""
+    single, values = _single(constraints, world), _values(constraints)
     found = [row for row in ROWS if row.name in values and row.asks(values[row.name]) and single.issuperset(row.axes)]
-    if wishes.mesh.get("zero") == 0 and "shards" in values:
+    if constraints.mesh.get("zero") == 0 and "shards" in values:
         raise PlanError(
             f"shards {values['shards']} with zero 0: nothing is sharded",
             where="fix['shards']",
@@ -71,18 +72,18 @@ def _told(found: list[ConstraintEffect], values: Mapping[str, Any]) -> Iterator[
         yield row.name, f"{row.name} {values[row.name]} can have no effect: it acts along {axes}, which is 1"
 
 
-def _values(wishes: Constraints) -> dict[str, Any]:
+def _values(constraints: Constraints) -> dict[str, Any]:
     """What was fixed, by name."""
-    every = {**vars(wishes.method), **wishes.mesh}
-    return {name: every[name] for name in wishes.fixed if name in every}
+    every = {**vars(constraints.method), **constraints.mesh}
+    return {name: every[name] for name in constraints.fixed if name in every}
 
 
-def _single(wishes: Constraints, world: int) -> set[str]:
-    """The axes that are one rank in every mesh that the wishes allow."""
-    sizes = {name: int(wishes.mesh[name]) for name in _AXES if name in wishes.mesh}
-    if "cp" in wishes.fixed or "cp" not in wishes.include:
-        sizes["cp"] = wishes.method.cp
-    if wishes.max_tp == 1:
+def _single(constraints: Constraints, world: int) -> set[str]:
+    """The axes that are one rank in every mesh that the constraints allow."""
+    sizes = {name: int(constraints.mesh[name]) for name in _AXES if name in constraints.mesh}
+    if "cp" in constraints.fixed or "cp" not in constraints.include:
+        sizes["cp"] = constraints.method.cp
+    if constraints.max_tp == 1:
         sizes["tp"] = 1
     spent = math.prod(sizes.values()) == world
     return {name for name in _AXES if sizes.get(name, 1 if spent else 0) == 1}

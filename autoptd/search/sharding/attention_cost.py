@@ -49,7 +49,7 @@ def attention_works(
 ) -> Iterator[OpWork]:
     """The kernels of one pass. `nbytes`: of operands, results and their gradients, each moved once.
 
-    `implementation`: of fused kernels, as the plan wishes it.
+    `implementation`: of fused kernels, as the plan constraints it.
     """
     way = form.way(device.kind)
     tiles, rows, share = _tiles(form, shape)

@@ -108,7 +108,7 @@ class SplitNumbers(Prices):
         )
 
     def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement) -> bool:
-        """Integers have no addends; without sequence parallelism nothing whole or summed is cut between ops."""
+        """Integers have no partial values; without sequence parallelism nothing whole or summed is cut between ops."""
         if isinstance(target, Split) and not isinstance(source, Split) and not self._may_cut(tensor):
             return False
         is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
@@ -149,7 +149,7 @@ class SplitNumbers(Prices):
             yield Node(scope.send(i), tuple(Choice(str(p), needs=((name, p),)) for p in options)), {}
 
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
-        """Placements in which a tensor may cross from segment to segment: never as addends."""
+        """Placements in which a tensor may cross from segment to segment: never as partial values."""
         broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
         if self.ranks == 1 or not self._may_cut(tensor):
             return broadcasts

@@ -17,7 +17,7 @@ from autoptd.passes.analysis.flops import work
 from autoptd.passes.graph import info, op_call, source_line
 from autoptd.passes.sharding.sharding import Sharding, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
-from autoptd.search.constraints.named import Pins
+from autoptd.search.constraints.named import NamedConstraints
 from autoptd.search.constraints.options import Method
 from autoptd.search.meshes import Candidate, divisors
 from autoptd.search.sharding.cache import Legal, ShardingCache, ShardingQuery
@@ -34,7 +34,7 @@ Key = tuple[int, int, int, bool]  # tp, samples of a microbatch, cp, lean
 class Splitter:
     """`sharded`: what was found, by `key_of` a candidate; `tensors`: the problems that it answers."""
 
-    def __init__(self, task: Task, known: ShardingCache, pins: Pins, method: Method) -> None:
+    def __init__(self, task: Task, known: ShardingCache, pins: NamedConstraints, method: Method) -> None:
         self.task, self.known, self._pins, self._method = task, known, pins, method
         self._roomy = _roomy(task.cluster)
         self.tensors: dict[Key, Tensors] = {}
@@ -48,7 +48,7 @@ class Splitter:
 
     def check_heads(self) -> None:
         """A tp that was asked for must split the attention: anything else is a mistake, not a plan."""
-        tp = self.task.wishes.mesh.get("tp", 1)
+        tp = self.task.constraints.mesh.get("tp", 1)
         if tp == 1:
             return
         for kind, options in self._legal_for(int(tp)).items():
@@ -87,11 +87,11 @@ class Splitter:
 
     def _legal_for(self, tp: int) -> Legal:
         values = tuple(self._sizes(self._method.cp).items())
-        return self.known.legal(tp, values, self.task.wishes.sequence_parallel)
+        return self.known.legal(tp, values, self.task.constraints.sequence_parallel)
 
     def question(self, c: Candidate) -> ShardingQuery:
         task = self.task
-        wanted = task.wishes.mesh.get("recompute")
+        wanted = task.constraints.mesh.get("recompute")
         return ShardingQuery(
             cluster=self._roomy,
             tp=c.tp,
@@ -103,9 +103,9 @@ class Splitter:
             kernels=self._method.kernels,
             attention=self._method.attention,
             context=self._method.context if c.cp > 1 else "ring",
-            pins=tuple(task.wishes.splits.items()),
+            pins=tuple(task.constraints.splits.items()),
             whole=self._pins.whole,
-            sequence_parallel=task.wishes.sequence_parallel,
+            sequence_parallel=task.constraints.sequence_parallel,
             second_per_byte=self._byte_s(c),
             policies=tuple(
                 p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
@@ -164,7 +164,7 @@ class Splitter:
             if isinstance(solved, AutoptdError):
                 if not isinstance(solved, (InfeasibleSplit, PlanError)):
                     raise solved
-                if self.task.wishes.mesh.get("tp") == c.tp:
+                if self.task.constraints.mesh.get("tp") == c.tp:
                     raise solved
             self.tensors[key], self.sharded[key] = tensors, solved
             self.solutions += 1

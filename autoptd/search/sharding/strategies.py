@@ -25,7 +25,8 @@ def legal_strategies(
     """What the search may choose from, per kind and op.
 
     An fp64 plan is asked for to be compared with one process to the last digits. Where the model itself drops to a
-    lower precision (a norm or a loss in float32), addends would be rounded before they are summed; there, none are.
+    lower precision (a norm or a loss in float32), partial values would be rounded before they are
+    summed; there, none are.
     """
     found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
     if not sequence_parallel:

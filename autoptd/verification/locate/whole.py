@@ -15,7 +15,7 @@ from autoptd.layout.layout import Layout
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey
 from autoptd.passes.graph import ancestors, concrete, info, substitute
-from autoptd.passes.losses.loss_form import ADDEND, COUNT, addend_slices
+from autoptd.passes.losses.loss_form import COUNT, PARTIAL, partial_slices
 from autoptd.runtime.batch import cut_batch, sample_count
 from autoptd.verification.keyed import Draw, as_float64
 from autoptd.verification.plain import draw_of
@@ -56,10 +56,10 @@ def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor]) -> Tenso
     """The loss, of the sums of a batch."""
     form = source.folded.loss_form
     assert form.outer is not None
-    slices, state = addend_slices(form.addends), dict(_buffers(source))
+    slices, state = partial_slices(form.partial_sums), dict(_buffers(source))
     values: dict[fx.Node, Any] = {}
     for node in form.outer.nodes:
-        if node.op == "placeholder" and node.name.startswith(ADDEND):
+        if node.op == "placeholder" and node.name.startswith(PARTIAL):
             start, stop, shape, _ = slices[int(node.name.rpartition("_")[2])]
             values[node] = sums[start:stop].view(shape)
         elif node.op == "placeholder":

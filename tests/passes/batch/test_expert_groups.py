@@ -80,7 +80,9 @@ def test_experts_split_by_their_inner_width_or_by_expert() -> None:
     assert {"Bp, S2/2, B -> S1/2", "Bp, S0, B -> P [expert_parallel]"} <= set(up)
     assert {"S1, S1, B -> P", "Bp, S0, B -> P [expert_parallel]"} <= set(down)
     back = [options[i] for i, n in enumerate(kind.nodes) if n.target is torch.ops.aten.index.Tensor][-1]
-    assert any(s.needs[0] == P == s.gives[0] for s in back)  # addends are summed after the rows are back in place
+    assert any(
+        s.needs[0] == P == s.gives[0] for s in back
+    )  # partial values are summed after the rows are back in place
 
 
 def rows(count: int = 11) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,8 +26,8 @@ from autoptd.passes.graph import module_path
 from autoptd.passes.sharding.sharding import parameter_splits
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.search.constraints.named import Modules, read_pins
-from autoptd.search.constraints.options import INCLUDABLE, read_wishes, schedules_and_chunks
+from autoptd.search.constraints.named import Modules, read_named
+from autoptd.search.constraints.options import INCLUDABLE, read_constraints, schedules_and_chunks
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.partition import even_cuts
 from autoptd.search.planner import Answer, Planner, Task
@@ -57,8 +57,10 @@ def cluster(memory_bytes: float) -> Cluster:
 
 def planner(fix: dict[str, Any], include: tuple[str, ...] = (), memory_bytes: float = 1e12) -> Planner:
     source = traced()
-    wishes = read_wishes(fix, include)
-    task = Task(source.folded, cluster(memory_bytes), WORLD, BATCH, source.sizes, "bf16", "adamw", wishes, effort=None)
+    constraints = read_constraints(fix, include)
+    task = Task(
+        source.folded, cluster(memory_bytes), WORLD, BATCH, source.sizes, "bf16", "adamw", constraints, effort=None
+    )
     return Planner(task, Silent(), source.known)
 
 
@@ -217,7 +219,7 @@ def test_no_stage_begins_or_ends_inside_of_what_is_whole():
 
 def test_schedules_and_chunks_are_searched_as_far_as_they_are_free():
     def tried(fix: dict[str, Any], *include: str) -> tuple[list[str], list[int]]:
-        return schedules_and_chunks(read_wishes(fix, include))
+        return schedules_and_chunks(read_constraints(fix, include))
 
     assert tried({}) == (["1f1b"], [1])
     assert tried({}, "virtual") == (["1f1b", "interleaved"], [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
@@ -232,7 +234,7 @@ def test_schedules_and_chunks_are_searched_as_far_as_they_are_free():
     found = planner({}, ("zero-bubble-v",)).candidates()
     assert {(c.schedule, c.virtual) for c in found if c.pp > 1} == {("1f1b", 1), ("zero-bubble-v", 2)}
     with pytest.raises(PlanError, match="schedule 'zero-bubble-v' with virtual 3"):
-        read_wishes({"schedule": "zero-bubble-v", "virtual": 3})
+        read_constraints({"schedule": "zero-bubble-v", "virtual": 3})
 
 
 # --- names --------------------------------------------------------------------------------------------------------
@@ -261,12 +263,12 @@ def test_names_of_modules_are_found_in_the_graph():
     assert modules.begins["table"] == 0
     # the doubling before it is the model's own, and does not stand between a stage's beginning and the tower
     assert modules.begins["right"] == modules.begins["right.0"] > modules.begins["left"]
-    (table,) = read_pins(source.folded, read_wishes({"whole": "head"})).whole
+    (table,) = read_named(source.folded, read_constraints({"whole": "head"})).whole
     assert model.get_parameter(table) is model.head.weight
     other = "head.weight" if table == "table.weight" else "table.weight"
     with pytest.raises(PlanError, match=f"{other} is tied to {table}"):
-        read_pins(source.folded, read_wishes({"splits": {other: "S0"}}))
-    pins = read_pins(source.folded, read_wishes({"whole": ["left", "right"], "cuts": ["right"]}))
+        read_named(source.folded, read_constraints({"splits": {other: "S0"}}))
+    pins = read_named(source.folded, read_constraints({"whole": ["left", "right"], "cuts": ["right"]}))
     inside = {i for i in range(1, len(source.folded.segments)) if i not in pins.uncut}
     assert pins.starts[0] in inside
     for tower in ("left", "right"):
@@ -287,13 +289,13 @@ def test_a_module_kept_whole_may_have_any_number_of_heads():
 
 
 def test_what_a_pin_of_one_layer_means_for_its_like_is_noted():
-    wishes = {"world": 2, "cluster": "dgx-h100", "batch": 4}
+    constraints = {"world": 2, "cluster": "dgx-h100", "batch": 4}
     one = {"splits": {"blocks.1.attention.qkv.weight": "B"}, "headroom": 0.125, "max_tp": 2}
-    plan = autoptd.plan(traced(), **wishes, fix=one | {"tp": 2})
+    plan = autoptd.plan(traced(), **constraints, fix=one | {"tp": 2})
     assert plan.splits.parameters["blocks.0.attention.qkv.weight"] == "B"
     assert any("holds for these as well: blocks.0.attention.qkv.weight" in note for note in plan.notes)
     assert "12.5 % of each device's memory is left free (headroom)" in plan.notes
-    alone = autoptd.plan(traced(), **wishes, fix=one | {"tp": 1})
+    alone = autoptd.plan(traced(), **constraints, fix=one | {"tp": 1})
     assert not any("as well" in note for note in alone.notes)
 
 

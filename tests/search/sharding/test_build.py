@@ -86,7 +86,7 @@ def test_llama_is_split_column_then_row(llama_split: tuple[Folded, Sharded]) -> 
         for row in ("self_attn.o_proj", "mlp.down_proj"):
             assert found[f"{layer}.{row}.weight"] == "S1"
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            assert found[f"{layer}.{norm}.weight"] == "Bp"  # on a share of the tokens: its gradient is an addend
+            assert found[f"{layer}.{norm}.weight"] == "Bp"  # on a share of the tokens: its gradient is a partial value
 
 
 def test_gpt2_is_split_column_then_row(gpt2_split: tuple[Folded, Sharded]) -> None:
