@@ -25,7 +25,7 @@ from autoptd.passes.graph import module_path
 from autoptd.passes.sharding.sharding import Sharding, ops_of, parameter_splits
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
-from autoptd.search.sharding.splits import InfeasibleSplit
+from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 _MOST = 6  # ops explained at once

@@ -28,15 +28,15 @@ from autoptd.progress import Progress
 from autoptd.schedule import period_of, prove, prove_memory, route_of, row_of
 from autoptd.search.constraints.named import allowed, read_named
 from autoptd.search.constraints.options import Method, schedules_and_chunks
-from autoptd.search.memory_filter import Room
+from autoptd.search.infeasible import InfeasibleSplit, nothing_fits
+from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
 from autoptd.search.pipeline.evaluate import Staged, action_lists, simulated
 from autoptd.search.pipeline.exact import Effort, refine
 from autoptd.search.pipeline.lower_bounds import Outlook, cut_bound_s
-from autoptd.search.pipeline.stages import NoRoom, Stages
+from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter, key_of
-from autoptd.search.sharding.splits import InfeasibleSplit
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
@@ -77,7 +77,7 @@ class _Waiting:
     closed: bool = False  # whether all its cuts were looked at
 
 
-_TAKE_ROOM = {"cuts", "headroom", "max_tp", "splits", "whole"}  # what may be fixed at memory's expense, beside meshes
+_COST_MEMORY = {"cuts", "headroom", "max_tp", "splits", "whole"}  # what may be fixed at memory's expense, beside meshes
 
 
 class Planner:
@@ -89,9 +89,9 @@ class Planner:
         self.known = known or ShardingCache(task.folded)
         self._pins = read_named(task.folded, task.constraints)
         self._method = self._pins.on(task.constraints.method)
-        self._room = Room(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
+        self._memory = MemoryFilter(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
         self._splitter = Splitter(task, self.known, self._pins, self._method)
-        self._outlook = Outlook(task, self.known, self._method, self._room)
+        self._outlook = Outlook(task, self.known, self._method, self._memory)
         self._steps: tuple[Callable[[_Waiting], float], ...] = (
             self._weigh,
             self._split,
@@ -112,7 +112,7 @@ class Planner:
         possible = self.space()
         self._splitter.check_heads()
         ignored = self._method.memory == "ignore"
-        options = list(possible) if ignored else self._room.promising(possible)
+        options = list(possible) if ignored else self._memory.promising(possible)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
             bound_s = self._visit(options)
         best = self._best
@@ -136,8 +136,8 @@ class Planner:
         stages = self._stages(candidate)
         try:
             return simulated(stages.solve())
-        except NoRoom:
-            raise stages.refusal() from None
+        except StagesDoNotFit:
+            raise stages.shortfall().error() from None
 
     # ---- the queue ----
 
@@ -285,7 +285,7 @@ class Planner:
         assert w.stages is not None
         try:
             w.staged = w.stages.solve()
-        except NoRoom:
+        except StagesDoNotFit:
             self._hopeless.append(w)
             w.bound_s = float("inf")
             return float("inf")
@@ -396,13 +396,12 @@ class Planner:
 
     def _nothing_fits(self, considered: int) -> AutoptdError:
         """The candidate that lacks least, with its own answer."""
-        near = sorted(self._hopeless, key=lambda w: self._room.least_bytes(w.candidate))[:_EXPLAINED]
+        near = sorted(self._hopeless, key=lambda w: self._memory.least_bytes(w.candidate))[:_EXPLAINED]
         if not near:
             raise self._splitter.refusal()
-        explained = [(w.candidate, self._stages(w.candidate).refusal()) for w in near]
-        candidate, error = min(explained, key=lambda e: max(getattr(e[1], "missing_bytes", (0.0,))))
-        pins = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _TAKE_ROOM)}
-        return self._room.refusal(self.task.world, considered, candidate, error, pins)
+        closest = min((self._stages(w.candidate).shortfall() for w in near), key=lambda s: max(s.missing_bytes))
+        fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
+        return nothing_fits(self._memory, self.task.world, considered, closest, fixed)
 
 
 def _differ(a: Candidate, b: Candidate) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoptd.layout.placements import BP, B, P, Placement, Split, conversion
-from autoptd.search.sharding.splits import Choice, Node, SplitProblem
+from autoptd.search.sharding.problem import Choice, Node, SplitProblem
 
 S0, S1, S2 = Split(0), Split(1), Split(2)
 TP, TOKENS, HIDDEN, FFN = 8, 4096, 8192, 28672

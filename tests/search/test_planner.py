@@ -15,10 +15,10 @@ from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
 from autoptd.progress import Silent
 from autoptd.search.constraints.options import read_constraints
+from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, simulated
 from autoptd.search.planner import Planner, Task
-from autoptd.search.sharding.splits import InfeasibleSplit
 from autoptd.search.sharding.tensors import Sharded
 
 

@@ -37,7 +37,7 @@ from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step
 from autoptd.cost_models.op_time import memory_s
 from autoptd.schedule import route_of, row_of
 from autoptd.search.constraints.options import Method
-from autoptd.search.memory_filter import Room
+from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
 from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.kind_cost import floor_s
@@ -122,7 +122,7 @@ class Outlook:
     task: Task
     known: ShardingCache
     method: Method
-    room: Room
+    memory: MemoryFilter
     _floors: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
@@ -153,7 +153,7 @@ class Outlook:
         dp = c.dp * c.cp
         if c.zero < 2 or dp == 1 or "dp" in self.method.overlap or c.pools:
             return 0.0
-        numel, inside = self.room.numel[0] / c.tp, c.sharing
+        numel, inside = self.memory.numel[0] / c.tp, c.sharing
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         compute, gradient = (numel * table[self.task.precision] for table in (COMPUTE_BYTES, width))
         gather = collective_s("all_gather", compute, self.task.cluster, inside, c.tp, c.world)
@@ -172,7 +172,7 @@ class Outlook:
     def end_s(self, c: Candidate) -> float:
         """Reduction, optimizer step and gathering of one pipeline rank's even share of the parameters."""
         task, cluster, dp = self.task, self.task.cluster, c.dp * c.cp
-        numel = self.room.numel[0] / (c.tp * c.pp)
+        numel = self.memory.numel[0] / (c.tp * c.pp)
         optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
         touched = optimizer_step_bytes(int(numel / c.sharing), precision=task.precision, optimizer=optimizer)
         seconds = memory_s(cluster.device, touched)

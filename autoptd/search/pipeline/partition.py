@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoptd.errors import DoesNotFit, PlanError
+from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
 from autoptd.search.pipeline.cut_ilp import StageOption, integer_cut
 from autoptd.search.pipeline.windows import Cuts, Floats, Ints, Measure, Partition, PartitionProblem, Windows, partition
@@ -34,35 +34,6 @@ from autoptd.search.pipeline.windows import Cuts, Floats, Ints, Measure, Partiti
 Options = Callable[[int, int, int], Sequence[StageOption]]  # of (stage, first segment, last segment)
 FIRST_CAP = 1.03  # stages up to this times the least conceivable bottleneck are looked at first
 RELATIVE = 1e-12  # gains smaller than this are rounding
-
-
-class InfeasibleStages(DoesNotFit):
-    """No cut fits. Of the cut whose fullest stage is the least over its budget: `boundaries`, and `missing_bytes` per
-    stage (0 where it fits). `budget_bytes` would do per device; `recompute_fits`: recomputing would do."""
-
-    def __init__(
-        self,
-        boundaries: Cuts,
-        missing_bytes: tuple[float, ...],
-        budget_bytes: float,
-        recompute_fits: bool,
-        names: tuple[str, ...],
-    ) -> None:
-        self.boundaries, self.missing_bytes = boundaries, missing_bytes
-        self.budget_bytes, self.recompute_fits = budget_bytes, recompute_fits
-        over = [
-            f"stage {k} ({names[first]} … {names[last]}): {missing / 2**30:.2f} GiB missing"
-            for k, ((first, last), missing) in enumerate(zip(boundaries, missing_bytes, strict=True))
-            if missing > 0
-        ]
-        shown = over if len(over) <= 8 else [*over[:7], f"and {len(over) - 7} more"]
-        remedies = ["recompute (recompute='auto')"] if recompute_fits else []
-        remedies += [f"{budget_bytes / 2**30:.2f} GiB per device", "more stages, a larger tp, or smaller microbatches"]
-        super().__init__(
-            f"{len(over)} of {len(boundaries)} stages do not fit, however the model is cut",
-            where="\n".join(shown),
-            fix=", or ".join(remedies),
-        )
 
 
 def solve_cuts(line: PartitionProblem, ramp: float, seconds: Measure, options: Options | None = None) -> Cuts | None:
@@ -92,7 +63,7 @@ class _Search:
         total = float(base.sum())
         least = total + float(line.least_sends_s.sum())
         width = 2.0 * max(total / line.stages, float(base.max()))
-        if leanest(line).value > 0:
+        if smallest_cut(line).value > 0:
             return None
         while True:
             found = self._within(line.windows(width))
@@ -178,7 +149,7 @@ class _Bottlenecks:
         self.explore(values[middle + 1 :], sum_above)
 
 
-def leanest(line: PartitionProblem) -> Partition:
+def smallest_cut(line: PartitionProblem) -> Partition:
     """The cut whose worst stage is the least over its room at the least (below 0: it may fit).
 
     Memory grows with the window, so windows of one length more than those looked at cannot be better than the best of
@@ -191,17 +162,6 @@ def leanest(line: PartitionProblem) -> Partition:
         if found is not None and (full or found.value <= windows.least_over[:, :, -1].min()):
             return found
         longest *= 2
-
-
-def refuse(cuts: Cuts, over: Sequence[float], budget: float, helps: bool, names: Sequence[str]) -> DoesNotFit:
-    """Of a line that has no cut: the leanest attempt, and what would mend it."""
-    return InfeasibleStages(
-        boundaries=cuts,
-        missing_bytes=tuple(max(0.0, value) for value in over),
-        budget_bytes=budget + max(over),
-        recompute_fits=helps,
-        names=tuple(names),
-    )
 
 
 def even_cuts(folded: Folded, stages: int) -> tuple[tuple[int, int], ...]:

@@ -15,20 +15,21 @@ from autoptd.cost_models.memory import Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.schedule import Alive, row_of
 from autoptd.search.constraints.options import Method
+from autoptd.search.infeasible import Shortfall
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, simulated, timed
 from autoptd.search.pipeline.lower_bounds import beside_s, edges_s, warm_up
 from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
-from autoptd.search.pipeline.partition import Cuts, even_cuts, leanest, refuse, solve_cuts
+from autoptd.search.pipeline.partition import Cuts, even_cuts, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Floats, PartitionProblem, partition
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 
-class NoRoom(DoesNotFit):
-    """Nothing of a candidate fits; `Stages.refusal` says what is missing, which takes longer than to find out."""
+class StagesDoNotFit(DoesNotFit):
+    """No cut of a candidate fits. `Stages.shortfall` finds what is missing, which takes longer than to find out."""
 
 
 class Stages:
@@ -91,7 +92,7 @@ class Stages:
     def _if_it_fits(self, cuts: Cuts) -> Staged | None:
         try:
             return self.finish(cuts)
-        except NoRoom:
+        except StagesDoNotFit:
             return None
 
     @property
@@ -131,7 +132,7 @@ class Stages:
             state, upcast = self.chunks.state(runs, cuts), self.chunks.upcast_bytes(runs)
             choice = site.choose(stretches, state, upcast, self.held(rank))
             if choice is None:
-                raise NoRoom("these stages do not fit")
+                raise StagesDoNotFit("these stages do not fit")
             for stage, stretch, ways in zip(mine, stretches, choice.ways, strict=True):
                 policies[stage] = site.policies(cuts[stage][0], stretch, ways)
             memory.append(site.memory(state, upcast, choice.kept, choice.extra))
@@ -145,7 +146,7 @@ class Stages:
         options = self.options if self.method.cut_solver == "ilp" else None
         found = solve_cuts(self.line, ramp * self.method.virtual**2, self.seconds, options)
         if found is None:
-            raise NoRoom("no cut fits")
+            raise StagesDoNotFit("no cut fits")
         return found
 
     @cached_property
@@ -231,19 +232,24 @@ class Stages:
         pipeline = Pipeline(*shape, held, self._pools, rooms, self.least_sends_s)
         return relaxed_bound_s([site.relaxed() for site in self.sites], pipeline)
 
-    # ---- refusal ----
+    # ---- what is missing where nothing fits ----
 
     def over_bytes(self, stage: int, first: int, last: int) -> float:
         """By how much a stage of these segments is over its memory at the least."""
         return self.site(stage).over_bytes(first, last, self.alive(stage))
 
-    def refusal(self) -> DoesNotFit:
-        """What the leanest cut lacks, and what would mend it."""
-        cuts = self._fixed_cuts() if self.fixed else leanest(self.line).cuts
+    def shortfall(self) -> Shortfall:
+        """Return what the cut lacks whose fullest stage is over its memory by the least."""
+        cuts = self._fixed_cuts() if self.fixed else smallest_cut(self.line).cuts
         over = [self.over_bytes(k, *run) for k, run in enumerate(cuts)]
-        helps = self.candidate.recompute != "auto" and self._auto_would_do(cuts)
-        room = max(self.site(k).room for k in range(len(cuts)))
-        return refuse(cuts, over, room, helps, [s.name for s in self.folded.segments])
+        names = [segment.name for segment in self.folded.segments]
+        return Shortfall(
+            self.candidate,
+            stages=tuple((names[first], names[last]) for first, last in cuts),
+            missing_bytes=tuple(max(0.0, value) for value in over),
+            budget_bytes=max(self.site(k).room for k in range(len(cuts))) + max(over),
+            recompute_fits=self.candidate.recompute != "auto" and self._auto_would_do(cuts),
+        )
 
     def _auto_would_do(self, cuts: Cuts) -> bool:
         other = Stages(

@@ -29,7 +29,7 @@ from autoptd.search.sharding.cost import Prices
 from autoptd.search.sharding.ilp import SplitPrograms
 from autoptd.search.sharding.kind_cost import PARTIAL
 from autoptd.search.sharding.op_table import Workbook
-from autoptd.search.sharding.splits import Choice, Node, SplitProblem
+from autoptd.search.sharding.problem import Choice, Node, SplitProblem
 from autoptd.search.sharding.strategies import counts_tokens, legal_strategies
 
 

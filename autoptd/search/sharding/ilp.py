@@ -21,8 +21,7 @@ conversion q -> p takes c[t,q,p] seconds, once, however many want p.
     (5)  sum_q f[n,t,q,p] = W[n,t,p]   and                         implied by (1)-(4) for whole x; makes the
          sum_p f[n,t,q,p] = X[t,q],   f[n,t,q,p] <= z or free      linear relaxation whole much more often
     (6)  s[t,p] >= sum of x[n,k] over the k of n that keep (t,p)   kept once, however many ops keep it
-    (7)  sum bytes[t,p] s[t,p] + sum bytes[n,k] x[n,k] <= budget
-    (8)  x[a,k] = x[b,k]  for every label k                        tied nodes take choices of one label
+    (7)  x[a,k] = x[b,k]  for every label k                        tied nodes take choices of one label
 
 (3) and (4) say what z[t,q,p] >= X[t,q] + y[t,p] - 1 says for whole x, and more for fractions. (5) is the transport form
 of one edge (the local marginal polytope); it is written for nodes that want t exactly once whatever they choose. Given
@@ -38,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pulp import LpAffineExpression, LpVariable, lpSum
@@ -49,7 +48,6 @@ from autoptd.search.solver import IntegerProgram, Outcome
 
 TIE_BREAK = 1e-9  # of the optimum, at most
 _KEPT = 16  # programs of a few megabytes
-Objective = Callable[[float, float], float]  # of seconds and bytes
 
 
 class Option(NamedTuple):
@@ -75,14 +73,6 @@ class Supply(NamedTuple):
     free: bool
 
 
-class Budget(NamedTuple):
-    """Bytes of choices, in order, and of saved tensors, in shares of the budget (or bytes, of none)."""
-
-    choices: tuple[float, ...]
-    saved: tuple[float, ...]
-    limit: float
-
-
 class Structure(NamedTuple):
     """All that says which variables and constraints there are.
 
@@ -92,24 +82,17 @@ class Structure(NamedTuple):
     supplies: tuple[tuple[Pair, tuple[Supply, ...]], ...]
     saved: tuple[Pair, ...]
     ties: tuple[tuple[str, str], ...]
-    budget: Budget | None
 
 
-def structure_of(problem: SplitProblem, objective: Objective) -> Structure:
-    """What a problem has in common with others that differ in prices."""
-    budget, nbytes = problem.budget_bytes, problem.saved_bytes
+def structure_of(problem: SplitProblem) -> Structure:
+    """Return what a problem has in common with others that differ in prices."""
     pairs = dict.fromkeys(pair for node in problem.nodes for choice in node.choices for pair in choice.saved)
-    saved = tuple(pair for pair in pairs if budget is not None or objective(0.0, nbytes[pair]) != 0)
-    limits = None
-    if budget is not None:
-        unit = max(abs(budget), 1.0)  # the row in budgets instead of bytes: tolerances are absolute
-        choices = tuple(choice.bytes / unit for node in problem.nodes for choice in node.choices)
-        limits = Budget(choices, tuple(nbytes[pair] / unit for pair in saved), budget / unit)
+    saved = tuple(pair for pair in pairs if problem.second_per_byte * problem.saved_bytes[pair] != 0)
     nodes = tuple(
         Vertex(node.name, tuple(Option(c.label, c.needs, c.gives, c.saved) for c in node.choices))
         for node in problem.nodes
     )
-    return Structure(nodes, tuple(_supplies(problem)), saved, problem.ties, limits)
+    return Structure(nodes, tuple(_supplies(problem)), saved, problem.ties)
 
 
 def _supplies(problem: SplitProblem) -> list[tuple[Pair, tuple[Supply, ...]]]:
@@ -144,19 +127,19 @@ class SplitProgram:
         _add_choices(self)
         _add_tensors(self)
         _add_saved(self)
-        _add_budget(self)
         _add_ties(self)
 
-    def costs(self, problem: SplitProblem, objective: Objective) -> dict[LpVariable, float]:
-        """Of each variable, in a problem of this structure."""
-        own = [[objective(choice.seconds, choice.bytes) for choice in node.choices] for node in problem.nodes]
+    def costs(self, problem: SplitProblem) -> dict[LpVariable, float]:
+        """Return the cost of each variable in a problem of this structure."""
+        price = problem.second_per_byte
+        own = [[choice.seconds + price * choice.bytes for choice in node.choices] for node in problem.nodes]
         step = TIE_BREAK * math.fsum(map(min, own)) / sum(map(len, own))
         found = {}
         for node, costs in zip(problem.nodes, own, strict=True):
             for place, (choice, cost) in enumerate(zip(node.choices, costs, strict=True)):
                 found[self.x[node.name, choice.label]] = cost + step * place / len(costs)
-        found.update({z: objective(problem.conversion(*edge), 0.0) for edge, z in self.z.items()})
-        found.update({s: objective(0.0, problem.saved_bytes[pair]) for pair, s in self.s.items()})
+        found.update({z: problem.conversion(*edge) for edge, z in self.z.items()})
+        found.update({s: price * problem.saved_bytes[pair] for pair, s in self.s.items()})
         return found
 
     def taken(self, problem: SplitProblem, outcome: Outcome) -> dict[str, Choice]:
@@ -302,16 +285,8 @@ def _add_saved(model: SplitProgram) -> None:
             model.program.demand(6, s - lpSum(own.keys()) >= 0)
 
 
-def _add_budget(model: SplitProgram) -> None:
-    if (budget := model.structure.budget) is not None:
-        shares = dict(zip(model.x.values(), budget.choices, strict=True))
-        shares.update(zip(model.s.values(), budget.saved, strict=True))
-        terms = LpAffineExpression((variable, share) for variable, share in shares.items() if share)
-        model.program.demand(7, terms <= budget.limit)
-
-
 def _add_ties(model: SplitProgram) -> None:
     labels = {node.name: [option.label for option in node.options] for node in model.structure.nodes}
     for a, b in model.structure.ties:
         for label in labels[a]:
-            model.program.demand(8, model.x[a, label] - model.x[b, label] == 0)
+            model.program.demand(7, model.x[a, label] - model.x[b, label] == 0)

@@ -46,7 +46,6 @@ class SplitProblem:
     ties: tuple[tuple[str, str], ...] = ()
     fixed: Mapping[str, str] = field(default_factory=dict)
     second_per_byte: float = 0.0
-    budget_bytes: float | None = None
 
     @cached_property
     def producer(self) -> dict[str, str]:

@@ -19,10 +19,10 @@ from autoptd.passes.sharding.sharding import Sharding, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import NamedConstraints
 from autoptd.search.constraints.options import Method
+from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.meshes import Candidate, divisors
 from autoptd.search.sharding.cache import Legal, ShardingCache, ShardingQuery
 from autoptd.search.sharding.kind_cost import PARTIAL
-from autoptd.search.sharding.splits import InfeasibleSplit
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import Task
 

@@ -12,10 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from autoptd.errors import DoesNotFit, PlanError
+from autoptd.errors import PlanError
 from autoptd.search.pipeline import partition as cuts
 from autoptd.search.pipeline import windows
-from autoptd.search.pipeline.partition import InfeasibleStages, leanest, refuse, solve_cuts
+from autoptd.search.pipeline.partition import smallest_cut, solve_cuts
 from autoptd.search.pipeline.windows import Floats, PartitionProblem, Windows
 from tests.search.pipeline.random_cuts import Cuts, Problem, all_cuts, random_problem
 
@@ -161,7 +161,7 @@ def test_the_leanest_cut_is_that_of_exhaustive_search() -> None:
     for seed in range(300):
         problem = random_problem(seed)
         free = replace(problem, line=replace(problem.line, uncut=frozenset()))
-        found = leanest(free.line)
+        found = smallest_cut(free.line)
         assert found.value == pytest.approx(least_over(free, found.cuts))
         least = min(least_over(free, c) for c in all_cuts(len(free.line.names), free.line.stages))
         assert found.value == pytest.approx(least), seed
@@ -174,18 +174,9 @@ def test_a_cut_is_found_just_where_the_leanest_fits() -> None:
         problem = random_problem(seed)
         free = replace(problem, line=replace(problem.line, uncut=frozenset()))
         found = solve_cuts(free.line, free.ramp, free.seconds)
-        assert (found is not None) == (leanest(free.line).value <= 0), seed
+        assert (found is not None) == (smallest_cut(free.line).value <= 0), seed
         fits += found is not None
     assert 50 < fits < 290
-
-
-def test_what_is_missing_is_said_by_stage() -> None:
-    error = refuse(((0, 1), (2, 3)), (22.0 * 2**30, -1.0), 30.0 * 2**30, True, ("embed", "a", "b", "head"))
-    assert isinstance(error, InfeasibleStages) and isinstance(error, DoesNotFit)
-    assert error.missing_bytes == (22.0 * 2**30, 0.0) and error.budget_bytes == 52.0 * 2**30
-    text = str(error)
-    assert "1 of 2 stages do not fit" in text and "stage 0 (embed … a): 22.00 GiB missing" in text
-    assert "recompute" in text and "52.00 GiB per device" in text and "stage 1" not in text
 
 
 def test_more_stages_than_segments_are_refused() -> None:

@@ -7,7 +7,7 @@ import math
 import random
 
 from autoptd.layout.placements import BP, B, P, Placement, Split
-from autoptd.search.sharding.splits import Choice, Node, SplitProblem
+from autoptd.search.sharding.problem import Choice, Node, SplitProblem
 
 PLACEMENTS: tuple[Placement, ...] = (B, BP, P, Split(0), Split(1))
 
@@ -41,7 +41,6 @@ def random_problem(seed: int) -> SplitProblem:
         ties=ties,
         fixed=fixed,
         second_per_byte=rng.choice([0.0, 0.0, 0.1, 0.5]),
-        budget_bytes=rng.choice([None, float(rng.randint(10, 60))]),
     )
 
 
@@ -74,6 +73,4 @@ def price(problem: SplitProblem, combo: tuple[Choice, ...]) -> float:
     nbytes = sum(c.bytes for c in combo) + sum(
         problem.saved_bytes[kept] for kept in {s for c in combo for s in c.saved}
     )
-    if problem.budget_bytes is not None and nbytes > problem.budget_bytes:
-        return math.inf
     return seconds + problem.second_per_byte * nbytes

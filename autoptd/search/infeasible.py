@@ -1,0 +1,157 @@
+"""Explain why nothing is possible: which demands on the splits conflict, or how much memory which stage lacks.
+
+Both name what would mend it. The search collects the facts (`Shortfall`, the splits ILP); the words are here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import AutoptdError, DoesNotFit
+from autoptd.search.memory_filter import MemoryFilter
+from autoptd.search.meshes import Candidate
+from autoptd.search.sharding.problem import SplitProblem
+
+_SHOWN = 4  # stages listed one by one
+_GIB = 2**30
+
+
+# ---- splits ----
+
+
+class InfeasibleSplit(AutoptdError):
+    """No choice of strategies meets all demands.
+
+    `nodes`: a set of nodes (fixed ones, where what is fixed is to blame) that cannot all be met; without any one of
+    them the rest can.
+    """
+
+    def __init__(self, what: str, *, nodes: tuple[str, ...], fix: str = "") -> None:
+        self.nodes = nodes
+        super().__init__(what, where=", ".join(nodes), fix=fix)
+
+
+def conflict(problem: SplitProblem, possible: Callable[[SplitProblem], bool]) -> InfeasibleSplit:
+    """Return the error for an infeasible `problem`, naming a smallest set of demands that conflict.
+
+    `possible` solves a part of the problem.
+    """
+    names, fixed = [node.name for node in problem.nodes], list(problem.fixed)
+    if not possible(_restricted(problem, names, ())):
+        nodes = _smallest(names, lambda kept: possible(_restricted(problem, kept, ())))
+        what = "no strategies of these ops go together"
+        return InfeasibleSplit(what, nodes=nodes, fix="add a strategy or conversion")
+    nodes = _smallest(fixed, lambda kept: possible(_restricted(problem, names, kept)))
+    choices = ", ".join(f"{name}={problem.fixed[name]}" for name in nodes)
+    return InfeasibleSplit(
+        f"these fixed splits contradict each other: {choices}", nodes=nodes, fix="leave one of them free"
+    )
+
+
+def _restricted(problem: SplitProblem, names: Collection[str], fixed: Collection[str]) -> SplitProblem:
+    """Return the problem of these nodes (every tensor of the others is available) with these fixed choices."""
+    nodes = set(names)
+    made = {t for t, name in problem.producer.items() if name in nodes}
+    return replace(
+        problem,
+        nodes=tuple(
+            replace(n, choices=tuple(replace(c, needs=tuple(p for p in c.needs if p[0] in made)) for c in n.choices))
+            for n in problem.nodes
+            if n.name in nodes
+        ),
+        ties=tuple(pair for pair in problem.ties if set(pair) <= nodes),
+        fixed={name: label for name, label in problem.fixed.items() if name in fixed},
+    )
+
+
+def _smallest(items: Sequence[str], possible: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """Return an impossible subset of `items` of which each part is possible (Junker 2004, QuickXplain)."""
+
+    def search(base: list[str], changed: bool, rest: list[str]) -> list[str]:
+        if changed and not possible(base):
+            return []
+        if len(rest) == 1:
+            return rest
+        half = len(rest) // 2
+        first, second = rest[:half], rest[half:]
+        of_second = search(base + first, True, second)
+        of_first = search(base + of_second, bool(of_second), first)
+        return of_first + of_second
+
+    found = set(search([], False, list(items)))
+    return tuple(item for item in items if item in found)
+
+
+# ---- memory ----
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What a candidate lacks with the cut whose fullest stage is over its memory by the least.
+
+    `stages` are names of first and last segments, `missing_bytes` is 0 where a stage fits. Devices with `budget_bytes`
+    for state and activations would do; so would recomputing where `recompute_fits`.
+    """
+
+    candidate: Candidate
+    stages: tuple[tuple[str, str], ...]
+    missing_bytes: tuple[float, ...]
+    budget_bytes: float
+    recompute_fits: bool
+
+    def __str__(self) -> str:
+        over = [
+            f"stage {k} ({first} … {last}) lacks {missing / _GIB:.2f} GiB"
+            for k, ((first, last), missing) in enumerate(zip(self.stages, self.missing_bytes, strict=True))
+            if missing > 0
+        ]
+        if len(over) > _SHOWN:
+            worst = max(self.missing_bytes) / _GIB
+            over[_SHOWN - 1 :] = [f"and {len(over) - _SHOWN + 1} more stages, up to {worst:.2f} GiB"]
+        return "\n".join(over)
+
+    def error(self) -> DoesNotFit:
+        """Return the refusal of this candidate alone."""
+        over = sum(missing > 0 for missing in self.missing_bytes)
+        remedies = ["recompute (recompute='auto')"] if self.recompute_fits else []
+        remedies += [
+            f"{self.budget_bytes / _GIB:.2f} GiB per device",
+            "more stages, a larger tp, or smaller microbatches",
+        ]
+        what = f"{over} of {len(self.stages)} stages do not fit, however the model is cut"
+        return DoesNotFit(what, where=str(self), fix=", or ".join(remedies))
+
+
+def nothing_fits(
+    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str]
+) -> DoesNotFit:
+    """Return the refusal of a whole search. `fixed`: names of choices made by hand that may cost memory."""
+    device = memory.cluster.device
+    usable = max(0.0, device.usable_bytes - memory.headroom * device.memory_bytes)
+    free = f" if {100 * memory.headroom:.4g} % stays free" if memory.headroom else ""
+    return DoesNotFit(
+        f"no plan fits: {tried} meshes considered on {world} × {device.name}, "
+        f"which have {usable / _GIB:.1f} GiB each for training{free}",
+        where=f"closest: {closest.candidate}\n{closest}",
+        fix="; or ".join(_remedies(memory, world, closest, fixed)),
+    )
+
+
+def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Collection[str]) -> list[str]:
+    remedies = ["recompute (leave fix['recompute'] out)"] if closest.recompute_fits else []
+    state, least = memory.state(1).total, memory.least_world()
+    if least > world:
+        remedies.append(
+            f"a world of at least {least}: parameters, gradients and optimizer state alone are {state / _GIB:,.0f} GiB"
+        )
+    else:
+        remedies.append("a larger world, or a shorter sequence")
+    if fixed:
+        remedies.append(f"fixing less than {', '.join(sorted(fixed))}")
+    needed = (closest.budget_bytes + memory.cluster.device.context_bytes) / (1 - memory.headroom)
+    larger = [n for n in Cluster.names() if Cluster.load(n).device.memory_bytes >= needed]
+    which = f" ({', '.join(larger)})" if larger else ""
+    return [*remedies, f"devices of {math.ceil(10 * needed / _GIB) / 10:.1f} GiB{which}"]

@@ -1,0 +1,30 @@
+"""What a refusal says of the stages that do not fit."""
+
+from __future__ import annotations
+
+from autoptd.errors import DoesNotFit
+from autoptd.search.infeasible import Shortfall
+from autoptd.search.meshes import Candidate
+
+GIB = 2.0**30
+
+
+def shortfall(*missing_gib: float) -> Shortfall:
+    stages = tuple((f"first{k}", f"last{k}") for k in range(len(missing_gib)))
+    missing = tuple(GIB * gib for gib in missing_gib)
+    return Shortfall(Candidate(1, 1, len(stages), 1, 8), stages, missing, 52.0 * GIB, recompute_fits=True)
+
+
+def test_what_is_missing_is_said_by_stage() -> None:
+    error = shortfall(22.0, 0.0).error()
+    assert isinstance(error, DoesNotFit)
+    text = str(error)
+    assert "1 of 2 stages do not fit" in text and "stage 0 (first0 … last0) lacks 22.00 GiB" in text
+    assert "recompute" in text and "52.00 GiB per device" in text and "stage 1" not in text
+
+
+def test_many_stages_are_summed_up() -> None:
+    assert str(shortfall(1.0, 2.0, 3.0, 4.0)).count("\n") == 3
+    lines = str(shortfall(1.0, 2.0, 3.0, 0.0, 9.0, 4.0)).splitlines()
+    assert [line.split(" (")[0] for line in lines[:3]] == ["stage 0", "stage 1", "stage 2"]
+    assert lines[3:] == ["and 2 more stages, up to 9.00 GiB"]
