@@ -106,10 +106,10 @@ class Executor:
             "RB": run.receive_gradients,
             "SB": run.send_gradients,
         }
-        place = self._comm.watch.place
+        status = self._comm.watch.status
         for action in in_ranges(actions, self._range):
             stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
-            place.enter(str(action), stage, action.microbatch, self._module(action))
+            status.enter(str(action), stage, action.microbatch, self._module(action))
             if action.microbatch is None:
                 end[action.kind]()
                 continue
@@ -117,15 +117,15 @@ class Executor:
             try:
                 if makes is not None:
                     makes.before_backward(action.chunk, action.kind, action == lasts[action.kind, action.chunk])
-                with place.of_modules(self._stages[action.chunk]):
+                with status.of_modules(self._stages[action.chunk]):
                     do[action.kind](action)
                 if makes is not None:
                     makes.after_backward(action.chunk, action.kind == "W" or not run.halves)
             except RuntimeError as error:
-                where = f"{place.here}, rank {self._comm.rank} ({self._comm.mesh})"
+                where = f"{status.here}, rank {self._comm.rank} ({self._comm.mesh})"
                 raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
         run.finish_sends()
-        place.leave()
+        status.leave()
 
     def _module(self, action: Action) -> str:
         """What of the model an action is about, in words."""
