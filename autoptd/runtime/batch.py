@@ -34,7 +34,6 @@ def cut_batch(
 
 
 def sample_count(microbatch: Microbatch) -> int:
-    """Return the number of samples of a microbatch."""
     return next(iter(microbatch.values())).shape[0]
 
 

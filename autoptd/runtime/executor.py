@@ -58,12 +58,9 @@ class Executor:
         slices: bool = False,
         modules: Sequence[str] = (),
     ) -> None:
-        """Set up the executor before its first step.
-
-        `recomputed`: parameters of recomputed blocks, whose gradients are computed in B. `slices`: scatter-gather P2P
-        for tensors that are replicated over tp (Narayanan et al. 2021, section 4.1). `modules`: the model's modules in
-        each stage, as text for errors and profilers.
-        """
+        """`recomputed`: parameters of recomputed blocks, whose gradients are computed in B. `modules`: each stage's
+        modules, as text for errors and profilers. `slices`: scatter-gather P2P of tensors that are replicated over tp
+        (Narayanan et al. 2021, section 4.1)."""
         self._slices = communicators.tp.size if slices else 1
         self._modules = tuple(modules)
         self._stages = tuple(stages)

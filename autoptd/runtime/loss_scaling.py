@@ -50,7 +50,6 @@ class LossScale:
         return self.scale < _LEAST
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -55,7 +55,6 @@ class Meter:
         self._since, self._from = 0, time.perf_counter()
 
     def count(self) -> None:
-        """Count a step."""
         self.step += 1
         self._since += 1
 
@@ -91,7 +90,6 @@ def _count(x: float) -> str:
 
 
 def meter_of(plan: PlanData) -> Meter:
-    """Return the meter of a plan's steps."""
     ranks = plan.cluster.pool_ranks(plan.world)
     peak = sum(
         n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)

@@ -40,8 +40,7 @@ class ShareSampler(Sampler[list[int]]):
         self._step = step
 
     def __len__(self) -> int:
-        """Return the number of steps per epoch."""
-        return self.samples // self.batch
+        return self.samples // self.batch  # steps per epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = divmod(self._step, len(self))

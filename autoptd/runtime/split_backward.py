@@ -1,15 +1,14 @@
 """Split backward: B computes the gradients of a stage's inputs, W later those of its parameters.
 
-The split is that of Qi et al. 2023 (Zero Bubble Pipeline Parallelism). The autograd graph of a stage consists of the
-input path, which has the nodes between its outputs and the tensors it received, and of branches, which lead from a node
-of the input path to parameters only:
+B and W are those of Qi et al. 2023 (Zero Bubble Pipeline Parallelism). A stage's autograd graph consists of the input
+path, the nodes between its outputs and the tensors it received, and of branches from there to parameters only:
 
     B   runs the input path and records the gradients that arrive at every node with a branch
     W   reruns these nodes for their branches only: autograd computes only the requested gradients, so a matmul computes
         the gradient of its input in B and that of its weight in W
 
 Some parameters get their gradient in B nevertheless: those reached from several nodes of the input path, those behind a
-node written in Python (whose backward cannot be split), and those of recomputed blocks (W would recompute them twice).
+node written in Python (whose backward cannot be split), and those of recomputed blocks (or W would recompute them too).
 """
 
 from __future__ import annotations
@@ -42,15 +41,13 @@ class WeightBackward:
 
     def __call__(self, before: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         """Accumulate the parameters' gradients; `before` is called with the next parameters each time."""
-        for intermediate in self._intermediates:
+        for entry in self._intermediates:
             if before is not None:
-                before(intermediate.branch)
-            came = [
-                (GradientEdge(intermediate.node, k), g) for k, g in enumerate(intermediate.arrived) if g is not None
-            ]
-            if came:
-                edges, gradients = [edge for edge, _ in came], [g for _, g in came]
-                torch.autograd.backward(edges, gradients, retain_graph=True, inputs=intermediate.branch)
+                before(entry.branch)
+            pairs = [(GradientEdge(entry.node, k), g) for k, g in enumerate(entry.arrived) if g is not None]
+            if pairs:
+                edges, gradients = [edge for edge, _ in pairs], [g for _, g in pairs]
+                torch.autograd.backward(edges, gradients, retain_graph=True, inputs=entry.branch)
         self._intermediates = self._roots = ()
 
 
@@ -59,31 +56,29 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Co
     edges = [get_gradient_edge(x) for x, _ in roots]
     order = _postorder(edge.node for edge in edges)
     received = {get_gradient_edge(x).node for x in inputs}
-    input_path, leads_to = _find_input_path(order, received)
-    if not any(edge.node in input_path for edge in edges):  # no received tensor needs a gradient
+    path, leads_to = _find_path(order, received)
+    if not any(edge.node in path for edge in edges):  # no received tensor needs a gradient
         torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
         return WeightBackward((), ())
-    branches = {
-        node: _branch(node, input_path, leads_to) for node in order if node in input_path and node not in received
-    }
-    branches |= {edge.node: leads_to[edge.node] for edge in edges if edge.node not in input_path}
+    branches = {node: _branch(node, path, leads_to) for node in order if node in path and node not in received}
+    branches |= {edge.node: leads_to[edge.node] for edge in edges if edge.node not in path}
     reached_from: dict[int, int] = {}
     for found in branches.values():
         for key in found:
             reached_from[key] = reached_from.get(key, 0) + 1
-    now: dict[int, Tensor] = {}
+    in_b: dict[int, Tensor] = {}
     intermediates = []
     for node, found in branches.items():
-        later: dict[int, Tensor] = {}
+        in_w: dict[int, Tensor] = {}
         for key, parameter in found.items():
-            at = now if reached_from[key] > 1 or key in at_once or isinstance(node, BackwardCFunction) else later
+            at = in_b if reached_from[key] > 1 or key in at_once or isinstance(node, BackwardCFunction) else in_w
             at[key] = parameter
-        if later:
-            intermediates.append(_Intermediate(node, tuple(later.values())))
-    handles = [intermediate.node.register_prehook(_recorder(intermediate)) for intermediate in intermediates]
+        if in_w:
+            intermediates.append(_Intermediate(node, tuple(in_w.values())))
+    handles = [entry.node.register_prehook(_recorder(entry)) for entry in intermediates]
     try:
         torch.autograd.backward(
-            [x for x, _ in roots], [g for _, g in roots], retain_graph=True, inputs=[*inputs, *now.values()]
+            [x for x, _ in roots], [g for _, g in roots], retain_graph=True, inputs=[*inputs, *in_b.values()]
         )
     finally:
         for handle in handles:
@@ -91,9 +86,9 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Co
     return WeightBackward(intermediates, roots)
 
 
-def _recorder(intermediate: _Intermediate) -> Callable[[tuple[Tensor | None, ...]], None]:
+def _recorder(entry: _Intermediate) -> Callable[[tuple[Tensor | None, ...]], None]:
     def note(arrived: tuple[Tensor | None, ...]) -> None:
-        intermediate.arrived = arrived
+        entry.arrived = arrived
 
     return note
 
@@ -120,25 +115,21 @@ def _next(node: Node) -> list[Node]:
     return [following for following, _ in node.next_functions if following is not None]
 
 
-def _find_input_path(
-    order: Sequence[Node], received: Collection[Node]
-) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
+def _find_path(order: Sequence[Node], received: Collection[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
     """Return the nodes that lead to received tensors, and for each node its parameters outside them, by id."""
-    input_path, leads_to = set(received), dict[Node, dict[int, Tensor]]()
+    path, leads_to = set(received), dict[Node, dict[int, Tensor]]()
     for node in order:
-        if any(following in input_path for following in _next(node)):
-            input_path.add(node)
+        if any(following in path for following in _next(node)):
+            path.add(node)
         own = getattr(node, "variable", None)
         found = {} if own is None or node in received else {id(own): own}
         for following in _next(node):
-            if following not in input_path:
+            if following not in path:
                 found |= leads_to[following]
         leads_to[node] = found
-    return input_path, leads_to
+    return path, leads_to
 
 
-def _branch(node: Node, input_path: Collection[Node], leads_to: dict[Node, dict[int, Tensor]]) -> dict[int, Tensor]:
+def _branch(node: Node, path: Collection[Node], leads_to: dict[Node, dict[int, Tensor]]) -> dict[int, Tensor]:
     """Return the parameters, by id, that a node reaches outside the input path."""
-    return {
-        key: p for following in _next(node) if following not in input_path for key, p in leads_to[following].items()
-    }
+    return {key: p for following in _next(node) if following not in path for key, p in leads_to[following].items()}

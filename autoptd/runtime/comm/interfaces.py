@@ -3,9 +3,8 @@
 `Group` and `Channel` have two implementations: torch.distributed (`processes.py`) and the threads of one process
 (`threaded.py`). The rest of the runtime does not depend on which one it uses.
 
-A channel is one direction of one edge between stages, with a communicator of its own. It is a FIFO, as the static
-deadlock proof of `autoptd.schedule` assumes. Tensors of a collective are contiguous and have equal shapes and dtypes on
-all ranks.
+A channel is one direction of one edge between stages, with a communicator of its own. It is a FIFO, as the deadlock
+proof of `autoptd.schedule` assumes. Tensors of a collective are contiguous, of equal shape and dtype on all ranks.
 """
 
 from __future__ import annotations
@@ -119,10 +118,9 @@ class Communicators:
         return mine
 
     def within_dp(self, ranks: int) -> tuple[Group, Group]:
-        """Partition the data axis into groups of `ranks` neighbours; `ranks` divides dp × cp.
+        """Partition the data axis into groups of `ranks` neighbours; return this rank's, and that of its counterparts.
 
-        Returns this rank's group, and the group of its counterparts in the others. All ranks of the world make the same
-        calls in the same order.
+        All ranks of the world make the same calls in the same order. `ranks` divides dp × cp.
         """
         if ranks == self.mesh.copies:
             return self.data, SingleRankGroup()

@@ -232,9 +232,9 @@ class LockstepGroup:
     def _start(self, op: str, x: Tensor, own: Any, combine: Combine) -> _ThreadHandle:
         assert x.is_contiguous(), f"{op} of a tensor that is not contiguous"
         me, doing = self.ranks[self.rank], _describe(op, x)
-        rendezvous = self.world.meet(me, self.ranks, (self.name, self.count), doing, own, combine)
+        joined = self.world.meet(me, self.ranks, (self.name, self.count), doing, own, combine)
         self.count += 1
-        return _ThreadHandle(self.world, me, rendezvous, f"{doing} number {self.count - 1} of group {self.name}")
+        return _ThreadHandle(self.world, me, joined, f"{doing} number {self.count - 1} of group {self.name}")
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         self._start(f"all_reduce {op}", x, x, _all_reduce(op)).wait()
@@ -298,11 +298,9 @@ class LockstepChannel:
             out.copy_(x)
 
         doing = _describe("message", own[0])
-        rendezvous = self.world.meet(self.rank, self.ranks, (self.name, self.count), doing, own, deliver)
+        joined = self.world.meet(self.rank, self.ranks, (self.name, self.count), doing, own, deliver)
         self.count += 1
-        return _ThreadHandle(
-            self.world, self.rank, rendezvous, f"{verb} {doing} number {self.count - 1} of {self.name}"
-        )
+        return _ThreadHandle(self.world, self.rank, joined, f"{verb} {doing} number {self.count - 1} of {self.name}")
 
 
 class LockstepBackend:

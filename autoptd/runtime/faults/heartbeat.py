@@ -16,11 +16,9 @@ from autoptd.runtime.faults.rank_status import Snapshot, ranks
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Limits of the watchdog, in seconds.
-
-    `silent_s`: a rank without a heartbeat for this long has failed. `slow_s`: a rank that keeps others waiting for this
-    long is reported; `stuck_s`: it ends the job. `grace_s`: time a process has to exit once the job has a cause.
-    """
+    """Limits of the watchdog, in seconds. `silent_s`: a rank without a heartbeat for this long has failed. `slow_s`: a
+    rank that keeps others waiting for this long is reported; `stuck_s`: it ends the job. `grace_s`: time that a process
+    has to exit once the job has a cause."""
 
     tick_s: float = 1.0  # between heartbeats
     silent_s: float = 8.0

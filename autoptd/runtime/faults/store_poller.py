@@ -24,10 +24,8 @@ _FRESH_S, _STORE_S = 0.05, 0.001  # minimum between heartbeats within a tick: in
 
 
 class StorePoller:
-    """Exchanges messages with the store every `tick_s`.
-
-    Other threads may read at any time: `beats`, `missed_ticks` (ticks since a rank's heartbeat last changed), `first`,
-    `closed`, `error` (of a store that is gone) and `busy_since` (start of the exchange in progress).
+    """Exchanges messages with the store every `tick_s`. Other threads may read `beats`, `missed_ticks` (since a rank's
+    heartbeat last changed), `first`, `closed`, `error` (of a store that is gone), `busy_since` (start of an exchange).
     """
 
     def __init__(

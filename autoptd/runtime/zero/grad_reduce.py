@@ -1,10 +1,8 @@
 """Gradient accumulation, and reduction of each bucket over the data-parallel ranks.
 
-    ZeRO 0, 1   full gradients are accumulated over all microbatches; a bucket is reduced once the last microbatch has
-                produced its last gradient
-    ZeRO 2, 3   gradients are accumulated over one backward pass, in a temporary buffer allocated with the bucket's
-                first gradient; the complete bucket is reduced, this rank's shard of the sum is added to the shard of
-                the step, and the temporary buffer is freed
+    ZeRO 0, 1   accumulates full gradients over all microbatches; reduces a bucket at its last gradient of the last one
+    ZeRO 2, 3   accumulates over one backward pass, in a temporary buffer allocated at the bucket's first gradient;
+                reduces the complete bucket, adds this rank's shard to that of the step, and frees the buffer
 
 All dp ranks reduce the buckets in one fixed order, whichever parameters took part. A parameter without a gradient
 delays the buckets behind it to the end of the round (the step, or the backward pass) and causes no deadlock.
@@ -87,10 +85,7 @@ class _Round:
 
 
 class Reduction:
-    """Gradient reduction of a step.
-
-    `holders`: by chunk, the parameters that get a gradient from it. `states` are in the order of reduction.
-    """
+    """Gradient reduction of a step. `states`: in reduction order; `holders`: by chunk, parameters with gradients."""
 
     def __init__(
         self, states: Sequence[BucketState], holders: Sequence[frozenset[str]], overlap: bool, zero: int
@@ -120,8 +115,8 @@ class Reduction:
     def expect(self, chunk: int, last: bool) -> None:
         """Announce a backward pass of a chunk; `last`: the chunk's last in this step.
 
-        Complete buckets are reduced at once: in every pass with ZeRO 2 and 3, in the last pass with overlap else.
-        Without overlap ZeRO 2 and 3 wait for each reduction, or all temporary buffers would exist at the pass's end.
+        Complete buckets are reduced at once: with ZeRO 2 and 3 in every pass, with ZeRO 0 and 1 in the last one if
+        overlapped. Without overlap ZeRO 2 and 3 wait for each reduction, which bounds the number of temporary buffers.
         """
         now = self._per_backward or (self._overlap and last)
         self._now = (self._rounds[chunk if self._per_backward else 0], chunk) if now else None

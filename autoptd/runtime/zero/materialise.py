@@ -56,8 +56,7 @@ def materialise(
 ) -> tuple[Buffers, dict[str, Tensor]]:
     """Replace the stages' tensors, which may be on meta, by real ones; tensors with values keep them.
 
-    Parameters go into flat buffers as far as these hold them. A tensor of several stages of this rank is allocated
-    once. Returns the buffers and every local tensor by name.
+    A tensor of several stages of this rank is allocated once. Returns the flat buffers and all local tensors by name.
     """
     device = communicators.device
     old = {name: held for stage in stages for name, held in stage.named_parameters()}

@@ -77,7 +77,7 @@ class Buffers:
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                self._listen(name, parameter)
+                self._hook_gradient(name, parameter)
 
     def _view(self, name: str) -> Tensor:
         state = self._state_of[name]
@@ -107,7 +107,7 @@ class Buffers:
 
     # ---- gradients ----
 
-    def _listen(self, name: str, parameter: nn.Parameter) -> None:
+    def _hook_gradient(self, name: str, parameter: nn.Parameter) -> None:
         state = self._state_of[name]
 
         def take(parameter: Tensor) -> None:
