@@ -345,12 +345,12 @@ class Parallel:
     def _with_all(self, doing: str) -> Iterator[None]:
         """Around what all ranks do together outside of steps, for as long as it takes."""
         watch = self._watch
-        watch.place.leave(doing)
+        watch.status.leave(doing)
         try:
-            with watch, PendingComm(watch.place, "with", ()):
+            with watch, PendingComm(watch.status, "with", ()):
                 yield
         finally:
-            watch.place.leave()
+            watch.status.leave()
 
     @cached_property
     def _session(self) -> Session:

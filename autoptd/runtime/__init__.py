@@ -1,3 +1,3 @@
-"""A running rank: `trainer` holds its stages and `executor` runs its list of actions. Imports
-`layout`, `ops` and `schedule`, never passes or the search.
-"""
+"""The training program of a rank: `trainer` holds its stages, buffers and optimizer; `executor` runs its action list.
+The layers above (`api`, `checkpoint`, `verification`, …) import from its modules. It imports `layout`, `ops`,
+`schedule` and `plans`, never `passes`, `explain`, `search` or `codegen`."""

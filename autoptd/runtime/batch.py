@@ -1,4 +1,4 @@
-"""Cut this dp rank's share of a batch into microbatches, and refuse a wrong one before anybody communicates."""
+"""Split this dp rank's share of a batch into microbatches; refuse a wrong batch before any communication."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Microbatch = dict[str, Tensor]
 def cut_batch(
     batch: Mapping[str, Tensor], inputs: Sequence[str], micro: int, microbatches: int | None, device: torch.device
 ) -> list[Microbatch]:
-    """Consecutive slices of `micro` samples along dim 0, the last one maybe smaller.
+    """Split a batch into consecutive slices of `micro` samples along dim 0; the last may be smaller.
 
-    `microbatches`: how many it must give, None for any number (at least one). Raises InputsError.
+    `microbatches`: the required number, None for any. Raises InputsError.
     """
     samples = _samples(batch, inputs)
     count = -(-samples // micro)
@@ -34,26 +34,25 @@ def cut_batch(
 
 
 def sample_count(microbatch: Microbatch) -> int:
-    """Samples of a microbatch."""
     return next(iter(microbatch.values())).shape[0]
 
 
 def check_multiples(batch: Mapping[str, Tensor], multiples: Mapping[tuple[str, int], int]) -> None:
-    """Refuse a sequence that cp ranks cannot share. Raises InputsError; what is no tensor is left to `cut_batch`."""
+    """Raise InputsError for a sequence that cp ranks cannot split. Leaves non-tensors to `cut_batch`."""
     for (name, dim), divisor in multiples.items():
         x = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(x, Tensor) and x.ndim > dim and x.shape[dim] % divisor:
             raise InputsError(
                 f"{x.shape[dim]} tokens cannot be shared: they are cut into {divisor} equal parts",
                 where=f"dim {dim} of {name!r}",
-                fix=f"pad every sequence to a multiple of {divisor}, with labels that do not count",
+                fix=f"pad every sequence to a multiple of {divisor}, with ignored labels",
             )
 
 
 def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> None:
-    """Refuse types and sizes that the program was not written for. Raises InputsError.
+    """Raise InputsError for dtypes and sizes that the program does not support.
 
-    A size that may vary, such as the tokens of a sample, may be smaller than planned, the same in all inputs.
+    A symbolic size, such as the tokens of a sample, may be smaller than planned but must be equal in all inputs.
     """
     met: dict[str, tuple[int, str]] = {}
     for name, spec in specs.items():
@@ -68,7 +67,7 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
             raise InputsError(
                 f"{name!r} has {x.ndim} dims, {list(x.shape)}, instead of {1 + len(spec.sizes)}",
                 where=name,
-                fix="give what the model was traced with: " + spec.text,
+                fix="give the shape that the model was traced with: " + spec.text,
             )
         for dim, (size, planned, symbol) in enumerate(zip(x.shape[1:], spec.sizes, spec.symbols, strict=True), 1):
             _check_size(f"dim {dim} of {name!r}", size, planned, symbol)
@@ -83,22 +82,22 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
 
 def _check_size(where: str, size: int, planned: int, symbol: str) -> None:
     if not symbol and size != planned:
-        fix = f"give a size of {planned}, with which the model was traced"
+        fix = f"give a size of {planned}, as in the traced inputs"
         raise InputsError(f"{where} is {size}, instead of {planned}", where=where, fix=fix)
     if size > planned:
-        fix = f"cut it to {planned}, or plan again for {size}: its memory and positions were not planned for"
+        fix = f"truncate it to {planned}, or plan for {size}: the plan's memory and positions do not cover it"
         raise InputsError(f"{where} is {size}, longer than the planned {planned}", where=where, fix=fix)
     if size == 0:
-        raise InputsError(f"{where} is 0: there is nothing in a sample", where=where, fix="leave such batches out")
+        raise InputsError(f"{where} is 0: samples are empty", where=where, fix="skip such batches")
 
 
 def stand_in(specs: Mapping[str, InputSpec], samples: int) -> dict[str, Tensor]:
-    """Zeros of the planned sizes, for a rank that has no batch but must keep step."""
+    """Return zeros of the planned sizes, for a rank without a valid batch that must still join the step."""
     return {name: torch.zeros(samples, *spec.sizes, dtype=spec.dtype) for name, spec in specs.items()}
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """20 bits that tell other samples, or another order of them, apart: 0-dim float64, where the first tensor is."""
+    """Hash samples and their order to 20 bits; 0-dim float64 on the first tensor's device."""
     found = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for x in tensors:
         bits = x.detach().contiguous().view(_BITS[x.element_size()]).reshape(x.shape[0], -1)
@@ -107,16 +106,16 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     return (((found ^ (found >> 20)) * _MIX >> 40) & 0xFFFFF).to(torch.float64)
 
 
-_MIX = 0x9E3779B97F4A7C1  # an odd number without pattern (of the golden ratio), so that near sums lie far apart
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # bytes -> their integer
+_MIX = 0x9E3779B97F4A7C1  # odd, from the golden ratio: spreads similar sums
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # bytes -> integer dtype
 
 
 def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
-    """Dim 0 of every input, which must agree."""
+    """Return the number of samples, dim 0 of every input. Raises InputsError."""
     if batch is None:
         raise InputsError(
             "there is no batch: the data loader ran dry",
-            fix="end every rank's epoch at the same step: parallel.sampler(…) gives all ranks as many batches",
+            fix="end the epoch at the same step on every rank: parallel.sampler(…) gives all as many batches",
         )
     if not isinstance(batch, Mapping):
         raise InputsError(
@@ -136,7 +135,7 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     sizes = {name: batch[name].shape[0] for name in inputs}
     if len(set(sizes.values())) > 1:
         raise InputsError(
-            f"the batch's tensors hold different numbers of samples: {sizes}", fix="give as many samples of each"
+            f"the batch's tensors hold different numbers of samples: {sizes}", fix="give equally many samples of each"
         )
     samples = next(iter(sizes.values()), 0)
     if samples == 0:

@@ -1,14 +1,14 @@
-"""What ranks must agree on about a batch, at no cost: two numbers in the all-reduce that ends a step anyway.
+"""Agreement of all ranks on the batch of a step, by two numbers in the all-reduce that ends the step anyway.
 
-Each rank checks its own batch before it communicates. One that was given a wrong one (none, because its data loader ran
-dry; another type; a longer sequence) must not leave its peers waiting, and nobody would hear of it before the end of
-the step: so it goes through the step with a stand-in, zeros of the planned sizes, and adds to what all ranks sum up
+Each rank checks its own batch before it communicates. A rank with a wrong batch (none, because its data loader ran
+dry; another dtype; a longer sequence) must not leave its peers waiting. It therefore runs the step with a substitute,
+zeros of the planned sizes, and all ranks sum up two numbers:
 
-    faults    1 where its batch is wrong                          0 on all ranks: the step is taken
-    digest    digest · weight, Σ weight = 0 over a dp share       0: the ranks that share samples were given the same
+    faults    1 if the rank's batch is wrong, else 0           sum 0: the step is taken
+    digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
 
-Then no rank takes the step, and all raise the InputsError of the first rank that has one. Sums are exact: a digest
-has 20 bits, weights are below n²/2 for the n ranks of a share, and float64 counts to 2^53.
+Otherwise no rank takes the step, and all raise the InputsError of the first rank that has one. The sums are exact: a
+digest has 20 bits, weights are below n²/2 for the n ranks of a share, and float64 is exact up to 2^53.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autoptd.layout.layout import Layout
 from autoptd.runtime.batch import Microbatch, check_multiples, check_specs, cut_batch, digest, sample_count, stand_in
 from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 
-_TEXT = 2000  # bytes of an error that are passed on
+_TEXT = 2000  # bytes of an error that other ranks receive
 NUMBERS = 2  # faults, digest
-_PARTS, _BETWEEN = 3, "\x1f"  # what, where, fix
+_PARTS, _SEPARATOR = 3, "\x1f"  # what, where, fix
 
 
 class Agreement:
-    """This rank's view of the batch of a step, and what all ranks make of it."""
+    """The check of one step's batch: this rank's result, and the joint decision of all ranks."""
 
     def __init__(self, layout: Layout, communicators: Communicators) -> None:
         self._layout, self._comm = layout, communicators
@@ -39,7 +39,7 @@ class Agreement:
         self._digest = torch.zeros((), dtype=torch.float64)
 
     def take(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
-        """This rank's microbatches, or a stand-in's. Raises InputsError at once where nobody waits for this rank."""
+        """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once."""
         self._fault = None
         try:
             found = self._cut(batch, microbatches)
@@ -60,18 +60,18 @@ class Agreement:
         return found
 
     def row(self) -> Tensor:
-        """What this rank adds to the sum over the world: [NUMBERS], float64."""
+        """Return this rank's contribution to the sum over the world: [NUMBERS], float64."""
         device = self._comm.device
         wrong = torch.tensor(self._fault is not None, dtype=torch.float64, device=device)
         return torch.stack((wrong, self._digest.to(device) * self._weight))
 
     def holds(self, agreed: Sequence[float]) -> bool:
-        """Whether the step may be taken; `agreed`: the numbers, summed."""
+        """Return whether the step may be taken; `agreed`: the rows of all ranks, summed."""
         faults, digests = agreed
         return not faults and not digests
 
     def refuse(self, agreed: Sequence[float]) -> None:
-        """On all ranks, where `holds` does not: raise one InputsError. A collective."""
+        """Raise the same InputsError on all ranks, when `holds` is False. A collective."""
         faults, _ = agreed
         if not faults:
             raise self._differ()
@@ -81,15 +81,15 @@ class Agreement:
         raise InputsError(error[0], where=place, fix=error[2]) from self._fault
 
     def _first(self) -> tuple[int, Sequence[str]]:
-        """The lowest rank whose batch is wrong, and what is wrong with it."""
+        """Return the lowest rank with a wrong batch, and its error."""
         fault = self._fault
-        mine = "" if fault is None else _BETWEEN.join((fault.what, fault.where, fault.fix))
+        mine = "" if fault is None else _SEPARATOR.join((fault.what, fault.where, fault.fix))
         each = all_gather_text(mine, self._comm.world, self._comm.device, _TEXT)
         first = next(rank for rank, text in enumerate(each) if text)
-        return first, (each[first].split(_BETWEEN) + [""] * _PARTS)[:_PARTS]
+        return first, (each[first].split(_SEPARATOR) + [""] * _PARTS)[:_PARTS]
 
     def _differ(self) -> InputsError:
-        """Ranks that share samples were given different ones."""
+        """Return the error for ranks of one dp share with different samples."""
         mine = self._digest.to(self._comm.device)
         each = self._comm.world.all_gather(mine.view(1)).view(-1).tolist()
         mesh = self._layout.mesh
@@ -101,12 +101,12 @@ class Agreement:
         return InputsError(
             "ranks that take the same share of the batch were given different batches",
             where="\n".join(lines[:4]),
-            fix="give the ranks of a share the same samples: by parallel.sampler(…), or by parallel.dp_rank",
+            fix="give the ranks of a share the same samples: use parallel.sampler(…) or parallel.dp_rank",
         )
 
 
 def _weight(layout: Layout, c: Communicators) -> int:
-    """1, 2, 3 … over the ranks of a dp share, and on the last what makes the sum 0."""
+    """Return 1, 2, 3 … for the ranks of a dp share; for the last one minus the sum of the others."""
     mesh = layout.mesh
     share = [rank for rank in range(mesh.world) if mesh.coordinates(rank)[1] == c.dp.rank]
     place = share.index(c.rank)

@@ -1,17 +1,15 @@
-"""Counts of the global batch, from what each of its microbatches adds to them.
+"""Counts over the global batch, and losses that are functions of sums over it.
 
-They are under way until the first forward pass asks for them: no rank waits for the others at the start of a step. A
-count that is computed from others takes a round of its own.
+Counts are gathered from all microbatches and dp ranks asynchronously until the first forward pass reads them, so no
+rank waits at the start of a step. A count computed from other counts takes a further round.
 
-A loss that is no sum but a function of sums over the global batch: f(S), S = Σ of what its microbatches add.
-
-Each microbatch's gradient is that of its partial values, times the derivative of f at the sums of the whole batch:
+A loss that is not a sum over microbatches k but a function f(S) of sums S_i = Σ_k S_i^(k) has the gradient
 
     dL/dθ = Σ_i ∂f/∂S_i (S) · Σ_k dS_i^(k)/dθ
 
-So the sums must be known before the first backward pass: on a last stage that has all its forward passes behind it by
-then they are held meanwhile, and one small all-reduce is all that it takes; where a schedule begins backward passes
-sooner, forward passes of the whole batch go ahead of the step.
+so S must be known before the first backward pass. If the last stage finishes all its forward passes before its first
+backward pass, one small all-reduce suffices. With other schedules, extra forward passes of the whole batch precede the
+step.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from autoptd.runtime.batch import Microbatch
 from autoptd.runtime.comm.interfaces import Communicators
 
 
-def counts_under_way(
+def start_counts(
     stages: Sequence[Stage], microbatches: Sequence[Microbatch], dp: Group, device: torch.device
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Begin the first round; the result waits for it, and gives the counts, float64. () where no stage reads any."""
+    """Start the first round; return a function that waits for the counts, float64. () if no stage reads any."""
     stage = next((s for s in stages if s.is_last or s.reads_counts), None)
     if stage is None or not stage.count_inputs:
         return tuple
@@ -57,11 +55,11 @@ class _Counts:
         return self.known
 
     def _begin(self) -> None:
-        """Count this rank's microbatches, and send it."""
+        """Count this rank's microbatches and start the all-gather of a round."""
         rows = [[x.to(self.device, torch.float64).reshape(-1) for x in self._row(mb)] for mb in self.microbatches]
         own = self._combined(torch.stack(list(map(torch.cat, rows))))
-        self.every = own.new_empty(self.dp.size * own.numel())
-        self.under_way = self.dp.all_gather_later(self.every, own)
+        self.gathered = own.new_empty(self.dp.size * own.numel())
+        self.handle = self.dp.all_gather_later(self.gathered, own)
 
     def _row(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
         given = {name: microbatch[name] for name in self.stage.count_inputs}
@@ -73,8 +71,8 @@ class _Counts:
         return self.stage.loss_counts(**given, counts=known)
 
     def _finish(self) -> None:
-        self.under_way.wait()
-        whole = self._combined(self.every.view(self.dp.size, -1))
+        self.handle.wait()
+        whole = self._combined(self.gathered.view(self.dp.size, -1))
         if not self.counted:
             self.known = whole.unbind()
             return
@@ -82,7 +80,7 @@ class _Counts:
         self.known = tuple(part.view(count.shape) for part, count in zip(parts, self.counted, strict=True))
 
     def _combined(self, rows: Tensor) -> Tensor:
-        """Rows of counts, side by side, as one."""
+        """Combine rows of counts into one, each count by its own rule."""
         found = rows.sum(0)
         at = 0
         for count in self.counted:
@@ -93,7 +91,7 @@ class _Counts:
 
 
 class LossOfSums:
-    """The function of a step, once its sums are complete. On ranks without the last stage there is nothing to know."""
+    """The loss of one step as a function of its sums, and its gradient there. For ranks with the last stage only."""
 
     def __init__(self, stage: Stage, communicators: Communicators, counts: Callable[[], tuple[Tensor, ...]]) -> None:
         self._stage, self._communicators, self._counts = stage, communicators, counts
@@ -101,8 +99,7 @@ class LossOfSums:
         self._gradient: Tensor | None = None
 
     def take(self, own: Tensor) -> None:
-        """What this rank's microbatches add to the sums, float64 [partial_sums]. A collective over the ranks that share
-        the batch and its tokens."""
+        """Sum `own`, float64 [partial_sums], over the data axis; evaluate the loss and its gradient. A collective."""
         sums = self._communicators.data.all_reduce(own.clone()).requires_grad_()
         with torch.enable_grad():
             loss = self._stage.loss_of(sums, self._counts())
@@ -110,12 +107,12 @@ class LossOfSums:
         self.loss, self._gradient = loss.detach().to(torch.float64), gradient
 
     def share(self) -> Tensor:
-        """The loss on one of the ranks that know it, 0 on the others."""
+        """Return the loss on the first rank of the data axis, 0 on the others."""
         assert self.loss is not None
         return self.loss if self._communicators.data.rank == 0 else torch.zeros_like(self.loss)
 
     def gradient(self, own: Tensor) -> Tensor:
-        """Of the loss, at the sums, [partial_sums]; `own`: this rank's part of them, if they are not taken yet."""
+        """Return the loss's gradient at the sums, [partial_sums]; `own`: this rank's, read by the first call."""
         if self._gradient is None:
             self.take(own)
         assert self._gradient is not None

@@ -1,9 +1,9 @@
-"""Run one rank's action list: compute, messages, and the end of the step, in exactly the order of the list.
+"""The executor: runs one rank's action list (compute, messages, end of the step) in exactly its order.
 
-A rank holds one chunk of the model or several; each F, B, W names its chunk. A receive is posted one message ahead of
-the action that waits for it, so that the transfer overlaps computing; the channel is a FIFO, so this changes no order.
-A sent tensor is kept until its send is complete; a third one waits for the first, which the proof of the schedule
-includes. What a chunk hands to a chunk of the same rank stays where it is.
+A rank holds one or more chunks of the model; each F, B, W names its chunk. A receive is posted one message ahead of the
+action that waits for it, so that the transfer overlaps with compute; as the channel is a FIFO, this changes no order. A
+sent tensor is kept alive until its send completes. At most two sends per channel are in flight, as in the deadlock
+proof of the schedule. A chunk passes tensors to a chunk of the same rank by reference.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from autoptd.runtime.comm.handshake import exchange
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
 from autoptd.runtime.profiler_ranges import in_ranges
-from autoptd.runtime.split_backward import Later, Root, backward_of_inputs
+from autoptd.runtime.split_backward import Root, WeightBackward, backward_inputs
 from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of
 
 
-class Gradients(Protocol):
-    """Who takes the gradients of parameters, and has the parameters there for backward passes."""
+class BackwardHooks(Protocol):
+    """Calls of the executor around backward passes: gather parameters, reduce their gradients."""
 
-    def before_backward(self, chunk: int, half: str, last: bool) -> None:
-        """Of a chunk a backward pass begins (B), or its second half (W); `last` of its half in this step."""
+    def before_backward(self, chunk: int, kind: str, last: bool) -> None:
+        """Called before chunk `chunk` starts a B or W pass (`kind`); `last`: its last of that kind in this step."""
         ...
 
     def before_weights(self, parameters: Sequence[Tensor]) -> None:
-        """Within a second half, gradients of these are next."""
+        """Called within a W pass before it computes the gradients of `parameters`."""
         ...
 
     def after_backward(self, chunk: int, whole: bool) -> None:
-        """`whole`: all gradients of the microbatch have come, not only those of the first half."""
+        """Called after a B or W pass; `whole`: no W of this microbatch is to follow."""
         ...
 
 
 class Executor:
-    """One rank's step; `stages` are its chunks. `end` maps REDUCE, STEP and GATHER to what they do."""
+    """Runs action lists on one rank; `stages` are its chunks."""
 
     def __init__(
         self,
@@ -58,11 +58,9 @@ class Executor:
         slices: bool = False,
         modules: Sequence[str] = (),
     ) -> None:
-        """`recomputed`: parameters of blocks that are run again in the backward pass, of which nothing is put off.
-
-        `modules`: what each stage of the model holds, in words, for a profiler.
-        `slices`: of a tensor that all tp ranks hold alike each sends its part (Narayanan et al. 2021, section 4.1).
-        """
+        """`recomputed`: parameters of recomputed blocks, whose gradients are computed in B. `modules`: each stage's
+        modules, as text for errors and profilers. `slices`: scatter-gather P2P of tensors that are replicated over tp
+        (Narayanan et al. 2021, section 4.1)."""
         self._slices = communicators.tp.size if slices else 1
         self._modules = tuple(modules)
         self._stages = tuple(stages)
@@ -70,7 +68,7 @@ class Executor:
         self._at_once = frozenset(id(p) for name, p in named if name in recomputed)
         self._comm = communicators
         self._dropout = dropout
-        self._shaken = False
+        self._handshaken = False
 
     def run(
         self,
@@ -79,24 +77,22 @@ class Executor:
         counts: Callable[[], Tensors],
         loss: Tensor,
         end: Mapping[str, Callable[[], None]],
-        gradients: Gradients | None = None,
+        gradients: BackwardHooks | None = None,
         counted: int | None = None,
         scale: float = 1.0,
-        of_sums: LossOfSums | None = None,
+        loss_of_sums: LossOfSums | None = None,
     ) -> None:
-        """Every action in order. The last stage adds its share of the loss, or its partial values, to `loss`, float64.
+        """Run every action in order. The last stage adds its losses, or their partial sums, to `loss`, float64.
 
-        `of_sums`: the function of the partial values that the loss is, where it is none of them.
-
-        `gradients` is told of each action that makes gradients of parameters. Of the losses, those of the first
-        `counted` microbatches are added; left out, of all. `scale`: the loss's gradient, by which all gradients are
-        larger.
+        `end`: functions for REDUCE, STEP and GATHER. `gradients`: hooks of backward passes. `counted`: the losses of
+        that many first microbatches are added, by default of all. `scale`: the loss scale, by which all gradients are
+        multiplied. `loss_of_sums`: the loss as a function of the partial sums, if it is one. Raises RuntimeFault.
         """
-        run = _StepState(self, actions, microbatches, counts, loss, gradients, counted, scale, of_sums)
+        run = _StepState(self, actions, microbatches, counts, loss, gradients, counted, scale, loss_of_sums)
         lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
-        if not self._shaken and lasts:
-            run.shake_hands()
-            self._shaken = True
+        if not self._handshaken and lasts:
+            run.handshake()
+            self._handshaken = True
         do: dict[str, Callable[[Action], None]] = {
             "F": run.forward,
             "B": run.backward,
@@ -106,10 +102,10 @@ class Executor:
             "RB": run.receive_gradients,
             "SB": run.send_gradients,
         }
-        place = self._comm.watch.place
+        status = self._comm.watch.status
         for action in in_ranges(actions, self._range):
             stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
-            place.enter(str(action), stage, action.microbatch, self._module(action))
+            status.enter(str(action), stage, action.microbatch, self._module(action))
             if action.microbatch is None:
                 end[action.kind]()
                 continue
@@ -117,18 +113,18 @@ class Executor:
             try:
                 if makes is not None:
                     makes.before_backward(action.chunk, action.kind, action == lasts[action.kind, action.chunk])
-                with place.of_modules(self._stages[action.chunk]):
+                with status.of_modules(self._stages[action.chunk]):
                     do[action.kind](action)
                 if makes is not None:
-                    makes.after_backward(action.chunk, action.kind == "W" or not run.halves)
+                    makes.after_backward(action.chunk, action.kind == "W" or not run.splits_backward)
             except RuntimeError as error:
-                where = f"{place.here}, rank {self._comm.rank} ({self._comm.mesh})"
+                where = f"{status.here}, rank {self._comm.rank} ({self._comm.mesh})"
                 raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
         run.finish_sends()
-        place.leave()
+        status.leave()
 
     def _module(self, action: Action) -> str:
-        """What of the model an action is about, in words."""
+        """Return the modules that an action runs, as text."""
         stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
         return self._modules[stage] if self._modules and action.microbatch is not None else ""
 
@@ -147,27 +143,27 @@ class _StepState:
         microbatches: Sequence[Microbatch],
         counts: Callable[[], Tensors],
         loss: Tensor,
-        gradients: Gradients | None,
+        gradients: BackwardHooks | None,
         counted: int | None,
         scale: float,
-        of_sums: LossOfSums | None,
+        loss_of_sums: LossOfSums | None,
     ) -> None:
-        self.of_sums = of_sums
-        self.of_parameters = gradients
+        self.loss_of_sums = loss_of_sums
+        self.hooks = gradients
         self.counted = len(microbatches) if counted is None else counted
         self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
         self.actions, self.microbatches, self.counts = actions, microbatches, counts
         self.route = self.comm.mesh.route
         self.training = any(action.kind == "B" for action in actions)
-        self.halves = any(action.kind == "W" for action in actions)
+        self.splits_backward = any(action.kind == "W" for action in actions)
         self.at_once = executor._at_once
-        self.first = [0, *accumulate(map(sample_count, microbatches))]  # samples of this dp rank's share
-        self.left: dict[At, Later] = {}  # of backward passes
+        self.first = [0, *accumulate(map(sample_count, microbatches))]  # first sample of each in this dp rank's share
+        self.weight_passes: dict[At, WeightBackward] = {}  # W passes whose B is done
         self.sizes = [[_sizes(stage, mb) for mb in microbatches] for stage in self.stages]
         self.received: dict[At, Tensors] = {}
         self.outputs: dict[At, Tensors] = {}
         self.gradients: dict[At, Tensors] = {}
-        self.sending: dict[Edge, deque[list[Handle]]] = {}  # by message
+        self.sending: dict[Edge, deque[list[Handle]]] = {}  # handles by message
         self.loss, self.scale = loss, scale
         self.slices = executor._slices
         messages: dict[Edge, deque[tuple[At, list[MessagePart]]]] = {}
@@ -183,13 +179,13 @@ class _StepState:
         return channel_of(self.comm.stage, action, self.route)
 
     def _wires(self, action: Action) -> tuple[Wire, ...]:
-        """What a send or receive carries: activations, or gradients of those of them that have any."""
+        """Return the wires of a send or receive: all for activations, those with gradients for gradients."""
         stage = self.stages[action.chunk]
         wires = stage.receives if action.kind in ("RF", "SB") else stage.sends
         return wires if action.kind in ("RF", "SF") else tuple(wire for wire in wires if wire.requires_grad)
 
     def _parts(self, action: Action) -> list[MessagePart]:
-        """What goes through the channel."""
+        """Return the tensors of a message as they go through the channel."""
         i, chunk = _at(action)
         gradient = action.kind in ("SB", "RB")
         return [
@@ -199,8 +195,8 @@ class _StepState:
             for w in self._wires(action)
         ]
 
-    def shake_hands(self) -> None:
-        """Compare every message of this step with the neighbours'."""
+    def handshake(self) -> None:
+        """Compare every message of this step with the neighbouring ranks. Raises RuntimeFault."""
         lines: dict[bool, dict[Edge, list[str]]] = {True: {}, False: {}}
         ends = self.route.edges()
         for number, direction in self.comm.edges:
@@ -210,11 +206,13 @@ class _StepState:
             if action.kind in ("SF", "SB", "RF", "RB"):
                 edge = self._edge(action)
                 lines[action.kind in SENDS][edge].extend(self._message(action, edge[1]))
-        out, into = ([(self.comm.edges[e], told) for e, told in sorted(lines[sent].items())] for sent in (True, False))
+        out, into = (
+            [(self.comm.edges[e], texts) for e, texts in sorted(lines[sent].items())] for sent in (True, False)
+        )
         exchange(out, into, self.comm.device)
 
     def _message(self, action: Action, direction: str) -> list[str]:
-        """A line for each tensor; the edge is that behind a stage of the model, as both sides count."""
+        """Describe each tensor of a message in a line; edge i follows stage i, on both sides."""
         assert action.microbatch is not None
         stage = self.comm.mesh.stages_of(self.comm.stage)[action.chunk]
         sizes = self.sizes[action.chunk][action.microbatch]
@@ -269,7 +267,7 @@ class _StepState:
                 del self.outputs[i, own]
 
     def _own(self, chunk: int, step: int) -> int | None:
-        """The chunk of the next (or last) stage of the model, where this very rank holds it."""
+        """Return the chunk of the next stage (`step` 1) or previous one (-1) if this rank holds it, else None."""
         there = self.route.hop(self.comm.stage, chunk, step)
         return there[1] if there is not None and there[0] == self.comm.stage else None
 
@@ -304,28 +302,28 @@ class _StepState:
                 self.gradients[i, chunk] = self._returned(i, own)
             awaited = [x for wire, x in zip(stage.sends, outputs, strict=True) if wire.requires_grad]
             roots = list(zip(awaited, self.gradients.pop((i, chunk)), strict=True))
-        # behind frozen parameters nothing needs a gradient
+        # an output that depends on frozen parameters only has no gradient
         roots = [(x, grad) for x, grad in roots if x.requires_grad]
-        if roots and self.halves:
+        if roots and self.splits_backward:
             inputs = [x for x in self.received.get((i, chunk), ()) if x.requires_grad]
-            self.left[i, chunk] = backward_of_inputs(roots, inputs, self.at_once)
+            self.weight_passes[i, chunk] = backward_inputs(roots, inputs, self.at_once)
         elif roots:
             torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
 
     def _gradient_of(self, share: Tensor) -> Tensor | None:
-        """Of the loss, for what a microbatch adds to it."""
-        if self.of_sums is not None:
-            return (self.of_sums.gradient(self.loss) * self.scale).to(share.dtype)
+        """Return the gradient of the loss with respect to a microbatch's share; None for 1."""
+        if self.loss_of_sums is not None:
+            return (self.loss_of_sums.gradient(self.loss) * self.scale).to(share.dtype)
         return None if self.scale == 1 else torch.full_like(share, self.scale)
 
     def weights(self, action: Action) -> None:
-        later = self.left.pop(_at(action), None)
+        later = self.weight_passes.pop(_at(action), None)
         if later is not None:
             self.dropout.sample = self.first[_at(action)[0]]
-            later(self.of_parameters.before_weights if self.of_parameters else None)
+            later(self.hooks.before_weights if self.hooks else None)
 
     def _returned(self, i: int, chunk: int) -> Tensors:
-        """Gradients of what a chunk received; it is done with them."""
+        """Return the gradients of what a chunk received, and forget both."""
         pairs = zip(self.stages[chunk].receives, self.received.pop((i, chunk)), strict=True)
         leaves = [x for wire, x in pairs if wire.requires_grad]
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)

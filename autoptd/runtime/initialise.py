@@ -1,14 +1,14 @@
-"""Where parameters get their first values: the model's own, or, on meta, its modules' own initialisers.
+"""Initial values of parameters: the model's own, or, for tensors on meta, those of its modules' initialisers.
 
-What a constructor does is done again for the tensors of one module at a time, in a copy of the model that is otherwise
-on meta, where initialising does nothing:
+The initialisers are rerun for the tensors of one module at a time, in a copy of the model whose other tensors are on
+meta, where initialisation has no effect:
 
-    1. its own reset_parameters, then that of each module around it, inside out
-    2. `_init_weights(module)` of the nearest module that has one, on it and on each module around it, inside out
-       (GPT-2's residual projections are rescaled by the attention and perceptron around them)
+    1. the module's reset_parameters, then that of each enclosing module, innermost first
+    2. `_init_weights(module)` of the nearest module that defines it, on the module and on each enclosing one up to that
+       one, innermost first (GPT-2's attention and MLP rescale the residual projections within them)
 
-The seed is made of (seed, the module's dotted name): any stage of any plan that holds a part of it starts from the same
-numbers, and no process ever holds more than one module's tensors besides its own.
+The random seed is derived from (seed, the module's dotted name). Every stage of every plan that holds a part of a
+module therefore starts from the same values, and a process holds at most one module's tensors besides its own.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SHOWN = 12  # tensors named in an error
 def values_for(
     model: nn.Module, names: Iterable[str], seed: int, extra: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Full values of the named parameters and buffers; tied ones, whatever their name, are one tensor.
+    """Return full values of the named parameters and buffers; tied names share one tensor.
 
-    `extra`: values that are no tensors of the model, such as constants. Raises PlanError naming those that have none.
+    `extra`: values outside the model's tensors, such as constants. Raises PlanError naming tensors without a value.
     """
     first: dict[int, str] = {}
     canonical = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
@@ -57,7 +57,7 @@ def values_for(
 
 
 def _outline(model: nn.Module) -> nn.Module:
-    """A copy of the model with every tensor on meta."""
+    """Return a copy of the model with every tensor on meta."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -67,16 +67,16 @@ def _outline(model: nn.Module) -> nn.Module:
 
 
 def _initialised(outline: nn.Module, path: str, seed: int) -> dict[str, Tensor]:
-    """The tensors that one module owns itself, made by initialisers; those that they leave alone are left out."""
+    """Return a module's own tensors as its initialisers set them, without those that they do not write."""
     made = _run(outline, path, seed, fill=False)
-    if any(x.dtype == torch.bool for x in made.values()):  # no boolean marks a place as never written
+    if any(x.dtype == torch.bool for x in made.values()):  # no boolean value marks an element as unwritten
         other = _run(outline, path, seed, fill=True)
         made = {n: x for n, x in made.items() if x.dtype != torch.bool or torch.equal(x, other[n])}
     return {n: x for n, x in made.items() if not _has_blanks(x)}
 
 
 def _run(outline: nn.Module, path: str, seed: int, *, fill: bool) -> dict[str, Tensor]:
-    """The module's own tensors after its initialisers, by full name. The outline is left as it was."""
+    """Run a module's initialisers; return its own tensors by full name. The outline is restored."""
     owner = outline.get_submodule(path)
     parameters, buffers = owner._parameters, owner._buffers
     owner._parameters = {
@@ -95,7 +95,7 @@ def _run(outline: nn.Module, path: str, seed: int, *, fill: bool) -> dict[str, T
 
 
 def _run_initialisers(model: nn.Module, path: str) -> None:
-    """Steps 1 and 2 for the module at `path`."""
+    """Run steps 1 and 2 for the module at `path`."""
     parts = path.split(".") if path else []
     around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
     for module in around:
@@ -113,7 +113,7 @@ def _module_seed(seed: int, path: str) -> int:
 
 
 def _blank(x: Tensor, fill: bool) -> Tensor:
-    """A tensor full of what no initialiser leaves: NaN, or the least integer; of booleans, `fill`."""
+    """Return a tensor of a value that marks unwritten elements: NaN or the least integer; `fill` for booleans."""
     empty = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     if x.dtype == torch.bool:
         return empty.fill_(fill)

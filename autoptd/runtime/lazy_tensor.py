@@ -1,4 +1,4 @@
-"""A tensor that lies in a file: a rank reads its own slice, and nobody holds the whole."""
+"""A tensor in a file, of which a rank reads its own slice without loading the whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stored:
-    """`read(places)` gives the elements at one slice for each dim."""
+    """A tensor in a file. `read(places)` loads the elements at one slice per dim."""
 
     shape: tuple[int, ...]
     read: Callable[[tuple[slice, ...]], Tensor]
@@ -20,7 +20,7 @@ class Stored:
         return self.read(tuple(slice(0, n) for n in self.shape))
 
     def own_slice(self, dim: int, groups: int, size: int, rank: int) -> Tensor:
-        """As `axis.own_slice` of the whole tensor: this rank's block of each group."""
+        """Read this rank's block of each group, as `tp_axis.own_slice` of the whole tensor."""
         width = self.shape[dim] // (groups * size)
         starts = [(group * size + rank) * width for group in range(groups)]
         places = [

@@ -1,4 +1,4 @@
-"""Messages between stages as the executor receives them."""
+"""Messages between pipeline stages: their tensors, and the receiving end of a channel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autoptd.runtime.comm.interfaces import Channel
 
 Tensors = tuple[Tensor, ...]
 At = tuple[int, int]  # microbatch, chunk
-Edge = tuple[int, str]  # as `channel_of` names it
+Edge = tuple[int, str]  # number and direction, as `channel_of` returns them
 
 
 @dataclass(frozen=True)
 class MessagePart:
-    """A tensor of a message. `slices`: the tp ranks that each send a slice of it, padded to equal ones; 1: whole."""
+    """A tensor of a message. `slices`: number of tp ranks that each send an equal, padded slice; 1: sent whole."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,23 +29,23 @@ class MessagePart:
 
     @property
     def width(self) -> int:
-        """Elements of a slice."""
+        """The number of elements of a slice."""
         return -(-math.prod(self.shape) // self.slices)
 
     def cut(self, x: Tensor, rank: int) -> Tensor:
-        """What a tp rank sends."""
+        """Return the slice that tp rank `rank` sends."""
         if self.slices == 1:
             return x.contiguous()
         flat = x.reshape(-1)[rank * self.width : (rank + 1) * self.width]
         return F.pad(flat, (0, self.width - flat.numel())) if flat.numel() < self.width else flat.contiguous()
 
     def empty(self, device: torch.device) -> Tensor:
-        """For what a tp rank receives."""
+        """Return an uninitialised tensor to receive into."""
         shape = self.shape if self.slices == 1 else (self.width,)
         return torch.empty(shape, dtype=self.dtype, device=device)
 
     def whole(self, x: Tensor, tp: Group) -> Tensor:
-        """A collective on the tp axis."""
+        """Assemble the tensor from the slices of all tp ranks. A collective over tp if there are several."""
         if self.slices == 1:
             return x
         return tp.all_gather(x).view(-1)[: math.prod(self.shape)].view(self.shape)
@@ -53,7 +53,7 @@ class MessagePart:
 
 @dataclass
 class Inbox:
-    """The receiving end of a channel: messages in the order of the action list."""
+    """The receiving end of a channel, which takes messages in the order of the action list."""
 
     channel: Channel
     expected: deque[tuple[At, list[MessagePart]]]
@@ -67,7 +67,7 @@ class Inbox:
         self.posted.append((at, [(part, out, self.channel.receive(out)) for part, out in outs]))
 
     def take(self, at: At) -> Tensors:
-        """The tensors of a microbatch on a chunk; posts the next receive."""
+        """Return the tensors of a microbatch for a chunk; post the next receive ahead."""
         while len(self.posted) < 2 and self.expected:
             self._post()
         found, parts = self.posted.popleft()

@@ -1,4 +1,4 @@
-"""Optimizers over flat pieces: any elementwise one, because a piece is a 1-D part of a parameter."""
+"""Optimizers over flat pieces. A piece is a 1-D part of a parameter, so the update must be elementwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autoptd.errors import PlanError, nearest
 
-Factory: TypeAlias = Callable[[list[Any]], Optimizer]  # of parameters, or torch's parameter groups if there are any
+Factory: TypeAlias = Callable[[list[Any]], Optimizer]  # called with parameters, or with torch's parameter groups
 
 NAMED: dict[str, Callable[..., Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -35,7 +35,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters by patterns of their names in the model, and what the optimizer does otherwise with them."""
+    """Patterns of parameter names in the model, and the optimizer options of these parameters."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
@@ -45,9 +45,9 @@ class ParameterGroup:
 
 
 def read_groups(given: Iterable[Mapping[str, Any]], parameters: Iterable[str]) -> tuple[ParameterGroup, ...]:
-    """`[{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}, …]`; a parameter belongs to the first that names it.
+    """Read `[{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}, …]`; a parameter joins the first match.
 
-    Raises PlanError for anything else, and for a pattern that no parameter has.
+    Raises PlanError for another form, and for a pattern that matches no parameter.
     """
     known, found = list(parameters), []
     for place, group in enumerate(given):
@@ -56,7 +56,7 @@ def read_groups(given: Iterable[Mapping[str, Any]], parameters: Iterable[str]) -
         patterns = [names] if isinstance(names, str) else names
         if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(p, str) for p in patterns):
             raise PlanError(
-                "a parameter group is a mapping with patterns of names and the options that differ",
+                "a parameter group is a mapping of name patterns and optimizer options",
                 where=where,
                 fix='give for example {"names": ["*.bias", "*norm*"], "weight_decay": 0.0}',
             )
@@ -67,16 +67,16 @@ def read_groups(given: Iterable[Mapping[str, Any]], parameters: Iterable[str]) -
                 raise PlanError(f"no trainable parameter is called {pattern!r}", where=where, fix=names)
         options = {key: value for key, value in group.items() if key != "names"}
         if "params" in options:
-            raise PlanError("parameters are named, not given", where=where, fix="leave out params")
+            raise PlanError("parameter groups list names, not params", where=where, fix="remove params")
         found.append(ParameterGroup(tuple(patterns), options))
     return tuple(found)
 
 
 def grouped(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[ParameterGroup]) -> list[Any]:
-    """What an optimizer is made on: parameters, or torch's parameter groups, the rest first.
+    """Return the optimizer's argument: parameters, or torch's parameter groups, those outside all `groups` first.
 
-    Every rank has every group, so that schedulers see the same ones everywhere: an empty parameter fills one that
-    has nothing here.
+    Every rank has every group, so that schedulers see the same groups on all ranks: a group without parameters on this
+    rank holds an empty one.
     """
     members: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
     for name, parameter in named:
@@ -89,13 +89,10 @@ def grouped(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Paramete
 
 
 def make_optimizer(optimizer: str | Factory, given: list[Any], **kwargs: Any) -> Optimizer:
-    """AdamW or SGD by name, with torch's own keywords and its fused kernel, or what a factory returns.
+    """Make AdamW or SGD by name, with torch's keywords and fused kernel, or call a factory. `given`: from `grouped`.
 
-    `given`: as `grouped` makes it.
-
-    An update that looks at more than one element at a time (LAMB, Muon, Adafactor, L-BFGS) would see pieces instead of
-    parameters: anything but torch's elementwise optimizers is refused unless its class says `elementwise = True`.
-    Raises PlanError.
+    An update that depends on more than one element (LAMB, Muon, Adafactor, L-BFGS) would see pieces instead of
+    parameters. Raises PlanError for all but torch's elementwise optimizers and classes with `elementwise = True`.
     """
     if callable(optimizer):
         made = optimizer(given, **kwargs)
@@ -106,7 +103,7 @@ def make_optimizer(optimizer: str | Factory, given: list[Any], **kwargs: Any) ->
         raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
     if type(made) not in ELEMENTWISE and not getattr(type(made), "elementwise", False):
         raise PlanError(
-            f"{type(made).__name__} is not known to work elementwise, and parameters are stepped in flat pieces",
+            f"{type(made).__name__} is not known to work elementwise, but updates are of flat pieces of parameters",
             where="optimizer",
             fix="use one of "
             + ", ".join(c.__name__ for c in ELEMENTWISE)

@@ -1,24 +1,20 @@
-"""How training goes, in a line: what a person reads on rank 0, and what a logger takes as numbers."""
+"""Progress reports of training: a line of text on rank 0, and numbers for a logger."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from autoptd.plans.data import PlanData
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class StepReport:
-    """After some steps. `loss` and `grad_norm` (before clipping) are of the last one; rates are means since the report
-    before, or since the first step. `mfu`: model FLOPs over those that the devices could do; `memory_bytes`: the most
-    that this rank's allocator has held, 0 on a CPU."""
+    """A progress report. `loss` and `grad_norm` (before clipping) are of the last step; rates are means since the
+    previous report, or since the first step. `mfu`: model FLOPs over the devices' peak; `memory_bytes`: peak of this
+    rank's allocator, 0 on a CPU."""
 
     step: int
     loss: float
@@ -28,10 +24,13 @@ class StepReport:
     tokens_per_s: float
     mfu: float
     memory_bytes: int
-    averaged: bool = False  # the loss is a mean of microbatches' own, not that of the batch
+    averaged: bool = False  # the loss is the mean of per-microbatch losses, not that of the batch
 
     def to_data(self) -> dict[str, float]:
-        """For a logger: `for name, value in report.to_data().items(): writer.add_scalar(name, value, report.step)`."""
+        """Return the numbers for a logger.
+
+        `for name, value in report.to_data().items(): writer.add_scalar(name, value, report.step)`
+        """
         return {name: value for name, value in asdict(self).items() if name != "averaged"}
 
     def __str__(self) -> str:
@@ -47,25 +46,24 @@ class Meter:
     """Counts steps and seconds between reports."""
 
     def __init__(self, tokens: float, flops: float, peak_flops_per_s: float, averaged: bool = False) -> None:
-        """Of one step: tokens and model FLOPs over all devices, and what these devices could do together.
+        """`tokens`, `flops`: of one step over all devices; `peak_flops_per_s`: the sum over all devices.
 
-        `averaged`: the loss is a mean of microbatches' own.
+        `averaged`: the loss is the mean of per-microbatch losses.
         """
         self.step, self._averaged = 0, averaged
         self._tokens, self._flops, self._peak = tokens, flops, peak_flops_per_s
         self._since, self._from = 0, time.perf_counter()
 
     def count(self) -> None:
-        """A step was done."""
         self.step += 1
         self._since += 1
 
     def restart(self) -> None:
-        """What came before belongs to no step."""
+        """Restart the clock and the count of steps for the next report."""
         self._since, self._from = 0, time.perf_counter()
 
     def report(self, loss: torch.Tensor, norm: torch.Tensor, learning_rate: float) -> StepReport:
-        """Since the last one. Waits for the device."""
+        """Report the steps since the last report. Synchronises with the device."""
         value, grad_norm, now = float(loss), float(norm), time.perf_counter()
         seconds = (now - self._from) / max(1, self._since)
         self.restart()
@@ -84,7 +82,7 @@ class Meter:
 
 
 def _count(x: float) -> str:
-    """`950`, `12.3k`, `1.25M`."""
+    """Format a count as `950`, `12.3k`, `1.25M`."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if x >= limit:
             return f"{x / limit:.3g}{unit}"
@@ -92,7 +90,6 @@ def _count(x: float) -> str:
 
 
 def meter_of(plan: PlanData) -> Meter:
-    """The meter of a plan's steps."""
     ranks = plan.cluster.pool_ranks(plan.world)
     peak = sum(
         n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)

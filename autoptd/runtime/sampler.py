@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank takes: the same global batches under every plan, from any step on."""
+"""Distribution of samples over data-parallel ranks, with the same global batches under every plan."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from autoptd.errors import InputsError
 
 
 class ShareSampler(Sampler[list[int]]):
-    """For each step of an epoch the indices of this rank's share of the global batch: a `batch_sampler`.
+    """A `batch_sampler` that yields, for each step of an epoch, the indices of this rank's share of the global batch.
 
-    Epoch e goes through a permutation of the samples that (seed, e) alone decides; its step k takes the next `batch` of
-    them, of which each rank has consecutive ones. What is left of an epoch is dropped. So where training stands is the
-    number of steps done, whatever the plan: `sampler.start_at(parallel.step)` goes on from there, also in the middle of
-    an epoch. An iterator gives the rest of one epoch; the next one begins the next.
+    Epoch e uses a permutation of the samples that depends on (seed, e) only. Each step takes the next `batch` samples,
+    of which each rank has a consecutive range; an incomplete last batch is dropped. The position in the data is
+    therefore the number of steps done, under any plan: `sampler.start_at(parallel.step)` resumes, also within an epoch.
+    An iterator yields the rest of one epoch; the next iterator starts the next epoch.
     """
 
     def __init__(
         self, samples: int, batch: int, rank: int, ranks: int, *, shuffle: bool = True, seed: int = 0, step: int = 0
     ) -> None:
-        """samples: of the data set; batch: of a step over all ranks. Raises InputsError."""
+        """`samples`: size of the data set; `batch`: global batch size. Raises InputsError."""
         if batch < 1 or batch % ranks:
             raise InputsError(
                 f"a batch of {batch} cannot be shared by {ranks} data-parallel ranks", fix=f"use a multiple of {ranks}"
@@ -34,14 +34,13 @@ class ShareSampler(Sampler[list[int]]):
         self.start_at(step)
 
     def start_at(self, step: int) -> None:
-        """Begin the next iterator with this step, counted from the first one of all epochs."""
+        """Start the next iterator at this step, counted from 0 over all epochs."""
         if step < 0:
             raise InputsError(f"there is no step {step}", fix="count from 0")
         self._step = step
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
-        return self.samples // self.batch
+        return self.samples // self.batch  # steps per epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = divmod(self._step, len(self))

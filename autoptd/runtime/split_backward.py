@@ -1,14 +1,14 @@
-"""A backward pass in two halves: gradients of what a stage received at once, those of its parameters later.
+"""Split backward: B computes the gradients of a stage's inputs, W later those of its parameters.
 
-Qi et al. 2023 (Zero Bubble Pipeline Parallelism) call them B and W. The graph of a stage is a spine, the nodes on a way
-from its outputs to what it received, and branches that lead from nodes of the spine to parameters alone:
+B and W are those of Qi et al. 2023 (Zero Bubble Pipeline Parallelism). A stage's autograd graph consists of the input
+path, the nodes between its outputs and the tensors it received, and of branches from there to parameters only:
 
-    B   runs the spine, and notes what arrives at every node that a branch hangs on
-    W   runs these nodes once more, for their branches alone: autograd does what is asked for, so that a product makes
-        the gradient of its input in B, and that of its weight in W
+    B   runs the input path and records the gradients that arrive at every node with a branch
+    W   reruns these nodes for their branches only: autograd computes only the requested gradients, so a matmul computes
+        the gradient of its input in B and that of its weight in W
 
-Some parameters have their gradient in B all the same: those that several nodes of the spine lead to, those that hang on
-a node written in Python (whose backward is one piece), and those of recomputed blocks (W would recompute them again).
+Some parameters get their gradient in B nevertheless: those reached from several nodes of the input path, those behind a
+node written in Python (whose backward cannot be split), and those of recomputed blocks (or W would recompute them too).
 """
 
 from __future__ import annotations
@@ -25,76 +25,76 @@ Root = tuple[Tensor, Tensor | None]  # an output and its gradient; None for a lo
 
 
 @dataclass
-class _Join:
-    """A node of the spine, the parameters of its branches, and the gradients that arrived at it."""
+class _Intermediate:
+    """A node of the input path, the parameters of its branch, and the gradients that arrived at it."""
 
     node: Node
     branch: tuple[Tensor, ...]
     arrived: tuple[Tensor | None, ...] = ()
 
 
-class Later:
-    """The half that is left; call it once."""
+class WeightBackward:
+    """The W pass of one backward pass; call it once."""
 
-    def __init__(self, joins: Sequence[_Join], roots: Sequence[Root]) -> None:
-        self._joins, self._roots = joins, roots  # outputs are kept, and the graph with them
+    def __init__(self, intermediates: Sequence[_Intermediate], roots: Sequence[Root]) -> None:
+        self._intermediates, self._roots = intermediates, roots  # the outputs keep the graph alive
 
     def __call__(self, before: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Accumulate the gradients of the parameters; `before` is told of which ones next."""
-        for join in self._joins:
+        """Accumulate the parameters' gradients; `before` is called with the next parameters each time."""
+        for entry in self._intermediates:
             if before is not None:
-                before(join.branch)
-            came = [(GradientEdge(join.node, k), g) for k, g in enumerate(join.arrived) if g is not None]
-            if came:
-                edges, gradients = [edge for edge, _ in came], [g for _, g in came]
-                torch.autograd.backward(edges, gradients, retain_graph=True, inputs=join.branch)
-        self._joins = self._roots = ()
+                before(entry.branch)
+            pairs = [(GradientEdge(entry.node, k), g) for k, g in enumerate(entry.arrived) if g is not None]
+            if pairs:
+                edges, gradients = [edge for edge, _ in pairs], [g for _, g in pairs]
+                torch.autograd.backward(edges, gradients, retain_graph=True, inputs=entry.branch)
+        self._intermediates = self._roots = ()
 
 
-def backward_of_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Collection[int] = ()) -> Later:
-    """Accumulate the gradients of `inputs` (leaves), and of parameters whose id is in `at_once`; what is left."""
+def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Collection[int] = ()) -> WeightBackward:
+    """Accumulate the gradients of `inputs` (leaves) and of parameters with ids in `at_once`; return the W pass."""
     edges = [get_gradient_edge(x) for x, _ in roots]
-    order = _in_order(edge.node for edge in edges)
+    order = _postorder(edge.node for edge in edges)
     received = {get_gradient_edge(x).node for x in inputs}
-    spine, leads_to = _spine(order, received)
-    if not any(edge.node in spine for edge in edges):  # nobody waits for anything
+    path, leads_to = _find_path(order, received)
+    if not any(edge.node in path for edge in edges):  # no received tensor needs a gradient
         torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
-        return Later((), ())
-    branches = {node: _branch(node, spine, leads_to) for node in order if node in spine and node not in received}
-    branches |= {edge.node: leads_to[edge.node] for edge in edges if edge.node not in spine}
-    hangs_on: dict[int, int] = {}
+        return WeightBackward((), ())
+    branches = {node: _branch(node, path, leads_to) for node in order if node in path and node not in received}
+    branches |= {edge.node: leads_to[edge.node] for edge in edges if edge.node not in path}
+    reached_from: dict[int, int] = {}
     for found in branches.values():
         for key in found:
-            hangs_on[key] = hangs_on.get(key, 0) + 1
-    now: dict[int, Tensor] = {}
-    joins = []
+            reached_from[key] = reached_from.get(key, 0) + 1
+    in_b: dict[int, Tensor] = {}
+    intermediates = []
     for node, found in branches.items():
-        later: dict[int, Tensor] = {}
+        in_w: dict[int, Tensor] = {}
         for key, parameter in found.items():
-            at = now if hangs_on[key] > 1 or key in at_once or isinstance(node, BackwardCFunction) else later
+            at = in_b if reached_from[key] > 1 or key in at_once or isinstance(node, BackwardCFunction) else in_w
             at[key] = parameter
-        if later:
-            joins.append(_Join(node, tuple(later.values())))
-    handles = [join.node.register_prehook(_noting(join)) for join in joins]
+        if in_w:
+            intermediates.append(_Intermediate(node, tuple(in_w.values())))
+    handles = [entry.node.register_prehook(_recorder(entry)) for entry in intermediates]
     try:
         torch.autograd.backward(
-            [x for x, _ in roots], [g for _, g in roots], retain_graph=True, inputs=[*inputs, *now.values()]
+            [x for x, _ in roots], [g for _, g in roots], retain_graph=True, inputs=[*inputs, *in_b.values()]
         )
     finally:
         for handle in handles:
             handle.remove()
-    return Later(joins, roots)
+    return WeightBackward(intermediates, roots)
 
 
-def _noting(join: _Join) -> Callable[[tuple[Tensor | None, ...]], None]:
+def _recorder(entry: _Intermediate) -> Callable[[tuple[Tensor | None, ...]], None]:
     def note(arrived: tuple[Tensor | None, ...]) -> None:
-        join.arrived = arrived
+        entry.arrived = arrived
 
     return note
 
 
-def _in_order(starts: Iterable[Node]) -> list[Node]:
-    """Every node that these lead to, each after those that it leads to."""
+def _postorder(starts: Iterable[Node]) -> list[Node]:
+    """Return all nodes reachable from `starts`, each after those that it leads to."""
     done: dict[Node, None] = {}
     for start in starts:
         stack = [(start, iter(_next(start)))]
@@ -115,21 +115,21 @@ def _next(node: Node) -> list[Node]:
     return [following for following, _ in node.next_functions if following is not None]
 
 
-def _spine(order: Sequence[Node], received: Collection[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
-    """The nodes that lead to what was received, and the parameters that each node leads to, by id."""
-    spine, leads_to = set(received), dict[Node, dict[int, Tensor]]()
+def _find_path(order: Sequence[Node], received: Collection[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
+    """Return the nodes that lead to received tensors, and for each node its parameters outside them, by id."""
+    path, leads_to = set(received), dict[Node, dict[int, Tensor]]()
     for node in order:
-        if any(following in spine for following in _next(node)):
-            spine.add(node)
+        if any(following in path for following in _next(node)):
+            path.add(node)
         own = getattr(node, "variable", None)
         found = {} if own is None or node in received else {id(own): own}
         for following in _next(node):
-            if following not in spine:
+            if following not in path:
                 found |= leads_to[following]
         leads_to[node] = found
-    return spine, leads_to
+    return path, leads_to
 
 
-def _branch(node: Node, spine: Collection[Node], leads_to: dict[Node, dict[int, Tensor]]) -> dict[int, Tensor]:
-    """What a node of the spine leads to beside it."""
-    return {key: p for following in _next(node) if following not in spine for key, p in leads_to[following].items()}
+def _branch(node: Node, path: Collection[Node], leads_to: dict[Node, dict[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the parameters, by id, that a node reaches outside the input path."""
+    return {key: p for following in _next(node) if following not in path for key, p in leads_to[following].items()}

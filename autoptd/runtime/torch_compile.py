@@ -1,9 +1,9 @@
-"""torch.compile for the blocks of a stage: one compilation per class of block, whichever layers are of it.
+"""torch.compile for the blocks of a stage: one compilation per class of block, shared by all its layers.
 
-What talks to other ranks or draws random numbers stays outside, so that each block becomes some graphs with plain calls
-between them: collectives keep their order, masks their keys. Modules are called as before, with their hooks (parameters
-that are still being collected), and parameters get their gradients one by one, with theirs (buckets that are reduced).
-A last microbatch of another size makes one compilation more, for any size, in the first step.
+Ops that communicate or draw random numbers stay eager, so each block becomes several graphs with eager calls between
+them; collectives keep their order and dropout masks their keys. Module hooks still run (they wait for parameter
+all-gathers), and so do gradient hooks of each parameter (they reduce buckets). A smaller last microbatch causes one
+more compilation, for dynamic sizes, in the first step.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import Axis
 
 DEFAULT = "inductor"
-_ON_HOST = ("grouped_mm",)  # reads values
-_ONE = Lock()  # ranks that are threads: CPython's parser counts how deep trees are for all threads together
+_ON_HOST = ("grouped_mm",)  # reads values on the host
+_PARSER_LOCK = Lock()  # for ranks that are threads: CPython's parser counts recursion depth over all threads
 
 
 def check_backend(backend: str) -> None:
-    """Raise PlanError for one that torch does not know."""
+    """Raise PlanError for a backend that torch does not know."""
     from torch.compiler import list_backends
 
     known = list_backends(())
     if backend not in known:
-        raise PlanError(f"unknown backend {backend!r}", where="compile", fix=f"True, or one of {', '.join(known)}")
+        raise PlanError(f"unknown backend {backend!r}", where="compile", fix=f"give True, or one of {', '.join(known)}")
 
 
 def compile_blocks(stage: Stage, backend: str = DEFAULT) -> int:
-    """Let a stage's blocks run compiled, from their first call on; how many there are. The stage itself stays plain."""
+    """Compile a stage's blocks at their first call; return their number. The stage's own code stays eager."""
     blocks = blocks_of(stage)
     outside: dict[int, Axis] = {}
     for block in blocks.values():
@@ -52,13 +52,13 @@ def compile_blocks(stage: Stage, backend: str = DEFAULT) -> int:
                 outside[id(axis)] = copy(axis)
                 outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
             setattr(block, name, outside[id(axis)])
-        with _ONE:
+        with _PARSER_LOCK:
             block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
     return len(blocks)
 
 
 def blocks_of(stage: Stage) -> dict[str, nn.Module]:
-    """The outermost modules with code of their own, by path."""
+    """Return the outermost modules with a forward of their own, by path."""
     found: dict[str, nn.Module] = {}
     for path, module in stage.named_modules():
         if module is not stage and type(module) is not nn.Module and not any(path.startswith(f"{b}.") for b in found):
@@ -68,9 +68,9 @@ def blocks_of(stage: Stage) -> dict[str, nn.Module]:
 
 @cache
 def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
-    """A class's forward with `ops` that stay outside, compiled."""
+    """Compile a class's forward, with the eager versions of `ops` that stay outside."""
     outside = _outside_ops()
-    tree = _Late(frozenset(vars(outside))).visit(ast.parse(textwrap.dedent(inspect.getsource(block.forward))))
+    tree = _DeferredKeys(frozenset(vars(outside))).visit(ast.parse(textwrap.dedent(inspect.getsource(block.forward))))
     file, line = inspect.getsourcefile(block.forward) or "", inspect.getsourcelines(block.forward)[1]
     code = compile(ast.increment_lineno(ast.fix_missing_locations(tree), line - 1), file, "exec")
     names = vars(sys.modules[block.__module__]) | {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
@@ -80,8 +80,8 @@ def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
     return made
 
 
-class _Late(ast.NodeTransformer):
-    """Keys of what stays outside are made there: a graph that knows a layer's number is that layer's alone."""
+class _DeferredKeys(ast.NodeTransformer):
+    """Wraps f-string keys of eager ops in lambdas: a graph with a layer's number in it would fit that layer only."""
 
     def __init__(self, outside: frozenset[str]) -> None:
         self._outside = outside
@@ -97,14 +97,14 @@ class _Late(ast.NodeTransformer):
 
 @cache
 def _outside_axis(axis: type[Axis]) -> type[Axis]:
-    """An axis of which nothing is compiled."""
+    """Make a subclass of an axis whose methods all stay eager."""
     names = [name for name, f in inspect.getmembers(axis, inspect.isfunction) if not name.startswith("_")]
     return type(f"Outside{axis.__name__}", (axis,), {n: torch.compiler.disable(getattr(axis, n)) for n in names})
 
 
 @cache
 def _outside_ops() -> SimpleNamespace:
-    """Those of `ops` that talk, draw or read values: they are not compiled, and take functions for their keys."""
+    """Return eager versions of the `ops` that communicate, draw or read values; they take functions for keys."""
     return SimpleNamespace(**{name: _outside(f) for name, f in vars(ops).items() if _stays_outside(name, f)})
 
 

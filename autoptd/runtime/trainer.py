@@ -1,13 +1,12 @@
-"""One rank's training program: its stages of the model, its share of their parameters, and the step.
+"""One rank's training program: its stages of the model, its shards of their parameters, and the training step.
 
-The loss is plan-invariant: Σ_i c_i S_i / N_i with counts N_i over the whole global batch, known before the first
-loss. Each microbatch's loss is its share of the whole, so gradients are summed over microbatches and dp ranks, and
-nothing is divided by either. A loss that is a function of sums takes its derivatives at those of the whole batch
-(`loss_of_sums.py`). As in torch, a mean over no valid label at all is no number, and the step is one that
-`non_finite` is about.
+The loss does not depend on the plan: Σ_i c_i S_i / N_i with counts N_i over the global batch, known before the first
+microbatch's loss. Each microbatch computes its share of the loss, so gradients are summed over microbatches and dp
+ranks and divided by neither. A loss that is a function of sums is differentiated at the sums of the global batch
+(`batch_counts.py`). As in torch, a mean over no valid label is NaN; `non_finite` decides what the step does then.
 
-At the end of a step one all-reduce over the world carries the loss, the squared gradient norm and, per parameter,
-whether anyone had a gradient for it; what nobody used is not stepped, as in torch with `.grad is None`.
+One all-reduce over the world at the end of a step carries the loss, the squared gradient norm and, per parameter,
+whether any rank has a gradient for it. Parameters without a gradient are not stepped, as in torch with `.grad is None`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices, own_slice
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement
-from autoptd.runtime.batch_counts import LossOfSums, counts_under_way
+from autoptd.runtime.batch_counts import LossOfSums, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
@@ -39,12 +38,12 @@ from autoptd.schedule import forward_only, training_step, with_communication
 
 
 class Trainer:
-    """Trains `stages`, by chunk, as this rank's part of a program; all ranks build theirs in the same order.
+    """The training program of one rank, with one stage per chunk. Construction is a collective.
 
-    Stages may be on meta: call `load_parameters` before the first step. Those with values keep them.
-    `optimizer` is "adamw" or "sgd" (keywords go to torch's class), or a factory over parameters; elementwise ones only.
-    `clip_norm` bounds the global gradient norm. `non_finite`: what to do where loss or norm is not finite, "raise" or
-    "skip"; on all ranks, see `finite`. Raises PlanError if stage and layout do not fit each other.
+    Stages with values keep them; those on meta need `load_parameters` before the first step. `optimizer`: "adamw" or
+    "sgd" (keyword arguments go to torch's class), or a factory over parameters; elementwise ones only. `clip_norm`
+    bounds the global gradient norm. `non_finite`: "raise" or "skip", on all ranks, if loss or norm is not finite (see
+    `finite`). Raises PlanError if stages and layout do not match.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Trainer:
         self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
         self._used: set[str] = set()
         self._inputs = Agreement(layout, communicators)
-        self._agreed: list[float] = []  # of the last step, what `_inputs` sums up
+        self._agreed: list[float] = []  # sums of `_inputs.row()` over all ranks in the last step
 
     @property
     def stage(self) -> Stage:
@@ -90,26 +89,26 @@ class Trainer:
 
     @property
     def pieces(self) -> Sequence[ParameterShard]:
-        """What this rank's optimizer updates."""
+        """This rank's elements of the trainable parameters, as the optimizer updates them."""
         return self._pieces
 
     @property
     def frozen_pieces(self) -> Sequence[ParameterShard]:
-        """This rank's elements of the frozen parameters that are sharded: with ZeRO 3 all of them."""
+        """This rank's elements of the sharded frozen parameters: with ZeRO 3 of all, otherwise none."""
         return self._frozen_pieces
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's part of each parameter and buffer of its stages, by name; without values, where it is sharded."""
+        """This rank's part of each parameter and buffer of its stages, by name. ZeRO 3 parameters have no storage."""
         return self._tensors
 
     # Steps
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """One optimizer step over the global batch, of which `batch` is this dp rank's share (keyword tensors).
+        """Run one optimizer step over the global batch; `batch`: this dp rank's share of it (keyword tensors).
 
-        Returns the loss over the whole global batch, 0-dim, the same on all ranks. On all ranks, raises InputsError
-        where one was given a wrong batch: no parameter has changed then.
+        Returns the loss over the global batch, 0-dim, the same on all ranks. If any rank has a wrong batch, all ranks
+        raise InputsError and no parameter changes.
         """
         self._check_loaded()
         microbatches = self._inputs.take(batch, self.layout.microbatches)
@@ -118,17 +117,17 @@ class Trainer:
         self._buffers.start_step()
         counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
-        share, of_sums = self._zero_loss(), self._of_sums(counts)
+        share, loss_of_sums = self._zero_loss(), self._loss_of_sums(counts)
         if self.layout.sums_ahead:
             ahead = self._forward(microbatches, counts)
-            if of_sums is not None:
-                of_sums.take(ahead)
-        first: list[str] = []
+            if loss_of_sums is not None:
+                loss_of_sums.take(ahead)
+        origins: list[str] = []
 
         def finish() -> None:
-            outcome.append(self._finish(share if of_sums is None else of_sums.share()))
-            if self.finite.fatal:  # before parameters are gathered, which are still each rank's own
-                first.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
+            outcome.append(self._finish(share if loss_of_sums is None else loss_of_sums.share()))
+            if self.finite.fatal:  # before GATHER, which overwrites each rank's own copy of the parameters
+                origins.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
 
         end = {
             "REDUCE": self._buffers.finish_reduction,
@@ -136,24 +135,24 @@ class Trainer:
             "GATHER": self._buffers.gather_parameters,
         }
         scale = self.finite.scale
-        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, None, scale, of_sums)
+        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, None, scale, loss_of_sums)
         if not self._inputs.holds(self._agreed):
             self._inputs.refuse(self._agreed)
         if self.finite.fatal:
             here = [piece.name for piece in self._pieces if not piece.grad.isfinite().all()]
             self._dropout.step += 1
-            self.finite.fail(self._dropout.step - 1, list(dict.fromkeys(here)), first[0])
+            self.finite.fail(self._dropout.step - 1, list(dict.fromkeys(here)), origins[0])
         self._dropout.step += 1
         return outcome[0]
 
     def _zero_loss(self) -> Tensor:
-        """What the last stage adds its share of the loss to, or its partial values."""
+        """Return the accumulator of the last stage's loss: 0-dim, or [partial_sums] for a loss of sums, float64."""
         partial_sums = self.stages[-1].partial_sums
         return torch.zeros(
             (partial_sums,) if partial_sums else (), dtype=torch.float64, device=self.communicators.device
         )
 
-    def _of_sums(self, counts: Callable[[], tuple[Tensor, ...]]) -> LossOfSums | None:
+    def _loss_of_sums(self, counts: Callable[[], tuple[Tensor, ...]]) -> LossOfSums | None:
         last = self.stages[-1]
         return LossOfSums(last, self.communicators, counts) if last.is_last and last.partial_sums else None
 
@@ -161,7 +160,7 @@ class Trainer:
     def _forward(
         self, microbatches: list[Microbatch], counts: Callable[[], tuple[Tensor, ...]], counted: int | None = None
     ) -> Tensor:
-        """The forward passes alone; gives what the last stage adds to the loss, over the first `counted` of them."""
+        """Run forward passes only; return the sum of the last stage's results over the first `counted` microbatches."""
         mesh, loss = self.layout.mesh, self._zero_loss()
         lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
         self._executor.run(lists[self.communicators.stage], microbatches, counts, loss, {}, counted=counted)
@@ -169,7 +168,7 @@ class Trainer:
 
     @torch.no_grad()
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss over the global batch, without dropout, gradient or update; any number of samples per dp rank."""
+        """Return the loss over the global batch, without dropout or gradients; any number of samples per dp rank."""
         self._check_loaded()
         microbatches = self._inputs.take(batch, 1 if self.layout.one_microbatch else None)
         self._dropout.active = False
@@ -177,9 +176,9 @@ class Trainer:
         counts = self._global_counts(microbatches)
         microbatches += microbatches[-1:] * (self._most_microbatches(own) - own)
         loss = self._forward(microbatches, counts, counted=own)
-        if (of_sums := self._of_sums(counts)) is not None:
-            of_sums.take(loss)
-            loss = of_sums.share()
+        if (loss_of_sums := self._loss_of_sums(counts)) is not None:
+            loss_of_sums.take(loss)
+            loss = loss_of_sums.share()
         if self.communicators.tp.rank != 0:
             loss.zero_()
         summed = self.communicators.world.all_reduce(torch.cat((loss.view(1), self._inputs.row())))
@@ -188,13 +187,13 @@ class Trainer:
         return summed[0].to(self.layout.main_dtype)
 
     def _most_microbatches(self, own: int) -> int:
-        """Of any dp rank, where all gather parameters together for each; whose share is smaller repeats its last."""
+        """Return the maximum of `own` over dp ranks with ZeRO 3, whose all-gathers need equal counts; else `own`."""
         if self.layout.zero < 3:
             return own
         return int(self.communicators.dp.all_reduce(torch.tensor([own], device=self.communicators.device), "max"))
 
     def _share_starts(self, samples: int) -> int | Tensor:
-        """The first sample of this dp rank's share, of `samples`, in the global batch; 0 where nobody asks."""
+        """Return the global index of this dp rank's first sample; 0 if no stage of this rank draws random numbers."""
         dp = self.communicators.dp
         if dp.size == 1 or not any(stage.draws for stage in self.stages):
             return 0
@@ -202,12 +201,12 @@ class Trainer:
         return shares[: dp.rank].sum()
 
     def _global_counts(self, microbatches: list[Microbatch]) -> Callable[[], tuple[Tensor, ...]]:
-        """Counts over all microbatches and dp ranks; () where no stage reads any."""
-        return counts_under_way(self.stages, microbatches, self.communicators.dp, self.communicators.device)
+        """Return a function that gives counts over all microbatches and dp ranks; () if no stage reads any."""
+        return start_counts(self.stages, microbatches, self.communicators.dp, self.communicators.device)
 
     @torch.no_grad()
     def _finish(self, share: Tensor) -> Tensor:
-        """Agree on loss, norm and used parameters; clip; step, unless something is not finite. Returns the loss."""
+        """Reduce loss, norm and used parameters over the world; clip and step unless not finite. Returns the loss."""
         if self.finite.scale != 1:
             self._buffers.scale_gradients(torch.tensor(1 / self.finite.scale))
         device = self.communicators.device
@@ -217,9 +216,9 @@ class Trainer:
         norm = squared_norm(self._pieces).to(device)
         parts = (loss.view(1), norm.view(1), self._inputs.row(), flags)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
-        whole, _, *told = agreed.tolist()
-        self._agreed, users = told[:NUMBERS], told[NUMBERS:]
-        if not self._inputs.holds(self._agreed):  # told when the step is over
+        whole, _, *rest = agreed.tolist()
+        self._agreed, users = rest[:NUMBERS], rest[NUMBERS:]
+        if not self._inputs.holds(self._agreed):  # `train_step` raises
             return agreed[0].to(self.layout.main_dtype)
         self._used = {name for name, n in zip(self._trainable, users, strict=True) if n}
         self.grad_norm = agreed[1].sqrt()
@@ -236,24 +235,24 @@ class Trainer:
     # Full tensors
 
     def settle(self) -> None:
-        """Wait until this rank's parameters are those of the last step, where they are still being collected."""
+        """Wait for the all-gather of the last step's parameters, if it is still in progress."""
         self._buffers.finish_gathers()
 
     @torch.no_grad()
     def take_pieces(self) -> None:
-        """After pieces were written: make them the model's parameters. A collective over dp."""
+        """Update the model's parameters from pieces that the caller has written. A collective over dp."""
         self._buffers.gather_parameters()
         self.settle()
         self._loaded = True
 
     @property
     def dropout(self) -> DropoutKey:
-        """Where the random state stands."""
+        """The random state of dropout."""
         return self._dropout
 
     @torch.no_grad()
     def load_parameters(self, full: Mapping[str, Tensor | Stored]) -> None:
-        """Take this rank's part of full tensors by their original names; tensors of other stages are ignored.
+        """Load this rank's part of full tensors, by original names; tensors of other stages are ignored.
 
         Raises PlanError naming every missing tensor and wrong shape, before anything is written.
         """
@@ -293,7 +292,7 @@ class Trainer:
                 return full.whole() if isinstance(full, Stored) else full
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All parameters of the model, full, under their original names, on every rank. A collective."""
+        """Return all parameters of the model, full, under their original names, on every rank. A collective."""
         result = {}
         for name, spec in self.layout.parameters.items():
             with self._buffers.whole([name]):
@@ -301,7 +300,7 @@ class Trainer:
         return result
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter and buffer that its stages hold, by name. A collective over dp."""
+        """Return this rank's part of each parameter and buffer of its stages, by name. A collective over dp."""
         self.settle()
         if self.layout.zero < 3:
             return dict(self._tensors)
@@ -309,7 +308,7 @@ class Trainer:
             return {name: x.detach().clone() for name, x in self._tensors.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients (clipped, if so asked), full, of the parameters that had one. A collective."""
+        """Return the last step's gradients after clipping, full, of the parameters that had one. A collective."""
         local = self._buffers.gradients()
         used = {name: self.layout.parameters[name] for name in self._trainable if name in self._used}
         main = {
@@ -319,7 +318,7 @@ class Trainer:
 
     @torch.no_grad()
     def _collect(self, local: Tensor | None, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-        """Gather over tp on the tensor's first stage, then tell the other stages."""
+        """All-gather over tp on the tensor's first stage, then broadcast to the other stages."""
         c = self.communicators
         owner = c.mesh.holder(spec.stages[0])
         if c.stage != owner:

@@ -168,9 +168,9 @@ def test_what_is_whole_at_a_time(zero: int, ahead: bool, gradients: str, bucket:
         buckets, reduction = trainer._buffers, trainer._buffers._reduction
 
         def look(*_: Any) -> None:
-            rooms = [live.total for live in reduction._lives] + [own for _, _, own in reduction._under_way]
+            rooms = [live.total for live in reduction._states] + [own for _, _, own in reduction._under_way]
             found.append(storages(rooms))
-            wholes = [live.buffer.whole(live.bucket) for live in buckets._live]
+            wholes = [live.buffer.whole(live.bucket) for live in buckets._states]
             gathered.append(sum(x.untyped_storage().nbytes() for x in wholes))
 
         launch, settle = reduction._launch, reduction._settle

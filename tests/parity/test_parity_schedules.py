@@ -14,7 +14,7 @@ from autoptd.layout.mesh import Mesh
 from autoptd.ops.stage import Wire
 from autoptd.runtime import executor, messages, trainer
 from autoptd.runtime import split_backward as halves
-from autoptd.runtime.split_backward import Later
+from autoptd.runtime.split_backward import WeightBackward
 from autoptd.schedule import SENDS, Action, Actions, Channel, Schedule, StageMap
 from autoptd.testing.parity import train_in_lockstep
 from tests.pairwise import pairwise
@@ -88,11 +88,13 @@ def test_a_tied_parameter_on_two_chunks_of_a_rank() -> None:
 def test_most_of_the_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were all done at once, the schedule would be 1F1B with another name."""
     put_off: set[int] = set()
-    call = Later.__call__
+    call = WeightBackward.__call__
     monkeypatch.setattr(
-        Later,
+        WeightBackward,
         "__call__",
-        lambda self, before=None: put_off.update(id(p) for j in self._joins for p in j.branch) or call(self, before),
+        lambda self, before=None: (
+            put_off.update(id(p) for j in self._intermediates for p in j.branch) or call(self, before)
+        ),
     )
     assert not check("llama", Mesh(1, 2, 4), WAYS["zero-bubble"], "sgd")
     assert len(put_off) > 30
@@ -128,7 +130,7 @@ def found_wrong(name: str, way: str) -> bool:
 
 @pytest.mark.fault("weights put off for ever")
 def test_gradients_that_never_come_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Later, "__call__", lambda self, before=None: None)
+    monkeypatch.setattr(WeightBackward, "__call__", lambda self, before=None: None)
     assert found_wrong("llama", "zero-bubble")
 
 

@@ -80,7 +80,7 @@ def test_the_blocks_of_a_model_are_gathered_one_by_one() -> None:
     def noted(self: Any, unit: Any) -> None:
         hold(self, unit)
         mine = {
-            spec for live in {*self._holders, *self._coming} for spec in map(made.layout.parameters.get, live.names)
+            spec for live in {*self._holders, *self._in_flight} for spec in map(made.layout.parameters.get, live.names)
         }
         if self._pass is not None:  # not for `state_dict`
             most.append(len({spec.block for spec in mine if spec} - {""}))
@@ -136,7 +136,7 @@ def test_a_shard_that_keeps_the_last_microbatch_alone_is_caught(monkeypatch: pyt
 
     def forgetful(self: Any, left: int) -> None:
         for live, *_ in self._under_way:
-            live.begun = False
+            live.accumulated = False
         settle(self, left)
 
     monkeypatch.setattr(reduction.Reduction, "_settle", forgetful)
@@ -180,7 +180,7 @@ def test_parameters_of_the_step_before_are_caught(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_bucket_that_is_not_summed_is_caught(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = reduction.Live.start_sum
+    launch = reduction.BucketState.start_sum
 
     def alone_there(self: Any) -> Any:
         total = self.total
@@ -191,12 +191,12 @@ def test_a_bucket_that_is_not_summed_is_caught(zero: int, monkeypatch: pytest.Mo
             own.copy_(mine)
         return handle, own
 
-    monkeypatch.setattr(reduction.Live, "start_sum", alone_there)
+    monkeypatch.setattr(reduction.BucketState, "start_sum", alone_there)
     assert found_wrong(zero)
 
 
 def test_copies_of_shards_that_are_not_summed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage._SumOfShards, "wait", lambda self: self.inside.wait())
+    monkeypatch.setattr(storage._SumOfShards, "wait", lambda self: self.scattered.wait())
     variant = Variant(zero=3, micro=1, shards=2)
     found: Trained = train_in_lockstep(
         parallel("odd_mlp", planned("odd_mlp", Mesh(4, 1, 2), variant), "sgd"), batches("odd_mlp")

@@ -78,7 +78,7 @@ def average_over_dp(patch: Patch) -> None:
 def norm_of(rule: Callable[[Any, int, int, int], bool]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         def pieces(self: Any, stage: int) -> list[storage.ParameterShard]:
-            counts = [rule(b, stage, b.sharing.across.rank, self._tp.rank) for b in self._buffers]
+            counts = [rule(b, stage, b.sharing.replica_group.rank, self._tp.rank) for b in self._buffers]
             return [p for b, mine in zip(self._buffers, counts, strict=True) for p in b.pieces(mine)]
 
         patch.setattr(buffers.Buffers, "pieces", pieces)
@@ -112,8 +112,8 @@ def stale_gradients(patch: Patch) -> None:
 
     def start_step(self: Any) -> None:
         whole(self)
-        for live in self._lives:
-            live.fresh, live.begun = set(), True
+        for live in self._states:
+            live.unwritten, live.accumulated = set(), True
 
     patch.setattr(reduction.Reduction, "start_step", start_step)
 
@@ -133,8 +133,8 @@ def last_microbatch_only(patch: Patch) -> None:
     whole = reduction.Reduction.expect
 
     def expect(self: Any, chunk: int, last: bool) -> None:
-        for live in self._lives:
-            live.fresh, live.begun = set(live.names), False
+        for live in self._states:
+            live.unwritten, live.accumulated = set(live.names), False
         whole(self, chunk, last)
 
     patch.setattr(reduction.Reduction, "expect", expect)
@@ -254,10 +254,10 @@ def test_stepping_unused_parameters_is_caught(monkeypatch: Patch) -> None:
 
 def test_room_of_gradients_that_did_not_come_is_caught(monkeypatch: Patch) -> None:
     """A parameter that this backward pass did not use has whatever is where its gradient would be."""
-    room, start = storage.Buffer.empty_gradient, reduction.Live.start_sum
+    room, start = storage.Buffer.empty_gradient, reduction.BucketState.start_sum
     monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
     test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
-    monkeypatch.setattr(reduction.Live, "start_sum", lambda self: self.fresh.clear() or start(self))
+    monkeypatch.setattr(reduction.BucketState, "start_sum", lambda self: self.unwritten.clear() or start(self))
     with pytest.raises((AssertionError, RuntimeFault), match=r"finite|Tensor-likes"):
         test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
 

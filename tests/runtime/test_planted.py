@@ -255,15 +255,15 @@ def as_they_come(patch: Patch) -> None:
         ready = [i for i, awaited in enumerate(self._pending) if awaited is not None and (all or not awaited)]
         for i in ready:
             self._pending[i] = None
-            yield self._lives[i]
+            yield self._states[i]
 
-    def came(self: Any, live: Any, name: str, chunk: int) -> None:
-        awaited = self._pending[self._place[live]]
+    def arrived(self: Any, live: Any, name: str, chunk: int) -> None:
+        awaited = self._pending[self._index[live]]
         if awaited is not None:
             awaited.discard((name, chunk))
 
     patch.setattr(reduction._Round, "take", take)
-    patch.setattr(reduction._Round, "came", came)
+    patch.setattr(reduction._Round, "arrived", arrived)
 
 
 ROUND = Mesh(dp=2, virtual=2)

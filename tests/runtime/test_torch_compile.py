@@ -120,7 +120,7 @@ def test_randomness_that_is_compiled_is_caught(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.fault("compiled for every layer")
 def test_keys_that_graphs_know_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer's number is in them."""
-    monkeypatch.setattr(compiled._Late, "visit_Call", lambda self, node: node)
+    monkeypatch.setattr(compiled._DeferredKeys, "visit_Call", lambda self, node: node)
     assert any("frames instead of" in wrong for wrong in complaints())
 
 

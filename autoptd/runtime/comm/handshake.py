@@ -1,6 +1,6 @@
-"""Before the first step neighbours compare what they will send each other, message by message.
+"""The handshake before the first step: neighbouring stages compare the messages that they will exchange.
 
-Bytes that arrive in the wrong order, or with another dtype of the same size, would be taken in silence.
+Without it, bytes in the wrong order, or of another dtype of the same size, would be received without an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def exchange(
     incoming: Sequence[tuple[Channel, Sequence[str]]],
     device: torch.device,
 ) -> None:
-    """Send each channel's list of messages as the sender sees it; compare with the receiver's. Raises RuntimeFault."""
+    """Send the list of messages of each outgoing channel; compare those received. Raises RuntimeFault if two differ."""
     handles = [handle for channel, lines in outgoing for handle in _send(channel, lines, device)]
     for channel, expected in incoming:
         _compare(_receive(channel, device), list(expected))

@@ -1,10 +1,10 @@
-"""What ranks say to each other: groups for collectives, channels for the edges of the pipeline.
+"""Interfaces for communication between ranks: groups for collectives, channels for the edges of the pipeline.
 
 `Group` and `Channel` have two implementations: torch.distributed (`processes.py`) and the threads of one process
-(`lockstep.py`). Nothing else of the runtime knows which one it uses.
+(`threaded.py`). The rest of the runtime does not depend on which one it uses.
 
-A channel is one direction of one edge between stages with a communicator of its own: it is a FIFO, so the static proof
-of `autoptd.schedule` holds for it. Tensors of a collective are contiguous and of equal shape and dtype on all ranks.
+A channel is one direction of one edge between stages, with a communicator of its own. It is a FIFO, as the deadlock
+proof of `autoptd.schedule` assumes. Tensors of a collective are contiguous, of equal shape and dtype on all ranks.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from autoptd.runtime.faults.rank_status import RankStatus, Unwatched
 
 
 class Channel(Protocol):
-    """One direction between two neighbouring stages."""
+    """One direction of the edge between two neighbouring stages."""
 
     def send(self, x: Tensor) -> Handle:
-        """Start sending; the handle keeps x alive. Nobody may write to x until it is waited for."""
+        """Start sending; the handle keeps x alive. x must not be written to before `wait` returns."""
         ...
 
     def receive(self, out: Tensor) -> Handle:
-        """Start receiving into a contiguous tensor of exactly the sent shape and dtype."""
+        """Start receiving into a contiguous tensor of the same shape and dtype as the sent one."""
         ...
 
 
 def all_gather_text(text: str, group: Group, device: torch.device, width: int) -> list[str]:
-    """What each rank of a group says, by rank; of each the first `width` bytes in UTF-8. A collective."""
+    """Gather a string of each rank, cut to `width` bytes of UTF-8, ordered by rank. A collective."""
     raw = text.encode()[:width]
-    line = torch.frombuffer(bytearray(raw.ljust(width, b"\0")), dtype=torch.uint8)
-    rows = group.all_gather(line.to(device)).tolist()
+    row = torch.frombuffer(bytearray(raw.ljust(width, b"\0")), dtype=torch.uint8)
+    rows = group.all_gather(row.to(device)).tolist()
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 class Backend(Protocol):
-    """Makes communicators. All ranks of the world call for the same ones in the same order, members or not."""
+    """A factory of communicators. All ranks of the world make the same calls in the same order, members or not."""
 
     @property
     def rank(self) -> int: ...
@@ -53,22 +53,22 @@ class Backend(Protocol):
     def device(self) -> torch.device: ...
 
     def axis(self, mesh: Mesh, name: AxisName) -> Group:
-        """This rank's group of a mesh axis."""
+        """Return this rank's group of a mesh axis."""
         ...
 
     def group(self, ranks: tuple[int, ...]) -> Group | None:
-        """A group of these global ranks, None if this rank is not one of them."""
+        """Return a group of these global ranks, None if this rank is not one of them."""
         ...
 
     def channel(self, source: int, target: int) -> Channel | None:
-        """A channel between two global ranks, None if this rank is neither."""
+        """Return a channel between two global ranks, None if this rank is neither."""
         ...
 
 
 class Watcher(Protocol):
-    """`with` it around what a rank does with others: a fault ends the job everywhere (`watch.py`)."""
+    """A context manager around steps and collectives: a fault within ends the job on all ranks (`watchdog.py`)."""
 
-    place: RankStatus
+    status: RankStatus
 
     def __enter__(self) -> None: ...
 
@@ -79,9 +79,9 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Communicators:
-    """All that one rank talks through. `data`: dp and cp together, over which parameters are copies.
+    """The groups and channels of one rank. `data`: dp and cp together, the ranks that hold copies of the parameters.
 
-    `edges`: as `autoptd.schedule.channel_of` names them, those of its route.
+    `edges`: the channels of this rank's pipeline neighbours, keyed as by `autoptd.schedule.channel_of`.
     """
 
     mesh: Mesh
@@ -99,13 +99,13 @@ class Communicators:
 
     @property
     def stage(self) -> int:
-        """The pipeline rank."""
+        """This rank's index on the pipeline axis."""
         return self.mesh.coordinates(self.rank)[0]
 
     def over_stages(self, stages: tuple[int, ...]) -> Group | None:
-        """A new group of this rank's counterparts on some pipeline ranks, None if its own is not among them.
+        """Create the group of this rank's counterparts on `stages` (pipeline ranks); None if its own is not among them.
 
-        All ranks of the world call it for the same ones in the same order.
+        All ranks of the world make the same calls in the same order.
         """
         if len(stages) == 1:
             return SingleRankGroup() if self.stage == stages[0] else None
@@ -118,9 +118,9 @@ class Communicators:
         return mine
 
     def within_dp(self, ranks: int) -> tuple[Group, Group]:
-        """This rank's group of so many neighbours on the data axis, and that of its counterparts in the other groups.
+        """Partition the data axis into groups of `ranks` neighbours; return this rank's, and that of its counterparts.
 
-        All ranks of the world call it for the same in the same order. `ranks` divides dp × cp.
+        All ranks of the world make the same calls in the same order. `ranks` divides dp × cp.
         """
         if ranks == self.mesh.copies:
             return self.data, SingleRankGroup()
@@ -132,7 +132,7 @@ class Communicators:
         return self._part_of_dp(inside), self._part_of_dp(across)
 
     def _part_of_dp(self, parts: list[list[int]]) -> Group:
-        """This rank's one of groups that partition the data axis."""
+        """Create all groups of a partition of the data axis; return this rank's."""
         mine: Group = SingleRankGroup()
         for pp, tp, part in product(range(self.mesh.pp), range(self.mesh.tp), parts):
             group = self.make_group(tuple(self.mesh.group_of(self.mesh.rank(pp, 0, tp), "data")[i] for i in part))
@@ -142,7 +142,7 @@ class Communicators:
 
 
 def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Communicators:
-    """Create and warm up all communicators of a rank, in one fixed order: axes, world, then the edges upwards."""
+    """Create and warm up all communicators of a rank, in a fixed order: axes, world, then edges by number."""
     rank = backend.rank
     groups = {name: backend.axis(mesh, name) for name in AXES}
     groups["data"] = groups["dp"] if mesh.cp == 1 else _one_of(backend, mesh.groups("data"))
@@ -174,14 +174,14 @@ def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Commu
 
 
 def _one_of(backend: Backend, groups: Sequence[tuple[int, ...]]) -> Group:
-    """This rank's of groups that every rank is in one of; all ranks make all."""
+    """Create groups that partition the world; return this rank's."""
     mine = [made for ranks in groups if (made := backend.group(ranks)) is not None]
     assert len(mine) == 1
     return mine[0]
 
 
 def _warm_up(c: Communicators) -> None:
-    """One small message through everything, so that lazily built connections come up in the same order everywhere."""
+    """Send a small message through each communicator, so that all ranks build lazy connections in the same order."""
     one = torch.ones(1, device=c.device)
     for group in (c.tp, c.dp, c.cp, c.data, c.pp, c.world):
         group.all_reduce(one.clone())

@@ -1,8 +1,8 @@
-"""Where a process listens: torch's store takes any connection, from all interfaces, and believes what it is told.
+"""Interfaces that a process listens on. By default torch's store accepts unauthenticated connections on all of them.
 
-processes that autoptd starts on this machine      loopback, the store as well as gloo and NCCL
-rank 0, started by a launcher                       the interface that has the address MASTER_ADDR
-torchrun                                            the store is the launcher's own
+processes that autoptd starts on this machine    loopback, for the store, gloo and NCCL
+rank 0, started by a launcher                    the interface with the address MASTER_ADDR
+torchrun                                         the launcher holds the store
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NETWORKS = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Process groups that start meanwhile, here and in processes that are started, listen on loopback.
+    """Make process groups listen on loopback, in this process and in child processes started within the block.
 
-    Variables by which a person names another network stay.
+    Environment variables by which the user names another network are left unchanged.
     """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     unset = [variable for variable in _NETWORKS if name is not None and variable not in os.environ]
@@ -39,9 +39,9 @@ def on_loopback() -> Iterator[None]:
 
 
 def host_store(host: str, port: int, world: int, timeout: timedelta, *, shared: bool = False) -> dist.TCPStore:
-    """A store that this process holds, listening on the address of `host` alone; port 0: any that is free.
+    """Create a store in this process that listens on the address of `host` only; port 0: any free port.
 
-    shared: with what else in this process asks torch for a store at that port. Raises OSError.
+    `shared`: other users of the same port in this process get the same store. Raises OSError.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     server = socket.create_server(address[:2], family=family, backlog=2048)
@@ -59,10 +59,10 @@ def host_store(host: str, port: int, world: int, timeout: timedelta, *, shared: 
 
 @contextmanager
 def on_named_interface(timeout: timedelta) -> Iterator[None]:
-    """While torch starts a process group from the environment: the store of rank 0 listens on MASTER_ADDR alone.
+    """Make the store of rank 0 listen on MASTER_ADDR only, while torch starts a process group from the environment.
 
-    On all interfaces, as torch does it, where the address is none of this machine's, or a name that is loopback here
-    and another address elsewhere. Whatever else is wrong with it, torch tells.
+    It listens on all interfaces, torch's default, if the address does not belong to this machine or is a name that
+    means loopback here and another address elsewhere. Other errors in the address are reported by torch.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     held = None
@@ -71,11 +71,11 @@ def on_named_interface(timeout: timedelta) -> Iterator[None]:
         with suppress(OSError):
             held = host_store(host, int(port), int(os.environ["WORLD_SIZE"]), timeout, shared=True)
     yield
-    del held  # the process group shares it now
+    del held  # the process group now owns it
 
 
 def is_one_address(host: str) -> bool:
-    """Whether a name means the same interface on every machine of the job."""
+    """Return whether a name means the same interface on every machine of the job."""
     try:
         ipaddress.ip_address(host)
         return True

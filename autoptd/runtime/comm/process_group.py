@@ -1,6 +1,6 @@
-"""A communicator that is a process group of torch.distributed, by torch's own collectives.
+"""A group over a torch.distributed process group.
 
-NCCL and gloo carry some types only. Elements of others are moved as bytes, and summed in a wider type.
+NCCL and gloo support some dtypes only. Elements of other dtypes are moved as bytes and summed in a wider dtype.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _SUMMED_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 @dataclass
 class Works:
-    """torch's works and the tensors that must outlive them."""
+    """torch's works in progress, and the tensors that must outlive them."""
 
     works: Sequence[dist.Work | None]
     tensors: tuple[Tensor, ...]
-    talk: PendingComm
+    pending: PendingComm
 
     def wait(self) -> None:
         works, self.works = self.works, ()
         if works:
-            with self.talk:
+            with self.pending:
                 for work in works:
                     if work is not None:
                         work.wait()
@@ -45,37 +45,37 @@ class Works:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes, flat, where its type is not carried."""
+    """View a contiguous tensor as flat bytes if NCCL and gloo do not support its dtype."""
     return x if x.dtype in _CARRIED else x.view(-1).view(torch.uint8)
 
 
 @dataclass
 class ProcessGroup:
-    """`comm.Group` over one torch process group. `place`: where it is written what this rank waits for."""
+    """A `Group` over one torch process group. `status` records what this rank waits for."""
 
     group: dist.ProcessGroup
-    place: RankStatus = field(default_factory=RankStatus)
+    status: RankStatus = field(default_factory=RankStatus)
     rank: int = field(init=False)
     size: int = field(init=False)
-    others: tuple[int, ...] = field(init=False)  # global ranks
+    others: tuple[int, ...] = field(init=False)  # global ranks of the group except this one
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.others = tuple(r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank())
 
-    def talk(self, what: str) -> PendingComm:
-        return PendingComm(self.place, what, self.others)
+    def pending(self, what: str) -> PendingComm:
+        return PendingComm(self.status, what, self.others)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         wide = x.to(_SUMMED_IN.get(x.dtype, x.dtype))
-        with self.talk("all-reduce with"):
+        with self.pending("all-reduce with"):
             dist.all_reduce(wide, _OPS[op], group=self.group)
         return x if wide is x else x.copy_(wide)
 
     def all_reduce_later(self, x: Tensor) -> Handle:
-        talk = self.talk("all-reduce with")
-        with talk:
-            return Works([dist.all_reduce(x, group=self.group, async_op=True)], (x,), talk)
+        pending = self.pending("all-reduce with")
+        with pending:
+            return Works([dist.all_reduce(x, group=self.group, async_op=True)], (x,), pending)
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
@@ -83,9 +83,9 @@ class ProcessGroup:
         return out
 
     def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
-        talk = self.talk("all-gather with")
-        with talk:
-            return Works([_all_gather(as_bytes(out), as_bytes(x), group=self.group, async_op=True)], (out, x), talk)
+        pending = self.pending("all-gather with")
+        with pending:
+            return Works([_all_gather(as_bytes(out), as_bytes(x), group=self.group, async_op=True)], (out, x), pending)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         wide = x.to(_SUMMED_IN.get(x.dtype, x.dtype))
@@ -94,13 +94,13 @@ class ProcessGroup:
         return out.to(x.dtype)
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
-        talk = self.talk("reduce-scatter with")
-        with talk:
-            return Works([_reduce_scatter(out, x, group=self.group, async_op=True)], (out, x), talk)
+        pending = self.pending("reduce-scatter with")
+        with pending:
+            return Works([_reduce_scatter(out, x, group=self.group, async_op=True)], (out, x), pending)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        with self.talk("all-to-all with"):
+        with self.pending("all-to-all with"):
             dist.all_to_all_single(as_bytes(out), as_bytes(x), group=self.group)
         return out
 
@@ -110,22 +110,22 @@ class ProcessGroup:
             dist.P2POp(dist.isend, as_bytes(x), group=self.group, group_peer=after),
             dist.P2POp(dist.irecv, as_bytes(out), group=self.group, group_peer=before),
         ]
-        talk = self.talk("shift round the ring of")
-        with talk:
-            return Works(dist.batch_isend_irecv(both), (out, x), talk)
+        pending = self.pending("ring shift with")
+        with pending:
+            return Works(dist.batch_isend_irecv(both), (out, x), pending)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        with self.talk("broadcast among"):
+        with self.pending("broadcast among"):
             dist.broadcast(as_bytes(x), group=self.group, group_src=source)
         return x
 
 
 def default_store() -> dist.Store:
-    """A connection to it of its own, so that a thread may use it while another waits in it."""
+    """Return a new connection to the default store, so that a thread can use it while another blocks on its own."""
     found: dist.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return found
 
 
 def store_host() -> int | None:
-    """The rank whose process holds the store; None where the launcher does, as torchrun."""
+    """Return the rank whose process holds the store, None if the launcher holds it (torchrun)."""
     return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0

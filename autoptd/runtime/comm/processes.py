@@ -1,4 +1,4 @@
-"""Communicators on torch.distributed: NCCL where there are GPUs, gloo otherwise; the axes come from one DeviceMesh."""
+"""Communicators over torch.distributed: NCCL on GPUs, gloo otherwise. The axes are those of one DeviceMesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoptd.ops.group import Group, Handle, SingleRankGroup
 from autoptd.runtime.comm.interfaces import Channel, Communicators, connect
 from autoptd.runtime.comm.listening import on_named_interface
 from autoptd.runtime.comm.process_group import ProcessGroup, Works, as_bytes, default_store, store_host
-from autoptd.runtime.comm.restart_store import of_this_attempt
+from autoptd.runtime.comm.restart_store import attempt_store
 from autoptd.runtime.faults.heartbeat import Timeouts
 from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Unwatched
 from autoptd.runtime.faults.watchdog import Watchdog
@@ -25,28 +25,28 @@ from autoptd.runtime.faults.watchdog import Watchdog
 
 @dataclass
 class ProcessChannel:
-    """`comm.Channel` over a process group of its own."""
+    """A `Channel` over a process group of its own."""
 
     group: dist.ProcessGroup
     peer: int  # global rank
-    place: RankStatus = field(default_factory=RankStatus)
+    status: RankStatus = field(default_factory=RankStatus)
 
     def send(self, x: Tensor) -> Handle:
-        talk = PendingComm(self.place, "send to", (self.peer,))
-        with talk:
-            return Works([dist.isend(as_bytes(x), self.peer, group=self.group)], (x,), talk)
+        pending = PendingComm(self.status, "send to", (self.peer,))
+        with pending:
+            return Works([dist.isend(as_bytes(x), self.peer, group=self.group)], (x,), pending)
 
     def receive(self, out: Tensor) -> Handle:
-        talk = PendingComm(self.place, "receive from", (self.peer,))
-        with talk:
-            return Works([dist.irecv(as_bytes(out), self.peer, group=self.group)], (out,), talk)
+        pending = PendingComm(self.status, "receive from", (self.peer,))
+        with pending:
+            return Works([dist.irecv(as_bytes(out), self.peer, group=self.group)], (out,), pending)
 
 
 class ProcessBackend:
-    """`comm.Backend` on an initialised torch.distributed."""
+    """A `Backend` over an initialised torch.distributed."""
 
-    def __init__(self, mesh: Mesh, device: torch.device, place: RankStatus) -> None:
-        self.rank, self._place = dist.get_rank(), place
+    def __init__(self, mesh: Mesh, device: torch.device, status: RankStatus) -> None:
+        self.rank, self._status = dist.get_rank(), status
         self.device = device
         self.device_mesh: DeviceMesh = init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)
 
@@ -62,20 +62,20 @@ class ProcessBackend:
         group = dist.new_group([source, target])
         if self.rank not in (source, target):
             return None
-        return ProcessChannel(group, target if self.rank == source else source, self._place)
+        return ProcessChannel(group, target if self.rank == source else source, self._status)
 
     def _wrap(self, group: dist.ProcessGroup) -> Group:
-        return SingleRankGroup() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._place)
+        return SingleRankGroup() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._status)
 
 
 def connect_processes(
     mesh: Mesh, device: torch.device | None = None, timeout_s: float = 600.0, limits: Timeouts | None = None
 ) -> Communicators:
-    """This process's communicators; starts torch.distributed from the environment (torchrun) unless it runs already.
+    """Return this process's communicators; start torch.distributed from the environment (torchrun) if necessary.
 
-    Without torchrun's environment this is a world of one. `device` defaults to this process's GPU, or the CPU where
-    there is none. `limits`: watch over each other's ranks (`watch.py`). Raises PlanError before any process group is
-    started if the environment's world is not the mesh's, RuntimeFault where the port of rank 0 is taken.
+    Without torchrun's environment the world has one rank. `device` defaults to this process's GPU, or the CPU without
+    one. `limits`: those of the watchdog; None for no watchdog. Raises PlanError if the world is not the mesh's, before
+    any process group is started, and RuntimeFault if the port of rank 0 is taken.
     """
     _check_world(mesh)
     device = start_processes(device, timeout_s)
@@ -84,14 +84,14 @@ def connect_processes(
         watch = Watchdog(default_store(), dist.get_rank(), mesh.world, limits, store_host())
         watch.start()
     with watch:
-        watch.place.leave("connecting")
-        made = connect(mesh, ProcessBackend(mesh, device, watch.place), watch)
-        watch.place.leave()
+        watch.status.leave("connecting")
+        made = connect(mesh, ProcessBackend(mesh, device, watch.status), watch)
+        watch.status.leave()
     return made
 
 
 def start_processes(device: torch.device | None = None, timeout_s: float = 600.0) -> torch.device:
-    """Start torch.distributed from the environment unless it runs already; the device, by default this process's."""
+    """Start torch.distributed from the environment if necessary; return the device, by default this process's."""
     device = default_device() if device is None else device
     if not dist.is_initialized():
         if device.type == "cuda":
@@ -101,13 +101,13 @@ def start_processes(device: torch.device | None = None, timeout_s: float = 600.0
 
 
 def _initialise(backend: str, timeout: timedelta) -> None:
-    if "WORLD_SIZE" not in os.environ:  # one process that nobody launched
+    if "WORLD_SIZE" not in os.environ:  # a single process without a launcher
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     try:
         if store_host() is None:
             store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-            store = of_this_attempt(store, rank, world, timeout)
+            store = attempt_store(store, rank, world, timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         else:
             with on_named_interface(timeout):
@@ -116,14 +116,14 @@ def _initialise(backend: str, timeout: timedelta) -> None:
         host, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
         taken = "EADDRINUSE" in str(error)
         raise RuntimeFault(
-            f"port {port} of {host} is taken" if taken else f"the ranks cannot meet at {host}:{port}: {error}",
+            f"port {port} of {host} is taken" if taken else f"the ranks cannot connect to {host}:{port}: {error}",
             where=f"rank {os.environ.get('RANK', '?')}, connecting",
-            fix="give another: torchrun --master-port … (MASTER_PORT), or --standalone, which takes a free one",
+            fix="give another port: torchrun --master-port … (MASTER_PORT), or --standalone, which takes a free one",
         ) from error
 
 
 def default_device() -> torch.device:
-    """The GPU of this process's LOCAL_RANK, or the CPU."""
+    """Return the GPU of this process's LOCAL_RANK, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
@@ -134,5 +134,5 @@ def _check_world(mesh: Mesh) -> None:
     if world != mesh.world:
         raise PlanError(
             f"the plan is for {mesh.world} ranks ({mesh}), but {world} are running",
-            fix=f"start it with torchrun --nproc-per-node for {mesh.world} ranks in all, or plan for world={world}",
+            fix=f"start it with torchrun --nproc-per-node for {mesh.world} ranks in total, or plan for world={world}",
         )

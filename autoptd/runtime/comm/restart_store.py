@@ -1,13 +1,13 @@
-"""A part of the launcher's store that no earlier attempt has written to.
+"""A prefix of the launcher's store that no earlier attempt has written to.
 
-torchrun may keep one store through all its restarts, as seen in torch 2.13, and then a rank finds the addresses of
-processes that are dead, and cannot connect. Its count of restarts is each node's own, so it tells attempts apart on one
-node only. So rank 0 makes a new name, and gives it to whoever is there now:
+torchrun may keep one store through all its restarts, as seen in torch 2.13; a rank then reads the addresses of dead
+processes and cannot connect. torchrun's restart count is per node, so it identifies an attempt on one node only.
+Therefore rank 0 generates a new prefix and assigns it to the ranks that are running now:
 
-    rank r   hello/r = a word of its own                 reply/<word> ?            ack/<name>/r
-    rank 0                                 hello/r ?     reply/<word> = name       ack/<name>/r ?
+    rank r   set hello/r = random token                  wait for reply/<token>       set ack/<prefix>/r
+    rank 0                            get hello/r        set reply/<token> = prefix   wait for ack/<prefix>/r
 
-A word of an earlier attempt is answered too, and nobody reads the answer.
+A token of an earlier attempt is answered too; no rank reads that answer.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from autoptd.errors import RuntimeFault
 _KEYS, _POLL_S = "autoptd/attempt/", 0.02
 
 
-def of_this_attempt(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """A collective over all ranks of the store. Raises RuntimeFault that names the ranks which did not come in time."""
-    own = uuid.uuid4().hex
+def attempt_store(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """Return the store under a prefix of this attempt. A collective. Raises RuntimeFault naming late ranks."""
+    token = uuid.uuid4().hex
     if rank == 0:
-        _give(store, own, world, timeout)
-        return dist.PrefixStore(own, store)
-    store.set(f"{_KEYS}hello/{rank}", own)
-    name = store.get(f"{_KEYS}reply/{own}").decode()
-    store.set(f"{_KEYS}ack/{name}/{rank}", "1")
-    return dist.PrefixStore(name, store)
+        _assign_prefix(store, token, world, timeout)
+        return dist.PrefixStore(token, store)
+    store.set(f"{_KEYS}hello/{rank}", token)
+    prefix = store.get(f"{_KEYS}reply/{token}").decode()
+    store.set(f"{_KEYS}ack/{prefix}/{rank}", "1")
+    return dist.PrefixStore(prefix, store)
 
 
-def _give(store: dist.Store, name: str, world: int, timeout: timedelta) -> None:
+def _assign_prefix(store: dist.Store, prefix: str, world: int, timeout: timedelta) -> None:
     missing, until = set(range(1, world)), time.monotonic() + timeout.total_seconds()
     while missing:
         for rank in sorted(missing):
             if store.check([f"{_KEYS}hello/{rank}"]):
-                store.set(f"{_KEYS}reply/{store.get(f'{_KEYS}hello/{rank}').decode()}", name)
-            if store.check([f"{_KEYS}ack/{name}/{rank}"]):
+                store.set(f"{_KEYS}reply/{store.get(f'{_KEYS}hello/{rank}').decode()}", prefix)
+            if store.check([f"{_KEYS}ack/{prefix}/{rank}"]):
                 missing.remove(rank)
         if missing and time.monotonic() > until:
             raise RuntimeFault(
-                f"{len(missing)} ranks did not come in {timeout}: {', '.join(map(str, sorted(missing)[:8]))}",
+                f"{len(missing)} ranks did not connect within {timeout}: {', '.join(map(str, sorted(missing)[:8]))}",
                 where="rank 0, connecting",
-                fix="see what they wrote before",
+                fix="see the output of these ranks",
             )
         time.sleep(_POLL_S)

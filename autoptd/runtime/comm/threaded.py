@@ -1,12 +1,12 @@
-"""All ranks of a mesh in one process, one thread each: parity over many meshes in milliseconds.
+"""All ranks of a mesh as threads of one process, which checks parity over many meshes in milliseconds.
 
-Every collective is a meeting: the ranks of a group lay down their tensors, the last to come checks that all mean the
-same thing and computes every rank's result in rank order, under one lock. Two ranks that disagree (operation, shape,
-dtype, order) are an error that names both; a moment when every living rank waits is a deadlock and reported as such
-at once. The first error ends all ranks and is raised in the caller with its rank.
+Every collective is a rendezvous: each rank of the group deposits its tensors, and the last one computes every rank's
+result in rank order, under one lock. Ranks that disagree on operation, shape, dtype or order raise an error that names
+both. If every running rank waits, that is a deadlock and is reported at once. The first error ends all ranks and is
+raised in the caller with its rank.
 
-With `in_turn` one rank computes at a time, until it waits: else as many threads as ranks fight for Python's lock at
-every op, which costs little with a few ranks and several times the work with 64.
+With `in_turn` one rank computes at a time, until it waits. Otherwise all threads contend for Python's GIL at every op,
+which costs little with a few ranks and several times the work with 64.
 
 Backward passes run in the rank's own thread (autograd runs CPU nodes in the calling thread). Grad mode, saved-tensor
 hooks and default devices are per thread in torch; the default dtype and the default random generator are per process.
@@ -33,65 +33,65 @@ Combine = Callable[[Sequence[Any]], None]  # all ranks' tensors (or tuples of th
 
 
 class _Ended(BaseException):
-    """Unwinds a rank because another one failed."""
+    """Raised in a rank to unwind it because another one failed."""
 
 
 @dataclass
-class _Meeting:
-    """One collective under way: who came with what."""
+class _Rendezvous:
+    """A collective or message in progress: the tensors deposited so far, and each rank's description of it."""
 
     ranks: tuple[int, ...]
     names: dict[int, str] = field(default_factory=dict)
-    brought: dict[int, Any] = field(default_factory=dict)
+    tensors: dict[int, Any] = field(default_factory=dict)
     done: bool = False
 
 
 class _World:
-    """What the ranks' threads share. `lock` guards everything."""
+    """The state shared by the ranks' threads, guarded by `lock`."""
 
     def __init__(self, world: int, timeout_s: float, in_turn: bool) -> None:
         self.timeout_s, self.in_turn = timeout_s, in_turn
         self.lock = threading.Lock()
         self.wake = [threading.Condition(self.lock) for _ in range(world)]
-        self.meetings: dict[tuple[Any, int], _Meeting] = {}
-        self.waiting: dict[int, tuple[_Meeting, str]] = {}
+        self.pending: dict[tuple[Any, int], _Rendezvous] = {}
+        self.waiting: dict[int, tuple[_Rendezvous, str]] = {}
         self.alive = set(range(world))
         self.failure: tuple[int, BaseException] | None = None
         self._turn = threading.Lock()
         self._computing: int | None = None
 
     def meet(
-        self, rank: int, ranks: tuple[int, ...], key: tuple[Any, int], name: str, mine: Any, combine: Combine
-    ) -> _Meeting:
-        """Come to the meeting `key`; the last one combines. `name` is what each rank believes is going on."""
+        self, rank: int, ranks: tuple[int, ...], key: tuple[Any, int], name: str, own: Any, combine: Combine
+    ) -> _Rendezvous:
+        """Join rendezvous `key`; the last rank runs `combine`. `name`: the operation as this rank describes it."""
         with self.lock:
             self._check_failure()
-            meeting = self.meetings.setdefault(key, _Meeting(ranks))
-            for other, theirs in meeting.names.items():
+            rendezvous = self.pending.setdefault(key, _Rendezvous(ranks))
+            for other, theirs in rendezvous.names.items():
                 if theirs != name:
                     raise RuntimeFault(
                         f"ranks {other} and {rank} disagree: rank {other} {theirs}, rank {rank} {name}",
                         where=f"group {list(ranks)}",
                     )
-            meeting.names[rank] = name
-            meeting.brought[rank] = mine
-            if len(meeting.brought) == len(ranks):
+            rendezvous.names[rank] = name
+            rendezvous.tensors[rank] = own
+            if len(rendezvous.tensors) == len(ranks):
                 with torch.no_grad():
-                    combine([meeting.brought[r] for r in ranks])
-                meeting.done = True
-                meeting.brought.clear()
-                del self.meetings[key]
-                for r in [r for r in ranks if r in self.waiting and self.waiting[r][0] is meeting]:
+                    combine([rendezvous.tensors[r] for r in ranks])
+                rendezvous.done = True
+                rendezvous.tensors.clear()
+                del self.pending[key]
+                for r in [r for r in ranks if r in self.waiting and self.waiting[r][0] is rendezvous]:
                     del self.waiting[r]
                     self.wake[r].notify()
-            return meeting
+            return rendezvous
 
-    def wait(self, rank: int, meeting: _Meeting, doing: str) -> None:
-        """Until all have come; meanwhile others compute. Raises RuntimeFault on deadlock or timeout."""
-        if meeting.done:
+    def wait(self, rank: int, rendezvous: _Rendezvous, doing: str) -> None:
+        """Block until all ranks have joined, and let others compute. Raises RuntimeFault on deadlock or timeout."""
+        if rendezvous.done:
             return
         self.end_turn(rank)
-        self._wait(rank, meeting, doing)
+        self._wait(rank, rendezvous, doing)
         self.begin_turn(rank)
 
     def begin_turn(self, rank: int) -> None:
@@ -101,21 +101,21 @@ class _World:
             self._computing = rank
 
     def end_turn(self, rank: int) -> None:
-        """Let another compute, unless one does already: a rank that fails while it waits has no turn to end."""
+        """Let another rank compute. A no-op for a rank without the turn, such as one that failed while waiting."""
         if self._computing == rank:
             self._computing = None
             self._turn.release()
 
-    def _wait(self, rank: int, meeting: _Meeting, doing: str) -> None:
+    def _wait(self, rank: int, rendezvous: _Rendezvous, doing: str) -> None:
         deadline = time.monotonic() + self.timeout_s
         with self.lock:
-            while not meeting.done:
+            while not rendezvous.done:
                 self._check_failure()
-                self.waiting[rank] = (meeting, doing)
+                self.waiting[rank] = (rendezvous, doing)
                 self._check_deadlock()
-                if not self.wake[rank].wait(deadline - time.monotonic()) and not meeting.done:
+                if not self.wake[rank].wait(deadline - time.monotonic()) and not rendezvous.done:
                     self._check_failure()
-                    missing = sorted(set(meeting.ranks) - set(meeting.names))
+                    missing = sorted(set(rendezvous.ranks) - set(rendezvous.names))
                     raise RuntimeFault(f"rank {rank} waited {self.timeout_s:g} s in {doing} for ranks {missing}")
 
     def _check_failure(self) -> None:
@@ -129,10 +129,10 @@ class _World:
             f"rank {r} in {doing}, without ranks {sorted(set(m.ranks) - set(m.names))}"
             for r, (m, doing) in sorted(self.waiting.items())
         ]
-        raise RuntimeFault("every rank waits for another: a deadlock", where="\n".join(lines))
+        raise RuntimeFault("deadlock: every rank waits for another", where="\n".join(lines))
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """A rank's function returned or raised."""
+        """Record that a rank's function returned or raised."""
         with self.lock:
             self.alive.discard(rank)
             self.waiting.pop(rank, None)
@@ -152,11 +152,11 @@ class _World:
 class _ThreadHandle:
     world: _World
     rank: int
-    meeting: _Meeting
+    rendezvous: _Rendezvous
     doing: str
 
     def wait(self) -> None:
-        self.world.wait(self.rank, self.meeting, self.doing)
+        self.world.wait(self.rank, self.rendezvous, self.doing)
 
 
 def _describe(op: str, x: Tensor) -> str:
@@ -217,24 +217,24 @@ def _broadcast(source: int) -> Combine:
 
 @dataclass
 class LockstepGroup:
-    """`comm.Group` among threads; sums run in rank order, so results are the same bits on every run."""
+    """A `Group` among threads. Sums are in rank order, so results are bitwise reproducible."""
 
     world: _World
     name: str
     ranks: tuple[int, ...]
     rank: int  # index in ranks
-    count: int = 0  # collectives so far: the order that all members must share
+    count: int = 0  # collectives so far; their order is the same on all members
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def _start(self, op: str, x: Tensor, mine: Any, combine: Combine) -> _ThreadHandle:
+    def _start(self, op: str, x: Tensor, own: Any, combine: Combine) -> _ThreadHandle:
         assert x.is_contiguous(), f"{op} of a tensor that is not contiguous"
         me, doing = self.ranks[self.rank], _describe(op, x)
-        meeting = self.world.meet(me, self.ranks, (self.name, self.count), doing, mine, combine)
+        joined = self.world.meet(me, self.ranks, (self.name, self.count), doing, own, combine)
         self.count += 1
-        return _ThreadHandle(self.world, me, meeting, f"{doing} number {self.count - 1} of group {self.name}")
+        return _ThreadHandle(self.world, me, joined, f"{doing} number {self.count - 1} of group {self.name}")
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         self._start(f"all_reduce {op}", x, x, _all_reduce(op)).wait()
@@ -274,7 +274,7 @@ class LockstepGroup:
 
 @dataclass
 class LockstepChannel:
-    """`comm.Channel` among threads. A tensor that is written between send and receipt is an error."""
+    """A `Channel` among threads. Writing to a tensor between send and receipt raises RuntimeFault."""
 
     world: _World
     name: str
@@ -290,21 +290,21 @@ class LockstepChannel:
         assert self.rank == self.ranks[1] and out.is_contiguous()
         return self._start("receive", (out, 0))
 
-    def _start(self, verb: str, mine: tuple[Tensor, int]) -> _ThreadHandle:
+    def _start(self, verb: str, own: tuple[Tensor, int]) -> _ThreadHandle:
         def deliver(both: Sequence[tuple[Tensor, int]]) -> None:
             (x, version), (out, _) = both
             if x._version != version:
                 raise RuntimeFault(f"rank {self.ranks[0]} wrote to a tensor that it was still sending", where=self.name)
             out.copy_(x)
 
-        doing = _describe("message", mine[0])
-        meeting = self.world.meet(self.rank, self.ranks, (self.name, self.count), doing, mine, deliver)
+        doing = _describe("message", own[0])
+        joined = self.world.meet(self.rank, self.ranks, (self.name, self.count), doing, own, deliver)
         self.count += 1
-        return _ThreadHandle(self.world, self.rank, meeting, f"{verb} {doing} number {self.count - 1} of {self.name}")
+        return _ThreadHandle(self.world, self.rank, joined, f"{verb} {doing} number {self.count - 1} of {self.name}")
 
 
 class LockstepBackend:
-    """`comm.Backend` of one rank."""
+    """The `Backend` of one rank."""
 
     def __init__(self, world: _World, rank: int) -> None:
         self.rank = rank
@@ -336,10 +336,10 @@ class LockstepBackend:
 def run_lockstep(
     mesh: Mesh, fn: Callable[[Communicators], T], *, timeout_s: float = 60.0, in_turn: bool = False
 ) -> list[T]:
-    """`fn(communicators)` on every rank of the mesh at once; the results by rank.
+    """Run `fn(communicators)` on every rank of the mesh concurrently; return the results by rank.
 
-    Raises RuntimeFault that names the first rank that failed and what it said, with the original as its cause.
-    Intra-op parallelism is off meanwhile: the ranks are the parallelism.
+    Raises RuntimeFault that names the first rank that failed and its error, with the original as its cause. Intra-op
+    parallelism is off meanwhile.
     """
     world = _World(mesh.world, timeout_s, in_turn)
     results: list[Any] = [None] * mesh.world
@@ -349,7 +349,7 @@ def run_lockstep(
         world.begin_turn(rank)
         try:
             results[rank] = fn(connect(mesh, LockstepBackend(world, rank)))
-        except BaseException as caught:  # noqa: BLE001  carried to the caller by `leave`, whatever it is
+        except BaseException as caught:  # noqa: BLE001  `leave` passes any error on to the caller
             error = caught
         world.leave(rank, error)
         world.end_turn(rank)
@@ -372,7 +372,7 @@ def run_lockstep(
 
 
 def _join(threads: list[threading.Thread], world: _World) -> None:
-    """Wait for all; after a failure, a rank that computes on its own gets one second to come to its next meeting."""
+    """Join all threads; after a failure, a rank that is computing gets one second to reach its next rendezvous."""
     grace_s = 1.0
     for thread in threads:
         while thread.is_alive():

@@ -1,3 +1,3 @@
-"""Faults of a job: heartbeats, the watchdog that ends all ranks with the first cause, and the origin
-of values that are not finite.
-"""
+"""Fault handling: heartbeats, the watchdog that ends every rank with the first cause of a fault, and the origin of
+non-finite values. Other packages import `Timeouts` and `PendingComm`. As part of `runtime` it never imports `passes`,
+`explain`, `search` or `codegen`."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other besides training: heartbeats, and the first cause of a job's end. All of it JSON."""
+"""Messages of the watchdog, all JSON: heartbeats, and the first cause of a job's end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from autoptd.runtime.faults.rank_status import Snapshot, ranks
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. `silent_s`: a rank without a heartbeat for so long has failed. `slow_s`: one that keeps others waiting
-    is reported; `stuck_s`: it ends the job. `grace_s`: what a process has to end by itself once the job has a cause.
-    """
+    """Limits of the watchdog, in seconds. `silent_s`: a rank without a heartbeat for this long has failed. `slow_s`: a
+    rank that keeps others waiting for this long is reported; `stuck_s`: it ends the job. `grace_s`: time that a process
+    has to exit once the job has a cause."""
 
     tick_s: float = 1.0  # between heartbeats
     silent_s: float = 8.0
@@ -28,13 +28,14 @@ class Timeouts:
 
     @staticmethod
     def of(given: Mapping[str, float]) -> Timeouts:
-        """Raises PlanError for unknown names and for what is no positive number."""
+        """Return the defaults updated by `given`. Raises PlanError for unknown names and non-positive values."""
         known = [each.name for each in fields(Timeouts)]
         for name, value in given.items():
             if name not in known:
                 raise PlanError(f"unknown limit {name!r}", where="watch", fix=nearest(name, known))
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise PlanError(f"{value!r} is no number of seconds", where=f"watch.{name}", fix="a positive number")
+                what = f"{value!r} is not a positive number of seconds"
+                raise PlanError(what, where=f"watch.{name}", fix="give a positive number")
         return replace(Timeouts(), **given)
 
     @property
@@ -44,7 +45,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Process:
-    """Which process a rank is; `started`: the kernel's start time, by which a number that is used again is told."""
+    """The process of a rank. `started`: the kernel's start time, which detects a reused pid."""
 
     node: str
     pid: int
@@ -55,17 +56,17 @@ class Process:
         return Process(socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> str:
-        """`gone`, `stopped` or `runs`; empty on another node, or where there is no /proc."""
+        """Return `gone`, `stopped` or `runs`; empty on another node or without /proc."""
         if self.node != socket.gethostname() or not self.started:
             return ""
         letter, started = _stat(self.pid)
         if started != self.started or letter in "ZX":
             return "gone"
-        return "stopped" if letter == "T" else "runs"  # t: in a debugger
+        return "stopped" if letter == "T" else "runs"  # t: stopped by a debugger
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process; of one that is none: X and nothing."""
+    """Return a process's state letter and start time; `X` and an empty string if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -76,15 +77,15 @@ def _stat(pid: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Beat:
-    """One rank's heartbeat. `done`: it has ended as it should; `told`: it knows why the job ends."""
+    """One rank's heartbeat. `done`: it has ended normally; `knows_cause`: it knows why the job ends."""
 
     rank: int
     number: int
     count: int
-    seen: Snapshot
+    snapshot: Snapshot
     process: Process
     done: bool = False
-    told: bool = False
+    knows_cause: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -92,17 +93,17 @@ class Beat:
     @staticmethod
     def of(text: bytes | str) -> Beat:
         data = json.loads(text)
-        return Beat(**{**data, "seen": _seen(data["seen"]), "process": Process(**data["process"])})
+        return Beat(**{**data, "snapshot": _snapshot(data["snapshot"]), "process": Process(**data["process"])})
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a job ends. `what`: in a sentence or two, without the rank; `where`: what that rank was doing."""
+    """The reason why a job ends. `what`: one or two sentences without the rank; `where`: what that rank was doing."""
 
     rank: int
     what: str
     where: Snapshot
-    by: int  # the rank that told it
+    by: int  # the rank that reported it
     fix: str = ""
 
     def to_json(self) -> str:
@@ -111,27 +112,27 @@ class Cause:
     @staticmethod
     def of(text: bytes | str) -> Cause:
         data = json.loads(text)
-        return Cause(**{**data, "where": _seen(data["where"])})
+        return Cause(**{**data, "where": _snapshot(data["where"])})
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
 
     def lines(self) -> str:
-        """Rank, stage, action, microbatch, module and peers, as far as there are any."""
+        """Return rank, stage, action, microbatch, module and peers, as far as they are known."""
         at = self.where
         parts = [f"rank {self.rank}"]
         parts += [f"stage {at.stage}", f"action {at.action}"] if at.action else [at.doing]
         parts += [f"microbatch {at.microbatch}"] if at.microbatch is not None else []
         parts += [f"module {at.module}"] if at.module else []
-        parts += [f"{at.talk} {ranks(at.peers)}"] if at.talk else []
+        parts += [f"{at.comm} {ranks(at.peers)}"] if at.comm else []
         return ", ".join(parts)
 
     def fault(self, rank: int, here: Snapshot) -> RuntimeFault:
-        """As another rank tells it, which was `here`."""
+        """Return the error that `rank` raises for this cause; `here`: what `rank` was doing."""
         where = [self.lines()]
         where += [f"rank {rank} meanwhile: {here} for {here.for_s:g} s"] if rank != self.rank else []
         return RuntimeFault(str(self), where="\n".join(where), fix=self.fix)
 
 
-def _seen(data: Mapping[str, Any]) -> Snapshot:
+def _snapshot(data: Mapping[str, Any]) -> Snapshot:
     return Snapshot(**{**data, "peers": tuple(data["peers"])})

@@ -1,9 +1,9 @@
-"""Where a rank is: the action it carries out and whom it waits for, in the words that errors and reports use.
+"""The status of a rank: its current action and pending communication, as errors and reports print them.
 
-    B3 of stage 1, blocks.4 … blocks.7, receiving from rank 0
+    B3 of stage 1, blocks.4 … blocks.7, receive from rank 0
 
-The executor enters each action, every communication between processes is a `PendingComm`. What failed is left standing,
-so that whoever reports it finds where it happened.
+The executor records each action; every communication between processes is a `PendingComm`. After an error the status
+is left unchanged, so that the report shows where it happened.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ BETWEEN = "between steps"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A place as another rank may read it. `peers`: ranks that it waits for; `for_s`: how long it has been there."""
+    """A copy of a rank's status for other ranks. `peers`: ranks that it waits for; `for_s`: seconds in this state."""
 
-    action: str = ""  # B3; empty outside of actions
+    action: str = ""  # such as B3; empty outside actions
     stage: int | None = None
     microbatch: int | None = None
     module: str = ""
-    doing: str = BETWEEN  # outside of actions
-    talk: str = ""
+    doing: str = BETWEEN  # outside actions
+    comm: str = ""
     peers: tuple[int, ...] = ()
     for_s: float = 0.0
 
     def __str__(self) -> str:
         parts = [f"{self.action} of stage {self.stage}" if self.action else self.doing]
         parts += [self.module] if self.module else []
-        parts += [f"{self.talk} {ranks(self.peers)}"] if self.talk else []
+        parts += [f"{self.comm} {ranks(self.peers)}"] if self.comm else []
         return ", ".join(parts)
 
 
 @dataclass
 class RankStatus:
-    """Of one rank, written by its main thread and read by others; `count` grows with everything it does."""
+    """One rank's status, written by its main thread and read by others. `count`: actions and communications so far."""
 
     count: int = 0
     here: Snapshot = field(default_factory=Snapshot)
-    talk: PendingComm | None = None
+    comm: PendingComm | None = None
     since: float = field(default_factory=time.monotonic)
-    failing: Callable[[], None] | None = None  # asked before each action: may raise what another rank told
+    failing: Callable[[], None] | None = None  # called before each action; may raise another rank's fault
 
     def enter(self, action: str, stage: int, microbatch: int | None, module: str) -> None:
-        """An action of the list begins."""
+        """Record the start of an action. Raises RuntimeFault if the job has ended."""
         if self.failing is not None:
             self.failing()
         self._move(Snapshot(action, stage, microbatch, module))
 
     @contextmanager
     def of_modules(self, stage: torch.nn.Module) -> Iterator[None]:
-        """What fails within is said to be of the innermost of the stage's modules that it came through."""
+        """Attribute an error to the innermost of the stage's modules that it passed through."""
         try:
             yield
         except BaseException as error:
@@ -68,48 +68,48 @@ class RankStatus:
             raise
 
     def leave(self, doing: str = BETWEEN) -> None:
-        """The list has ended."""
+        """Record that no action is running."""
         self._move(Snapshot(doing=doing))
 
     def _move(self, here: Snapshot) -> None:
-        self.here, self.since, self.talk = here, time.monotonic(), None
+        self.here, self.since, self.comm = here, time.monotonic(), None
         self.count += 1
 
-    def talking(self, talk: PendingComm | None) -> None:
-        """A communication begins, or ends."""
-        self.talk, self.since = talk, time.monotonic()
-        self.count += talk is not None
+    def set_comm(self, comm: PendingComm | None) -> None:
+        """Record the start of a communication, or its end (None)."""
+        self.comm, self.since = comm, time.monotonic()
+        self.count += comm is not None
 
-    def seen(self) -> Snapshot:
-        """As it is now."""
-        here, talk, since = self.here, self.talk, self.since
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the current status."""
+        here, comm, since = self.here, self.comm, self.since
         found = replace(here, for_s=round(time.monotonic() - since, 1))
-        return found if talk is None else replace(found, talk=talk.what, peers=talk.peers)
+        return found if comm is None else replace(found, comm=comm.what, peers=comm.peers)
 
 
 @dataclass(frozen=True)
 class PendingComm:
-    """A communication: `with talk:` around whatever may wait for others. An error leaves it standing."""
+    """A communication: wrap `with` around whatever may wait for other ranks. An error leaves it recorded."""
 
-    place: RankStatus
+    status: RankStatus
     what: str  # "all-reduce with"
-    peers: tuple[int, ...]  # global ranks; (): all, for as long as it takes
+    peers: tuple[int, ...]  # global ranks; (): all ranks, without a limit of time
 
     def __enter__(self) -> None:
-        self.place.talking(self)
+        self.status.set_comm(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or issubclass(kind, CheckpointError):  # which all ranks have agreed on
-            self.place.talking(None)
+        if kind is None or issubclass(kind, CheckpointError):  # all ranks have agreed on a CheckpointError
+            self.status.set_comm(None)
 
 
 class Unwatched:
-    """A rank on its own, or one whose fellows are threads of the same process: errors go their usual way."""
+    """A watcher that does nothing, for a single rank or ranks that are threads of one process."""
 
     def __init__(self) -> None:
-        self.place = RankStatus()
+        self.status = RankStatus()
 
     def __enter__(self) -> None:
         return None
@@ -121,7 +121,7 @@ class Unwatched:
 
 
 def ranks(numbers: tuple[int, ...]) -> str:
-    """`rank 3`, `ranks 0, 2, 3`; of no numbers, `all ranks`."""
+    """Return `rank 3` or `ranks 0, 2, 3`; `all ranks` for no numbers."""
     if not numbers:
         return "all ranks"
     shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
@@ -129,7 +129,7 @@ def ranks(numbers: tuple[int, ...]) -> str:
 
 
 def _module_of(trace: TracebackType | None, stage: torch.nn.Module) -> str:
-    """The innermost module of a stage that an exception came through; empty where it came through none."""
+    """Return the innermost module of a stage that an exception passed through, empty if there is none."""
     names = {id(module): name for name, module in stage.named_modules()}
     found = ""
     while trace is not None:

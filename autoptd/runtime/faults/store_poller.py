@@ -1,12 +1,12 @@
-"""The thread of a rank that talks to the store: it may block there for ever, and nobody waits for it without a limit.
+"""The thread of a rank that accesses the store. It may block there forever; other threads wait for it with a timeout.
 
-    beat/<rank>   heartbeat of a rank, each tick
-    first         the first cause of the job's end: whoever sets it first, for good
-    closed        the store's process is about to end as it should
+    beat/<rank>   heartbeat of a rank, written each tick
+    first         the first cause of the job's end, set once by compare-and-set
+    closed        the process that holds the store is about to exit normally
 
-A heartbeat is read by the rank before it, round the ring, so that a store serves a few short messages per rank and
-tick, however many ranks there are. Between two ticks a rank that has gone on to another action sends its heartbeat
-again, so that what it did last is known if it dies, and reads that of the store's process, which takes the store along.
+Each heartbeat is read by the preceding rank of the ring, so the store serves a few short messages per rank and tick,
+whatever the number of ranks. Between ticks, a rank that has entered another action updates its heartbeat, so that its
+last action is known if it dies. It then also reads the heartbeat of the store's process, whose death ends the store.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from autoptd.runtime.faults.heartbeat import Beat, Cause
 
 _KEYS = "autoptd/watch/"
-_FRESH_S, _STORE_S = 0.05, 0.001  # between heartbeats within a tick: at least, and for each rank that the store serves
+_FRESH_S, _STORE_S = 0.05, 0.001  # minimum between heartbeats within a tick: in all, and per rank of the store
 
 
-class Messenger:
-    """Exchanges messages every `tick_s`. What it has found may be read at any time: `beats`, `quiet` (ticks since a
-    beat last changed), `first`, `closed`; `error`: of a store that is gone; `busy_since`: of an exchange under way.
+class StorePoller:
+    """Exchanges messages with the store every `tick_s`. Other threads may read `beats`, `missed_ticks` (since a rank's
+    heartbeat last changed), `first`, `closed`, `error` (of a store that is gone), `busy_since` (start of an exchange).
     """
 
     def __init__(
@@ -37,40 +37,40 @@ class Messenger:
         host: int | None,
         world: int,
     ) -> None:
-        """`host`: the rank whose process holds the store, if one does."""
+        """Prepare the thread. `host`: the rank whose process holds the store, None if no rank does."""
         self.beats: dict[int, Beat] = {}
-        self.quiet: dict[int, int] = {}
-        self._counted: dict[int, int] = {}  # the number of each rank's heartbeat when quiet was counted
+        self.missed_ticks: dict[int, int] = {}
+        self._counted: dict[int, int] = {}  # the number of each rank's heartbeat at the last tick
         self.first: Cause | None = None
         self.closed = False
         self.error: str = ""
         self.busy_since: float | None = None
-        self.known = threading.Event()  # why the job ends
-        self._store, self._tick_s, self._beat, self._wanted = store, tick_s, beat, wanted
+        self.known = threading.Event()  # set once the cause is known
+        self._store, self._tick_s, self._beat, self._ranks_to_read = store, tick_s, beat, wanted
         self._host, self._fresh_s = host, max(_FRESH_S, world * _STORE_S)
-        self._count = -1  # of the last heartbeat's actions
-        self._telling: Cause | None = None
+        self._count = -1  # `RankStatus.count` of the last heartbeat
+        self._proposal: Cause | None = None
         self._closing = False
         self._wake, self._ended = threading.Event(), threading.Event()
         self._number = 0
-        self._thread = threading.Thread(target=self._run, name="autoptd messenger", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="autoptd store poller", daemon=True)
         self._done, self._finished = threading.Condition(), 0
 
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, cause: Cause) -> None:
-        """Propose a first cause; soon `first` is there."""
-        self._telling = self._telling or cause
+    def propose(self, cause: Cause) -> None:
+        """Propose a first cause; `first` is set by the next exchange."""
+        self._proposal = self._proposal or cause
         self._wake.set()
 
     def close_store(self) -> None:
-        """Tell everybody that the store is about to go."""
+        """Announce to all ranks that the store is about to close."""
         self._closing = True
         self._wake.set()
 
     def exchange(self, timeout_s: float) -> bool:
-        """Wait for an exchange that begins from now on; whether there was one in time."""
+        """Wait for an exchange that begins after this call; return whether it finished in time."""
         wanted = self._number + 1
         with self._done:
             self._wake.set()
@@ -83,25 +83,25 @@ class Messenger:
     def _run(self) -> None:
         while not self._ended.is_set():
             self._wake.clear()
-            if not self._answered(self._exchange):
+            if not self._reach_store(self._exchange):
                 return
             with self._done:
                 self._finished = self._number
                 self._done.notify_all()
-            met = self._wanted() <= self.beats.keys()  # at first others may not have begun
+            met = self._ranks_to_read() <= self.beats.keys()  # other ranks may not have started yet
             until = time.monotonic() + (self._tick_s if met else self._tick_s / 10)
             while not self._ended.is_set() and (left := until - time.monotonic()) > 0:
                 if self._wake.wait(min(left, self._fresh_s)):
                     break
-                if not self._answered(self._refresh):
+                if not self._reach_store(self._refresh):
                     return
 
-    def _answered(self, ask: Callable[[], None]) -> bool:
-        """Talk to the store; whether it is there."""
+    def _reach_store(self, ask: Callable[[], None]) -> bool:
+        """Run an access to the store; return whether the store answered."""
         self.busy_since = time.monotonic()
         try:
             ask()
-        except RuntimeError as error:  # torch's errors of stores
+        except RuntimeError as error:  # raised by torch's stores
             self.error = str(error).splitlines()[0] if str(error) else type(error).__name__
             with self._done:
                 self._done.notify_all()
@@ -116,40 +116,40 @@ class Messenger:
         self._count = mine.count
 
     def _refresh(self) -> None:
-        """Between two exchanges: which action this rank carries out now, and the store's process."""
+        """Update this rank's heartbeat if its action changed, and read that of the store's process."""
         if self._beat(self._number).count != self._count:
             self._send()
         if self._host is not None and self._host in self.beats:
-            self._look(self._host)
+            self._fetch(self._host)
 
     def _exchange(self) -> None:
         store = self._store
         self._send()
         if self._closing:
             store.set(f"{_KEYS}closed", "1")
-        if self._telling is not None and self.first is None:
-            self._found(store.compare_set(f"{_KEYS}first", "", self._telling.to_json()))
+        if self._proposal is not None and self.first is None:
+            self._learn(store.compare_set(f"{_KEYS}first", "", self._proposal.to_json()))
         elif self.first is None and store.check([f"{_KEYS}first"]):
-            self._found(store.get(f"{_KEYS}first"))
+            self._learn(store.get(f"{_KEYS}first"))
         self.closed = self.closed or store.check([f"{_KEYS}closed"])
-        for rank in sorted(self._wanted()):
+        for rank in sorted(self._ranks_to_read()):
             self._read(rank)
 
-    def _found(self, text: bytes) -> None:
+    def _learn(self, text: bytes) -> None:
         self.first = Cause.of(text)
         self.known.set()
-        self._wake.set()  # so that a beat says that it is known here
+        self._wake.set()  # so that the next heartbeat says that the cause is known
 
     def _read(self, rank: int) -> None:
-        """Count the ticks for which a heartbeat has not changed."""
+        """Read a rank's heartbeat and count the ticks for which it has not changed."""
         before = self._counted.get(rank)
-        beat = self._look(rank)
+        beat = self._fetch(rank)
         if beat is None or beat.number == before:
-            self.quiet[rank] = self.quiet.get(rank, 0) + 1
+            self.missed_ticks[rank] = self.missed_ticks.get(rank, 0) + 1
             return
-        self._counted[rank], self.quiet[rank] = beat.number, 0
+        self._counted[rank], self.missed_ticks[rank] = beat.number, 0
 
-    def _look(self, rank: int) -> Beat | None:
+    def _fetch(self, rank: int) -> Beat | None:
         key = f"{_KEYS}beat/{rank}"
         if self._store.check([key]):
             self.beats[rank] = Beat.of(self._store.get(key))

@@ -1,17 +1,19 @@
 """Flat storage of the parameters of one class, and this rank's shards of it (ZeRO: Rajbhandari et al. 2020).
 
-With n elements (padding included) on d ranks that share one copy, in the compute dtype c and the main dtype m:
+Bytes for n elements (padding included) on d ranks that share one copy; c, g, m: bytes of an element in the compute,
+gradient and main dtype:
 
     zero    parameters               gradients            main copy
-    0, 1    `data`, c n, whole       `grad`, g n, whole   `main`, m n / d, where m is not c (d = 1 for zero 0)
-    2       `data`, c n, whole       `grad`, g n / d      the same
+    0, 1    `data`, c n, full        `grad`, g n, full    `main`, m n / d, if m differs from c (d = 1 for zero 0)
+    2       `data`, c n, full        `grad`, g n / d      `main`, as above
     3       c per bucket, on demand  `grad`, m n / d      `main`, m n / d, always: the parameters themselves
 
-Frozen parameters are sharded with ZeRO 3, in a buffer of their own: c n / d of their own dtype, without gradients or a
-main copy. What is sharded holds this rank's shard of every bucket, one after the other.
+ZeRO 3 shards frozen parameters too, in a buffer of their own: c n / d in their own dtype, without gradients or a main
+copy. A sharded tensor holds this rank's shards of all buckets, one after the other.
 
-Gradients are added up and summed in g: m, or c where the layout says so. Then they are `narrow`, and while the
-optimizer steps there is a copy of this rank's shard in m, `wide`, which is what is scaled, clipped and stepped with.
+Gradients are accumulated and reduced in the gradient dtype: the main dtype, or the compute dtype if the layout says so.
+In the second case they are `narrow`: during the optimizer step there is a copy of this rank's shard in the main dtype,
+`wide`, which is scaled, clipped and passed to the optimizer.
 """
 
 from __future__ import annotations
@@ -30,45 +32,45 @@ from autoptd.ops.group import Group, Handle
 
 @dataclass
 class ParameterShard:
-    """What the optimizer updates: this rank's elements of one parameter, 1-D, and their gradient."""
+    """This rank's elements of one parameter, 1-D, and their gradient, as the optimizer updates them."""
 
     name: str
     param: nn.Parameter
     grad: Tensor
-    counts: bool  # towards the global norm: one rank per logical element
-    start: int = 0  # where it begins in the rank's local parameter, in elements
+    counts: bool  # included in the global norm on this rank: one rank per logical element
+    start: int = 0  # its offset in the rank's local parameter, in elements
 
 
 @dataclass
 class _SumOfShards:
-    """A reduce-scatter among the ranks of one copy under way, and the sum over copies still to do."""
+    """A reduce-scatter in progress among the ranks of one copy; the all-reduce over copies follows it."""
 
-    inside: Handle
-    across: Group
+    scattered: Handle
+    replica_group: Group
     own: Tensor
 
     def wait(self) -> None:
-        self.inside.wait()
-        self.across.all_reduce(self.own)
+        self.scattered.wait()
+        self.replica_group.all_reduce(self.own)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The dp ranks that share one copy of what is sharded, and this rank's counterparts that share the others.
+    """The dp ranks that shard one copy, and this rank's counterparts in the other copies.
 
-    Without ZeRO each rank has a copy of its own. Between the two ends the shards are replicated (HSDP: Zhao et al.
-    2023, section 3.2.2; MiCS: Zhang et al. 2022).
+    Without ZeRO each rank is a group of its own. With several groups of several ranks the shards are replicated (HSDP:
+    Zhao et al. 2023, section 3.2.2; MiCS: Zhang et al. 2022).
     """
 
-    inside: Group
-    across: Group
+    shard_group: Group
+    replica_group: Group
 
     def sum_later(self, whole: Tensor, own: Tensor) -> Handle:
-        """Of every rank's `whole` [n], this rank's part of the sum into `own`, which may be a part of `whole`."""
-        if self.inside.size == 1:
-            return self.across.all_reduce_later(whole)
-        scattered = self.inside.reduce_scatter_later(own, whole)
-        return scattered if self.across.size == 1 else _SumOfShards(scattered, self.across, own)
+        """Sum `whole` [n] over all ranks; this rank's part goes to `own`, which may be a view of `whole`."""
+        if self.shard_group.size == 1:
+            return self.replica_group.all_reduce_later(whole)
+        scattered = self.shard_group.reduce_scatter_later(own, whole)
+        return scattered if self.replica_group.size == 1 else _SumOfShards(scattered, self.replica_group, own)
 
 
 class Buffer:
@@ -83,7 +85,7 @@ class Buffer:
         tied: Group,
     ) -> None:
         first = next(iter(specs.values()))
-        self.sharing, self.group, self.tied = sharing, sharing.inside, tied
+        self.sharing, self.group, self.tied = sharing, sharing.shard_group, tied
         self.partial_over_tp = first.placement == BP
         self.frozen = not first.trainable
         self.split = isinstance(first.placement, Split)
@@ -96,7 +98,7 @@ class Buffer:
         self.slots: dict[str, Slot] = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Zeros everywhere; under ZeRO 3 nothing is whole yet."""
+        """Allocate zeros; with ZeRO 3 no bucket is gathered yet."""
         main_dtype = dtype if self.frozen else torch.promote_types(dtype, torch.float32)
         self._summed_in = dtype if self._in_compute else main_dtype
         self.narrow = self._summed_in != main_dtype and self.zero < 3
@@ -121,40 +123,40 @@ class Buffer:
             else:
                 self._whole[bucket.start] = self.data[bucket.start : bucket.stop]
 
-    # ---- where things lie ----
+    # ---- views ----
 
     def own(self, bucket: Bucket) -> slice:
-        """The elements of a bucket that this rank updates, counted from the buffer's start."""
+        """Return the range of a bucket that this rank updates, counted from the buffer's start."""
         return bucket.shard(self.group.rank, self.group.size)
 
     def own_part(self, whole: Tensor, bucket: Bucket) -> Tensor:
-        """The same of a tensor that is one bucket."""
+        """Return this rank's shard of a tensor that holds one bucket."""
         own = self.own(bucket)
         return whole[own.start - bucket.start : own.stop - bucket.start]
 
     def whole(self, bucket: Bucket) -> Tensor:
-        """The parameters of a bucket, flat; without storage under ZeRO 3 while they are not gathered."""
+        """Return a bucket's parameters, flat; with ZeRO 3 they have no storage until gathered."""
         return self._whole[bucket.start]
 
     def view(self, whole: Tensor, bucket: Bucket, name: str) -> Tensor:
-        """A parameter's elements in its own shape, of a tensor that is one bucket."""
+        """Return a parameter's view, in its own shape, of a tensor that holds one bucket."""
         slot = self.slots[name]
         return whole[slot.start - bucket.start : slot.stop - bucket.start].view(self.shapes[name])
 
     def shard(self, bucket: Bucket) -> Tensor:
-        """This rank's parameters at full precision: of `main`, or of `data` itself."""
+        """Return this rank's shard in the main dtype: a view of `main`, or of `data` without a main copy."""
         return self.data[self.own(bucket)] if self.main is None else self.main[self._in_shards[bucket.start]]
 
     def grad_shard(self, bucket: Bucket) -> Tensor:
-        """The gradient of `shard`."""
+        """Return the gradient of `shard`."""
         return self.grad[self._in_shards[bucket.start] if self.zero >= 2 else self.own(bucket)]
 
     def stepped_grad(self, bucket: Bucket) -> Tensor:
-        """What the optimizer steps with: `grad_shard`, or its wide copy."""
+        """Return the gradient that the optimizer uses: `grad_shard`, or its wide copy."""
         return self.grad_shard(bucket) if self.wide is None else self.wide[self._in_shards[bucket.start]]
 
     def widen(self) -> None:
-        """Gradients are summed: what is narrow gets its copy."""
+        """Make the wide copy of narrow gradients, after they are reduced."""
         if not self.narrow:
             return
         shard = sum(part.stop - part.start for part in self._in_shards.values())
@@ -164,8 +166,8 @@ class Buffer:
         for piece, at in self._narrow_pieces:
             piece.grad = self.wide[at]
 
-    def narrow_again(self) -> None:
-        """The step is over: the copy goes, what was scaled stays, rounded."""
+    def drop_wide(self) -> None:
+        """Free the wide copy after the step; the scaled gradients are rounded back into `grad`."""
         if self.wide is None:
             return
         for bucket in self.buckets:
@@ -175,7 +177,7 @@ class Buffer:
         self.wide = None
 
     def pieces(self, counts: bool) -> list[ParameterShard]:
-        """Views of this rank's elements, and of their gradients, in buffer order."""
+        """Return views of this rank's elements and of their gradients, in buffer order."""
         result = []
         for bucket in self.buckets:
             own, shard = self.own(bucket), self.shard(bucket)
@@ -195,7 +197,7 @@ class Buffer:
     # ---- values ----
 
     def write(self, bucket: Bucket, name: str, value: Tensor) -> None:
-        """Take over a parameter's value, of its local shape, rounded to the compute dtype."""
+        """Set a parameter to `value`, of its local shape, rounded to the compute dtype."""
         slot, own, whole = self.slots[name], self.own(bucket), self.whole(bucket)
         if self.zero < 3:
             self.view(whole, bucket, name).copy_(value)
@@ -205,7 +207,7 @@ class Buffer:
             self.shard(bucket)[part.start - own.start : part.stop - own.start] = mine.to(self.main.device, whole.dtype)
 
     def start_gather(self, bucket: Bucket) -> Handle:
-        """Write this rank's shard to the model's parameters, and collect those of the others that share it."""
+        """Copy this rank's shard to the model's parameters, and all-gather the other shards."""
         whole = self.whole(bucket)
         if self.zero == 3:
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
@@ -215,15 +217,15 @@ class Buffer:
         return self.group.all_gather_later(whole, own)
 
     def free(self, bucket: Bucket) -> None:
-        """Give back the storage of gathered parameters; views of it may be read again after the next gather."""
+        """Free the storage of gathered parameters; views of it are valid again after the next gather."""
         self.whole(bucket).untyped_storage().resize_(0)
 
     def empty_gradient(self, bucket: Bucket) -> Tensor:
-        """Room for the gradients of a bucket, flat."""
+        """Allocate a flat buffer for the gradients of a bucket."""
         return torch.empty(bucket.stop - bucket.start, dtype=self._summed_in, device=self.grad.device)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The step's reduced gradients, whole over dp. A collective."""
+        """Return the step's reduced gradients, gathered over dp. A collective."""
         result: dict[str, Tensor] = {}
         for bucket in self.buckets:
             whole = self.grad.new_empty(bucket.stop - bucket.start)

@@ -1,4 +1,4 @@
-"""Real tensors for the stages of a rank: parameters in flat buffers, checked against the layout."""
+"""Allocation of a rank's tensors: parameters in flat buffers, checked against the layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoptd.runtime.zero.param_buffers import Buffers
 
 
 def check_names(stages: Sequence[Stage], layout: Layout, communicators: Communicators) -> None:
-    """A stage must hold exactly the tensors that the layout gives it, in their local shapes."""
+    """Raise PlanError unless each stage holds exactly the tensors of the layout, in their local shapes."""
     tp, numbers = layout.mesh.tp, layout.mesh.stages_of(communicators.stage)
     if len(stages) != len(numbers):
         raise PlanError(f"{len(stages)} stages given, but the plan has {len(numbers)} on each pipeline rank")
@@ -44,7 +44,7 @@ def check_names(stages: Sequence[Stage], layout: Layout, communicators: Communic
 
 
 def tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int, ...], Group]:
-    """A group for every set of pipeline ranks that share parameters; all ranks create all sets in one order."""
+    """Create a group for each set of pipeline ranks that share tied parameters, in the same order on all ranks."""
     sets = sorted({held for spec in layout.parameters.values() if len(held := layout.mesh.holders(spec.stages)) > 1})
     groups = {ranks: communicators.over_stages(ranks) for ranks in sets}
     return {ranks: group for ranks, group in groups.items() if group is not None}
@@ -54,9 +54,9 @@ def tied_groups(layout: Layout, communicators: Communicators) -> dict[tuple[int,
 def materialise(
     stages: Sequence[Stage], layout: Layout, communicators: Communicators, tied: Mapping[tuple[int, ...], Group]
 ) -> tuple[Buffers, dict[str, Tensor]]:
-    """Give the stages real tensors: parameters in flat buffers, what these do not hold on its own. Values are kept.
+    """Replace the stages' tensors, which may be on meta, by real ones; tensors with values keep them.
 
-    Returns the buffers and every local tensor by name. What several stages of a rank hold is one tensor.
+    A tensor of several stages of this rank is allocated once. Returns the flat buffers and all local tensors by name.
     """
     device = communicators.device
     old = {name: held for stage in stages for name, held in stage.named_parameters()}

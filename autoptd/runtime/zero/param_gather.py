@@ -1,15 +1,15 @@
-"""Parameters that are whole only while a module that reads them runs (ZeRO 3; as Zhao et al. 2023, PyTorch FSDP).
+"""ZeRO 3: parameters are gathered only while a module that reads them runs (as Zhao et al. 2023, PyTorch FSDP).
 
-    forward    a block's parameters are gathered before it runs and freed after; the stage's own ones, which no block
-               holds, stay for the pass through the stage
-    backward   gathered when the gradient of a block's output is there, freed when every node of the block is done;
-               recomputation falls in between
+    forward    a block's parameters are gathered before it runs and freed after it; those of the stage outside all
+               blocks stay gathered during the pass through the stage
+    backward   re-gathered when the gradient of a block's output arrives, freed when all nodes of the block are done;
+               recomputation runs in between
 
-A parameter keeps its shape while its storage is gone, so what autograd saved of it (views of the same storage) is there
-again after the next gather. Every node of a block is done when a gradient arrives at what the block was given: autograd
-runs nodes that were made later first, and the views of the inputs are made before any other node of the block.
+A parameter keeps its shape while its storage is freed, so tensors that autograd saved (views of the same storage) are
+valid again after the next gather. All nodes of a block are done when a gradient reaches the block's inputs: autograd
+runs nodes in reverse order of creation, and the views of the inputs are created before any other node of the block.
 
-All dp ranks gather the same in the same order, since all run the same modules.
+All dp ranks gather the same buckets in the same order, since all run the same modules.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.ops.group import Handle
-from autoptd.runtime.zero.grad_reduce import Live
+from autoptd.runtime.zero.grad_reduce import BucketState
 
 
 @dataclass(eq=False)
 class GatherUnit:
-    """Buckets that are gathered together: those that a module reads."""
+    """The buckets that a module reads, which are gathered together."""
 
-    lives: tuple[Live, ...]
+    states: tuple[BucketState, ...]
 
 
 @dataclass(eq=False)
 class _Pass:
-    """The units that one kind of pass gathers, in order: learnt in its first, asked for early afterwards."""
+    """The units that one kind of pass gathers, in order: recorded in the first pass, prefetched in later ones."""
 
     order: list[GatherUnit] = field(default_factory=list)
     known: bool = False
@@ -42,67 +42,67 @@ class _Pass:
 
 
 class Gathering:
-    """Who holds which buckets whole on a rank."""
+    """The gathered buckets of a rank, and the units that hold each."""
 
     def __init__(self, *, ahead: bool) -> None:
-        """`ahead`: gather the next block's parameters while one computes."""
+        """`ahead`: prefetch the next block's parameters while one computes."""
         self._ahead = ahead
-        self._holders: dict[Live, set[GatherUnit]] = {}
-        self._coming: dict[Live, Handle] = {}
+        self._holders: dict[BucketState, set[GatherUnit]] = {}
+        self._in_flight: dict[BucketState, Handle] = {}
         self._roots: dict[int, GatherUnit] = {}  # by chunk
         self._root = GatherUnit(())  # of the chunk that runs
-        self._unit_of: dict[Live, GatherUnit] = {}
+        self._unit_of: dict[BucketState, GatherUnit] = {}
         self._passes: dict[Hashable, _Pass] = {}
         self._pass: _Pass | None = None
         self._backward = False
 
     # ---- passes ----
 
-    def watch_block(self, module: nn.Module, lives: Iterable[Live]) -> None:
-        """Let a block's forward and backward passes find its parameters whole."""
-        unit = self._unit(lives)
-        if unit.lives:
+    def watch_block(self, module: nn.Module, states: Iterable[BucketState]) -> None:
+        """Register hooks that gather a block's parameters for its forward and backward passes."""
+        unit = self._unit(states)
+        if unit.states:
             module.register_forward_pre_hook(lambda _, args, kwargs: self._enter(unit, args, kwargs), with_kwargs=True)
             module.register_forward_hook(lambda _, args, out: self._leave(unit, out))
 
-    def watch_stage(self, stage: nn.Module, chunk: int, lives: Iterable[Live]) -> None:
-        """The same of what a stage reads itself; its backward passes are announced."""
-        self._roots[chunk] = self._unit(lives)
+    def watch_stage(self, stage: nn.Module, chunk: int, states: Iterable[BucketState]) -> None:
+        """Register forward hooks for a stage's own parameters; the executor announces its backward passes."""
+        self._roots[chunk] = self._unit(states)
         stage.register_forward_pre_hook(lambda *_: self._begin(chunk, "forward"))
         stage.register_forward_hook(lambda *_: self.end())
 
-    def _unit(self, lives: Iterable[Live]) -> GatherUnit:
-        unit = GatherUnit(tuple(lives))
-        self._unit_of |= dict.fromkeys(unit.lives, unit)
+    def _unit(self, states: Iterable[BucketState]) -> GatherUnit:
+        unit = GatherUnit(tuple(states))
+        self._unit_of |= dict.fromkeys(unit.states, unit)
         return unit
 
-    def begin_backward(self, chunk: int, what: str) -> None:
-        """A backward pass of a chunk, or a half of one, begins."""
-        self._begin(chunk, what)
+    def begin_backward(self, chunk: int, kind: str) -> None:
+        """Start a B or W pass of a chunk."""
+        self._begin(chunk, kind)
         self._backward = True
 
-    def _begin(self, chunk: int, what: str) -> None:
-        self._pass = self._passes.setdefault((chunk, what, torch.is_grad_enabled()), _Pass())
+    def _begin(self, chunk: int, kind: str) -> None:
+        self._pass = self._passes.setdefault((chunk, kind, torch.is_grad_enabled()), _Pass())
         self._pass.at = 0
         self._root = self._roots[chunk]
         self.hold(self._root)
 
-    def only(self, lives: Iterable[Live]) -> None:
-        """In a second half of a backward pass, which runs node by node: hold the blocks of these alone."""
-        wanted = list(dict.fromkeys(self._unit_of[live] for live in lives))
+    def hold_only(self, states: Iterable[BucketState]) -> None:
+        """Keep only the blocks of these buckets gathered; a W pass, which runs node by node, calls it for each."""
+        wanted = list(dict.fromkeys(self._unit_of[state] for state in states))
         for unit in {unit for held in self._holders.values() for unit in held} - {*wanted, self._root}:
             self.release(unit)
         for unit in wanted:
             self.hold(unit)
 
     def end(self) -> None:
-        """The pass is over: nothing stays whole."""
-        for handle in self._coming.values():
+        """End the pass and free all buckets."""
+        for handle in self._in_flight.values():
             handle.wait()
-        for live in {*self._holders, *self._coming}:
-            live.buffer.free(live.bucket)
+        for state in {*self._holders, *self._in_flight}:
+            state.buffer.free(state.bucket)
         self._holders.clear()
-        self._coming.clear()
+        self._in_flight.clear()
         if self._pass is not None:
             self._pass.known = True
         self._backward, self._pass = False, None
@@ -133,36 +133,36 @@ class Gathering:
 
     @torch.no_grad()
     def hold(self, unit: GatherUnit) -> None:
-        """Gather what of a unit is not whole; ask for the next one."""
-        gathered = any(not self._holders.get(live) for live in unit.lives)
-        self._ask(unit)
-        for live in unit.lives:
-            self._holders.setdefault(live, set()).add(unit)
-            handle = self._coming.pop(live, None)
+        """Gather the buckets of a unit that are not gathered yet; prefetch the next unit."""
+        gathered = any(not self._holders.get(state) for state in unit.states)
+        self._request(unit)
+        for state in unit.states:
+            self._holders.setdefault(state, set()).add(unit)
+            handle = self._in_flight.pop(state, None)
             if handle is not None:
                 handle.wait()
         if gathered and self._pass is not None:
-            self._follow(self._pass, unit)
+            self._prefetch(self._pass, unit)
 
-    def _ask(self, unit: GatherUnit) -> None:
-        for live in unit.lives:
-            if not self._holders.get(live) and live not in self._coming:
-                self._coming[live] = live.buffer.start_gather(live.bucket)
+    def _request(self, unit: GatherUnit) -> None:
+        for state in unit.states:
+            if not self._holders.get(state) and state not in self._in_flight:
+                self._in_flight[state] = state.buffer.start_gather(state.bucket)
 
-    def _follow(self, now: _Pass, unit: GatherUnit) -> None:
-        """Note the order of a pass; once it is known, ask for what comes next."""
+    def _prefetch(self, now: _Pass, unit: GatherUnit) -> None:
+        """Record the order of a pass; once it is known, prefetch the next unit."""
         if not now.known:
             now.order.append(unit)
         elif self._ahead and now.at < len(now.order) and now.order[now.at] is unit:
             now.at += 1
             if now.at < len(now.order):
-                self._ask(now.order[now.at])
+                self._request(now.order[now.at])
 
     def release(self, unit: GatherUnit) -> None:
-        """Free what nobody else holds."""
-        for live in unit.lives:
-            holders = self._holders.get(live, set())
+        """Free the unit's buckets that no other unit holds."""
+        for state in unit.states:
+            holders = self._holders.get(state, set())
             holders.discard(unit)
-            if not holders and live in self._holders:
-                del self._holders[live]
-                live.buffer.free(live.bucket)
+            if not holders and state in self._holders:
+                del self._holders[state]
+                state.buffer.free(state.bucket)

@@ -16,10 +16,10 @@ from torch import nn
 
 from autoptd.errors import CheckpointError, PlanError, RuntimeFault
 from autoptd.runtime.comm.process_group import default_store
-from autoptd.runtime.comm.restart_store import of_this_attempt
+from autoptd.runtime.comm.restart_store import attempt_store
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Snapshot
-from autoptd.runtime.faults.watchdog import Watchdog, _last
+from autoptd.runtime.faults.watchdog import Watchdog, _last_snapshot
 
 ROOT = Path(__file__).parents[3]
 QUICK = Timeouts(tick_s=0.05, silent_s=0.5, slow_s=0.5, stuck_s=60, grace_s=30)
@@ -40,14 +40,14 @@ def watches() -> Iterator[Callable[..., Watchdog]]:
 
     def make(rank: int, world: int = 2, limits: Timeouts = QUICK) -> Watchdog:
         made.append(Watchdog(store, rank, world, limits, host=None))
-        made[-1]._messenger.start()
-        made[-1]._judge.start()
+        made[-1]._poller.start()
+        made[-1]._monitor.start()
         return made[-1]
 
     yield make
     for each in made:
         each._stop.set()
-        each._messenger.stop()
+        each._poller.stop()
 
 
 def soon(condition: Callable[[], object]) -> bool:
@@ -62,12 +62,12 @@ def test_an_exception_within_an_action_is_every_rank_s(
 ) -> None:
     first, second = watches(0), watches(1)
     with pytest.raises(ValueError, match="out of luck"), second:
-        second.place.enter("B3", 1, 3, "blocks.4 … blocks.7")
+        second.status.enter("B3", 1, 3, "blocks.4 … blocks.7")
         raise ValueError("out of luck")
     assert soon(lambda: first.cause)
     told_of = r"(?s)rank 1 raised ValueError: out of luck \(test_watchdog.py:\d+\)"
     with pytest.raises(RuntimeFault, match=told_of) as told:
-        first.place.enter("F0", 0, 0, "")
+        first.status.enter("F0", 0, 0, "")
     assert "rank 1, stage 1, action B3, microbatch 3, module blocks.4 … blocks.7" in str(told.value)
     assert "rank 0 meanwhile: between steps" in str(told.value)
     assert "rank 1, stage 1, action B3" in capsys.readouterr().err
@@ -84,9 +84,9 @@ def test_errors_that_need_not_end_the_job_do_not(watches: Callable[..., Watchdog
 def test_a_broken_connection_is_no_cause(watches: Callable[..., Watchdog]) -> None:
     first, second = watches(0), watches(1)
     with pytest.raises(RuntimeFault, match="rank 1 raised ValueError") as told, first:
-        first.place.enter("RB0", 0, 0, "")
-        threading.Timer(0.2, lambda: second._tell(second._of(ValueError("first"), Snapshot()))).start()
-        with PendingComm(first.place, "receive from", (1,)):
+        first.status.enter("RB0", 0, 0, "")
+        threading.Timer(0.2, lambda: second._propose(second._cause_of(ValueError("first"), Snapshot()))).start()
+        with PendingComm(first.status, "receive from", (1,)):
             raise RuntimeError("Connection closed by peer")
     assert "Connection closed" not in str(told.value)
     assert "RB0 of stage 0, receive from rank 1" in str(told.value)
@@ -94,9 +94,9 @@ def test_a_broken_connection_is_no_cause(watches: Callable[..., Watchdog]) -> No
 
 def test_silence_is_told_by_the_rank_before(watches: Callable[..., Watchdog]) -> None:
     first, second = watches(0), watches(1)
-    assert soon(lambda: 1 in first._messenger.beats)
+    assert soon(lambda: 1 in first._poller.beats)
     second._stop.set()
-    second._messenger.stop()
+    second._poller.stop()
     assert soon(lambda: first.cause)
     assert "rank 1 is silent" in str(first.cause)
 
@@ -104,32 +104,32 @@ def test_silence_is_told_by_the_rank_before(watches: Callable[..., Watchdog]) ->
 def test_the_last_action_is_known_within_a_tick(watches: Callable[..., Watchdog]) -> None:
     """With a tick of an hour, what a rank did last is what its heartbeat told on its way."""
     first, second = watches(0, 2, Timeouts(tick_s=0.02)), watches(1, 2, Timeouts(tick_s=3600))
-    assert soon(lambda: 1 in first._messenger.beats and 0 in second._messenger.beats)
-    second.place.enter("B3", 1, 3, "blocks.4")
-    assert soon(lambda: first._messenger.beats[1].seen.action == "B3")
-    second.place.talking(PendingComm(second.place, "receive from", (0,)))
-    assert soon(lambda: first._messenger.beats[1].seen.talk)
-    assert str(_last(first._messenger.beats[1])) == "B3 of stage 1, blocks.4, receive from rank 0"
+    assert soon(lambda: 1 in first._poller.beats and 0 in second._poller.beats)
+    second.status.enter("B3", 1, 3, "blocks.4")
+    assert soon(lambda: first._poller.beats[1].snapshot.action == "B3")
+    second.status.set_comm(PendingComm(second.status, "receive from", (0,)))
+    assert soon(lambda: first._poller.beats[1].snapshot.comm)
+    assert str(_last_snapshot(first._poller.beats[1])) == "B3 of stage 1, blocks.4, receive from rank 0"
 
 
 def test_the_last_action_of_the_store_s_process_is_known_before_the_store_is_gone() -> None:
     """It dies with its store, so that nobody could ask then: it is read as often as it is told."""
     store, hour = dist.HashStore(), Timeouts(tick_s=3600)
     host, other = (Watchdog(store, rank, 2, hour, host=0) for rank in (0, 1))
-    host._messenger.start()
+    host._poller.start()
     assert soon(lambda: store.check(["autoptd/watch/beat/0"]))
-    other._messenger.start()
-    assert soon(lambda: 0 in other._messenger.beats)
-    host.place.enter("F1", 0, 1, "blocks.0")
-    assert soon(lambda: other._messenger.beats[0].seen.action == "F1")
+    other._poller.start()
+    assert soon(lambda: 0 in other._poller.beats)
+    host.status.enter("F1", 0, 1, "blocks.0")
+    assert soon(lambda: other._poller.beats[0].snapshot.action == "F1")
     for each in (host, other):
-        each._messenger.stop()
+        each._poller.stop()
 
 
 def test_a_rank_that_is_done_is_not_silent(watches: Callable[..., Watchdog]) -> None:
     first, second = watches(0), watches(1)
     second.close()
-    assert soon(lambda: 1 in first._messenger.beats and first._messenger.beats[1].done)
+    assert soon(lambda: 1 in first._poller.beats and first._poller.beats[1].done)
     time.sleep(3 * QUICK.silent_s)
     assert first.cause is None
 
@@ -140,9 +140,9 @@ def test_a_slow_rank_is_named_and_ends_nothing_until_the_limit(
 ) -> None:
     limits = Timeouts(tick_s=0.05, silent_s=5, slow_s=0.3, stuck_s=0.8 if ends else 60, grace_s=30)
     first, second = watches(0, 2, limits), watches(1, 2, limits)
-    second.place.enter("F2", 1, 2, "blocks.1")
-    first.place.enter("RB0", 0, 0, "")
-    first.place.talking(PendingComm(first.place, "receive from", (1,)))
+    second.status.enter("F2", 1, 2, "blocks.1")
+    first.status.enter("RB0", 0, 0, "")
+    first.status.set_comm(PendingComm(first.status, "receive from", (1,)))
     said = list[str]()
     assert soon(lambda: said.append(capsys.readouterr().err) or "keeps rank 0 waiting" in "".join(said))
     assert "rank 1 keeps rank 0 waiting" in "".join(said)
@@ -156,17 +156,17 @@ def test_a_store_that_is_gone_is_a_cause() -> None:
             raise RuntimeError("Broken pipe")
 
     watch = Watchdog(Gone(), 1, 2, QUICK, host=0)
-    watch._messenger.start()
-    watch._judge.start()
+    watch._poller.start()
+    watch._monitor.start()
     assert soon(lambda: watch.cause)
     assert "rank 0 is silent" in str(watch.cause) and "its store is gone: Broken pipe" in str(watch.cause)
     watch._stop.set()
 
 
 def test_what_is_told_reads_back() -> None:
-    seen = Snapshot("B3", 1, 3, "blocks.4", talk="receive from", peers=(0, 2), for_s=1.5)
-    cause = Cause(2, "raised ValueError: no", seen, 1, "change it")
-    beat = Beat(2, 7, 99, seen, Process.mine(), told=True)
+    snapshot = Snapshot("B3", 1, 3, "blocks.4", comm="receive from", peers=(0, 2), for_s=1.5)
+    cause = Cause(2, "raised ValueError: no", snapshot, 1, "change it")
+    beat = Beat(2, 7, 99, snapshot, Process.mine(), knows_cause=True)
     assert Cause.of(cause.to_json()) == cause and Beat.of(beat.to_json()) == beat
 
 
@@ -183,11 +183,11 @@ def test_the_module_of_an_error_is_the_innermost_it_came_through() -> None:
         def forward(self) -> None:
             self.blocks[1]()
 
-    place, whole = RankStatus(), Whole()
-    place.enter("F0", 0, 0, "blocks.0 … blocks.1")
-    with pytest.raises(KeyError), place.of_modules(whole):
+    status, whole = RankStatus(), Whole()
+    status.enter("F0", 0, 0, "blocks.0 … blocks.1")
+    with pytest.raises(KeyError), status.of_modules(whole):
         whole()
-    assert place.here.module == "blocks.1"
+    assert status.here.module == "blocks.1"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_an_attempt_reads_nothing_of_the_one_before() -> None:
     def attempt() -> list[dist.Store]:
         made: dict[int, dist.Store] = {}
         ranks = [
-            threading.Thread(target=lambda r=r: made.update({r: of_this_attempt(store, r, 3, timedelta(seconds=20))}))
+            threading.Thread(target=lambda r=r: made.update({r: attempt_store(store, r, 3, timedelta(seconds=20))}))
             for r in (2, 1, 0)
         ]
         for each in ranks:
@@ -223,8 +223,8 @@ def test_an_attempt_reads_nothing_of_the_one_before() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(RuntimeFault, match=r"2 ranks did not come.*1, 2"):
-        of_this_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
+    with pytest.raises(RuntimeFault, match=r"2 ranks did not connect.*1, 2"):
+        attempt_store(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
 
 
 def test_the_private_function_of_torch_is_there() -> None:

@@ -114,10 +114,10 @@ def test_a_rank_that_gathers_in_another_order_is_caught(later: bool, monkeypatch
 
     def turned(only: int | None) -> Callable[[Any], None]:
         def gather(self: Any) -> None:
-            if only is None or self._live[0].buffer.group.rank == only:
-                self._live.reverse()
+            if only is None or self._states[0].buffer.group.rank == only:
+                self._states.reverse()
                 whole(self)
-                self._live.reverse()
+                self._states.reverse()
             else:
                 whole(self)
 
