@@ -33,7 +33,7 @@ class Candidate:
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per pipeline rank
     shards: int = 0  # data-parallel ranks that sharded state is spread over; 0 is all of them
-    lean: bool = False  # tensors split as if a kept byte cost what recomputation takes to save one
+    memory_saving: bool = False  # tensors split as if a kept byte cost what recomputation takes to save one
     pools: tuple[int, ...] = ()  # of each pipeline rank, which type of the cluster's devices; empty: the first
 
     @property
@@ -55,7 +55,7 @@ class Candidate:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
         extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
         text += "".join(f" {name}{value}" for name, (value, usual) in extra.items() if value != usual)
-        text += " lean" if self.lean else ""
+        text += " lean" if self.memory_saving else ""
         text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
         return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
 

@@ -33,7 +33,7 @@ from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
 from autoptd.search.pipeline.evaluate import Staged, action_lists, simulated
 from autoptd.search.pipeline.exact import Effort, refine
-from autoptd.search.pipeline.lower_bounds import Outlook, cut_bound_s
+from autoptd.search.pipeline.lower_bounds import CandidateBounds, cut_bound_s
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter, key_of
@@ -91,7 +91,7 @@ class Planner:
         self._method = self._pins.on(task.constraints.method)
         self._memory = MemoryFilter(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
         self._splitter = Splitter(task, self.known, self._pins, self._method)
-        self._outlook = Outlook(task, self.known, self._method, self._memory)
+        self._bounds = CandidateBounds(task, self.known, self._method, self._memory)
         self._steps: tuple[Callable[[_Waiting], float], ...] = (
             self._weigh,
             self._split,
@@ -144,14 +144,16 @@ class Planner:
     def _visit(self, options: Sequence[Candidate]) -> float:
         """Find the best; returns what no candidate takes less than."""
         started = time.monotonic()
-        self._waiting = waiting = [_Waiting(c, self._outlook.floor_s(c)) for c in options]
+        self._waiting = waiting = [_Waiting(c, self._bounds.floor_s(c)) for c in options]
         self._dive(waiting)
         if self.task.constraints.include and self.task.effort is not None:
             self._climb(started)
-        lean = {replace(w.candidate, lean=False): i for i, w in enumerate(waiting) if w.candidate.lean}
-        queue = [(self._hope_s(w), 0, i) for i, w in enumerate(waiting) if not w.candidate.lean]
+        memory_saving = {
+            replace(w.candidate, memory_saving=False): i for i, w in enumerate(waiting) if w.candidate.memory_saving
+        }
+        queue = [(self._hope_s(w), 0, i) for i, w in enumerate(waiting) if not w.candidate.memory_saving]
         for w in waiting:
-            self._wake(w, lean, queue)
+            self._wake(w, memory_saving, queue)
         heapq.heapify(queue)
         while queue:
             hope_s, _, i = heapq.heappop(queue)
@@ -160,21 +162,21 @@ class Planner:
                 break
             w = waiting[i]
             now_s = self._go_on(w)
-            self._wake(w, lean, queue)
+            self._wake(w, memory_saving, queue)
             while self._best is None and _CUT <= w.step <= _CUT + 2 and now_s < float("inf"):
                 now_s = self._go_on(w)  # to have something to beat
             if w.step < len(self._steps):
                 heapq.heappush(queue, (now_s, -w.step, i))
             else:
                 w.closed = now_s == float("inf")
-        asleep = set(lean.values())  # no quicker than their siblings, which are counted
+        asleep = set(memory_saving.values())  # no quicker than their siblings, which are counted
         left = (w.bound_s for i, w in enumerate(waiting) if not w.closed and i not in asleep)
         return min([self._best_s, *left])
 
-    def _wake(self, w: _Waiting, lean: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
+    def _wake(self, w: _Waiting, memory_saving: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
         """Where memory counts with the quickest splits, those that keep less follow: before, they are no quicker."""
-        if w.candidate in lean and (w.step >= _CUT - 1 if self.task.effort is None else self._is_tight(w)):
-            other = lean.pop(w.candidate)
+        if w.candidate in memory_saving and (w.step >= _CUT - 1 if self.task.effort is None else self._is_tight(w)):
+            other = memory_saving.pop(w.candidate)
             self._waiting[other].bound_s = max(w.split_s, self._waiting[other].bound_s)
             heapq.heappush(queue, (self._hope_s(self._waiting[other]), 0, other))
 
@@ -241,24 +243,24 @@ class Planner:
         """A bound by the model's work on one rank, shared out: before its tensors are split, which takes longest."""
         c = w.candidate
         if c.tp > 1 and not c.pools and len(self._waiting) > 1:
-            whole = self._solved(replace(c, tp=1, lean=False))
+            whole = self._solved(replace(c, tp=1, memory_saving=False))
             if isinstance(whole, Sharded):
-                w.bound_s = max(w.bound_s, self._outlook.shared_out_s(c, whole))
+                w.bound_s = max(w.bound_s, self._bounds.shared_out_s(c, whole))
         return w.bound_s
 
     def _split(self, w: _Waiting) -> float:
         """Split its tensors; a bound of all its cuts."""
         solved = self._solved(w.candidate)
-        if isinstance(solved, AutoptdError) or (w.candidate.lean and self._is_quick(w.candidate, solved)):
+        if isinstance(solved, AutoptdError) or (w.candidate.memory_saving and self._is_quick(w.candidate, solved)):
             w.bound_s = float("inf")
             return w.bound_s
-        w.split_s = w.bound_s = max(w.bound_s, self._outlook.bound_s(w.candidate, solved))
+        w.split_s = w.bound_s = max(w.bound_s, self._bounds.bound_s(w.candidate, solved))
         return w.bound_s
 
-    def _is_quick(self, c: Candidate, lean: Sharded) -> bool:
+    def _is_quick(self, c: Candidate, memory_saving: Sharded) -> bool:
         """Whether the lean splits are the quickest ones."""
-        quick = self._solved(replace(c, lean=False))
-        return isinstance(quick, Sharded) and quick.sharding == lean.sharding
+        quick = self._solved(replace(c, memory_saving=False))
+        return isinstance(quick, Sharded) and quick.sharding == memory_saving.sharding
 
     def _line_up(self, w: _Waiting) -> float:
         """A bound of all its cuts by the slowest stage of each."""
@@ -274,7 +276,7 @@ class Planner:
         assert w.stages is not None
         if w.candidate.pp > 1 and not w.stages.fixed:
             microbatch_s = w.stages.sharded.seconds + 2 * sum(w.stages.least_sends_s)
-            w.bound_s = max(w.bound_s, self._outlook.with_end_s(w.candidate, passes_s(), microbatch_s))
+            w.bound_s = max(w.bound_s, self._bounds.with_end_s(w.candidate, passes_s(), microbatch_s))
             if w.bound_s == float("inf"):
                 self._hopeless.append(w)
         return w.bound_s
@@ -310,7 +312,7 @@ class Planner:
             found, complete = refine(w.stages, self._best_s, self._effort)
             if found is not None:
                 self._best = found
-        rough = any(site.rough for site in w.stages.sites)
+        rough = any(stage_cost.rough for stage_cost in w.stages.stage_costs)
         return float("inf") if complete and not rough else w.bound_s
 
     # ---- candidates ----
@@ -320,7 +322,7 @@ class Planner:
         found = self.candidates()
         if self._method.memory == "ignore":
             return found
-        return [*found, *(replace(c, lean=True) for c in found if c.tp > 1)]
+        return [*found, *(replace(c, memory_saving=True) for c in found if c.tp > 1)]
 
     def candidates(self) -> Sequence[Candidate]:
         """As far as the constraints leave the space open, with the quickest splits."""
@@ -373,7 +375,9 @@ class Planner:
         found = {c.micro: c}
         for w in self._waiting:
             other = w.candidate
-            if (other.tp, other.cp, other.lean) == (c.tp, c.cp, c.lean) and self._weigh(w) < self._best_s:
+            if (other.tp, other.cp, other.memory_saving) == (c.tp, c.cp, c.memory_saving) and self._weigh(
+                w
+            ) < self._best_s:
                 found.setdefault(other.micro, other)
         return [found[micro] for micro in sorted(found)]
 
@@ -408,7 +412,7 @@ def _differ(a: Candidate, b: Candidate) -> int:
     """In how many dimensions, data parallelism and microbatches following from the others."""
     pairs = [(a.tp, b.tp), (a.pp, b.pp), (a.cp, b.cp), (a.micro, b.micro), (a.zero, b.zero), (a.shards, b.shards)]
     chunks = (a.schedule, a.virtual), (b.schedule, b.virtual)
-    return sum(x != y for x, y in (*pairs, chunks, (a.lean, b.lean), (a.pools, b.pools)))
+    return sum(x != y for x, y in (*pairs, chunks, (a.memory_saving, b.memory_saving), (a.pools, b.pools)))
 
 
 def _plain(c: Candidate) -> Candidate:

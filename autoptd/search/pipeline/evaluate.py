@@ -84,8 +84,8 @@ def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> flo
     """The slowest rank in its steady state, and a chunk on every other before or behind (Narayanan et al. 2021)."""
     chunks = [s.forward_s + s.backward_s for s in stages]
     ranks = [sum(c.route.of(chunks, rank)) for rank in range(c.pp)]
-    ramp = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
-    return (c.microbatches - 1) * max(ranks) + ramp
+    fill = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
+    return (c.microbatches - 1) * max(ranks) + fill
 
 
 def under(staged: Staged, cluster: Cluster) -> Staged:
