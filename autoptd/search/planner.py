@@ -18,37 +18,32 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from autoptd.cost_models.memory import alive
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.sharding.sharding import parameter_splits
-from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.progress import Progress
-from autoptd.schedule import period_of, prove, prove_memory, route_of, row_of
-from autoptd.search.constraints.named import allowed, read_named
-from autoptd.search.constraints.options import Method, schedules_and_chunks
+from autoptd.schedule import row_of
+from autoptd.search.constraints.named import read_named
+from autoptd.search.constraints.options import Method
 from autoptd.search.infeasible import InfeasibleSplit, nothing_fits
 from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
-from autoptd.search.pipeline.evaluate import Staged, action_lists, simulated
+from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
 from autoptd.search.pipeline.lower_bounds import CandidateBounds, cut_bound_s
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter, key_of
 from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.space import candidate_space
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
 
-_TOKENS = 131072  # of the largest microbatch that is considered
 _CUT = 3  # the step of a candidate from which on it is gone through with at once, until there is something to beat
 _TIGHT = 1.005  # times the bound without memory: where it begins to count
 _NEIGHBOURS = 30  # of the best that are tried in one round
 _DIVES = 8  # candidates that are tried at first
 _EXPLAINED = 4  # candidates that are looked at closely to say what is missing
-_PROVED_ROUNDS = 4  # times the ranks: microbatches of which a schedule is proved
-_RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class Planner:
         c = best.candidate
         gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._splitter.is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
-            _prove(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
+            prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
         tensors = self._splitter.tensors[key_of(c)]
         return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known)
 
@@ -325,42 +320,8 @@ class Planner:
         return [*found, *(replace(c, memory_saving=True) for c in found if c.tp > 1)]
 
     def candidates(self) -> Sequence[Candidate]:
-        """As far as the constraints leave the space open, with the quickest splits."""
-        task, fixed, method = self.task, self.task.constraints.fixed, self._method
-        wish, include = dict(task.constraints.mesh), task.constraints.include
-        cps: tuple[int, ...] = (method.cp,)
-        if "cp" in include and "cp" not in fixed and self.known.facts.has_attention:  # it is what passes keys on
-            length = task.sizes.get(SEQUENCE, 1)
-            cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
-        if task.world % cps[0]:
-            raise PlanError(
-                f"world {task.world} is not divisible by cp {cps[0]}",
-                where="fix['cp']",
-                fix=f"use cp {around(cps[0], divisors(task.world))}",
-            )
-        node = task.cluster.gpus_per_node or task.world
-        widest = max(node, -(-task.world // task.batch))  # across nodes only where there are fewer samples than nodes
-        tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
-        if isinstance(wish.get("tp"), int):
-            tp_sizes.add(int(wish["tp"]))
-        schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
-        zeros = (1, 0, 2, 3) if "zero" in wish or "zero" in include else (1, 0)
-        groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
-        limits = MeshLimits(
-            world=task.world,
-            batch=task.batch,
-            segments=len(task.folded.segments),
-            tp_sizes=tuple(sorted(tp_sizes)),
-            zeros=zeros,
-            recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in wish else ("auto",),
-            max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
-            cps=cps,
-            schedules=tuple(schedules),
-            virtuals=tuple(virtuals),
-            shards=(method.shards, *groups),
-            pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
-        )
-        return allowed(task.folded, method, candidates(limits, wish))
+        """Return every candidate that the constraints leave open, with the quickest splits."""
+        return candidate_space(self.task, self._method, self.known.facts.has_attention)
 
     # ---- splits and stages ----
 
@@ -418,22 +379,6 @@ def _differ(a: Candidate, b: Candidate) -> int:
 def _plain(c: Candidate) -> Candidate:
     """The same mesh with nothing out of the ordinary."""
     return Candidate(c.dp, c.tp, c.pp, c.micro, c.microbatches, c.zero and 1, c.recompute, pools=c.pools)
-
-
-@lru_cache(maxsize=256)
-def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
-    """That the schedule cannot block, and holds no more than memory is predicted for: by one of no more microbatches
-    than take it through all that it does.
-
-    With four times as many as there are ranks, each is at least twice in every place of a round; further ones repeat
-    that. `parallelize` proves the lists that run. Raises StuckSchedule, UncountedActivations.
-    """
-    period = period_of(kind, stages)
-    enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period
-    count = min(microbatches, enough)
-    lists = action_lists(kind, stages, count, virtual)
-    prove(lists, route_of(kind, stages, virtual))
-    prove_memory(lists, [alive(rank, stages, count, kind, virtual) for rank in range(stages)])
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:
