@@ -33,7 +33,7 @@ class Candidate:
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per pipeline rank
     shards: int = 0  # data-parallel ranks that sharded state is spread over; 0 is all of them
-    lean: bool = False  # tensors split as if a kept byte cost what recomputation takes to save one
+    memory_saving: bool = False  # tensors split as if a kept byte cost what recomputation takes to save one
     pools: tuple[int, ...] = ()  # of each pipeline rank, which type of the cluster's devices; empty: the first
 
     @property
@@ -55,7 +55,7 @@ class Candidate:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
         extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
         text += "".join(f" {name}{value}" for name, (value, usual) in extra.items() if value != usual)
-        text += " lean" if self.lean else ""
+        text += " lean" if self.memory_saving else ""
         text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
         return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
 
@@ -85,24 +85,24 @@ def candidates(limits: MeshLimits, fix: Mapping[str, int | str] | None = None) -
     With one data-parallel rank ZeRO changes nothing: its first level stands for all.
     Raises `PlanError` naming what does not divide or is not possible, and the nearest that is.
     """
-    wish = dict(fix or {})
-    _check_alone(limits, wish)
-    found = tuple(c for cp in limits.cps if limits.world % cp == 0 for c in _with_cp(limits, wish, cp))
+    choices = dict(fix or {})
+    _check_alone(limits, choices)
+    found = tuple(c for cp in limits.cps if limits.world % cp == 0 for c in _with_cp(limits, choices, cp))
     if not found:
         alone = replace(limits, world=limits.world // limits.cps[0])
-        _check_together(alone, wish)
-        raise _nothing_left(alone, wish)
+        _check_together(alone, choices)
+        raise _nothing_left(alone, choices)
     return found
 
 
-def _with_cp(limits: MeshLimits, wish: Mapping[str, int | str], cp: int) -> Iterator[Candidate]:
+def _with_cp(limits: MeshLimits, choices: Mapping[str, int | str], cp: int) -> Iterator[Candidate]:
     most = None if limits.max_micro is None else limits.max_micro * cp
     alone = replace(limits, world=limits.world // cp, max_micro=most, cps=(cp,))
     if len(limits.cps) == 1:
-        _check_together(alone, wish)
-    for mesh in _meshes(alone, wish):
-        for option in _options(alone, wish, *mesh):
-            yield from _ways(alone, replace(option, cp=cp), strict="micro" not in wish)
+        _check_together(alone, choices)
+    for mesh in _meshes(alone, choices):
+        for option in _options(alone, choices, *mesh):
+            yield from _ways(alone, replace(option, cp=cp), strict="micro" not in choices)
 
 
 def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]:
@@ -134,27 +134,27 @@ def _placed(limits: MeshLimits, c: Candidate) -> Iterator[tuple[int, ...]]:
             yield tuple(pool for pool in order for _ in range(limits.pool_ranks[pool] // stage))
 
 
-def _meshes(limits: MeshLimits, wish: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:
+def _meshes(limits: MeshLimits, choices: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:
     """(dp, tp, pp)."""
     for tp in sorted(set(limits.tp_sizes)):
-        if limits.world % tp or wish.get("tp", tp) != tp:
+        if limits.world % tp or choices.get("tp", tp) != tp:
             continue
         for pp in divisors(limits.world // tp):
             dp = limits.world // tp // pp
-            if pp <= limits.segments and wish.get("pp", pp) == pp and wish.get("dp", dp) == dp:
+            if pp <= limits.segments and choices.get("pp", pp) == pp and choices.get("dp", dp) == dp:
                 yield dp, tp, pp
 
 
-def _options(limits: MeshLimits, wish: Mapping[str, int | str], dp: int, tp: int, pp: int) -> Iterator[Candidate]:
+def _options(limits: MeshLimits, choices: Mapping[str, int | str], dp: int, tp: int, pp: int) -> Iterator[Candidate]:
     if limits.batch % dp:
         return
     share = limits.batch // dp
     zeros = limits.zeros if dp * limits.cps[0] > 1 else limits.zeros[:1]
     for micro in divisors(share):
-        if wish.get("micro", micro) != micro or ("micro" not in wish and micro > (limits.max_micro or micro)):
+        if choices.get("micro", micro) != micro or ("micro" not in choices and micro > (limits.max_micro or micro)):
             continue
-        for zero in [int(wish["zero"])] if "zero" in wish else zeros:
-            for recompute in [str(wish["recompute"])] if "recompute" in wish else limits.recomputes:
+        for zero in [int(choices["zero"])] if "zero" in choices else zeros:
+            for recompute in [str(choices["recompute"])] if "recompute" in choices else limits.recomputes:
                 yield Candidate(dp, tp, pp, micro, share // micro, zero, recompute)
 
 
@@ -167,23 +167,25 @@ def divisors(number: int) -> list[int]:
 # ---- constraints that cannot be met ----
 
 
-def _check_alone(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:
-    for name in wish:
+def _check_alone(limits: MeshLimits, choices: Mapping[str, int | str]) -> None:
+    for name in choices:
         if name not in FIXABLE:
             raise PlanError(f"{name!r} cannot be fixed", where=f"fix[{name!r}]", fix=nearest(name, FIXABLE))
     for name in ("dp", "tp", "pp", "micro"):
-        value = wish.get(name, 1)
+        value = choices.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise PlanError(f"{name} is {value!r}", where=f"fix[{name!r}]", fix="give a whole number of at least 1")
     allowed: dict[str, Sequence[int | str]] = {"zero": limits.zeros, "recompute": limits.recomputes}
     for name, values in allowed.items():
-        if name in wish and (wish[name] not in values or isinstance(wish[name], bool)):
+        if name in choices and (choices[name] not in values or isinstance(choices[name], bool)):
             known = ", ".join(map(str, values))
-            raise PlanError(f"{name} {wish[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}")
+            raise PlanError(
+                f"{name} {choices[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}"
+            )
 
 
-def _check_together(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:
-    fixed = {name: int(wish[name]) for name in ("dp", "tp", "pp") if name in wish}
+def _check_together(limits: MeshLimits, choices: Mapping[str, int | str]) -> None:
+    fixed = {name: int(choices[name]) for name in ("dp", "tp", "pp") if name in choices}
     for name, value in fixed.items():
         if limits.world % value:
             sizes = [d for d in divisors(limits.world) if name != "tp" or d in limits.tp_sizes]
@@ -214,13 +216,13 @@ def _check_together(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:
             where="fix",
             fix=f"use a world of {around(limits.world, _multiples(product, limits.world))}, or leave one of them out",
         )
-    _check_batch(limits, wish)
+    _check_batch(limits, choices)
 
 
-def _check_batch(limits: MeshLimits, wish: Mapping[str, int | str]) -> None:
-    fixed = {name: int(wish[name]) for name in ("dp", "micro") if name in wish}
-    if {"tp", "pp"} <= wish.keys():
-        fixed["dp"] = limits.world // (int(wish["tp"]) * int(wish["pp"]))
+def _check_batch(limits: MeshLimits, choices: Mapping[str, int | str]) -> None:
+    fixed = {name: int(choices[name]) for name in ("dp", "micro") if name in choices}
+    if {"tp", "pp"} <= choices.keys():
+        fixed["dp"] = limits.world // (int(choices["tp"]) * int(choices["pp"]))
     product = math.prod(fixed.values())
     if limits.batch % product:
         text = " x ".join(f"{name} {fixed[name]}" for name in ("dp", "micro") if name in fixed)
@@ -242,17 +244,17 @@ def around(value: int, known: Sequence[int]) -> str:
     return " or ".join(str(k) for k in (*([max(below)] if below else []), *([min(above)] if above else [])))
 
 
-def _nothing_left(limits: MeshLimits, wish: Mapping[str, int | str]) -> PlanError:
+def _nothing_left(limits: MeshLimits, choices: Mapping[str, int | str]) -> PlanError:
     """No single demand is at fault: say what the meshes would need."""
-    meshes = list(_meshes(limits, wish))
-    asked = ", ".join(f"{name} {value}" for name, value in sorted(wish.items())) or "nothing fixed"
+    meshes = list(_meshes(limits, choices))
+    asked = ", ".join(f"{name} {value}" for name, value in sorted(choices.items())) or "nothing fixed"
     if not meshes:
         return PlanError(
             f"no dp x tp x pp gives a world of {limits.world} with {asked}",
             where=f"tp may be {', '.join(map(str, sorted(limits.tp_sizes)))}; pp at most {limits.segments}",
             fix="fix fewer of them, or use another world",
         )
-    micro = int(wish.get("micro", 1))
+    micro = int(choices.get("micro", 1))
     steps = sorted({dp * micro for dp, _, _ in meshes})
     batches = sorted({b for step in steps for b in _multiples(step, limits.batch)})
     return PlanError(

@@ -18,37 +18,32 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from autoptd.cost_models.memory import alive
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.sharding.sharding import parameter_splits
-from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.progress import Progress
-from autoptd.schedule import period_of, prove, prove_memory, route_of, row_of
-from autoptd.search.constraints.named import allowed, read_named
-from autoptd.search.constraints.options import Method, schedules_and_chunks
+from autoptd.schedule import row_of
+from autoptd.search.constraints.named import read_named
+from autoptd.search.constraints.options import Method
 from autoptd.search.infeasible import InfeasibleSplit, nothing_fits
 from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
-from autoptd.search.pipeline.evaluate import Staged, action_lists, simulated
+from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
-from autoptd.search.pipeline.lower_bounds import Outlook, cut_bound_s
+from autoptd.search.pipeline.lower_bounds import CandidateBounds, cut_bound_s
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter, key_of
 from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.space import candidate_space
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
 
-_TOKENS = 131072  # of the largest microbatch that is considered
 _CUT = 3  # the step of a candidate from which on it is gone through with at once, until there is something to beat
 _TIGHT = 1.005  # times the bound without memory: where it begins to count
 _NEIGHBOURS = 30  # of the best that are tried in one round
 _DIVES = 8  # candidates that are tried at first
 _EXPLAINED = 4  # candidates that are looked at closely to say what is missing
-_PROVED_ROUNDS = 4  # times the ranks: microbatches of which a schedule is proved
-_RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class Planner:
         self._method = self._pins.on(task.constraints.method)
         self._memory = MemoryFilter(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
         self._splitter = Splitter(task, self.known, self._pins, self._method)
-        self._outlook = Outlook(task, self.known, self._method, self._memory)
+        self._bounds = CandidateBounds(task, self.known, self._method, self._memory)
         self._steps: tuple[Callable[[_Waiting], float], ...] = (
             self._weigh,
             self._split,
@@ -121,7 +116,7 @@ class Planner:
         c = best.candidate
         gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._splitter.is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
-            _prove(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
+            prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
         tensors = self._splitter.tensors[key_of(c)]
         return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known)
 
@@ -144,14 +139,16 @@ class Planner:
     def _visit(self, options: Sequence[Candidate]) -> float:
         """Find the best; returns what no candidate takes less than."""
         started = time.monotonic()
-        self._waiting = waiting = [_Waiting(c, self._outlook.floor_s(c)) for c in options]
+        self._waiting = waiting = [_Waiting(c, self._bounds.floor_s(c)) for c in options]
         self._dive(waiting)
         if self.task.constraints.include and self.task.effort is not None:
             self._climb(started)
-        lean = {replace(w.candidate, lean=False): i for i, w in enumerate(waiting) if w.candidate.lean}
-        queue = [(self._hope_s(w), 0, i) for i, w in enumerate(waiting) if not w.candidate.lean]
+        memory_saving = {
+            replace(w.candidate, memory_saving=False): i for i, w in enumerate(waiting) if w.candidate.memory_saving
+        }
+        queue = [(self._hope_s(w), 0, i) for i, w in enumerate(waiting) if not w.candidate.memory_saving]
         for w in waiting:
-            self._wake(w, lean, queue)
+            self._wake(w, memory_saving, queue)
         heapq.heapify(queue)
         while queue:
             hope_s, _, i = heapq.heappop(queue)
@@ -160,21 +157,21 @@ class Planner:
                 break
             w = waiting[i]
             now_s = self._go_on(w)
-            self._wake(w, lean, queue)
+            self._wake(w, memory_saving, queue)
             while self._best is None and _CUT <= w.step <= _CUT + 2 and now_s < float("inf"):
                 now_s = self._go_on(w)  # to have something to beat
             if w.step < len(self._steps):
                 heapq.heappush(queue, (now_s, -w.step, i))
             else:
                 w.closed = now_s == float("inf")
-        asleep = set(lean.values())  # no quicker than their siblings, which are counted
+        asleep = set(memory_saving.values())  # no quicker than their siblings, which are counted
         left = (w.bound_s for i, w in enumerate(waiting) if not w.closed and i not in asleep)
         return min([self._best_s, *left])
 
-    def _wake(self, w: _Waiting, lean: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
+    def _wake(self, w: _Waiting, memory_saving: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
         """Where memory counts with the quickest splits, those that keep less follow: before, they are no quicker."""
-        if w.candidate in lean and (w.step >= _CUT - 1 if self.task.effort is None else self._is_tight(w)):
-            other = lean.pop(w.candidate)
+        if w.candidate in memory_saving and (w.step >= _CUT - 1 if self.task.effort is None else self._is_tight(w)):
+            other = memory_saving.pop(w.candidate)
             self._waiting[other].bound_s = max(w.split_s, self._waiting[other].bound_s)
             heapq.heappush(queue, (self._hope_s(self._waiting[other]), 0, other))
 
@@ -241,24 +238,24 @@ class Planner:
         """A bound by the model's work on one rank, shared out: before its tensors are split, which takes longest."""
         c = w.candidate
         if c.tp > 1 and not c.pools and len(self._waiting) > 1:
-            whole = self._solved(replace(c, tp=1, lean=False))
+            whole = self._solved(replace(c, tp=1, memory_saving=False))
             if isinstance(whole, Sharded):
-                w.bound_s = max(w.bound_s, self._outlook.shared_out_s(c, whole))
+                w.bound_s = max(w.bound_s, self._bounds.shared_out_s(c, whole))
         return w.bound_s
 
     def _split(self, w: _Waiting) -> float:
         """Split its tensors; a bound of all its cuts."""
         solved = self._solved(w.candidate)
-        if isinstance(solved, AutoptdError) or (w.candidate.lean and self._is_quick(w.candidate, solved)):
+        if isinstance(solved, AutoptdError) or (w.candidate.memory_saving and self._is_quick(w.candidate, solved)):
             w.bound_s = float("inf")
             return w.bound_s
-        w.split_s = w.bound_s = max(w.bound_s, self._outlook.bound_s(w.candidate, solved))
+        w.split_s = w.bound_s = max(w.bound_s, self._bounds.bound_s(w.candidate, solved))
         return w.bound_s
 
-    def _is_quick(self, c: Candidate, lean: Sharded) -> bool:
+    def _is_quick(self, c: Candidate, memory_saving: Sharded) -> bool:
         """Whether the lean splits are the quickest ones."""
-        quick = self._solved(replace(c, lean=False))
-        return isinstance(quick, Sharded) and quick.sharding == lean.sharding
+        quick = self._solved(replace(c, memory_saving=False))
+        return isinstance(quick, Sharded) and quick.sharding == memory_saving.sharding
 
     def _line_up(self, w: _Waiting) -> float:
         """A bound of all its cuts by the slowest stage of each."""
@@ -274,7 +271,7 @@ class Planner:
         assert w.stages is not None
         if w.candidate.pp > 1 and not w.stages.fixed:
             microbatch_s = w.stages.sharded.seconds + 2 * sum(w.stages.least_sends_s)
-            w.bound_s = max(w.bound_s, self._outlook.with_end_s(w.candidate, passes_s(), microbatch_s))
+            w.bound_s = max(w.bound_s, self._bounds.with_end_s(w.candidate, passes_s(), microbatch_s))
             if w.bound_s == float("inf"):
                 self._hopeless.append(w)
         return w.bound_s
@@ -310,7 +307,7 @@ class Planner:
             found, complete = refine(w.stages, self._best_s, self._effort)
             if found is not None:
                 self._best = found
-        rough = any(site.rough for site in w.stages.sites)
+        rough = any(stage_cost.rough for stage_cost in w.stages.stage_costs)
         return float("inf") if complete and not rough else w.bound_s
 
     # ---- candidates ----
@@ -320,45 +317,11 @@ class Planner:
         found = self.candidates()
         if self._method.memory == "ignore":
             return found
-        return [*found, *(replace(c, lean=True) for c in found if c.tp > 1)]
+        return [*found, *(replace(c, memory_saving=True) for c in found if c.tp > 1)]
 
     def candidates(self) -> Sequence[Candidate]:
-        """As far as the constraints leave the space open, with the quickest splits."""
-        task, fixed, method = self.task, self.task.constraints.fixed, self._method
-        wish, include = dict(task.constraints.mesh), task.constraints.include
-        cps: tuple[int, ...] = (method.cp,)
-        if "cp" in include and "cp" not in fixed and self.known.facts.has_attention:  # it is what passes keys on
-            length = task.sizes.get(SEQUENCE, 1)
-            cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
-        if task.world % cps[0]:
-            raise PlanError(
-                f"world {task.world} is not divisible by cp {cps[0]}",
-                where="fix['cp']",
-                fix=f"use cp {around(cps[0], divisors(task.world))}",
-            )
-        node = task.cluster.gpus_per_node or task.world
-        widest = max(node, -(-task.world // task.batch))  # across nodes only where there are fewer samples than nodes
-        tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
-        if isinstance(wish.get("tp"), int):
-            tp_sizes.add(int(wish["tp"]))
-        schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
-        zeros = (1, 0, 2, 3) if "zero" in wish or "zero" in include else (1, 0)
-        groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
-        limits = MeshLimits(
-            world=task.world,
-            batch=task.batch,
-            segments=len(task.folded.segments),
-            tp_sizes=tuple(sorted(tp_sizes)),
-            zeros=zeros,
-            recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in wish else ("auto",),
-            max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
-            cps=cps,
-            schedules=tuple(schedules),
-            virtuals=tuple(virtuals),
-            shards=(method.shards, *groups),
-            pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
-        )
-        return allowed(task.folded, method, candidates(limits, wish))
+        """Return every candidate that the constraints leave open, with the quickest splits."""
+        return candidate_space(self.task, self._method, self.known.facts.has_attention)
 
     # ---- splits and stages ----
 
@@ -373,7 +336,9 @@ class Planner:
         found = {c.micro: c}
         for w in self._waiting:
             other = w.candidate
-            if (other.tp, other.cp, other.lean) == (c.tp, c.cp, c.lean) and self._weigh(w) < self._best_s:
+            if (other.tp, other.cp, other.memory_saving) == (c.tp, c.cp, c.memory_saving) and self._weigh(
+                w
+            ) < self._best_s:
                 found.setdefault(other.micro, other)
         return [found[micro] for micro in sorted(found)]
 
@@ -408,28 +373,12 @@ def _differ(a: Candidate, b: Candidate) -> int:
     """In how many dimensions, data parallelism and microbatches following from the others."""
     pairs = [(a.tp, b.tp), (a.pp, b.pp), (a.cp, b.cp), (a.micro, b.micro), (a.zero, b.zero), (a.shards, b.shards)]
     chunks = (a.schedule, a.virtual), (b.schedule, b.virtual)
-    return sum(x != y for x, y in (*pairs, chunks, (a.lean, b.lean), (a.pools, b.pools)))
+    return sum(x != y for x, y in (*pairs, chunks, (a.memory_saving, b.memory_saving), (a.pools, b.pools)))
 
 
 def _plain(c: Candidate) -> Candidate:
     """The same mesh with nothing out of the ordinary."""
     return Candidate(c.dp, c.tp, c.pp, c.micro, c.microbatches, c.zero and 1, c.recompute, pools=c.pools)
-
-
-@lru_cache(maxsize=256)
-def _prove(kind: str, stages: int, microbatches: int, virtual: int) -> None:
-    """That the schedule cannot block, and holds no more than memory is predicted for: by one of no more microbatches
-    than take it through all that it does.
-
-    With four times as many as there are ranks, each is at least twice in every place of a round; further ones repeat
-    that. `parallelize` proves the lists that run. Raises StuckSchedule, UncountedActivations.
-    """
-    period = period_of(kind, stages)
-    enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period
-    count = min(microbatches, enough)
-    lists = action_lists(kind, stages, count, virtual)
-    prove(lists, route_of(kind, stages, virtual))
-    prove_memory(lists, [alive(rank, stages, count, kind, virtual) for rank in range(stages)])
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

@@ -24,9 +24,9 @@ def refused(traced: TracedModel) -> PlanQuery:
         traced, 1, nodes_of_four(), 64, fix={"tp": 1, "kernels": "fused", "micro": 32, "recompute": "none"}
     )
     fat = needed_bytes(asked.plan())
-    lean = max(needed_bytes(asked.but(recompute="full").plan()), needed_bytes(asked.but(micro=8).plan()))
-    assert lean < fat * 0.7
-    return asked.with_memory((lean + fat) // 2)
+    memory_saving = max(needed_bytes(asked.but(recompute="full").plan()), needed_bytes(asked.but(micro=8).plan()))
+    assert memory_saving < fat * 0.7
+    return asked.with_memory((memory_saving + fat) // 2)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def test_the_set_is_minimal(refused: PlanQuery, found: Conflict):
 def test_every_way_out_fits(refused: PlanQuery, found: Conflict):
     whats = {remedy.what: remedy for remedy in found.remedies}
     assert {"leave micro free", "leave recompute free", "--fix micro=1"} <= set(whats)
-    room = refused.cluster.device.memory_bytes
-    assert all(needed_bytes(r.plan) <= room for r in found.remedies if r.kind == SETTING)
+    budget_bytes = refused.cluster.device.memory_bytes
+    assert all(needed_bytes(r.plan) <= budget_bytes for r in found.remedies if r.kind == SETTING)
     assert whats["leave micro free"].plan == refused.but(micro=None).plan()
     kinds = [remedy.kind for remedy in found.remedies]
     assert kinds == sorted(kinds) and HARDWARE in kinds

@@ -31,9 +31,9 @@ def test_each_point_is_the_fastest_for_its_memory(found: tuple[PlanQuery, Fronti
         assert leaner.predicted.step_time_s > faster.predicted.step_time_s
         assert needed_bytes(leaner) < needed_bytes(faster)
     for plan in curve.points:
-        room = asked.with_memory(needed_bytes(plan) + 4096).plan()  # bytes of each part are rounded
-        assert room.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
-        assert needed_bytes(room) == needed_bytes(plan)
+        budget_bytes = asked.with_memory(needed_bytes(plan) + 4096).plan()  # bytes of each part are rounded
+        assert budget_bytes.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
+        assert needed_bytes(budget_bytes) == needed_bytes(plan)
 
 
 def test_below_the_leanest_nothing_fits(found: tuple[PlanQuery, Frontier]):
@@ -58,8 +58,8 @@ def test_what_another_beats_is_left_out():
         memory = tuple({"parameters": gib * 2**30} for _ in said.memory)
         return sample_plan(predicted=said.model_copy(update={"step_time_s": seconds, "memory": memory}))
 
-    fast, worse, even, lean = plan(1.0, 8), plan(2.0, 9), plan(2.0, 8), plan(3.0, 4)
-    assert _undominated([worse, lean, even, fast]) == (fast, lean)
+    fast, worse, even, memory_saving = plan(1.0, 8), plan(2.0, 9), plan(2.0, 8), plan(3.0, 4)
+    assert _undominated([worse, memory_saving, even, fast]) == (fast, memory_saving)
     assert needed_by_stage(fast) == [8 * 2**30] * 2
 
 

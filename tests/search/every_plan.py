@@ -53,12 +53,12 @@ def _all_seconds(
             mine = candidate.route.of(cuts, rank)
             key = rank, mine, repr(stages.chunks._sharers(cuts))
             if key not in ranks_known:
-                site = stages.site(rank)
+                stage_cost = stages.stage_cost(rank)
                 for run in mine:
-                    known = id(site), *run
+                    known = id(stage_cost), *run
                     if known not in chunks_known:
-                        chunks_known[known] = ChunkWays(site, run)
-                ways = [chunks_known[(id(site), *run)] for run in mine]
+                        chunks_known[known] = ChunkWays(stage_cost, run)
+                ways = [chunks_known[(id(stage_cost), *run)] for run in mine]
                 ranks_known[key] = list(_rank_choices(stages, rank, cuts, ways, thorough))
             ranks.append(ranks_known[key])
             if not ranks[-1]:
@@ -89,17 +89,21 @@ class ChunkWays:
 
     Of ways that are alike in all three, the first."""
 
-    def __init__(self, site: StageCost, run: tuple[int, int]) -> None:
-        self.blocks = list(site.blocks(*run))
-        self.menus = [[site.way(block, policy) for policy in site.policies_for(block)] for block in self.blocks]
-        self.again_s, self.kept, self.peak = np.zeros(1), np.zeros(1), np.zeros(1)
+    def __init__(self, stage_cost: StageCost, run: tuple[int, int]) -> None:
+        self.blocks = list(stage_cost.blocks(*run))
+        self.menus = [
+            [stage_cost.option(block, policy) for policy in stage_cost.policies_for(block)] for block in self.blocks
+        ]
+        self.recompute_s, self.kept, self.peak = np.zeros(1), np.zeros(1), np.zeros(1)
         for menu in self.menus:
             kept, full, again = (np.array(x, dtype=float) for x in zip(*map(_of, menu), strict=True))
             self.peak = np.maximum(self.peak[:, None], self.kept[:, None] + full).ravel()
-            self.kept, self.again_s = (np.add.outer(*x).ravel() for x in ((self.kept, kept), (self.again_s, again)))
+            self.kept, self.recompute_s = (
+                np.add.outer(*x).ravel() for x in ((self.kept, kept), (self.recompute_s, again))
+            )
         self.peak = np.maximum(self.peak, self.kept)
-        _, self.index = np.unique(np.stack([self.again_s, self.kept, self.peak]), axis=1, return_index=True)
-        self.again_s, self.kept, self.peak = (x[self.index] for x in (self.again_s, self.kept, self.peak))
+        _, self.index = np.unique(np.stack([self.recompute_s, self.kept, self.peak]), axis=1, return_index=True)
+        self.recompute_s, self.kept, self.peak = (x[self.index] for x in (self.recompute_s, self.kept, self.peak))
 
     def ways(self, index: int) -> tuple[RecomputeOption, ...]:
         places = np.unravel_index(self.index[index], [len(menu) for menu in self.menus])
@@ -111,7 +115,7 @@ class ChunkWays:
 
 
 def _of(way: RecomputeOption) -> tuple[int, int, float]:
-    return way.peak.kept, max(way.peak.forward, way.peak.backward), way.again_s
+    return way.peak.kept, max(way.peak.forward, way.peak.backward), way.recompute_s
 
 
 def _rank_choices(
@@ -119,18 +123,18 @@ def _rank_choices(
 ) -> Iterator[RankChoice]:
     """All that fit, quickest first; of those with the same seconds one, and unless `thorough` none that another one
     betters."""
-    site, alive = stages.site(rank), stages.held(rank)
+    stage_cost, alive = stages.stage_cost(rank), stages.held(rank)
     mine = list(stages.candidate.route.of(cuts, rank))
     state, upcast = stages.chunks.state(mine, cuts), stages.chunks.upcast_bytes(mine)
-    index = np.indices([len(c.again_s) for c in chunks]).reshape(len(chunks), -1)
+    index = np.indices([len(c.recompute_s) for c in chunks]).reshape(len(chunks), -1)
     each = [c.kept[i] for c, i in zip(chunks, index, strict=True)]
     rows = [sum(n * k for n, k in zip(row, each, strict=True)) for row in alive.rows]
     kept = np.rint(np.maximum.reduce(rows) / alive.parts)
     above = np.stack([(c.peak - c.kept)[i] for c, i in zip(chunks, index, strict=True)]).max(axis=0)
     pairs, which = np.unique(kept + 1j * above, return_inverse=True)
-    memory = [site.memory(state, upcast, int(pair.real), int(pair.imag)) for pair in pairs]
-    fits = np.array([m.needed <= site.limit for m in memory])[which]
-    again = np.stack([np.round(c.again_s[i], 15) for c, i in zip(chunks, index, strict=True)])
+    memory = [stage_cost.memory(state, upcast, int(pair.real), int(pair.imag)) for pair in pairs]
+    fits = np.array([m.needed <= stage_cost.limit for m in memory])[which]
+    again = np.stack([np.round(c.recompute_s[i], 15) for c, i in zip(chunks, index, strict=True)])
     fitting = np.flatnonzero(fits)
     _, alike = np.unique(again[:, fitting], axis=1, return_index=True)
     found: list[Seconds] = []

@@ -30,16 +30,20 @@ from tests.search.random_tasks import random_task
 
 def options(problem: Problem) -> Callable[[int, int, int], list[StageOption]]:
     """Every set of segments that recompute, whether it fits or not."""
-    line = problem.line
+    partitioning = problem.partitioning
 
     def ways(stage: int, first: int, last: int) -> list[StageOption]:
-        pool, own = line.pools[stage], [problem.segment(i) for i in range(first, last + 1)]
+        pool, own = partitioning.pools[stage], [problem.segment(i) for i in range(first, last + 1)]
         base = problem.seconds_without(stage, first, last)
         state, found = sum(s.state for s in own), []
         for chosen in itertools.product((False, True), repeat=len(own)):
-            kept = sum(s.lean if again else s.kept for s, again in zip(own, chosen, strict=True))
-            again_s = sum(s.again_s for s, again in zip(own, chosen, strict=True) if again)
-            found.append(StageOption(base + again_s, (state + line.alive[stage] * kept) / line.room[pool]))
+            kept = sum(s.least_kept if again else s.kept for s, again in zip(own, chosen, strict=True))
+            recompute_s = sum(s.recompute_s for s, again in zip(own, chosen, strict=True) if again)
+            found.append(
+                StageOption(
+                    base + recompute_s, (state + partitioning.alive[stage] * kept) / partitioning.budget_bytes[pool]
+                )
+            )
         return found
 
     return ways
@@ -50,10 +54,10 @@ def wrong(seeds: range) -> int:
     different = 0
     for seed in seeds:
         problem = random_problem(seed)
-        if problem.line.stages > len(problem.line.names) - len(problem.line.uncut):
+        if problem.partitioning.stages > len(problem.partitioning.names) - len(problem.partitioning.uncut):
             continue
-        found = solve_cuts(problem.line, problem.ramp, problem.seconds, options(problem))
-        quick = solve_cuts(problem.line, problem.ramp, problem.seconds)
+        found = solve_cuts(problem.partitioning, problem.rounds, problem.seconds, options(problem))
+        quick = solve_cuts(problem.partitioning, problem.rounds, problem.seconds)
         bounds = [math.inf if cut is None else problem.bound_s(cut) for cut in (found, quick)]
         different += bounds[0] != pytest.approx(bounds[1])
     return different
@@ -101,12 +105,16 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
     """Search with the integer program; how many cuts were made, each as good as that of the dynamic program."""
     count = 0
 
-    def both(line: PartitionProblem, ramp: float, seconds: Measure, options: cuts.Options | None = None) -> Cuts | None:
+    def both(
+        partitioning: PartitionProblem, rounds: float, seconds: Measure, options: cuts.Options | None = None
+    ) -> Cuts | None:
         nonlocal count
         count += 1
         assert options is not None
-        found, quick = solve_cuts(line, ramp, seconds, options), solve_cuts(line, ramp, seconds)
-        assert bound_s(line, ramp, seconds, found) == pytest.approx(bound_s(line, ramp, seconds, quick), rel=1e-9)
+        found, quick = solve_cuts(partitioning, rounds, seconds, options), solve_cuts(partitioning, rounds, seconds)
+        assert bound_s(partitioning, rounds, seconds, found) == pytest.approx(
+            bound_s(partitioning, rounds, seconds, quick), rel=1e-9
+        )
         return found
 
     constraints = replace(task.constraints, method=replace(task.constraints.method, cut_solver="ilp"))
@@ -115,11 +123,11 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
     return count
 
 
-def bound_s(line: PartitionProblem, ramp: float, seconds: Measure, cut: Cuts | None) -> float:
+def bound_s(partitioning: PartitionProblem, rounds: float, seconds: Measure, cut: Cuts | None) -> float:
     if cut is None:
         return math.inf
-    times = [seconds(k, *run) + float(line.send_s[k, run[1]]) for k, run in enumerate(cut)]
-    return ramp * max(times) + sum(times)
+    times = [seconds(k, *run) + float(partitioning.send_s[k, run[1]]) for k, run in enumerate(cut)]
+    return rounds * max(times) + sum(times)
 
 
 def test_cuts_of_random_tasks_are_equally_good() -> None:

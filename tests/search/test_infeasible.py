@@ -12,7 +12,7 @@ GIB = 2.0**30
 def shortfall(*missing_gib: float) -> Shortfall:
     stages = tuple((f"first{k}", f"last{k}") for k in range(len(missing_gib)))
     missing = tuple(GIB * gib for gib in missing_gib)
-    return Shortfall(Candidate(1, 1, len(stages), 1, 8), stages, missing, 52.0 * GIB, recompute_fits=True)
+    return Shortfall(Candidate(1, 1, len(stages), 1, 8, 1, "none"), stages, missing, 52.0 * GIB, recompute_fits=True)
 
 
 def test_what_is_missing_is_said_by_stage() -> None:

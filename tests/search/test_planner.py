@@ -65,7 +65,7 @@ def test_no_candidate_is_better_or_below_its_bounds(gpt: autoptd.TracedModel, in
     assert answer.staged.seconds <= min(s.seconds for s in everything)
     for staged in everything:
         c = staged.candidate
-        solved, stages, outlook = other._solved(c), other._stages(c), other._outlook
+        solved, stages, outlook = other._solved(c), other._stages(c), other._bounds
         assert isinstance(solved, Sharded)
         for bound in (
             outlook.floor_s(c),

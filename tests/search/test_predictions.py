@@ -319,8 +319,8 @@ def test_attention_that_runs_again_asks_the_ring_again(traced: autoptd.TracedMod
     again, _ = chunks(traced, cp=2, dp=1, recompute="ops", micro=4)
     (segment,) = {s.kind: s.index for s in ring.folded.segments if ring.cost(s.index).work.ring_bytes}.values()
     cost, kept = ring.cost(segment), again.cost(segment)
-    assert ring.again_s(segment, "selective") == cost.again_s["selective"] + ring._ring_s(cost)
-    assert again.again_s(segment, "ops") == kept.again_s["ops"] > 0  # its result is kept
+    assert ring.recompute_s(segment, "selective") == cost.recompute_s["selective"] + ring._ring_s(cost)
+    assert again.recompute_s(segment, "ops") == kept.recompute_s["ops"] > 0  # its result is kept
 
 
 def test_scores_of_a_cp_rank_have_all_columns() -> None:

@@ -15,7 +15,7 @@ from autoptd.explain.timeline import simulate_plan
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.plans.model import Plan
 from autoptd.schedule import Alive, UncountedActivations
-from autoptd.search import planner
+from autoptd.search.pipeline import evaluate
 
 NODE = Cluster.of("H100-SXM5-80GB", 4, 450e9, 50e9)
 ASKED = {"world": 4, "cluster": NODE, "batch": 16}
@@ -95,8 +95,8 @@ def test_weights_may_be_put_off_however_they_are_stored() -> None:
 
 def test_memory_predicted_for_too_few_is_refused(traced: autoptd.TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the head's rank had to hold its chunk of one microbatch only, and nothing of the other one besides."""
-    planner._prove.cache_clear()
-    monkeypatch.setattr(planner, "alive", lambda rank, p, m, *_: Alive(((2 * p - rank - 1, rank),)))
+    evaluate.prove_schedule.cache_clear()
+    monkeypatch.setattr(evaluate, "alive", lambda rank, p, m, *_: Alive(((2 * p - rank - 1, rank),)))
     with pytest.raises(UncountedActivations, match="rank 0 holds activations of 7"):
         autoptd.plan(traced, **ASKED, fix={"schedule": "zero-bubble-v", **PIPELINE})
-    planner._prove.cache_clear()
+    evaluate.prove_schedule.cache_clear()

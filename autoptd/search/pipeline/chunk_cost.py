@@ -82,7 +82,7 @@ class ChunkCosts(ChunkParameters):
         forward = backward = recompute = forward_tp = backward_tp = weight = 0.0
         for i in range(first, last + 1):
             part = self._segment(i)
-            again = self.again_s(i, policies[i]) if i in policies else 0.0
+            again = self.recompute_s(i, policies[i]) if i in policies else 0.0
             forward, backward = forward + part.forward_s, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
             recompute, weight = recompute + again, weight + part.weight_s
@@ -104,13 +104,13 @@ class ChunkCosts(ChunkParameters):
         mine = sum(numel for _, numel, _, frozen, is_first in self._parameters[segment] if is_first and not frozen)
         return replace(part, backward_s=part.backward_s + self._adding_s(mine))
 
-    def again_s(self, segment: int, policy: str) -> float:
+    def recompute_s(self, segment: int, policy: str) -> float:
         """What a policy of recomputation runs again: with attention, what the cp axis is asked for as well."""
         cost = self.cost(segment)
-        if policy not in cost.again_s:
+        if policy not in cost.policy_s:
             return self._segment(segment).forward_s
         attends = any(work.attends for work in cost.work.again[policy])
-        return cost.again_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
+        return cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
     def _segment(self, segment: int) -> ChunkCost:
         """Passes of one segment, but for what depends on the whole stage."""

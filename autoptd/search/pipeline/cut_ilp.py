@@ -8,8 +8,8 @@ the memory of its device. Of two ways, one that takes longer is left out if the 
     t[k]        seconds of a microbatch on stage k
     C           seconds of a microbatch on the slowest stage
 
-    minimise  ramp C + sum_k t[k]                  the steady state, and the pipeline's fill and drain: with m
-                                                   microbatches, ramp is m - 1 (Narayanan et al. 2021)
+    minimise  rounds C + sum_k t[k]                  the steady state, and the pipeline's fill and drain: with m
+                                                   microbatches, rounds is m - 1 (Narayanan et al. 2021)
 
     (1)  sum_{j,r} w[0,0,j,r] = 1                                       the first stage begins with the first segment
     (2)  sum_{i,r} w[k,i,j,r] = sum_{l,r} w[k+1,j+1,l,r]   for each j   a stage begins where the one before it ends
@@ -45,15 +45,15 @@ class StageOption(NamedTuple):
     share: float
 
 
-def integer_cut(runs: Mapping[Run, Sequence[StageOption]], segments: int, ramp: float) -> tuple[float, Cuts] | None:
-    """The best cut into these runs, and what it costs: ramp * the slowest stage + the sum of all; None where none fits.
+def integer_cut(runs: Mapping[Run, Sequence[StageOption]], segments: int, rounds: float) -> tuple[float, Cuts] | None:
+    """Return the best cut into these runs and rounds * the slowest stage + the sum of all; None where none fits.
 
     Raises `AutoptdError` where the solver does not finish.
     """
     if not any(runs.values()):
         return None
     model = CutProgram(runs, segments)
-    outcome = minimise(model.program, model.costs(ramp), TIME_LIMIT_S)
+    outcome = minimise(model.program, model.costs(rounds), TIME_LIMIT_S)
     if outcome.status == "infeasible":
         return None
     if outcome.status != "optimal":
@@ -86,8 +86,8 @@ class CutProgram:
             self.program.demand(5, self.t[k] - seconds == 0)
             self.program.demand(6, self.slowest - self.t[k] >= 0)
 
-    def costs(self, ramp: float) -> dict[LpVariable, float]:
-        return {self.slowest: ramp, **dict.fromkeys(self.t, 1.0)}
+    def costs(self, rounds: float) -> dict[LpVariable, float]:
+        return {self.slowest: rounds, **dict.fromkeys(self.t, 1.0)}
 
     def cuts(self, outcome: Outcome) -> Cuts:
         """First and last segment of each stage."""

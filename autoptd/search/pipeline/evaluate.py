@@ -8,11 +8,21 @@ from functools import lru_cache
 from typing import Literal
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory
+from autoptd.cost_models.memory import Memory, alive
 from autoptd.cost_models.steady import makespan_s
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
 from autoptd.passes.losses.loss_form import LossForm
-from autoptd.schedule import Schedule, StageMap, forward_only, period_of, step_lists, with_communication
+from autoptd.schedule import (
+    Schedule,
+    StageMap,
+    forward_only,
+    period_of,
+    prove,
+    prove_memory,
+    route_of,
+    step_lists,
+    with_communication,
+)
 from autoptd.search.constraints.options import Method
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
@@ -20,6 +30,9 @@ from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.sharding.tensors import Sharded
 
 Sums = Literal["none", "held", "ahead"]
+
+
+_PROVED_ROUNDS = 4  # times the ranks: microbatches of which a schedule is proved
 
 
 @dataclass(frozen=True)
@@ -84,8 +97,8 @@ def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> flo
     """The slowest rank in its steady state, and a chunk on every other before or behind (Narayanan et al. 2021)."""
     chunks = [s.forward_s + s.backward_s for s in stages]
     ranks = [sum(c.route.of(chunks, rank)) for rank in range(c.pp)]
-    ramp = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
-    return (c.microbatches - 1) * max(ranks) + ramp
+    fill = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
+    return (c.microbatches - 1) * max(ranks) + fill
 
 
 def under(staged: Staged, cluster: Cluster) -> Staged:
@@ -170,3 +183,19 @@ def simulated(staged: Staged) -> Staged:
     )
     ahead_s = _ahead_s(staged)
     return replace(staged, seconds=seconds + ahead_s, ahead_s=ahead_s)
+
+
+@lru_cache(maxsize=256)
+def prove_schedule(kind: str, stages: int, microbatches: int, virtual: int) -> None:
+    """Prove that the schedule cannot block and holds no more activations than memory is predicted for.
+
+    The proof runs on as many microbatches as take the schedule through all of its states: with four times as many as
+    there are ranks, each is at least twice in every place of a round, and further ones repeat that. `parallelize`
+    proves the lists that run. Raises StuckSchedule, UncountedActivations.
+    """
+    period = period_of(kind, stages)
+    enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period
+    count = min(microbatches, enough)
+    lists = action_lists(kind, stages, count, virtual)
+    prove(lists, route_of(kind, stages, virtual))
+    prove_memory(lists, [alive(rank, stages, count, kind, virtual) for rank in range(stages)])

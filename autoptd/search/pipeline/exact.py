@@ -38,7 +38,7 @@ class Effort:
 
 def refine(stages: Stages, best_s: float, effort: Effort) -> tuple[Staged | None, bool]:
     """The best cut that takes less than `best_s`, if any; and whether there can be no other."""
-    count = math.comb(len(stages.line.names) - 1, stages.count - 1)
+    count = math.comb(len(stages.problem.names) - 1, stages.count - 1)
     if effort.left is not None and count > _CUTS * effort.left:
         return None, False
     leaves = sorted(_Walk(stages, best_s).leaves())
@@ -63,7 +63,7 @@ class _Walk:
 
     def __init__(self, stages: Stages, best_s: float) -> None:
         self.stages, self.best_s = stages, best_s
-        self.before = np.concatenate([[0.0], np.cumsum(stages.line.least_s)]).tolist()
+        self.before = np.concatenate([[0.0], np.cumsum(stages.problem.least_s)]).tolist()
 
     def leaves(self) -> Iterator[tuple[float, Cuts]]:
         yield from self._from((), [], [], [])
@@ -71,7 +71,7 @@ class _Walk:
     def _from(
         self, cuts: Cuts, forward: list[float], backward: list[float], sends: list[float]
     ) -> Iterator[tuple[float, Cuts]]:
-        at, k, n = (cuts[-1][1] + 1 if cuts else 0), len(cuts), len(self.stages.line.names)
+        at, k, n = (cuts[-1][1] + 1 if cuts else 0), len(cuts), len(self.stages.problem.names)
         last = k == self.stages.count - 1
         for end in (n - 1,) if last else range(at, n - (self.stages.count - 1 - k)):
             passes = self.stages.passes(k, at, end)
@@ -79,7 +79,7 @@ class _Walk:
                 continue
             chosen = (*cuts, (at, end))
             f, b = [*forward, passes[0]], [*backward, passes[1]]
-            x = [*sends, float(self.stages.line.send_s[k, end]) / 2]
+            x = [*sends, float(self.stages.problem.send_s[k, end]) / 2]
             bound = self._bound_s(f, b, x, self.before[n] - self.before[end + 1])
             if bound >= self.best_s:
                 continue

@@ -55,11 +55,11 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
     m, p = microbatches, stages
     if virtual > 1 or row_of(schedule).halves:  # gradients of parameters are on no path to another stage
         return seconds * m / p
-    ramp = seconds / (1 - (1 - 1 / m) ** p)
+    busy = seconds / (1 - (1 - 1 / m) ** p)
     left = [m - 1 - share * (warm_up(schedule, k, p, m) - 1) for k in range(p)]
     if min(left) <= 0:
-        return ramp
-    return max(ramp, seconds + seconds / sum(1 / x for x in left))
+        return busy
+    return max(busy, seconds + seconds / sum(1 / x for x in left))
 
 
 def edges_s(sends_s: Sequence[float], schedule: str, ranks: int, microbatches: int) -> float:
@@ -116,7 +116,7 @@ def cut_bound_s(
 
 
 @dataclass(frozen=True)
-class Outlook:
+class CandidateBounds:
     """Bounds of the candidates of one task."""
 
     task: Task

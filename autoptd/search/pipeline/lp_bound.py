@@ -61,7 +61,7 @@ class Pipeline:
     virtual: int
     alive: tuple[int, ...]
     pools: tuple[int, ...]
-    rooms: tuple[float, ...]
+    budgets: tuple[float, ...]
     sends_s: tuple[float, ...] = ()
 
 
@@ -77,26 +77,26 @@ def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> 
     shares: list[list[list[LpVariable]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
     longest = max(len(b.segments) for b in blocks)
     for rank, group in enumerate(groups):
-        alive, room = min(pipeline.alive[k] for k in group), pipeline.rooms[group[0]]
+        alive, budget_bytes = min(pipeline.alive[k] for k in group), pipeline.budgets[group[0]]
         seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[LpVariable, float]()
         partial: list[LpVariable] = []
         for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
             for i, part in enumerate((same.whole, *same.segments)):
-                for again_s, kept in part.ways:
+                for recompute_s, kept in part.ways:
                     some = program.variable(upper=same.count)
                     for share in own if i == 0 else own[i - 1 : i]:
                         share.append(some)
                     if i:
                         partial.append(some)
-                    seconds[some] = part.forward_s + part.backward_s + again_s
+                    seconds[some] = part.forward_s + part.backward_s + recompute_s
                     forward[some] = part.forward_s
-                    held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, room)
+                    held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, budget_bytes)
         program.demand(1, LpAffineExpression(seconds) == 0)
         program.demand(2, LpAffineExpression(forward) == 0)
         if partial:
             program.demand(3, lpSum(partial) <= 2.0 * (longest - 1) * pipeline.virtual * len(group))
-        if math.isfinite(room):
-            program.demand(4, LpAffineExpression(held) <= len(group) * room / max(1.0, room))
+        if math.isfinite(budget_bytes):
+            program.demand(4, LpAffineExpression(held) <= len(group) * budget_bytes / max(1.0, budget_bytes))
     for same, own in zip(blocks, shares, strict=True):
         for share in own:
             program.demand(5, lpSum(share) == same.count)
@@ -128,12 +128,12 @@ def _paths(
     if row_of(pipeline.schedule).halves:
         busy = {times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}
         return [(busy, 0.0), ({}, edges_s(pipeline.sends_s, pipeline.schedule, stages, m))]
-    ramp = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
+    busy = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
     through = dict.fromkeys(times, 1.0)
     through[times[at]] += (m - 1) * share
     waits = warm_up(pipeline.schedule, group[0], stages, m) - 1
     sends = pipeline.sends_s or (0.0,) * (stages - 1)
-    paths = [(ramp, 0.0), ({**through, forwards[at]: -waits * share}, 2 * sum(sends))]
+    paths = [(busy, 0.0), ({**through, forwards[at]: -waits * share}, 2 * sum(sends))]
     once = dict.fromkeys(times, 1.0)
     paths.append((once, beside_s(sends, pipeline.schedule, m)))
     if len(times) == stages and (often := turns(pipeline.schedule, at, stages, m)):

@@ -4,13 +4,13 @@ Stages are contiguous runs of segments, none empty. A stage k that holds the seg
 where it does not fit; what it recomputes has been chosen (`search/pipeline/recompute_options.py`). A step of m
 microbatches takes about
 
-    bound = (m - 1) * max_k T_k + sum_k T_k                     (Narayanan et al. 2021; in general ramp * max + sum)
+    bound = (m - 1) * max_k T_k + sum_k T_k                     (Narayanan et al. 2021; in general rounds * max + sum)
 
 What is left is a partition of a line:
 
 1. the least bottleneck of all partitions                                                  a minimax recurrence;
 2. for a bottleneck M, the partition of least sum with T_k <= M                            a shortest path;
-3. the best M: on an interval [lo, hi] nothing is better than ramp * lo + sum(hi), which closes most intervals at
+3. the best M: on an interval [lo, hi] nothing is better than rounds * lo + sum(hi), which closes most intervals at
    once; the others are halved at a value that some T_k takes.
 
 Windows (i, j) that are too long for any partition worth having are never measured: `_Search` starts with the shortest
@@ -36,39 +36,42 @@ FIRST_CAP = 1.03  # stages up to this times the least conceivable bottleneck are
 RELATIVE = 1e-12  # gains smaller than this are rounding
 
 
-def solve_cuts(line: PartitionProblem, ramp: float, seconds: Measure, options: Options | None = None) -> Cuts | None:
-    """The cut of the least ramp * max + sum of `seconds` (without sending); None where no cut fits.
+def solve_cuts(
+    problem: PartitionProblem, rounds: float, seconds: Measure, options: Options | None = None
+) -> Cuts | None:
+    """The cut of the least rounds * max + sum of `seconds` (without sending); None where no cut fits.
 
     With `options`, ways to recompute each stage, by the integer program that chooses among them, in place of `seconds`.
     Raises `PlanError` for more stages than segments.
     """
-    pieces = len(line.names) - len(line.uncut)
-    if line.stages > pieces:
+    pieces = len(problem.names) - len(problem.uncut)
+    if problem.stages > pieces:
         raise PlanError(
-            f"{line.stages} pipeline stages need as many segments; the model has {pieces}", fix=f"use pp <= {pieces}"
+            f"{problem.stages} pipeline stages need as many segments; the model has {pieces}",
+            fix=f"use pp <= {pieces}",
         )
-    return _Search(line, ramp, seconds, options).run()
+    return _Search(problem, rounds, seconds, options).run()
 
 
 class _Search:
     """Steps 1 to 3, or the integer program, over windows that grow until they are proved to be enough."""
 
-    def __init__(self, line: PartitionProblem, ramp: float, seconds: Measure, options: Options | None) -> None:
-        self.line, self.seconds, self.options = line, seconds, options
-        self.ramp = max(ramp, 1e-9)  # of equal sums (m = 1) the better balanced one is taken
+    def __init__(self, problem: PartitionProblem, rounds: float, seconds: Measure, options: Options | None) -> None:
+        self.problem, self.seconds, self.options = problem, seconds, options
+        self.rounds = max(rounds, 1e-9)  # of equal sums (m = 1) the better balanced one is taken
 
     def run(self) -> Cuts | None:
-        line = self.line
-        base = line.least_s
+        problem = self.problem
+        base = problem.least_s
         total = float(base.sum())
-        least = total + float(line.least_sends_s.sum())
-        width = 2.0 * max(total / line.stages, float(base.max()))
-        if smallest_cut(line).value > 0:
+        least = total + float(problem.least_sends_s.sum())
+        width = 2.0 * max(total / problem.stages, float(base.max()))
+        if smallest_cut(problem).value > 0:
             return None
         while True:
-            found = self._within(line.windows(width))
+            found = self._within(problem.windows(width))
             # Outside these windows a bottleneck is above `width`.
-            if found is not None and found[0] <= self.ramp * width + least:
+            if found is not None and found[0] <= self.rounds * width + least:
                 return found[1]
             if width >= total:
                 return None if found is None else found[1]
@@ -85,7 +88,7 @@ class _Search:
         while True:
             best = self._best(windows, cap)
             # A better partition has no slower stage than this.
-            needed = slowest if best is None else (best[0] - shortest.value) / self.ramp
+            needed = slowest if best is None else (best[0] - shortest.value) / self.rounds
             if cap >= min(needed, slowest):
                 return best
             cap = cap * 1.3 if best is None else needed
@@ -93,24 +96,24 @@ class _Search:
     def _best(self, windows: Windows, cap: float) -> tuple[float, Cuts] | None:
         """The best bound of partitions into windows that may take no more than `cap`."""
         if self.options is None:
-            return best_partition(windows.times_s(cap, self.seconds), windows.starts, self.ramp)
-        send_s, runs = self.line.send_s, {}
+            return best_partition(windows.times_s(cap, self.seconds), windows.starts, self.rounds)
+        send_s, runs = self.problem.send_s, {}
         for k, first, last in windows.runs(cap):
             ways = self.options(k, first, last)
             runs[k, first, last] = [StageOption(seconds + float(send_s[k, last]), share) for seconds, share in ways]
-        return integer_cut(runs, len(self.line.names), self.ramp)
+        return integer_cut(runs, len(self.problem.names), self.rounds)
 
 
-def best_partition(times: Floats, starts: Ints, ramp: float) -> tuple[float, Cuts] | None:
-    """The partition of least ramp * max + sum of `times` [stage, last segment, segments - 1], and that value."""
+def best_partition(times: Floats, starts: Ints, rounds: float) -> tuple[float, Cuts] | None:
+    """The partition of least rounds * max + sum of `times` [stage, last segment, segments - 1], and that value."""
     fastest = partition(times, starts, minimax=True)
     shortest = partition(times, starts)
     if fastest is None or shortest is None:
         return None
-    bottlenecks = _Bottlenecks(times, starts, ramp)
+    bottlenecks = _Bottlenecks(times, starts, rounds)
     bottlenecks.offer(shortest)
     bottlenecks.at(fastest.value)
-    hopeful = (bottlenecks.best - shortest.value) / ramp
+    hopeful = (bottlenecks.best - shortest.value) / rounds
     values = np.unique(times[(times > fastest.value) & (times < hopeful)])
     bottlenecks.explore(values, shortest.value)
     assert bottlenecks.cuts is not None
@@ -120,15 +123,15 @@ def best_partition(times: Floats, starts: Ints, ramp: float) -> tuple[float, Cut
 class _Bottlenecks:
     """Step 3: the best bottleneck, by halving."""
 
-    def __init__(self, times: Floats, starts: Ints, ramp: float) -> None:
-        self.times, self.starts, self.ramp = times, starts, ramp
+    def __init__(self, times: Floats, starts: Ints, rounds: float) -> None:
+        self.times, self.starts, self.rounds = times, starts, rounds
         self.best = math.inf
         self.cuts: Cuts | None = None
 
     def offer(self, found: Partition) -> float:
         """Keep it if it is better; its bottleneck."""
         slowest = max(float(self.times[k, last, last - first]) for k, (first, last) in enumerate(found.cuts))
-        bound = self.ramp * slowest + found.value
+        bound = self.rounds * slowest + found.value
         if bound < self.best * (1 - RELATIVE):
             self.best, self.cuts = bound, found.cuts
         return slowest
@@ -141,7 +144,7 @@ class _Bottlenecks:
 
     def explore(self, values: Floats, sum_above: float) -> None:
         """Find the best bottleneck among sorted `values`; with larger ones no sum is less than `sum_above`."""
-        if not len(values) or self.ramp * values[0] + sum_above >= self.best * (1 - RELATIVE):
+        if not len(values) or self.rounds * values[0] + sum_above >= self.best * (1 - RELATIVE):
             return
         middle = len(values) // 2
         least, slowest = self.at(float(values[middle]))
@@ -149,16 +152,16 @@ class _Bottlenecks:
         self.explore(values[middle + 1 :], sum_above)
 
 
-def smallest_cut(line: PartitionProblem) -> Partition:
+def smallest_cut(problem: PartitionProblem) -> Partition:
     """The cut whose worst stage is the least over its room at the least (below 0: it may fit).
 
     Memory grows with the window, so windows of one length more than those looked at cannot be better than the best of
     the longest ones."""
-    longest = 2 * math.ceil(len(line.names) / line.stages)
+    longest = 2 * math.ceil(len(problem.names) / problem.stages)
     while True:
-        windows = Windows(line, longest)
+        windows = Windows(problem, longest)
         found = partition(windows.least_over, windows.starts, minimax=True)
-        full = windows.longest < longest or windows.longest == len(line.names) - line.stages + 1
+        full = windows.longest < longest or windows.longest == len(problem.names) - problem.stages + 1
         if found is not None and (full or found.value <= windows.least_over[:, :, -1].min()):
             return found
         longest *= 2

@@ -32,7 +32,7 @@ class RecomputeOption:
     """A policy of recomputation for one block: seconds that it adds to a backward pass, and bytes."""
 
     policy: str
-    again_s: float
+    recompute_s: float
     peak: Peak
 
 
@@ -45,36 +45,40 @@ RecomputeOptions = tuple[
 class RecomputeChoice:
     """`ways`: of each block of each chunk. `exact`: whether no quicker choice fits."""
 
-    ways: tuple[tuple[RecomputeOption, ...], ...]
-    again_s: float
+    chosen: tuple[tuple[RecomputeOption, ...], ...]
+    recompute_s: float
     kept: int
     extra: int
     exact: bool
 
 
-def menu_of(ways: Sequence[RecomputeOption]) -> RecomputeOptions:
+def undominated(chosen: Sequence[RecomputeOption]) -> RecomputeOptions:
     """Without ways that another one is no worse than in every respect."""
     found: list[RecomputeOption] = []
-    for way in sorted(ways, key=lambda w: (w.again_s, w.peak.kept, _fullest(w))):
-        if not any(w.peak.kept <= way.peak.kept and _fullest(w) <= _fullest(way) for w in found):
-            found.append(way)
+    for option in sorted(chosen, key=lambda w: (w.recompute_s, w.peak.kept, _fullest(w))):
+        if not any(w.peak.kept <= option.peak.kept and _fullest(w) <= _fullest(option) for w in found):
+            found.append(option)
     return tuple(found)
 
 
-def _fullest(way: RecomputeOption) -> int:
-    return max(way.peak.forward, way.peak.backward)
+def _fullest(option: RecomputeOption) -> int:
+    return max(option.peak.forward, option.peak.backward)
 
 
-def bytes_of(ways: Sequence[Sequence[RecomputeOption]], alive: Alive) -> tuple[int, int]:
+def bytes_of(chosen: Sequence[Sequence[RecomputeOption]], alive: Alive) -> tuple[int, int]:
     """(kept, extra) of a rank whose chunks hold blocks in these ways; the chunk in work is taken to be the fullest."""
-    kept = [sum(way.peak.kept for way in chunk) for chunk in ways]
-    extra = max(stage_peak([way.peak for way in chunk], 1) - whole for chunk, whole in zip(ways, kept, strict=True))
+    kept = [sum(option.peak.kept for option in chunk) for chunk in chosen]
+    extra = max(
+        stage_peak([option.peak for option in chunk], 1) - whole for chunk, whole in zip(chosen, kept, strict=True)
+    )
     return alive.kept(kept), extra
 
 
 def leanest(chunks: Sequence[Sequence[RecomputeOptions]]) -> tuple[tuple[RecomputeOption, ...], ...]:
     """The ways that keep least."""
-    return tuple(tuple(min(menu, key=lambda w: (w.peak.kept, w.again_s)) for menu in chunk) for chunk in chunks)
+    return tuple(
+        tuple(min(options, key=lambda w: (w.peak.kept, w.recompute_s)) for options in chunk) for chunk in chunks
+    )
 
 
 def choose(
@@ -85,11 +89,11 @@ def choose(
     Blocks with one menu on one chunk are alike, so that only their numbers per way are chosen; those that keep less
     stand first, where least of the others is alive at their fullest moment.
     """
-    quickest = _choice(chunks, [tuple(menu[0] for menu in chunk) for chunk in chunks], alive, exact=True)
+    quickest = _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive, exact=True)
     if fits(quickest.kept, quickest.extra):
         return quickest
     groups = _groups(chunks)
-    sizes = [math.comb(len(where) + len(menu) - 1, len(where)) for menu, where in groups]
+    sizes = [math.comb(len(where) + len(options) - 1, len(where)) for options, where in groups]
     exact = math.prod(sizes) <= EXACT
     for counts in _in_order(groups, alive, fits) if exact else _by_price(groups, alive):
         found = _choice(chunks, _spread(chunks, groups, counts), alive, exact=exact)
@@ -98,10 +102,10 @@ def choose(
     return None
 
 
-def ever_less(chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive) -> Iterator[RecomputeChoice]:
+def decreasing_memory(chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive) -> Iterator[RecomputeChoice]:
     """The quickest ways, and then one block after another in a way that keeps less, by the most bytes per second."""
     groups = _groups(chunks)
-    yield _choice(chunks, [tuple(menu[0] for menu in chunk) for chunk in chunks], alive, exact=True)
+    yield _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive, exact=True)
     for counts in _by_price(groups, alive):
         yield _choice(chunks, _spread(chunks, groups, counts), alive, exact=False)
 
@@ -113,18 +117,18 @@ Counts = tuple[tuple[int, ...], ...]  # of each group, how many blocks go each w
 def _groups(chunks: Sequence[Sequence[RecomputeOptions]]) -> list[Group]:
     found: dict[tuple[int, RecomputeOptions], list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):
-        for i, menu in enumerate(chunk):
-            found.setdefault((c, menu), []).append((c, i))
-    return [(menu, where) for (_, menu), where in found.items()]
+        for i, options in enumerate(chunk):
+            found.setdefault((c, options), []).append((c, i))
+    return [(options, where) for (_, options), where in found.items()]
 
 
 def _in_order(groups: Sequence[Group], alive: Alive, fits: Callable[[int, int], bool]) -> Iterator[Counts]:
     """All numbers per way whose kept bytes alone fit, the quickest first."""
-    tables = [_compositions(len(where), len(menu)) for menu, where in groups]
+    tables = [_compositions(len(where), len(options)) for options, where in groups]
     seconds, each = np.zeros(1), [np.zeros(1) for _ in alive.rows]
-    for (menu, where), table in zip(groups, tables, strict=True):
-        seconds = np.add.outer(seconds, table @ np.array([w.again_s for w in menu])).ravel()
-        mine = table @ np.array([w.peak.kept for w in menu], dtype=float)
+    for (options, where), table in zip(groups, tables, strict=True):
+        seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
+        mine = table @ np.array([w.peak.kept for w in options], dtype=float)
         pairs = zip(each, alive.rows, strict=True)
         each = [np.add.outer(before, row[where[0][0]] / alive.parts * mine).ravel() for before, row in pairs]
     kept, shape = np.maximum.reduce(each), [len(table) for table in tables]
@@ -145,14 +149,14 @@ def _compositions(total: int, parts: int) -> NDArray[np.int64]:
 def _by_price(groups: Sequence[Group], alive: Alive) -> Iterator[Counts]:
     """Numbers per way that change one block at a time, by the most bytes per second."""
     held = [max(row[where[0][0]] for row in alive.rows) for _, where in groups]
-    counts = [[len(where), *[0] * (len(menu) - 1)] for menu, where in groups]
+    counts = [[len(where), *[0] * (len(options) - 1)] for options, where in groups]
     while True:
         best: tuple[float, int, int, int] | None = None
-        for g, (menu, _) in enumerate(groups):
-            for old, new in itertools.combinations(range(len(menu)), 2):
-                saved = (menu[old].peak.kept - menu[new].peak.kept) * held[g]
+        for g, (options, _) in enumerate(groups):
+            for old, new in itertools.combinations(range(len(options)), 2):
+                saved = (options[old].peak.kept - options[new].peak.kept) * held[g]
                 if counts[g][old] and saved > 0:
-                    price = (menu[new].again_s - menu[old].again_s) / saved
+                    price = (options[new].recompute_s - options[old].recompute_s) / saved
                     best = min(best or (math.inf, 0, 0, 0), (price, g, old, new))
         if best is None:
             return
@@ -166,21 +170,23 @@ def _spread(
     chunks: Sequence[Sequence[RecomputeOptions]], groups: Sequence[Group], counts: Counts
 ) -> list[tuple[RecomputeOption, ...]]:
     """The way of every block."""
-    found: list[list[RecomputeOption]] = [[menu[0] for menu in chunk] for chunk in chunks]
-    for (menu, where), numbers in zip(groups, counts, strict=True):
-        order = sorted(range(len(menu)), key=lambda w: menu[w].peak.kept)
-        ways = [menu[w] for w in order for _ in range(numbers[w])]
-        for (c, i), way in zip(where, ways, strict=True):
-            found[c][i] = way
+    found: list[list[RecomputeOption]] = [[options[0] for options in chunk] for chunk in chunks]
+    for (options, where), numbers in zip(groups, counts, strict=True):
+        order = sorted(range(len(options)), key=lambda w: options[w].peak.kept)
+        chosen = [options[w] for w in order for _ in range(numbers[w])]
+        for (c, i), option in zip(where, chosen, strict=True):
+            found[c][i] = option
     return [tuple(chunk) for chunk in found]
 
 
 def _choice(
     chunks: Sequence[Sequence[RecomputeOptions]],
-    ways: Sequence[tuple[RecomputeOption, ...]],
+    chosen: Sequence[tuple[RecomputeOption, ...]],
     alive: Alive,
     *,
     exact: bool,
 ) -> RecomputeChoice:
-    kept, extra = bytes_of(ways, alive)
-    return RecomputeChoice(tuple(ways), math.fsum(w.again_s for chunk in ways for w in chunk), kept, extra, exact)
+    kept, extra = bytes_of(chosen, alive)
+    return RecomputeChoice(
+        tuple(chosen), math.fsum(w.recompute_s for chunk in chosen for w in chunk), kept, extra, exact
+    )

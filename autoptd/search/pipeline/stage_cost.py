@@ -24,9 +24,9 @@ from autoptd.search.pipeline.recompute_options import (
     RecomputeOptions,
     bytes_of,
     choose,
-    ever_less,
+    decreasing_memory,
     leanest,
-    menu_of,
+    undominated,
 )
 from autoptd.search.pipeline.stage_parameters import block_peak
 from autoptd.search.pipeline.windows import Floats
@@ -42,7 +42,7 @@ class SegmentRange:
     state: Memory
     upcast: int
     blocks: tuple[tuple[int, ...], ...]  # positions of each block's segments, from the run's first on
-    menus: tuple[RecomputeOptions, ...]
+    options: tuple[RecomputeOptions, ...]
 
 
 class StageCost:
@@ -57,11 +57,11 @@ class StageCost:
         ignored = free or self.method.memory == "ignore"
         self.limit = math.inf if ignored else device.memory_bytes * (1 - self.method.headroom)
         self.rough = False
-        self._stretches: dict[_Key, SegmentRange] = {}
+        self._spans: dict[_Key, SegmentRange] = {}
         self._choices: dict[tuple[_Key, int], RecomputeChoice | None] = {}
         self._options: dict[tuple[_Key, int], tuple[StageOption, ...]] = {}
         self._costs: dict[tuple[_Key, int], ChunkCost] = {}
-        self._menus: dict[tuple[str, ...], RecomputeOptions] = {}
+        self._block_options: dict[tuple[str, ...], RecomputeOptions] = {}
 
     # ---- seconds ----
 
@@ -80,12 +80,12 @@ class StageCost:
     def _choice(self, first: int, last: int, alive: int) -> RecomputeChoice | None:
         key = self._key(first, last), alive
         if key not in self._choices:
-            stretch, chunks = self.stretch(first, last), self.method.virtual
-            self._choices[key] = self.choose([stretch], stretch.state, stretch.upcast, Alive(((alive,),)), chunks)
+            span, chunks = self.span(first, last), self.method.virtual
+            self._choices[key] = self.choose([span], span.state, span.upcast, Alive(((alive,),)), chunks)
         return self._choices[key]
 
     def _chunk(self, first: int, last: int, choice: RecomputeChoice) -> ChunkCost:
-        return self.chunks.chunk(first, last, self.policies(first, self.stretch(first, last), choice.ways[0]))
+        return self.chunks.chunk(first, last, self.policies(first, self.span(first, last), choice.chosen[0]))
 
     def options(self, first: int, last: int, alive: int) -> tuple[StageOption, ...]:
         """Ways to recompute beside so many chunks in flight: the quickest that fits, and those that would be quicker;
@@ -94,14 +94,16 @@ class StageCost:
         if best is None:
             return ()
         if key not in self._options:
-            stretch = self.stretch(first, last)
-            quicker = (c for c in ever_less([stretch.menus], Alive(((alive,),))) if c.again_s < best.again_s)
+            span = self.span(first, last)
+            quicker = (
+                c for c in decreasing_memory([span.options], Alive(((alive,),))) if c.recompute_s < best.recompute_s
+            )
             self._options[key] = tuple(self._option(first, last, choice) for choice in (*quicker, best))
         return self._options[key]
 
     def _option(self, first: int, last: int, choice: RecomputeChoice) -> StageOption:
-        stretch, cost = self.stretch(first, last), self._chunk(first, last, choice)
-        needed = self._needed(stretch.state, stretch.upcast, choice.kept, choice.extra, self.method.virtual)
+        span, cost = self.span(first, last), self._chunk(first, last, choice)
+        needed = self._needed(span.state, span.upcast, choice.kept, choice.extra, self.method.virtual)
         return StageOption(cost.forward_s + cost.backward_s, needed / self.limit)
 
     def least_cost(self, first: int, last: int) -> ChunkCost:
@@ -112,11 +114,11 @@ class StageCost:
         return self._costs[key]
 
     def choose(
-        self, stretches: Sequence[SegmentRange], state: Memory, upcast: int, alive: Alive, chunks: int = 1
+        self, spans: Sequence[SegmentRange], state: Memory, upcast: int, alive: Alive, chunks: int = 1
     ) -> RecomputeChoice | None:
         """The quickest recomputation of a rank with these stretches that fits; each stands for so many chunks."""
         found = choose(
-            [stretch.menus for stretch in stretches],
+            [span.options for span in spans],
             alive,
             lambda kept, extra: self._needed(state, upcast, kept, extra, chunks) <= self.limit,
         )
@@ -124,21 +126,21 @@ class StageCost:
         return found
 
     @staticmethod
-    def policies(first: int, stretch: SegmentRange, ways: Sequence[RecomputeOption]) -> dict[int, str]:
+    def policies(first: int, span: SegmentRange, chosen: Sequence[RecomputeOption]) -> dict[int, str]:
         """Segment -> policy, of those that recompute."""
-        blocks = zip(stretch.blocks, ways, strict=True)
-        return {first + i: way.policy for block, way in blocks if way.policy != NONE for i in block}
+        blocks = zip(span.blocks, chosen, strict=True)
+        return {first + i: option.policy for block, option in blocks if option.policy != NONE for i in block}
 
     # ---- bytes ----
 
     def over_bytes(self, first: int, last: int, alive: int) -> float:
         """By how much a stage of these segments is over its memory at the least."""
-        stretch = self.stretch(first, last)
-        kept, extra = bytes_of(leanest([stretch.menus]), Alive(((alive,),)))
-        return self._needed(stretch.state, stretch.upcast, kept, extra, self.method.virtual) - self.limit
+        span = self.span(first, last)
+        kept, extra = bytes_of(leanest([span.options]), Alive(((alive,),)))
+        return self._needed(span.state, span.upcast, kept, extra, self.method.virtual) - self.limit
 
     @property
-    def room(self) -> float:
+    def budget_bytes(self) -> float:
         """For state and activations."""
         return self.limit - self._communication_bytes - self.device.context_bytes
 
@@ -174,17 +176,17 @@ class StageCost:
     def _key(self, first: int, last: int) -> _Key:
         return first == 0, self.chunks.names[first : last + 1]
 
-    def stretch(self, first: int, last: int) -> SegmentRange:
+    def span(self, first: int, last: int) -> SegmentRange:
         key = self._key(first, last)
-        if key not in self._stretches:
+        if key not in self._spans:
             blocks = tuple(self.blocks(first, last))
-            self._stretches[key] = SegmentRange(
+            self._spans[key] = SegmentRange(
                 self.chunks.state_at_most(first, last),
                 self.chunks.upcast_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
-                tuple(self.menu(block) for block in blocks),
+                tuple(self.options_of(block) for block in blocks),
             )
-        return self._stretches[key]
+        return self._spans[key]
 
     def blocks(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
         """The segments of each block of a stage: repetitions of units, or the parts of them that lie inside."""
@@ -196,12 +198,14 @@ class StageCost:
                 if inside := tuple(i for i in range(start, start + unit.length) if first <= i <= last):
                     yield inside
 
-    def menu(self, block: tuple[int, ...]) -> RecomputeOptions:
+    def options_of(self, block: tuple[int, ...]) -> RecomputeOptions:
         """Ways to recompute a block."""
         kinds = tuple(self.folded.segments[i].kind for i in block)
-        if kinds not in self._menus:
-            self._menus[kinds] = menu_of([self.way(block, policy) for policy in self.policies_for(block)])
-        return self._menus[kinds]
+        if kinds not in self._block_options:
+            self._block_options[kinds] = undominated(
+                [self.option(block, policy) for policy in self.policies_for(block)]
+            )
+        return self._block_options[kinds]
 
     def policies_for(self, block: tuple[int, ...]) -> tuple[str, ...]:
         wanted = self.candidate.recompute
@@ -209,13 +213,13 @@ class StageCost:
             return (NONE, *self.method.policies)
         return (wanted,) if self._repeats(block) else (NONE,)
 
-    def way(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
+    def option(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
         segments = [self.folded.segments[i] for i in block]
         peak = block_peak(self.chunks.tensors, self.chunks.sharded, segments, policy, self.method)
-        return RecomputeOption(policy, self._again_s(block, policy), peak)
+        return RecomputeOption(policy, self._recompute_s(block, policy), peak)
 
-    def _again_s(self, run: Sequence[int], policy: str) -> float:
-        return 0.0 if policy == NONE else sum(self.chunks.again_s(i, policy) for i in run)
+    def _recompute_s(self, run: Sequence[int], policy: str) -> float:
+        return 0.0 if policy == NONE else sum(self.chunks.recompute_s(i, policy) for i in run)
 
     def _repeats(self, block: tuple[int, ...]) -> bool:
         """Whether a block is one of many: what a full recompute means, where a model has any that repeat."""
@@ -255,8 +259,8 @@ class StageCost:
         """Of each segment: seconds of a microbatch, with the quickest recomputation that is allowed."""
         base = np.array([cost.forward_s + cost.backward_s for cost in self._singles])
         for same in self._alike:
-            policy = self.menu(same[0])[0].policy
-            again = [self._again_s((i,), policy) for i in same[0]]
+            policy = self.options_of(same[0])[0].policy
+            again = [self._recompute_s((i,), policy) for i in same[0]]
             for block in same if any(again) else ():
                 base[list(block)] += again
         return base
@@ -264,28 +268,28 @@ class StageCost:
     @cached_property
     def kept(self) -> tuple[Floats, Floats]:
         """Of each segment: bytes that it keeps per microbatch (its share of its block), and at the least."""
-        kept, lean = np.zeros(len(self.chunks.names)), np.zeros(len(self.chunks.names))
+        kept, least_kept = np.zeros(len(self.chunks.names)), np.zeros(len(self.chunks.names))
         for same in self._alike:
-            menu, alone = self.menu(same[0]), [self.menu((i,)) for i in same[0]]
-            own = np.array([max(way.peak.kept for way in m) for m in alone], dtype=float)
-            share = min(1.0, menu[0].peak.kept / max(1, own.sum()))
-            least = min(way.peak.kept for m in (menu, *alone) for way in m) / len(same[0])
+            options, alone = self.options_of(same[0]), [self.options_of((i,)) for i in same[0]]
+            own = np.array([max(option.peak.kept for option in m) for m in alone], dtype=float)
+            share = min(1.0, options[0].peak.kept / max(1, own.sum()))
+            least = min(option.peak.kept for m in (options, *alone) for option in m) / len(same[0])
             for block in same:
-                kept[list(block)], lean[list(block)] = own * share, least
-        return kept, lean
+                kept[list(block)], least_kept[list(block)] = own * share, least
+        return kept, least_kept
 
     @cached_property
-    def again_s(self) -> float:
+    def recompute_s(self) -> float:
         """The least seconds that recomputation takes for a byte that it saves, were an input nothing."""
-        menus = [menu for b, *_ in self._alike for menu in (self.menu(b), *(self.menu((i,)) for i in b))]
-        return min((rate for menu in menus for rate in _rates(menu)), default=math.inf)
+        alternatives = (self.options_of(part) for b, *_ in self._alike for part in (b, *((i,) for i in b)))
+        return min((rate for options in alternatives for rate in _rates(options)), default=math.inf)
 
     def relaxed(self) -> list[Blocks]:
         """The blocks, as `search/pipeline/lp_bound.py` shares them out."""
         found = []
         for same in self._alike:
             block = same[0]
-            most = [max(way.peak.kept for way in self.menu((i,))) for i in block]
+            most = [max(option.peak.kept for option in self.options_of((i,))) for i in block]
             shares = [n / max(1, sum(most)) for n in most]
             segments = zip(block, shares, strict=True) if len(block) > 1 else ()
             found.append(Blocks(len(same), self._part(block), tuple(self._part((i,), block, x) for i, x in segments)))
@@ -293,22 +297,22 @@ class StageCost:
 
     def _part(self, run: tuple[int, ...], block: tuple[int, ...] = (), share: float = 1.0) -> BlockOptions:
         """A block, or a segment of one. Of three and more, two may keep less together than each by itself."""
-        whole = {way.policy: way.peak.kept for way in self.menu(block)} if len(block) > 2 else {}
-        ways = tuple(
-            (self._again_s(run, way.policy), min(way.peak.kept, share * whole.get(way.policy, math.inf)))
-            for way in self.menu(run)
+        whole = {option.policy: option.peak.kept for option in self.options_of(block)} if len(block) > 2 else {}
+        chosen = tuple(
+            (self._recompute_s(run, option.policy), min(option.peak.kept, share * whole.get(option.policy, math.inf)))
+            for option in self.options_of(run)
         )
         forward_s, backward_s = (sum(getattr(self._singles[i], n) for i in run) for n in ("forward_s", "backward_s"))
         return BlockOptions(
             forward_s,
             backward_s,
             float(sum(self.state[i] for i in run)),
-            ways[:1] if self.limit == math.inf else ways,
+            chosen[:1] if self.limit == math.inf else chosen,
         )
 
 
-def _rates(menu: RecomputeOptions) -> Iterator[float]:
-    quickest, *others = menu
-    for way in others:
-        left = 0 if way.policy == "full" else way.peak.kept
-        yield (way.again_s - quickest.again_s) / max(1, quickest.peak.kept - left)
+def _rates(options: RecomputeOptions) -> Iterator[float]:
+    quickest, *others = options
+    for option in others:
+        left = 0 if option.policy == "full" else option.peak.kept
+        yield (option.recompute_s - quickest.recompute_s) / max(1, quickest.peak.kept - left)

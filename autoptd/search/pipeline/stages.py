@@ -50,9 +50,9 @@ class Stages:
         self.cluster = cluster or tensors.cluster
         self.folded = tensors.folded
         self.chunks = ChunkCosts(tensors, sharded, candidate, method, precision, optimizer)
-        self.sites = self._sites()
+        self.stage_costs = self._stage_costs()
 
-    def _sites(self, free: bool = False) -> list[StageCost]:
+    def _stage_costs(self, free: bool = False) -> list[StageCost]:
         """One for each type of device that the pipeline's ranks are on."""
         devices = [pool.device for pool in self.cluster.pools]
         if not self.candidate.pools:
@@ -60,9 +60,9 @@ class Stages:
         first = [self.candidate.pools.index(pool) for pool in range(len(devices))]
         return [StageCost(self.chunks.on(rank), device, free) for rank, device in zip(first, devices, strict=True)]
 
-    def site(self, stage: int) -> StageCost:
+    def stage_cost(self, stage: int) -> StageCost:
         """Where a stage runs."""
-        return self.sites[self._pools[self.candidate.route.holder(stage)]]
+        return self.stage_costs[self._pools[self.candidate.route.holder(stage)]]
 
     @cached_property
     def _pools(self) -> tuple[int, ...]:
@@ -74,10 +74,13 @@ class Stages:
             return self.finish(self._fixed_cuts())
         if self.method.virtual == 1:
             return self.finish(self._cut())
-        sites, self.sites = self.sites, self._sites(free=True)  # memory is a matter of all chunks of a rank together
+        stage_costs, self.stage_costs = (
+            self.stage_costs,
+            self._stage_costs(free=True),
+        )  # memory is a matter of all chunks of a rank together
         cuts = self._cut()
-        self.sites = sites
-        del self.line
+        self.stage_costs = stage_costs
+        del self.problem
         found = [staged for cut in (cuts, self._even()) if cut and (staged := self._if_it_fits(cut))]
         if found:  # with several chunks a rank, equal ones may wait less than the bound tells
             return min(found, key=lambda staged: simulated(staged).seconds)
@@ -126,56 +129,56 @@ class Stages:
         route, policies = self.candidate.route, list[Mapping[int, str]]([{}] * len(cuts))
         memory: list[Memory] = []
         for rank in range(route.ranks):
-            mine, site = route.stages_of(rank), self.site(rank)
+            mine, stage_cost = route.stages_of(rank), self.stage_cost(rank)
             runs = [cuts[stage] for stage in mine]
-            stretches = [site.stretch(*run) for run in runs]
+            spans = [stage_cost.span(*run) for run in runs]
             state, upcast = self.chunks.state(runs, cuts), self.chunks.upcast_bytes(runs)
-            choice = site.choose(stretches, state, upcast, self.held(rank))
+            choice = stage_cost.choose(spans, state, upcast, self.held(rank))
             if choice is None:
                 raise StagesDoNotFit("these stages do not fit")
-            for stage, stretch, ways in zip(mine, stretches, choice.ways, strict=True):
-                policies[stage] = site.policies(cuts[stage][0], stretch, ways)
-            memory.append(site.memory(state, upcast, choice.kept, choice.extra))
+            for stage, span, ways in zip(mine, spans, choice.chosen, strict=True):
+                policies[stage] = stage_cost.policies(cuts[stage][0], span, ways)
+            memory.append(stage_cost.memory(state, upcast, choice.kept, choice.extra))
         return timed(self.chunks, StageSolution(cuts, tuple(policies)), tuple(memory))
 
     # ---- what the cuts search asks ----
 
     def _cut(self) -> Cuts:
         """Raises DoesNotFit."""
-        ramp = self.candidate.microbatches - 1
+        rounds = self.candidate.microbatches - 1
         options = self.options if self.method.cut_solver == "ilp" else None
-        found = solve_cuts(self.line, ramp * self.method.virtual**2, self.seconds, options)
+        found = solve_cuts(self.problem, rounds * self.method.virtual**2, self.seconds, options)
         if found is None:
             raise StagesDoNotFit("no cut fits")
         return found
 
     @cached_property
-    def line(self) -> PartitionProblem:
+    def problem(self) -> PartitionProblem:
         """What is to be cut."""
-        first, v = self.sites[0], self.method.virtual
-        kept, lean = first.kept
+        first, v = self.stage_costs[0], self.method.virtual
+        kept, least_kept = first.kept
         return PartitionProblem(
             names=self.chunks.names,
-            base_s=tuple(site.base_s for site in self.sites),
+            base_s=tuple(stage_cost.base_s for stage_cost in self.stage_costs),
             send_s=2 * self.chunks.messages.everywhere(),
             alive=tuple(self.alive(k) for k in range(self.count)),
             pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
             state=first.state * v,
             kept=kept,
-            lean=lean,
-            again_s=tuple(site.again_s for site in self.sites),
-            room=tuple(site.room for site in self.sites),
+            least_kept=least_kept,
+            recompute_s=tuple(stage_cost.recompute_s for stage_cost in self.stage_costs),
+            budget_bytes=tuple(stage_cost.budget_bytes for stage_cost in self.stage_costs),
             uncut=self.method.uncut,
         )
 
     def seconds(self, stage: int, first: int, last: int) -> float:
         """What a stage of these segments takes per microbatch with the quickest recomputation that fits."""
-        cost = self.site(stage).cost(first, last, self.alive(stage))
+        cost = self.stage_cost(stage).cost(first, last, self.alive(stage))
         return math.inf if cost is None else cost.forward_s + cost.backward_s
 
     def options(self, stage: int, first: int, last: int) -> Sequence[StageOption]:
         """Ways to recompute a stage of these segments."""
-        return self.site(stage).options(first, last, self.alive(stage))
+        return self.stage_cost(stage).options(first, last, self.alive(stage))
 
     def passes(self, stage: int, first: int, last: int) -> tuple[float, float] | None:
         """(forward, backward) of a stage at the least; None where nothing fits.
@@ -183,9 +186,9 @@ class Stages:
         Where a rank has several chunks, without recomputation: what fits is a matter of all of them."""
         if not self.method.uncut.isdisjoint((first, last + 1)):
             return None
-        site = self.site(stage)
+        stage_cost = self.stage_cost(stage)
         several = self.method.virtual > 1
-        cost = site.least_cost(first, last) if several else site.cost(first, last, self.alive(stage))
+        cost = stage_cost.least_cost(first, last) if several else stage_cost.cost(first, last, self.alive(stage))
         return None if cost is None else (cost.forward_s, cost.backward_s)
 
     # ---- bounds of all cuts ----
@@ -197,14 +200,14 @@ class Stages:
         T + (m - 1) B - (w - 1) B / 2, and the messages of one microbatch there and back.
         """
         c, method = self.candidate, self.method
-        line = replace(self.line, send_s=np.zeros_like(self.line.send_s))  # messages may overlap with passes
+        problem = replace(self.problem, send_s=np.zeros_like(self.problem.send_s))  # messages may overlap with passes
         if method.virtual > 1:  # other chunks of the rank may keep less
-            line = replace(line, room=(math.inf,) * len(line.room))
-        base: Floats = line.least_s
+            problem = replace(problem, budget_bytes=(math.inf,) * len(problem.budget_bytes))
+        base: Floats = problem.least_s
         total = float(base.sum())
-        width = 2.0 * max(total / line.stages, float(base.max()))
+        width = 2.0 * max(total / problem.stages, float(base.max()))
         while True:
-            windows = line.windows(width)
+            windows = problem.windows(width)
             found = partition(windows.lower_s, windows.starts, minimax=True)
             if width >= total or (found is not None and found.value <= width):
                 break
@@ -221,33 +224,33 @@ class Stages:
     @cached_property
     def least_sends_s(self) -> tuple[float, ...]:
         """Of a message behind each stage but the last, wherever stages end."""
-        return tuple((self.line.least_sends_s[:-1] / 2).tolist())
+        return tuple((self.problem.least_sends_s[:-1] / 2).tolist())
 
     def relaxed_bound_s(self) -> float:
         """Of all cuts; infinite where none fits. See `search/pipeline/lp_bound.py`."""
         c, method = self.candidate, self.method
         held = tuple(self.held(rank).least for rank in range(c.pp))
-        rooms = tuple(self.site(rank).room for rank in range(c.pp))
+        budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
         shape = method.schedule, c.microbatches, method.virtual
-        pipeline = Pipeline(*shape, held, self._pools, rooms, self.least_sends_s)
-        return relaxed_bound_s([site.relaxed() for site in self.sites], pipeline)
+        pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
+        return relaxed_bound_s([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline)
 
     # ---- what is missing where nothing fits ----
 
     def over_bytes(self, stage: int, first: int, last: int) -> float:
         """By how much a stage of these segments is over its memory at the least."""
-        return self.site(stage).over_bytes(first, last, self.alive(stage))
+        return self.stage_cost(stage).over_bytes(first, last, self.alive(stage))
 
     def shortfall(self) -> Shortfall:
         """Return what the cut lacks whose fullest stage is over its memory by the least."""
-        cuts = self._fixed_cuts() if self.fixed else smallest_cut(self.line).cuts
+        cuts = self._fixed_cuts() if self.fixed else smallest_cut(self.problem).cuts
         over = [self.over_bytes(k, *run) for k, run in enumerate(cuts)]
         names = [segment.name for segment in self.folded.segments]
         return Shortfall(
             self.candidate,
             stages=tuple((names[first], names[last]) for first, last in cuts),
             missing_bytes=tuple(max(0.0, value) for value in over),
-            budget_bytes=max(self.site(k).room for k in range(len(cuts))) + max(over),
+            budget_bytes=max(self.stage_cost(k).budget_bytes for k in range(len(cuts))) + max(over),
             recompute_fits=self.candidate.recompute != "auto" and self._auto_would_do(cuts),
         )
 

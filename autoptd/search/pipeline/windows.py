@@ -42,9 +42,9 @@ class PartitionProblem:
     pools: tuple[int, ...]
     state: Floats
     kept: Floats
-    lean: Floats
-    again_s: tuple[float, ...]
-    room: tuple[float, ...]
+    least_kept: Floats
+    recompute_s: tuple[float, ...]
+    budget_bytes: tuple[float, ...]
     uncut: frozenset[int] = frozenset()
 
     @property
@@ -81,32 +81,36 @@ def longest_within(base_s: Floats, width_s: float) -> int:
 class Windows:
     """Windows of at most `longest` segments of a line."""
 
-    def __init__(self, line: PartitionProblem, longest: int) -> None:
-        self.line = line
-        n = len(line.names)
-        self.longest = min(longest, n - line.stages + 1)
+    def __init__(self, problem: PartitionProblem, longest: int) -> None:
+        self.problem = problem
+        n = len(problem.names)
+        self.longest = min(longest, n - problem.stages + 1)
         self.starts = np.arange(n)[:, None] - np.arange(self.longest)[None, :]
         begin = np.ones(n + 1, dtype=bool)
-        begin[list(line.uncut)] = False
+        begin[list(problem.uncut)] = False
         self.possible = (self.starts >= 0) & begin[np.maximum(self.starts, 0)] & begin[1:, None]
 
     @cached_property
     def lower_s(self) -> Floats:
         """No stage that holds the window takes less, [k, e, l]."""
-        line, alive = self.line, np.array(self.line.alive, dtype=float)[:, None, None]
-        kept = self._sums(line.kept)
-        over = self._sums(line.state) / alive + kept - line.of_stages(line.room) / alive  # per microbatch in flight
+        problem, alive = self.problem, np.array(self.problem.alive, dtype=float)[:, None, None]
+        kept = self._sums(problem.kept)
+        over = (
+            self._sums(problem.state) / alive + kept - problem.of_stages(problem.budget_bytes) / alive
+        )  # per microbatch in flight
         with np.errstate(invalid="ignore"):
-            again = np.where(over > 0, np.where(over > kept, np.inf, over * line.of_stages(line.again_s)), 0.0)
-        base = np.stack([self._sums(base) for base in line.base_s])[list(line.pools)]
-        return np.where(self.possible, base + line.send_s[:, :, None] + again, np.inf)
+            again = np.where(
+                over > 0, np.where(over > kept, np.inf, over * problem.of_stages(problem.recompute_s)), 0.0
+            )
+        base = np.stack([self._sums(base) for base in problem.base_s])[list(problem.pools)]
+        return np.where(self.possible, base + problem.send_s[:, :, None] + again, np.inf)
 
     @cached_property
     def least_over(self) -> Floats:
         """Bytes over the room at the least, [k, e, l]."""
-        alive = np.array(self.line.alive, dtype=float)[:, None, None]
-        held = self._sums(self.line.state) + alive * self._sums(self.line.lean)
-        return np.where(self.possible, held - self.line.of_stages(self.line.room), np.inf)
+        alive = np.array(self.problem.alive, dtype=float)[:, None, None]
+        held = self._sums(self.problem.state) + alive * self._sums(self.problem.least_kept)
+        return np.where(self.possible, held - self.problem.of_stages(self.problem.budget_bytes), np.inf)
 
     def _sums(self, values: Floats) -> Floats:
         """Over each window, [e, l]."""
@@ -115,15 +119,15 @@ class Windows:
 
     def times_s(self, cap_s: float, seconds: Measure) -> Floats:
         """Seconds of the windows that some partition with no time above `cap_s` uses; infinite for the others."""
-        return self.measured(self.lower_s <= cap_s * SLACK, seconds) + self.line.send_s[:, :, None]
+        return self.measured(self.lower_s <= cap_s * SLACK, seconds) + self.problem.send_s[:, :, None]
 
     def measured(self, wanted: NDArray[np.bool_], measure: Measure) -> Floats:
         """A measure of the wanted windows, as far as they line up: once for each content, on stages that are alike."""
         usable = self._usable(wanted)
         found = np.full(self._shape, np.inf)
         at = np.nonzero(usable)
-        alive = (np.array(self.line.alive, dtype=np.uint64) << np.uint64(8)) + np.array(
-            self.line.pools, dtype=np.uint64
+        alive = (np.array(self.problem.alive, dtype=np.uint64) << np.uint64(8)) + np.array(
+            self.problem.pools, dtype=np.uint64
         )
         alive *= np.uint64(_ODD)
         contents = self._contents[at[1], at[2]] ^ alive[at[0]]
@@ -147,7 +151,7 @@ class Windows:
     @cached_property
     def _contents(self) -> NDArray[np.uint64]:
         """A number for what is in each window and whether it begins the line, [e, l]: a polynomial in its names."""
-        names = np.array(self.line.names, dtype=np.uint64) * np.uint64(_ODD) + np.uint64(_ODD >> 7)
+        names = np.array(self.problem.names, dtype=np.uint64) * np.uint64(_ODD) + np.uint64(_ODD >> 7)
         powers = np.ones(len(names) + 1, dtype=np.uint64)
         before = np.zeros(len(names) + 1, dtype=np.uint64)
         with np.errstate(over="ignore"):
@@ -161,7 +165,7 @@ class Windows:
 
     @property
     def _shape(self) -> tuple[int, int, int]:
-        return (self.line.stages, *self.starts.shape)
+        return (self.problem.stages, *self.starts.shape)
 
     def _drop_unreachable(self, usable: NDArray[np.bool_]) -> None:
         """Leave windows that begin where an earlier stage can end and end where a later one can begin."""

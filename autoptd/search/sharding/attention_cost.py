@@ -91,7 +91,7 @@ def _written(
 ) -> Iterator[OpWork]:
     one = passes_of(form)[backward]
     scores = shape.heads * shape.queries * shape.keys * share
-    stretches = tiles * -(-int(scores) // (tiles * SCORES))
+    spans = tiles * -(-int(scores) // (tiles * SCORES))
     wide = form.ring and dtype in ("bf16", "fp16")  # a ring's tiles are in float32
     keys = max(1, round(shape.keys * share))
     for _ in range(one.products):
@@ -105,7 +105,7 @@ def _written(
             shape.width,
             shape.heads,
             backward=backward,
-            launches=stretches,
+            launches=spans,
             part=_PART,
         )
-    yield OpWork("memory", 0, scores * one.nbytes, "fp32", launches=stretches * one.launches, part=_PART)
+    yield OpWork("memory", 0, scores * one.nbytes, "fp32", launches=spans * one.launches, part=_PART)

@@ -44,7 +44,7 @@ class KindCost:
     backward_s: float
     forward_comm_s: float
     backward_comm_s: float
-    again_s: Mapping[str, float]
+    policy_s: Mapping[str, float]
     attention_s: float  # of fused attention, forward
     weight_s: float = 0.0  # of backward_s: gradients of parameters
 
@@ -87,7 +87,7 @@ def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindC
         backward_s=work_s(device, work.backward) + backward_comm,
         forward_comm_s=forward_comm,
         backward_comm_s=backward_comm,
-        again_s={policy: work_s(device, works) for policy, works in work.again.items()},
+        policy_s={policy: work_s(device, works) for policy, works in work.again.items()},
         attention_s=work_s(device, (w for w in work.forward if w.attends)),
         weight_s=sum(op_s(device, w) for w in work.weights),
     )

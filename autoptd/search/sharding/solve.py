@@ -150,7 +150,7 @@ class Splitter:
 
     def _byte_s(self, c: Candidate) -> float:
         """What a byte kept per microbatch is worth: the seconds of recomputing everything, by what that saves."""
-        quick = self.solve(replace(c, lean=False)) if c.lean else None
+        quick = self.solve(replace(c, memory_saving=False)) if c.memory_saving else None
         if not isinstance(quick, Sharded):
             return 0.0
         forward_s = sum(times * k.forward_s for times, k in quick.every_kind)
@@ -179,7 +179,7 @@ class Splitter:
 
 
 def key_of(c: Candidate) -> Key:
-    return c.tp, c.micro, c.cp, c.lean
+    return c.tp, c.micro, c.cp, c.memory_saving
 
 
 @lru_cache(maxsize=64)

@@ -23,8 +23,8 @@ class Kind:
     base_s: tuple[float, ...]
     state: float
     kept: float
-    lean: float
-    again_s: float
+    least_kept: float
+    recompute_s: float
 
 
 @dataclass(frozen=True)
@@ -32,55 +32,61 @@ class Problem:
     """A line with what `seconds` is made of. `ragged`: what a stage takes besides its segments, by its contents."""
 
     kinds: tuple[Kind, ...]
-    line: PartitionProblem
-    ramp: float
+    partitioning: PartitionProblem
+    rounds: float
     ragged: int
 
     def segment(self, i: int) -> Kind:
-        return self.kinds[self.line.names[i]]
+        return self.kinds[self.partitioning.names[i]]
 
     def seconds(self, stage: int, first: int, last: int) -> float:
         """By trying all sets of segments that recompute; without sending."""
-        pool, alive = self.line.pools[stage], self.line.alive[stage]
+        pool, alive = self.partitioning.pools[stage], self.partitioning.alive[stage]
         own = [self.segment(i) for i in range(first, last + 1)]
         state = sum(s.state for s in own)
         best = math.inf
         for chosen in itertools.product((False, True), repeat=len(own)):
-            kept = sum(s.lean if again else s.kept for s, again in zip(own, chosen, strict=True))
-            if state + alive * kept <= self.line.room[pool]:
-                best = min(best, sum(s.again_s for s, again in zip(own, chosen, strict=True) if again))
+            kept = sum(s.least_kept if again else s.kept for s, again in zip(own, chosen, strict=True))
+            if state + alive * kept <= self.partitioning.budget_bytes[pool]:
+                best = min(best, sum(s.recompute_s for s, again in zip(own, chosen, strict=True) if again))
         return self.seconds_without(stage, first, last) + best
 
     def seconds_without(self, stage: int, first: int, last: int) -> float:
         """Without recomputation or sending."""
-        contents = (first == 0, self.line.names[first : last + 1])
-        base = sum(self.segment(i).base_s[self.line.pools[stage]] for i in range(first, last + 1))
+        contents = (first == 0, self.partitioning.names[first : last + 1])
+        base = sum(self.segment(i).base_s[self.partitioning.pools[stage]] for i in range(first, last + 1))
         return base + random.Random(repr((self.ragged, contents))).randint(0, 3) * bool(self.ragged)
 
     @cached_property
     def table(self) -> dict[tuple[int, int, int], float]:
         """Of every stage and run of segments, sending included."""
-        n = len(self.line.names)
+        n = len(self.partitioning.names)
         return {
-            (k, i, j): self.seconds(k, i, j) + float(self.line.send_s[k, j])
-            for k in range(self.line.stages)
+            (k, i, j): self.seconds(k, i, j) + float(self.partitioning.send_s[k, j])
+            for k in range(self.partitioning.stages)
             for i in range(n)
             for j in range(i, n)
         }
 
     def bound_s(self, cuts: Cuts) -> float:
         times = [self.table[k, i, j] for k, (i, j) in enumerate(cuts)]
-        return self.ramp * max(times) + sum(times) if max(times) < math.inf else math.inf
+        return self.rounds * max(times) + sum(times) if max(times) < math.inf else math.inf
 
     def brute_force(self) -> float:
         """The least bound of all cuts that are allowed; infinity where nothing fits."""
-        cuts = all_cuts(len(self.line.names), self.line.stages)
+        cuts = all_cuts(len(self.partitioning.names), self.partitioning.stages)
         return min(
-            (self.bound_s(c) for c in cuts if self.line.uncut.isdisjoint(first for first, _ in c)), default=math.inf
+            (self.bound_s(c) for c in cuts if self.partitioning.uncut.isdisjoint(first for first, _ in c)),
+            default=math.inf,
         )
 
-    def with_room(self, more: float) -> Problem:
-        return replace(self, line=replace(self.line, room=tuple(r + more for r in self.line.room)))
+    def with_budget(self, more: float) -> Problem:
+        return replace(
+            self,
+            partitioning=replace(
+                self.partitioning, budget_bytes=tuple(r + more for r in self.partitioning.budget_bytes)
+            ),
+        )
 
 
 def random_problem(seed: int) -> Problem:
@@ -94,8 +100,8 @@ def random_problem(seed: int) -> Problem:
     alive = tuple(range(stages, 0, -1)) if falling else tuple(rng.randint(1, 4) for _ in range(stages))
     own = [kinds[name] for name in names]
     share, kept = sum(alive) / stages**2, rng.uniform(0.0, 1.5)
-    needed = sum(s.state / stages + share * (s.lean + kept * (s.kept - s.lean)) for s in own)
-    line = PartitionProblem(
+    needed = sum(s.state / stages + share * (s.least_kept + kept * (s.kept - s.least_kept)) for s in own)
+    partitioning = PartitionProblem(
         names=names,
         base_s=tuple(np.array([s.base_s[pool] for s in own]) for pool in range(devices)),
         send_s=_random_sends(rng, stages, len(names)),
@@ -103,12 +109,12 @@ def random_problem(seed: int) -> Problem:
         pools=tuple(sorted(rng.randrange(devices) for _ in alive)),
         state=np.array([s.state for s in own]),
         kept=np.array([s.kept for s in own]),
-        lean=np.array([s.lean for s in own]),
-        again_s=(min(s.again_s / max(1.0, s.kept) for s in kinds),) * devices,
-        room=tuple(round(needed * rng.uniform(0.8, 1.2)) + 5.0 for _ in range(devices)),
+        least_kept=np.array([s.least_kept for s in own]),
+        recompute_s=(min(s.recompute_s / max(1.0, s.kept) for s in kinds),) * devices,
+        budget_bytes=tuple(round(needed * rng.uniform(0.8, 1.2)) + 5.0 for _ in range(devices)),
         uncut=frozenset(i for i in range(1, len(names)) if rng.random() < rng.choice([0.0, 0.0, 0.3])),
     )
-    return Problem(kinds, line, float(rng.choice([0, 1, 1, 2, 3, 15])), rng.choice([0, seed + 1]))
+    return Problem(kinds, partitioning, float(rng.choice([0, 1, 1, 2, 3, 15])), rng.choice([0, seed + 1]))
 
 
 def _random_sends(rng: random.Random, stages: int, segments: int) -> Floats:
@@ -124,8 +130,8 @@ def _kind(rng: random.Random, devices: int) -> Kind:
         base_s=tuple(float(rng.randint(1, 18)) for _ in range(devices)),
         state=float(rng.randint(0, 20)),
         kept=float(kept),
-        lean=float(rng.randint(0, kept)),
-        again_s=float(rng.randint(0, 9)),
+        least_kept=float(rng.randint(0, kept)),
+        recompute_s=float(rng.randint(0, 9)),
     )
 
 

@@ -102,10 +102,10 @@ def random_run(seed: int) -> Run:
 RUNS = [random_run(seed) for seed in range(700)]
 
 
-def stages_of(run: Run, rooms: float = math.inf) -> Any:
+def stages_of(run: Run, budgets: float = math.inf) -> Any:
     """What `Stages` and `_Walk` read of a candidate, for a pipeline without memory."""
     n, nothing = len(run.segments), np.zeros(len(run.segments))
-    line = PartitionProblem(
+    partitioning = PartitionProblem(
         names=tuple(range(n)),
         base_s=(np.array([f + b for f, b, _ in run.segments]),),
         send_s=_sends_everywhere(run),
@@ -113,16 +113,16 @@ def stages_of(run: Run, rooms: float = math.inf) -> Any:
         pools=(0,) * len(run.cuts),
         state=nothing,
         kept=nothing,
-        lean=nothing,
-        again_s=(math.inf,),
-        room=(math.inf,),
+        least_kept=nothing,
+        recompute_s=(math.inf,),
+        budget_bytes=(math.inf,),
     )
     route = route_of(run.schedule, run.ranks, run.virtual)
     candidate = SimpleNamespace(pp=run.ranks, microbatches=run.microbatches, route=route)
     method = SimpleNamespace(schedule=run.schedule, virtual=run.virtual)
-    least_sends_s = tuple((line.least_sends_s[:-1] / 2).tolist())
+    least_sends_s = tuple((partitioning.least_sends_s[:-1] / 2).tolist())
     return SimpleNamespace(
-        candidate=candidate, method=method, line=line, count=len(run.cuts), least_sends_s=least_sends_s
+        candidate=candidate, method=method, partitioning=partitioning, count=len(run.cuts), least_sends_s=least_sends_s
     )
 
 
@@ -275,14 +275,14 @@ def random_shared(seed: int) -> Shared:
         mine = [list(_slice(parts, ways, i, j)) for i, j in route.of(cuts, rank)]
         kept = [sum(n * sum(w[1] for _, w in own) for n, own in zip(row, mine, strict=True)) for row in each.rows]
         held.append(sum(p.state for own in mine for p, _ in own) + max(kept) / each.parts)
-    room = max(held) * rng.choice([1.0, 1.0, 1.3])
+    budget_bytes = max(held) * rng.choice([1.0, 1.0, 1.3])
     blocks = tuple(
         Blocks(order.count(k), _together(kind), tuple(kind) if len(kind) > 1 else ()) for k, kind in enumerate(kinds)
     )
     sends = tuple(rng.choice([0.0, 0.1, 3.0]) for _ in cuts[:-1])
-    pipeline = Pipeline(schedule, m, virtual, alive, (0,) * ranks, (room,) * ranks, sends)
+    pipeline = Pipeline(schedule, m, virtual, alive, (0,) * ranks, (budget_bytes,) * ranks, sends)
     present = tuple(b for b in blocks if b.count)
-    return Shared(pipeline, present, Run(schedule, ranks, virtual, m, segments, cuts, sends), max(held) <= room)
+    return Shared(pipeline, present, Run(schedule, ranks, virtual, m, segments, cuts, sends), max(held) <= budget_bytes)
 
 
 def _slice(parts: Sequence[BlockOptions], ways: Sequence[tuple[float, float]], i: int, j: int) -> Iterator[Any]:
@@ -322,8 +322,8 @@ def test_the_relaxation_sees_memory() -> None:
     part = BlockOptions(1.0, 2.0, 0.0, ((0.0, 10.0), (1.0, 0.0)))
     pipeline = Pipeline("1f1b", 8, 1, (2, 1), (0, 0), (40.0, 40.0))
 
-    def bound(room: float) -> float:
-        tight = Pipeline(pipeline.schedule, 8, 1, (2, 1), (0, 0), (room, room))
+    def bound(budget_bytes: float) -> float:
+        tight = Pipeline(pipeline.schedule, 8, 1, (2, 1), (0, 0), (budget_bytes, budget_bytes))
         return relaxed_bound_s([[Blocks(4, part)]], tight)
 
     free, tight, none = bound(math.inf), bound(20.0), bound(0.0)

@@ -23,15 +23,15 @@ from tests.search.pipeline.random_cuts import Cuts, Problem, all_cuts, random_pr
 def bound(problem: Problem) -> float:
     """What `solve_cuts` finds, checked to be a cut."""
     try:
-        found = solve_cuts(problem.line, problem.ramp, problem.seconds)
+        found = solve_cuts(problem.partitioning, problem.rounds, problem.seconds)
     except PlanError:
-        assert problem.line.stages > len(problem.line.names) - len(problem.line.uncut)
+        assert problem.partitioning.stages > len(problem.partitioning.names) - len(problem.partitioning.uncut)
         return math.inf
     if found is None:
         return math.inf
     assert [first for first, _ in found] == [0, *(last + 1 for _, last in found[:-1])]
-    assert all(first <= last for first, last in found) and found[-1][1] == len(problem.line.names) - 1
-    assert problem.line.uncut.isdisjoint(first for first, _ in found)
+    assert all(first <= last for first, last in found) and found[-1][1] == len(problem.partitioning.names) - 1
+    assert problem.partitioning.uncut.isdisjoint(first for first, _ in found)
     return problem.bound_s(found)
 
 
@@ -53,11 +53,11 @@ def _wrong_partitions() -> int:
         n, stages = int(rng.integers(9, 12)), int(rng.integers(4, 6))
         starts = np.arange(n)[:, None] - np.arange(n)[None, :]
         times = np.where(starts >= 0, rng.integers(1, 100, (stages, n, n)).astype(float), np.inf)
-        ramp = float(rng.choice([1, 2, 4]))
+        rounds = float(rng.choice([1, 2, 4]))
         per_cut = [[times[k, b, b - a] for k, (a, b) in enumerate(c)] for c in all_cuts(n, stages)]
-        found = cuts.best_partition(times, starts, ramp)
+        found = cuts.best_partition(times, starts, rounds)
         assert found is not None
-        wrong += bool(found[0] != min(ramp * max(t) + sum(t) for t in per_cut))
+        wrong += bool(found[0] != min(rounds * max(t) + sum(t) for t in per_cut))
     return wrong
 
 
@@ -75,7 +75,7 @@ def test_no_partition_where_no_window_is_possible() -> None:
 # ---- long lines ----
 
 
-def line(base: list[float], stages: int, **extra: Any) -> PartitionProblem:
+def partitioning(base: list[float], stages: int, **extra: Any) -> PartitionProblem:
     """Without memory, unless told."""
     nothing, known = np.zeros(len(base)), sorted(set(base))
     given = {
@@ -105,7 +105,7 @@ def asked(times: PartitionProblem) -> tuple[Callable[[int, int, int], float], li
 
 
 def test_two_hundred_segments_on_sixteen_stages_take_milliseconds() -> None:
-    deep = line([1.0, *[10.0, 20.0] * 100, 30.0], 16)
+    deep = partitioning([1.0, *[10.0, 20.0] * 100, 30.0], 16)
     seconds, count = asked(deep)
     started = time.process_time()
     found = solve_cuts(deep, 127.0, seconds)
@@ -115,34 +115,41 @@ def test_two_hundred_segments_on_sixteen_stages_take_milliseconds() -> None:
 
 
 def test_equal_segments_are_cut_evenly() -> None:
-    even = line([1.0] * 12, 4)
-    for ramp in (7.0, 0.0):  # a single microbatch too, where all cuts take as long
-        assert solve_cuts(even, ramp, asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
+    even = partitioning([1.0] * 12, 4)
+    for rounds in (7.0, 0.0):  # a single microbatch too, where all cuts take as long
+        assert solve_cuts(even, rounds, asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
 
 
 def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
-    headed = line([1.0] * 10 + [2.0], 4)
+    headed = partitioning([1.0] * 10 + [2.0], 4)
     found = solve_cuts(headed, 7.0, asked(headed)[0])
     assert found is not None and [last - first + 1 for first, last in found] == [3, 3, 3, 2]
 
 
 def test_a_slower_device_gets_fewer_segments() -> None:
     base = np.ones(9)
-    mixed = line([1.0] * 9, 3, base_s=(base, 2 * base), pools=(0, 0, 1), again_s=(math.inf,) * 2, room=(math.inf,) * 2)
+    mixed = partitioning(
+        [1.0] * 9,
+        3,
+        base_s=(base, 2 * base),
+        pools=(0, 0, 1),
+        recompute_s=(math.inf,) * 2,
+        budget_bytes=(math.inf,) * 2,
+    )
     found = solve_cuts(mixed, 7.0, lambda k, i, j: (j - i + 1) * (1.0, 1.0, 2.0)[k])
     assert found is not None and [last - first + 1 for first, last in found] == [4, 4, 1]
 
 
 def test_a_place_where_much_crosses_is_avoided() -> None:
     send = np.array([0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
-    crossed = line([1.0] * 6, 2, send_s=np.stack([send, 0 * send]))
+    crossed = partitioning([1.0] * 6, 2, send_s=np.stack([send, 0 * send]))
     assert solve_cuts(crossed, 3.0, asked(crossed)[0]) == ((0, 3), (4, 5))
 
 
 def test_more_room_is_never_slower() -> None:
     for seed in range(60):
         problem = random_problem(seed)
-        times = [bound(problem.with_room(more)) for more in (0.0, 5.0, 20.0, 100.0)]
+        times = [bound(problem.with_budget(more)) for more in (0.0, 5.0, 20.0, 100.0)]
         assert times == sorted(times, reverse=True), seed
 
 
@@ -150,9 +157,11 @@ def test_more_room_is_never_slower() -> None:
 
 
 def least_over(problem: Problem, found: Cuts) -> float:
-    line = problem.line
+    partitioning = problem.partitioning
     return max(
-        sum(line.state[i : j + 1]) + line.alive[k] * sum(line.lean[i : j + 1]) - line.room[line.pools[k]]
+        sum(partitioning.state[i : j + 1])
+        + partitioning.alive[k] * sum(partitioning.least_kept[i : j + 1])
+        - partitioning.budget_bytes[partitioning.pools[k]]
         for k, (i, j) in enumerate(found)
     )
 
@@ -160,10 +169,10 @@ def least_over(problem: Problem, found: Cuts) -> float:
 def test_the_leanest_cut_is_that_of_exhaustive_search() -> None:
     for seed in range(300):
         problem = random_problem(seed)
-        free = replace(problem, line=replace(problem.line, uncut=frozenset()))
-        found = smallest_cut(free.line)
+        free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
+        found = smallest_cut(free.partitioning)
         assert found.value == pytest.approx(least_over(free, found.cuts))
-        least = min(least_over(free, c) for c in all_cuts(len(free.line.names), free.line.stages))
+        least = min(least_over(free, c) for c in all_cuts(len(free.partitioning.names), free.partitioning.stages))
         assert found.value == pytest.approx(least), seed
 
 
@@ -172,16 +181,16 @@ def test_a_cut_is_found_just_where_the_leanest_fits() -> None:
     fits = 0
     for seed in range(300):
         problem = random_problem(seed)
-        free = replace(problem, line=replace(problem.line, uncut=frozenset()))
-        found = solve_cuts(free.line, free.ramp, free.seconds)
-        assert (found is not None) == (smallest_cut(free.line).value <= 0), seed
+        free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
+        found = solve_cuts(free.partitioning, free.rounds, free.seconds)
+        assert (found is not None) == (smallest_cut(free.partitioning).value <= 0), seed
         fits += found is not None
     assert 50 < fits < 290
 
 
 def test_more_stages_than_segments_are_refused() -> None:
-    short = line([1.0, 1.0], 3)
-    for refused in (short, line([1.0] * 3, 3, uncut=frozenset({1}))):
+    short = partitioning([1.0, 1.0], 3)
+    for refused in (short, partitioning([1.0] * 3, 3, uncut=frozenset({1}))):
         with pytest.raises(PlanError, match="3 pipeline stages need as many segments; the model has 2"):
             solve_cuts(refused, 3.0, asked(refused)[0])
 
@@ -202,8 +211,8 @@ def _wrong_anywhere() -> int:
 
 def _too_high(self: Windows) -> Floats:
     """No lower bound: recomputation at thrice its price."""
-    rate = tuple(3 * r for r in self.line.again_s)
-    return Windows(replace(self.line, again_s=rate), self.longest)._honest_lower_s  # type: ignore[attr-defined]
+    rate = tuple(3 * r for r in self.partitioning.recompute_s)
+    return Windows(replace(self.partitioning, recompute_s=rate), self.longest)._honest_lower_s  # type: ignore[attr-defined]
 
 
 def test_planted_bugs_are_caught() -> None:

@@ -22,7 +22,7 @@ from autoptd.search.pipeline.recompute_options import (
     bytes_of,
     choose,
     leanest,
-    menu_of,
+    undominated,
 )
 from autoptd.search.pipeline.stage_parameters import block_peak
 from autoptd.search.sharding.tensors import Tensors
@@ -42,7 +42,7 @@ def random_menu(rng: random.Random, orderly: bool = True) -> RecomputeOptions:
         above = above + rng.randint(0, kept - less + 5) if orderly else rng.randint(0, 30)
         kept = less if orderly else kept
         ways.append(RecomputeOption(policy, float(rng.randint(0, 9)), Peak(less, less, less + above)))
-    return menu_of(ways)
+    return undominated(ways)
 
 
 def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callable[[int, int], bool]]:
@@ -54,9 +54,9 @@ def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callabl
         chunks = chunks[:1]
     alive = random_alive(random.Random(seed), len(chunks))
     most, least = (bytes_of(ways, alive) for ways in (_first(chunks), leanest(chunks)))
-    room = round(sum(least) + rng.uniform(-0.2, 1.1) * (sum(most) - sum(least)))
+    budget_bytes = round(sum(least) + rng.uniform(-0.2, 1.1) * (sum(most) - sum(least)))
     upcast = rng.choice([0, 0, 40])  # as where gradients of the compute type are widened for the step
-    return chunks, alive, lambda kept, extra: kept + max(extra, upcast - kept) <= room
+    return chunks, alive, lambda kept, extra: kept + max(extra, upcast - kept) <= budget_bytes
 
 
 def random_alive(rng: random.Random, chunks: int) -> Alive:
@@ -78,7 +78,7 @@ def brute_force(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) 
             found.append(ways[at : at + len(chunk)])
             at += len(chunk)
         if fits(*bytes_of(found, alive)):
-            best = min(best, sum(w.again_s for w in ways))
+            best = min(best, sum(w.recompute_s for w in ways))
     return best
 
 
@@ -86,11 +86,13 @@ def checked(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) -> R
     """What is chosen, if it is what it says."""
     found = choose(chunks, alive, fits)
     if found is not None:
-        assert [len(ways) for ways in found.ways] == [len(chunk) for chunk in chunks]
-        pairs = [pair for ways, chunk in zip(found.ways, chunks, strict=True) for pair in zip(ways, chunk, strict=True)]
+        assert [len(ways) for ways in found.chosen] == [len(chunk) for chunk in chunks]
+        pairs = [
+            pair for ways, chunk in zip(found.chosen, chunks, strict=True) for pair in zip(ways, chunk, strict=True)
+        ]
         assert all(way in menu for way, menu in pairs)
-        assert (found.kept, found.extra) == bytes_of(found.ways, alive) and fits(found.kept, found.extra)
-        assert found.again_s == pytest.approx(sum(w.again_s for ways in found.ways for w in ways))
+        assert (found.kept, found.extra) == bytes_of(found.chosen, alive) and fits(found.kept, found.extra)
+        assert found.recompute_s == pytest.approx(sum(w.recompute_s for ways in found.chosen for w in ways))
     return found
 
 
@@ -98,7 +100,7 @@ def _wrong(seeds: Sequence[int], orderly: bool = True) -> list[int]:
     wrong = []
     for seed in seeds:
         found, best = checked(*random_rank(seed, orderly)), brute_force(*random_rank(seed, orderly))
-        if (math.inf if found is None else found.again_s) != pytest.approx(best):
+        if (math.inf if found is None else found.recompute_s) != pytest.approx(best):
             wrong.append(seed)
     return wrong
 
@@ -109,10 +111,10 @@ def test_no_other_choice_that_fits_is_quicker() -> None:
 
 def test_the_random_ranks_are_tight_and_loose() -> None:
     found = [choose(*random_rank(seed)) for seed in range(600)]
-    again = [c.again_s for c in found if c is not None]
+    again = [c.recompute_s for c in found if c is not None]
     assert all(c.exact for c in found if c is not None)
     assert 30 < found.count(None) < 300 and 60 < again.count(0.0) < 400
-    assert sum(len({w.policy for ways in c.ways for w in ways}) > 1 for c in found if c is not None) > 100
+    assert sum(len({w.policy for ways in c.chosen for w in ways}) > 1 for c in found if c is not None) > 100
 
 
 def test_a_rough_choice_fits_and_says_that_it_is_rough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +127,9 @@ def test_a_rough_choice_fits_and_says_that_it_is_rough(monkeypatch: pytest.Monke
         if found is None:
             continue
         best = brute_force(chunks, alive, fits)
-        assert found.again_s >= best - 1e-9
-        assert not found.exact or found.again_s == pytest.approx(best), seed
-        slower += found.again_s > best + 1e-9
+        assert found.recompute_s >= best - 1e-9
+        assert not found.exact or found.recompute_s == pytest.approx(best), seed
+        slower += found.recompute_s > best + 1e-9
     assert slower
 
 
@@ -136,8 +138,8 @@ def test_menus_leave_out_what_another_betters() -> None:
     worse = RecomputeOption("selective", 2.0, Peak(10, 12, 40))
     same = RecomputeOption("ops", 2.0, Peak(10, 12, 40))
     full = RecomputeOption("full", 1.0, Peak(4, 10, 40))
-    lean = RecomputeOption("lean", 3.0, Peak(9, 9, 25))  # keeps more, and needs less at its fullest
-    assert menu_of([same, worse, full, none, lean]) == (none, full, lean)
+    least_kept = RecomputeOption("lean", 3.0, Peak(9, 9, 25))  # keeps more, and needs less at its fullest
+    assert undominated([same, worse, full, none, least_kept]) == (none, full, least_kept)
 
 
 def test_bytes_by_hand() -> None:
@@ -156,7 +158,7 @@ def test_bytes_by_hand() -> None:
 def test_half_a_stage_recomputes_where_half_does() -> None:
     none, full = RecomputeOption("none", 0.0, Peak(10, 10, 10)), RecomputeOption("full", 1.0, Peak(0, 10, 10))
     found = choose([[(none, full)] * 4], Alive(((1,),)), lambda kept, extra: kept + extra <= 20)
-    assert found is not None and [w.policy for w in found.ways[0]] == ["full", "full", "none", "none"]
+    assert found is not None and [w.policy for w in found.chosen[0]] == ["full", "full", "none", "none"]
     assert (found.kept, found.extra) == (20, 0)
 
 

@@ -1,0 +1,58 @@
+"""The space of one task: all candidates that its world, its cluster, its model and its constraints leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoptd.errors import PlanError
+from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.search.constraints.named import allowed
+from autoptd.search.constraints.options import Method, schedules_and_chunks
+from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
+from autoptd.search.task import Task
+
+_TOKENS = 131072  # of the largest microbatch that is considered
+_RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
+
+
+def candidate_space(task: Task, method: Method, has_attention: bool) -> Sequence[Candidate]:
+    """Return every candidate that the constraints of a task leave open.
+
+    `method`: its options with those by name; `has_attention`: whether cp has attention to pass keys on in. Raises
+    PlanError where nothing is left.
+    """
+    fixed = task.constraints.fixed
+    mesh, include = dict(task.constraints.mesh), task.constraints.include
+    cps: tuple[int, ...] = (method.cp,)
+    if "cp" in include and "cp" not in fixed and has_attention:  # it is what passes keys on
+        length = task.sizes.get(SEQUENCE, 1)
+        cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
+    if task.world % cps[0]:
+        raise PlanError(
+            f"world {task.world} is not divisible by cp {cps[0]}",
+            where="fix['cp']",
+            fix=f"use cp {around(cps[0], divisors(task.world))}",
+        )
+    node = task.cluster.gpus_per_node or task.world
+    widest = max(node, -(-task.world // task.batch))  # across nodes only where there are fewer samples than nodes
+    tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
+    if isinstance(mesh.get("tp"), int):
+        tp_sizes.add(int(mesh["tp"]))
+    schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
+    zeros = (1, 0, 2, 3) if "zero" in mesh or "zero" in include else (1, 0)
+    groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
+    limits = MeshLimits(
+        world=task.world,
+        batch=task.batch,
+        segments=len(task.folded.segments),
+        tp_sizes=tuple(sorted(tp_sizes)),
+        zeros=zeros,
+        recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in mesh else ("auto",),
+        max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
+        cps=cps,
+        schedules=tuple(schedules),
+        virtuals=tuple(virtuals),
+        shards=(method.shards, *groups),
+        pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
+    )
+    return allowed(task.folded, method, candidates(limits, mesh))
