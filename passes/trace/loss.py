@@ -337,7 +337,7 @@ def _scalar_in(out: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim != 0:
         kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else _described(out)
         raise InputsError(
-            f"the model returns {kind}, which contains no scalar loss",
+            f"the model returns {kind}, which holds no scalar loss",
             fix="return a scalar, an object with .loss, or a mapping with 'loss'; or pass loss=lambda outputs: …, "
             "or loss=lambda outputs, target: … with targets=",
         )
