@@ -466,7 +466,7 @@ def test_forward_hooks_that_only_look_are_refused() -> None:
 def test_power_iterations_are_refused(module: Any) -> None:
     model = net(KEPT["setup_context"], 2)
     module(model.blocks[0].layer)
-    with pytest.raises(UnsupportedOp, match="writes to the tensor given as out="):
+    with pytest.raises(UnsupportedOp, match="writes to the tensor passed as out="):
         made(model, batch())
 
 

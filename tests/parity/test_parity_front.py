@@ -232,7 +232,7 @@ def refusal(loss: Any = None, targets: Any = None, model: nn.Module | None = Non
 Y = torch.zeros(2, WIDTH)
 SCALE = nn.Parameter(torch.ones(()))
 REFUSED: dict[str, tuple[Any, Any, str, str]] = {
-    "no callable": ("mse", Y, "loss is of type str", "give a function"),
+    "no callable": ("mse", Y, "loss is of type str", "pass a function"),
     "targets alone": (None, Y, "targets were given without a loss", "pass loss="),
     "a loss of torch's alone": (nn.MSELoss(), None, "MSELoss(input", "pass targets=, example tensors for target"),
     "a function of torch's alone": (F.mse_loss, None, "mse_loss(input", "pass targets="),

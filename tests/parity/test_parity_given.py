@@ -100,7 +100,7 @@ def test_verify_leaves_out_layers_and_keeps_the_modes_of_the_others() -> None:
 
 
 def test_a_batch_norm_in_training_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedOp, match="in eval mode, where it takes its running statistics"):
+    with pytest.raises(UnsupportedOp, match="in eval mode, where it uses its running statistics"):
         planned(randomised(Pictures()), PICTURES, nn.CrossEntropyLoss(), CLASSES)
 
 
