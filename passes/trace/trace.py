@@ -19,7 +19,7 @@ from torch.export import Dim
 
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
-from autoptd.passes.custom_grad.trace_calls import OwnCalls, keep_own
+from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
@@ -62,7 +62,7 @@ def trace(
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)
     exporter, own = _Exporter(model, specs, objective, precision), OwnCalls()
-    with keep_own(own):
+    with record_own_calls(own):
         exporter, program = exporter.with_casts(repeats=repeats)
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=bound)
