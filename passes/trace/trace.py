@@ -58,6 +58,7 @@ def trace(
     refuse_unseen_hooks(model)
     names = canonical_names(model)
     batch = _batch_size(inputs)
+    # at least 2 samples: torch.export bakes in sizes of 1
     shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)

@@ -315,9 +315,9 @@ def unsorted_values(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 WRONG: dict[str, tuple[str, Body]] = {
-    "sample before": ("sub computes with the places", lambda m, x, ids, y: x + x[torch.arange(x.shape[0]) - 1]),
-    "rolled by arithmetic": ("add computes with the places", lambda m, x, ids, y: x + rolled(x)),
-    "sample before in the loss": ("add computes with the places", lambda m, x, ids, y: F.mse_loss(x, rolled(x))),
+    "sample before": ("sub computes with the positions", lambda m, x, ids, y: x + x[torch.arange(x.shape[0]) - 1]),
+    "rolled by arithmetic": ("add computes with the positions", lambda m, x, ids, y: x + rolled(x)),
+    "sample before in the loss": ("add computes with the positions", lambda m, x, ids, y: F.mse_loss(x, rolled(x))),
     "place as a feature": ("index computes", lambda m, x, ids, y: x + m.places.weight[torch.arange(x.shape[0]), None]),
     "place as a number": ("mul computes", lambda m, x, ids, y: x * torch.arange(x.shape[0])[:, None, None]),
     "place by a sum of ones": (
