@@ -346,7 +346,12 @@ REFUSED: dict[str, tuple[Callable[[Any], nn.Module], type[AutoptdError], str, st
     "expanded": (expanded, InputsError, "middle.bias", "nn.Parameter(x.clone())"),
     "tied by data": (by_data, InputsError, "middle.0.weight and middle.1.weight", "tie the parameters themselves"),
     "an alias": (by_attribute, InputsError, "first_row and middle.weight", "compute one from the other"),
-    "computed once": (computed, InputsError, "first.weight is not read from the model", "as an attribute of the module"),
+    "computed once": (
+        computed,
+        InputsError,
+        "first.weight is not read from the model",
+        "as an attribute of the module",
+    ),
     "layers in a list": (in_a_list, InputsError, "no module registers", "nn.ModuleList"),
     "a spectral norm in training": (spectral_in_training, UnsupportedOp, "out=", "eval mode"),
     "a lock": (locked, TraceError, "cannot be copied", "copy.deepcopy(model)"),
