@@ -28,7 +28,7 @@ from autoptd.passes.graph import (
     user_op_name,
     write_op,
 )
-from autoptd.passes.losses.batch_sums import Mixes, Over, States, placeholder_state, over_batch
+from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import COUNT, Combine, LossForm, count_index, is_count, loss_form, loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.traced import Traced

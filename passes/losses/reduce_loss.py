@@ -37,7 +37,7 @@ from autoptd.passes.graph import (
     write_op,
 )
 from autoptd.passes.losses.batch_counts import take_count
-from autoptd.passes.losses.batch_sums import Mixes, Over, States, placeholder_state, over_batch
+from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.traced import BATCH, Traced
