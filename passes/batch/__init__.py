@@ -1,5 +1,2 @@
-"""The batch in a graph: which dim counts samples, and the proof that no op mixes them.
-
-Other packages import `batch_dims` (where the samples of a tensor are); normalisation imports `batch_independence` (the
-proof). Like all of `passes`, it must not import `plans`, `search`, `codegen` or `runtime`.
-"""
+"""The batch in a graph. Import `batch_dims` (which dim of a tensor counts samples) and `batch_independence` (the proof
+that no op mixes them, one of the normalising passes). Must not import `plans`, `search`, `codegen` or `runtime`."""

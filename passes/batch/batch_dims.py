@@ -86,7 +86,7 @@ def _place_by_op(node: fx.Node, output: int) -> Found:
     places = {i: place for i, o in enumerate(operands(node)) if (place := sample_place(o)) is not None}
     call = op_call(node)
     loops = loops_of(call) if places else None
-    return None if loops is None else place_after(call, loops, output, places)
+    return None if loops is None else place_in(call, loops, output, places)
 
 
 def loops_of(call: OpCall) -> Loops | None:
@@ -95,11 +95,8 @@ def loops_of(call: OpCall) -> Loops | None:
     return None if rule is None else bind(rule.text(call), call)
 
 
-def place_after(
-    call: OpCall, loops: Loops, output: int, places: Mapping[int, SamplePlace], unit: Size = BATCH
-) -> Found:
-    """Return the position in an op's output of the samples, or of another factor of size `unit`, at `places` in its
-    operands; None if it is not carried over."""
+def place_in(call: OpCall, loops: Loops, output: int, places: Mapping[int, SamplePlace], unit: Size = BATCH) -> Found:
+    """Return where an output has the samples, or another factor of size `unit`, that are at `places` in operands."""
     for position, place in places.items():
         for factor, where in loops.places.items():
             source, target = where[position], where[len(call.operands) + output]
@@ -112,8 +109,7 @@ def place_after(
 
 
 def _moved(place: SamplePlace, size: Size, before: FactorPlace, after: FactorPlace, length: Size, unit: Size) -> Found:
-    """Return the new position of samples inside one factor, of `size`, that moves from `before` to `after`, a place in
-    a dim of `length`."""
+    """Return the new place of samples in a factor, of `size`, that moves to `after`, in a dim of `length`."""
     if before.dim != place.dim or not grows(size):
         return None
     outside = quotient(place.outer, before.outer)  # the part of the factor that is outside the samples

@@ -109,8 +109,7 @@ def follow_numbers(node: fx.Node, states: Sequence[State]) -> State:
 
 
 def _computed(node: fx.Node, base: str, points: Points, number: object, at: int) -> Points | None:
-    """Return what row indices point to after one operation; None if the result is a number within a sample, no row
-    index; NotImplemented for other operations."""
+    """Return what row indices point to after an operation; None if the result only numbers parts of a sample."""
     whole = points.order.size * points.inner
     call = op_call(node)
     floored = base == "floor_divide" or (base == "div" and call.kwargs.get("rounding_mode") in ("floor", "trunc"))

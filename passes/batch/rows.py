@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias
 
 from torch import fx
 
-from autoptd.passes.batch.batch_dims import SamplePlace, grows, loops_of, place_after
+from autoptd.passes.batch.batch_dims import SamplePlace, grows, loops_of, place_in
 from autoptd.passes.opcall import OpCall, Size
 from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.trace.traced import BATCH
@@ -95,10 +95,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Across:
-    """State of a tensor that mixes samples, with the node that mixed them and the reason.
-
-    `pairs`: which samples are combined depends on their order, so that not even the loss may contain it.
-    """
+    """State of a tensor that mixes samples: the node that mixed them, and the reason. `pairs`: the samples combined
+    depend on their order, which is refused in the loss too."""
 
     node: fx.Node
     reason: str
@@ -120,7 +118,7 @@ def placed_by(call: OpCall, loops: Loops, rows: Mapping[int, Rows]) -> tuple[Row
     """Return the rows of each output, at the places that the loops give them."""
     order = next(iter(rows.values())).order
     places = {i: r.place for i, r in rows.items()}
-    found = [place_after(call, loops, i, places, order.size) for i in range(len(call.outputs))]
+    found = [place_in(call, loops, i, places, order.size) for i in range(len(call.outputs))]
     crossed = [sum(map(grows, t.shape)) != 1 for t in call.outputs]  # two batch dims, or none
     return tuple(
         None if place is None or cross else Rows(place, order) for place, cross in zip(found, crossed, strict=True)

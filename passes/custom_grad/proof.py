@@ -78,8 +78,7 @@ def _reason(node: fx.Node, found: Discovery, traced: Traced, scaled: bool) -> tu
 
 
 def _mixes(node: fx.Node, found: Discovery, traced: Traced) -> bool:
-    """Return whether an op mixes samples: they are not one factor of its rule that reaches all outputs or sums to one
-    scalar. Sets `ADDS` for the latter."""
+    """Return whether the samples are not one factor that reaches every output. Sets `ADDS` if they sum to a scalar."""
     call, given = op_call(node), operands(node)
     places = {i: sample_place(o) for i, o in enumerate(given) if counts_samples(info(o))}
     varying = [o for o in given if any(n.name in traced.inputs and counts_samples(info(n)) for n in _inputs(o))]

@@ -207,8 +207,7 @@ def _methods(calls: OwnCalls) -> Iterator[None]:
         def get_grad_fn(self: Tensor) -> Any:
             if calls.tracing and _users_call():
                 raise UnsupportedOp(
-                    "forward reads grad_fn: the autograd graph of the emitted program differs",
-                    fix="use Tensor.register_hook or a torch.autograd.Function",
+                    "forward reads grad_fn, which a program does not have", fix="use Tensor.register_hook or a Function"
                 )
             return grad_fn.__get__(self)
 

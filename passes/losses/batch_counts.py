@@ -98,8 +98,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     shape = info(node).shape
     if not all(isinstance(n, int) for n in shape):
         raise UnsupportedOp(
-            f"{user_op_name(node)} sums over samples but its result has a size that varies from batch to batch, "
-            f"{tuple(shape)}",
+            f"{user_op_name(node)} sums over samples to a shape that varies from batch to batch, {tuple(shape)}",
             where=source_line(node),
             fix="sum over that dim as well, or give it a fixed size",
         )

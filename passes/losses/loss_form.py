@@ -1,7 +1,6 @@
 """Form of a rewritten loss: counts of the global batch, sums over it, and a function of both.
 
-    counts         sums (or maxima) over the batch that depend on inputs and constants only; known before the first
-                   forward pass
+    counts         sums (or maxima) over the batch that depend on inputs only, known before the first forward pass
     partial sums   a microbatch's contributions to the sums over the batch that depend on parameters
     outer          the loss as a function of those sums and the counts, if it is not linear in the sums
 
@@ -35,8 +34,7 @@ class LossForm:
 
     `combines`, `rounds`: per count, how microbatches combine, and when it is known (0: from inputs alone). `outer`: has
     placeholders `loss_partial_i`, `loss_count_i` and buffers, and the loss as output. `notes`: averages that are not
-    over the global batch, as the user requested. `refused`: errors to raise if there are several microbatches, for a
-    loss that is correct only for a batch in one.
+    over the global batch, as the user requested. `refused`: errors to raise if there is more than one microbatch.
     """
 
     combines: list[Combine] = field(default_factory=list)

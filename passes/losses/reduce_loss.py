@@ -114,8 +114,7 @@ class _Rewriter:
     # ---- values that count once ----
 
     def _adds_number(self, node: fx.Node) -> bool:
-        """Rewrite `Σ l + c` to add a microbatch's share of c only, or every microbatch would add all of it. Return
-        whether `node` has this form."""
+        """Rewrite `Σ l + c` so that each microbatch adds its share of c. Return False if `node` has another form."""
         tensors = operands(node)
         if len(tensors) != 1 or self.states[tensors[0]] is not Over.ADDED or node.args[2:] or node.kwargs:
             return False

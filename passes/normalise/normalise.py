@@ -3,8 +3,7 @@
 After `normalise`, each node is a placeholder (parameter, buffer, constant, input, or a global loss count), a
 functional ATen op or an op of `autoptd.ops.library`; sizes in arguments are ints or sympy expressions of b, s …;
 `meta["info"]` holds global shape, dtype and whether a gradient flows; every node contributes to the loss; views are
-`reshape` with the whole output shape. Passes run in the order of the lists `PREPARE`, `EXACT_LOSS` (or `AVERAGED_LOSS`)
-and `FINISH`.
+`reshape` with the whole output shape. Passes run in the order of `PREPARE`, a list for the loss, and `FINISH`.
 """
 
 from __future__ import annotations
@@ -88,12 +87,10 @@ def _drop_dead(graph: fx.Graph) -> None:
 
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
-    """Inline no-grad and disabled-autocast regions."""
     _inline(graph, traced.graph)
 
 
 def write_own(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite calls of functions with a user-defined backward pass to have the function itself as target."""
     write_own_calls(graph, traced.own)
 
 

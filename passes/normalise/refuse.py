@@ -17,8 +17,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def refuse_random(graph: fx.Graph, traced: Traced) -> None:
-    """Raise UnsupportedOp for random ops other than dropout, whose numbers are keyed by position in the model, so that
-    every plan draws the same ones."""
+    """Raise UnsupportedOp for random ops other than dropout, whose keyed numbers are the same under every plan."""
     for node in graph.nodes:
         if node.op == "call_function" and is_random(node) and _draws(node) and op_name(node) not in _KEYED:
             raise UnsupportedOp(
@@ -29,8 +28,7 @@ def refuse_random(graph: fx.Graph, traced: Traced) -> None:
             )
 
 
-# arguments with which a random op draws nothing; an LSTM applies its dropout between layers
-_DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_layers": 1}
+_DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_layers": 1}  # LSTM: between layers only
 
 
 def _draws(node: fx.Node) -> bool:

@@ -62,8 +62,7 @@ class Objective:
     outside: bool = False
 
     def value(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of a batch, 0-dim. `model` is the one that `joined` returned. Raises InputsError for a
-        value that is no scalar."""
+        """Return the loss of a batch. `model` is the one that `joined` returned. Raises InputsError if no scalar."""
         return self.of_outputs(model(**self.inputs_of(batch)), batch, self.callable_of(model))
 
     def inputs_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -277,9 +276,7 @@ def _check_targets(
     samples = next((x.shape[0] for x in inputs.values() if isinstance(x, Tensor) and x.ndim), None)
     for name, x in named.items():
         if not name.isidentifier() or iskeyword(name):
-            raise InputsError(
-                f"the target name {name!r} is no Python identifier", where=TARGET, fix="name it like an argument"
-            )
+            raise InputsError(f"{name!r} is no valid name of a target", where=TARGET, fix="name it like an argument")
         if x.ndim == 0 or (samples is not None and x.shape[0] != samples):
             counted = f"dim 0 of the inputs counts {samples} samples" if samples is not None else "dim 0 counts samples"
             raise InputsError(

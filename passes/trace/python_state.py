@@ -42,8 +42,7 @@ def _states() -> dict[str, Any]:
 def refuse_counters(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> T:
     """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if every pass changes a Python number.
 
-    A number that only the first pass sets, such as the longest sequence seen, is a cache and allowed. A second trace
-    tells the two apart; it is made only if the first one changed a number.
+    A number that only the first pass sets, such as a length, is a cache. A second trace, made if needed, tells.
     """
     before, found, after = _numbers(model), *_traced(model, root, trace)
     changed = {key: value for key, value in after.items() if before.get(key) != value}

@@ -248,8 +248,7 @@ def _subclass(base: type, names: Iterable[str], read: set[Read], caller: Caller 
 
 
 def _structures(model: nn.Module) -> Mapping[int, tuple[frozenset[str], bool]]:
-    """Return, by module id: the plain attributes in which modules of its structure differ, and whether there are
-    several modules of that structure."""
+    """Return, by module id: plain attributes in which modules of its structure differ, and if there are several."""
     number: dict[int, int] = {}
     numbers: dict[Hashable, int] = {}
     values: dict[int, dict[str, set[Hashable]]] = {}

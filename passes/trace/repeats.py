@@ -78,7 +78,7 @@ class Repeats:
     def _run_call(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         base = self._modules.get(id(vars(module)))
         mode = get_proxy_mode()
-        if base is None or mode is None or not _no_global_state():
+        if base is None or mode is None or not _no_modes():
             return inner(module, *args, **kwargs)
         if id(vars(base)) not in self._watch.several:
             self._watch.several.add(id(vars(base)))  # a module without equals is compared from its second call on
@@ -140,11 +140,7 @@ class Repeats:
         mine = set(self._watch.read)
         self._watch.read |= outer
         try:
-            same = (
-                _no_global_state()
-                and state(base) == before
-                and _unchanged(call.leaves, pytree.tree_leaves((args, kwargs)))
-            )
+            same = _no_modes() and state(base) == before and _unchanged(call.leaves, pytree.tree_leaves((args, kwargs)))
             capture = self._build_capture(tracer, base, path, call, key, enter, out, mine) if same else None
         except Unknown:
             capture = None
@@ -188,12 +184,10 @@ class Repeats:
                 raise Unknown("a result from outside")
         names = {id(vars(m)): n for n, m in base.named_modules()}
         reads = {(names[held], a): _held(base, names[held], a) for held, a in mine if held in names}
-        self._check_own_returned(sources, call, leaves, tracer)
+        self._check_results(sources, call, leaves, tracer)
         return Capture(key, path, reads, list(made.values()), sources, spec, form, [env[n] for n in made])
 
-    def _check_own_returned(
-        self, sources: list[tuple[str, Any]], call: _ModuleCall, leaves: list[Any], tracer: Any
-    ) -> None:
+    def _check_results(self, sources: list[tuple[str, Any]], call: _ModuleCall, leaves: list[Any], tracer: Any) -> None:
         """Raise Unknown if the call returns its own parameter or buffer: a later call could not return its own one."""
         arguments = {id(x) for x in call.leaves}
         if any(what == "given" and id(leaf) not in arguments for (what, _), leaf in zip(sources, leaves, strict=True)):
@@ -221,7 +215,7 @@ def _is_compared(module: nn.Module) -> bool:
     return bool(module._modules) or not type(module).__module__.startswith("torch.nn.")
 
 
-def _no_global_state() -> bool:
+def _no_modes() -> bool:
     """Return whether no global state changes a call: gradients are on, no autocast, no global module hooks."""
     hooks = (
         module_state._global_forward_hooks,

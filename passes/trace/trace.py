@@ -99,11 +99,8 @@ class _Exporter:
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
-        """Return the exported graph and the exporter used, with casts added.
-
-        An input in the dtype of the user's parameters is cast to `precision` if it meets a matrix product in that
-        precision. If torch refuses mixed dtypes while tracing, a graph in the original dtype shows which inputs do.
-        """
+        """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
+        product in `precision`. If torch refuses mixed dtypes, a graph in the original dtype shows which inputs do."""
         given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         computed = PRECISIONS[self.precision]
         names = [

@@ -156,8 +156,7 @@ def _unwritable(model: nn.Module) -> Found:
 
 
 def _recomputed(module: nn.Module, key: str) -> bool:
-    """Return whether a hook sets the attribute before every pass, such as the weight of a spectral norm, which is
-    initially an alias of its parameter."""
+    """Return whether a hook sets the attribute before every pass: the weight of a spectral norm, initially an alias."""
     return any(getattr(hook, "name", None) == key for hook in module._forward_pre_hooks.values())
 
 

@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
     "a clash": (lambda a, x: a.mean(), {"x": Y}, "'x' names an input and a target", "targets={'labels': …}"),
     "no tensors": (nn.MSELoss(), {"target": [1, 2]}, "neither a tensor nor a mapping", "example tensors"),
     "an empty mapping": (nn.MSELoss(), {}, "an empty mapping", "example tensors"),
-    "no name": (lambda a, t: a.mean(), {"my labels": Y}, "the target name 'my labels'", "like an argument"),
+    "no name": (lambda a, t: a.mean(), {"my labels": Y}, "'my labels' is no valid name", "like an argument"),
     "a constant on meta": (
         nn.CrossEntropyLoss(weight=torch.empty(WIDTH, device="meta")),
         torch.zeros(2, dtype=torch.int64),
