@@ -74,15 +74,15 @@ def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
     if needs_example(graph):
         graph = at_example(graph, traced)
     of_samples = (n for n in graph.nodes if n.op == "call_function" and any(counts_samples(t) for t in infos(n)))
-    follower = _Follower(ancestors(of_samples))
+    propagation = _Propagation(ancestors(of_samples))
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
-            follower.put(node, _given(node))
+            propagation.put(node, _input_state(node))
         elif node.op == "call_function":
-            follower.put(node, *follower.follow(node))
+            propagation.put(node, *propagation.follow(node))
 
 
-def _given(node: fx.Node) -> State:
+def _input_state(node: fx.Node) -> State:
     place = place_by_shape(info(node))
     return Across(node, "has no dim that counts samples only") if place is None else Rows(place)
 
@@ -97,7 +97,7 @@ def _refuse(mixed: Across) -> None:
 
 
 @dataclass
-class _Follower:
+class _Propagation:
     """Propagation of states through the graph, node by node."""
 
     returning: set[fx.Node]  # nodes that count samples, and those that such a node depends on
@@ -123,7 +123,7 @@ class _Follower:
         call, states = op_call(node), [self.states.get(o, (None,))[0] for o in operands(node)]
         mixed = next((s for s in states if isinstance(s, Across)), None)
         if makes_new(node):
-            return (_made(node, call),)
+            return (_fill_state(node, call),)
         if _is_random(call):
             return (states[0] if states else FILLED,) * len(call.outputs)
         if op_base(call) == "arange":
@@ -156,7 +156,7 @@ class _Follower:
             rows = {i: Rows(place) for i, place in filled.items() if place is not None}
         orders = {r.order for r in rows.values()}
         if len(orders) != 1:
-            return (_of_other_orders(node, orders),) * len(call.outputs)
+            return (_orders_differ(node, orders),) * len(call.outputs)
         (order,) = orders
         places = tuple((i, r.place) for i, r in rows.items())
         key = node.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs, places, order.size
@@ -174,7 +174,7 @@ def _is_random(call: OpCall) -> bool:
     return seeded and call.target not in RULES
 
 
-def _made(node: fx.Node, call: OpCall) -> State:
+def _fill_state(node: fx.Node, call: OpCall) -> State:
     """Return the state of `zeros`, `full_like` and similar ops."""
     values = [*(a for a in call.args if not isinstance(a, (list, tuple))), *call.kwargs.values()]
     if _has_batch(values):
@@ -236,7 +236,7 @@ def _tallied(node: fx.Node, states: Sequence[State], found: States) -> States:
     return tuple(replace(s, tally=counted(node, states)) if isinstance(s, Across) else s for s in found)
 
 
-def _of_other_orders(node: fx.Node, orders: set[Order]) -> Across:
+def _orders_differ(node: fx.Node, orders: set[Order]) -> Across:
     if not orders:
         return Across(node, _UNKNOWN)
     sorts = ", ".join(sorted({f"{user_op_name(o.by)} at {source_line(o.by)}" for o in orders if o.by is not None}))

@@ -1,7 +1,7 @@
 """States of tensors in the check for mixed samples: which samples the rows of a tensor belong to.
 
     None       independent of the batch: parameters, tables, token positions
-    Filled     one value everywhere, for any number of samples: `zeros(b, 8)`
+    FILLED     one value everywhere, for any number of samples: `zeros(b, 8)`
     Rows       each row along one dim is computed from one sample only (a sample may have many rows)
     Across     computed from several samples, their number or their positions
 

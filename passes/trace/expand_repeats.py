@@ -14,7 +14,7 @@ _ROOT = "_export_root."  # the tracer's name for the exported module
 _SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
-def unfold(graph: fx.Graph, captures: Mapping[int, Capture], paths: Mapping[int, list[str]]) -> None:
+def expand_repeats(graph: fx.Graph, captures: Mapping[int, Capture], paths: Mapping[int, list[str]]) -> None:
     """Replace every `repeat` by a copy of the call it repeats, and drop the marks. Regions must be inlined already."""
     entered: dict[int, fx.Node] = {}
     bodies: dict[int, _CallBody] = {}

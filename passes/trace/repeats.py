@@ -2,7 +2,7 @@
 
     first call        traced in full, between two marks:   enter(k, given) … leave(k, made)
     second call       traced in full, and compared with the first
-    every later one   one opaque call, repeat(k, given), which `unfold` replaces by a copy of the first
+    every later one   one opaque call, repeat(k, given), which `expand_repeats` replaces by a copy of the first
 
 Two calls are alike if their modules are (see `repeat_state`) and their arguments are: the argument tree, the plain
 values in it, and shape, stride, dtype and requires_grad of its tensors, with sizes as expressions. `given` are the
@@ -64,7 +64,7 @@ class _ModuleCall:
 
 
 class Repeats:
-    """Runner of a model's module calls during export. `captures` and `paths` are read by `unfold`."""
+    """Runner of a model's module calls during export. `captures` and `paths` are read by `expand_repeats`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.captures: dict[int, Capture] = {}  # by key

@@ -24,7 +24,7 @@ from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.trace.collect import collect
-from autoptd.passes.trace.expand_repeats import unfold
+from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.loss import loss_of as loss_of
@@ -175,7 +175,7 @@ class _Exporter:
             raise explain(error) from error
         if found is not None:
             inline_regions(program.graph, program.graph_module)
-            unfold(program.graph, found.captures, found.paths)
+            expand_repeats(program.graph, found.captures, found.paths)
         return program
 
 
