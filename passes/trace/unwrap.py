@@ -162,7 +162,7 @@ def _recomputed(module: nn.Module, key: str) -> bool:
 
 _LONGEST = 900  # bytes of a name
 _UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # check, what is wrong, fix
-    (_unwritable, f"have names that are not valid Unicode or longer than {_LONGEST} bytes", "rename them"),
+    (_unwritable, f"have names that are not valid Unicode or have more than {_LONGEST} bytes", "rename them"),
     (_distributing, "are wrappers that distribute the model, which the plan does", ""),
     (_lazy, "have no shape yet: they are lazily initialised", "run one batch through the model first"),
     (
@@ -175,7 +175,7 @@ _UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # ch
         "are tensor subclasses or quantised tensors",
         "pass the module with plain parameters, before it is sharded or quantised",
     ),
-    (_sparse, "are sparse tensors", "make them dense"),
+    (_sparse, "are not dense tensors", "make them dense"),
     (
         _complex,
         "are complex and trainable, which torch's fused optimizers do not step",

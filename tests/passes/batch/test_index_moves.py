@@ -356,7 +356,7 @@ WRONG: dict[str, tuple[str, Body]] = {
         lambda m, x, ids, y: x * x[:, 0, 0].argsort().argsort()[:, None, None],
     ),
     "histogram read back": ("index_add works", histogram_read_back),
-    "groups of others": ("sum adds", groups_of_others),
+    "groups of others": ("sum sums", groups_of_others),
     "written beside": ("add computes", shifted_write),
     "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
     "summed by an input": ("index_add works", lambda m, x, ids, y: x.index_add(0, ids[:, 0] % 2, x)),
