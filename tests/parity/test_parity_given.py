@@ -153,13 +153,13 @@ class Timed(Scored):
 
 
 def test_types_that_meet_in_a_layer_are_refused_before_training() -> None:
-    with pytest.raises(InputsError, match=r"linear is given torch.float32 and torch.float64") as caught:
+    with pytest.raises(InputsError, match=r"linear gets operands of torch.float32 and torch.float64") as caught:
         planned(randomised(Scored()).float(), x(), precision="fp32")
-    assert "give 'x' as torch.float32" in caught.value.fix
+    assert "pass 'x' as torch.float32" in caught.value.fix
     inputs = {"x": x()["x"].float(), "t": torch.arange(SAMPLES).float()}
-    with pytest.raises(InputsError, match=r"linear is given torch.bfloat16 and torch.float32") as caught:
+    with pytest.raises(InputsError, match=r"linear gets operands of torch.bfloat16 and torch.float32") as caught:
         planned(Timed(), inputs, precision="bf16")
-    assert "give 't' as torch.bfloat16" in caught.value.fix
+    assert "pass 't' as torch.bfloat16" in caught.value.fix
 
 
 # ---- parameters ----

@@ -97,7 +97,7 @@ def test_an_index_move_over_the_batch_is_found(monkeypatch: Patch) -> None:
         assert not found.agrees
         where, what = found.faults[0]
         assert where in ("index", "sort", "argsort"), told(found)
-        assert "depends on others of the batch" in what
+        assert "depends on the others of its batch" in what
         assert "test_planted_passes.py" in what
 
 
