@@ -256,7 +256,7 @@ def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase]):
     model, inputs = Recurrent(kind(8, 8, 2, batch_first=True, dropout=0.5)), {"x": torch.empty(4, 6, 8)}
     error = refusal(UnsupportedOp, model, **EIGHT, inputs=inputs, precision="fp32")
     assert "draws random numbers" in error.what
-    assert "dropout= between the layers" in error.fix
+    assert "dropout= argument of an LSTM" in error.fix
 
 
 def test_sequences_that_are_none_or_too_long():

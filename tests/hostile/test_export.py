@@ -93,7 +93,7 @@ def ours(text: str) -> str:
 
 @pytest.mark.parametrize("text", ["\udc80", "x" * 1000])
 def test_names_that_no_file_can_hold_are_refused(text: str):
-    with pytest.raises(InputsError, match="have names that no file can hold") as error:
+    with pytest.raises(InputsError, match="have names that are not valid Unicode") as error:
         refuse_unsuitable(model("h", text))
     assert error.value.fix == "rename them"
 
