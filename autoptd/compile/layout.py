@@ -64,8 +64,8 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             buffers[name] = TensorSpec(
                 parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
             )
-    segments = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
-    recomputed = {traced.parameters[p.name] for i in segments for p in folded.segments[i].parameters}
+    indices = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
+    recomputed = {traced.parameters[p.name] for i in indices for p in folded.segments[i].parameters}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
     owned, unused = lay_out(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
