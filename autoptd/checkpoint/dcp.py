@@ -199,7 +199,7 @@ def _narrowed(box: Tensor, first: Ints, lengths: Ints) -> Tensor:
 
 
 def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> Metadata:
-    """Write the entries and return torch's index of everything written, by all ranks.
+    """Write the entries and return torch's index of those of all ranks.
 
     A collective over `group`; without one, this process writes alone. Raises CheckpointError on all ranks if one fails.
     """
@@ -232,10 +232,7 @@ def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
 
 
 def read(folder: Path, index: Index, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
-    """Fill the entries' elements from a checkpoint.
-
-    A collective over `group`; without one, this process reads alone. Raises CheckpointError on all ranks if one fails.
-    """
+    """Fill the entries. A collective over `group`, or this process alone. Raises CheckpointError on all ranks."""
     needed = {key: index[key] for key in {entry.key for entry in entries}}
     reader, planner = _IndexedStorage(folder, needed), _CheckpointReader(entries)
     with _as_checkpoint_error(folder, "cannot be read"):

@@ -62,10 +62,7 @@ def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
 
 
 def optimizer_entry(trainer: Trainer, piece: ParameterShard, key: str, value: Tensor) -> Entry:
-    """Return the entry of an optimizer's tensor: as long as the piece, or 0-dim.
-
-    The owner of the parameter's first element writes a 0-dim tensor.
-    """
+    """Return the entry of an optimizer's tensor. The owner of a parameter's first element writes its 0-dim ones."""
     if value.dim() == 0:
         owned = piece.counts and piece.start == 0 and _first_of_tp(trainer, piece)
         return Entry(f"{COUNTS}.{piece.name}.{key}", (), value.view(1), (Region((), (), 0, ()),), owned)

@@ -226,10 +226,7 @@ class Manifest(BaseModel):
 
 
 def newest_first(root: Path) -> list[Path]:
-    """Return the checkpoints to try in turn: the one that `latest` names and all written before it.
-
-    Returns all of them if `latest` names none.
-    """
+    """Return the checkpoints to try in turn: that of `latest`, then older ones; all of them if it names none."""
     found = checkpoints(root)[::-1]
     with suppress(CheckpointError, OSError):
         named = find(root)

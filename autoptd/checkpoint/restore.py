@@ -102,10 +102,7 @@ def _first_of_all(mine: int, count: int, c: Communicators) -> int:
 
 
 def _required(trainer: Trainer, untrained: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors to restore.
-
-    They are those of the whole model, so that all ranks refuse a missing tensor and none waits in a collective.
-    """
+    """Return the shapes of the whole model's tensors, so that all ranks refuse a missing one and none waits."""
     layout = trainer.layout
     specs = {**layout.parameters, **layout.buffers}
     return {name: tuple(spec.shape) for name, spec in specs.items() if spec.trainable or name in untrained}
@@ -154,10 +151,7 @@ def _check_types(where: Path, entries: Collection[Entry], known: Index, trainer:
 
 
 def _check_states(where: Path, states: Mapping[int, Mapping[str, Entry]], trainer: Trainer) -> None:
-    """Raise CheckpointError unless all parameters of a group that have optimizer state have the same keys.
-
-    A parameter that the optimizer never stepped has none.
-    """
+    """Raise CheckpointError unless parameters of a group have the same optimizer state, or none if never stepped."""
     piece_of = {id(trainer.pieces[i].param): i for i in states}  # a group may hold other parameters, or none of these
     wrong = []
     for group in trainer.optimizer.param_groups:

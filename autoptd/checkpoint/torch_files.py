@@ -50,13 +50,10 @@ _STORAGES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-# Errors of a damaged archive besides ValueError and OSError. Nothing wider: a bug here must not look like damage.
-_UNREADABLE = (
-    zipfile.BadZipFile,
-    struct.error,  # a record's local header is truncated
-    LookupError,  # a record is missing
-    RuntimeError,  # zipfile lacks a feature that is used (NotImplementedError), or torch cannot allocate a storage
-)
+# Errors of a damaged archive besides ValueError and OSError: a truncated local header (struct.error), a missing record
+# (LookupError), a feature that zipfile lacks (NotImplementedError, a RuntimeError) or a storage that torch cannot
+# allocate (RuntimeError). Nothing wider: a bug here must not look like damage.
+_UNREADABLE = (zipfile.BadZipFile, struct.error, LookupError, RuntimeError)
 
 
 def name_of(dtype: torch.dtype) -> str:

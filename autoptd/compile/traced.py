@@ -67,10 +67,7 @@ def read_model(
     progress: Progress,
     loss_averaging: str = "global",
 ) -> TracedModel:
-    """Trace and fold a model.
-
-    Raises InputsError for invalid arguments, or if `inputs` is None and they cannot be made; TraceError, UnsupportedOp.
-    """
+    """Trace and fold a model. Raises InputsError for invalid arguments or missing inputs; TraceError, UnsupportedOp."""
     if precision not in _PRECISIONS:
         raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
     if loss_averaging not in AVERAGINGS:

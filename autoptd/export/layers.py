@@ -90,10 +90,7 @@ def read_layers(plan: Plan) -> Layers:
 
 
 def _owners(indices: list[int | None], plan: Plan) -> tuple[tuple[int, ...], int]:
-    """Return the units of all segments, and the number of layers.
-
-    A segment without a number belongs to the layer before it, or to an end of the model.
-    """
+    """Return each segment's unit (unnumbered ones join the layer before, or an end of the model), and the count."""
     known = [i for i in indices if i is not None]
     if list(dict.fromkeys(known)) != list(range(max(known) + 1)):
         raise PlanError(

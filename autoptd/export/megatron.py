@@ -138,8 +138,7 @@ def _pipeline(plan: Plan, layers: Layers) -> Items:
     if schedule.virtual > 1:
         if schedule.microbatches % mesh.pp:  # megatron/core/pipeline_parallel/schedules.py raises otherwise
             raise PlanError(
-                f"{schedule.microbatches} microbatches are not a multiple of pp {mesh.pp}, as Megatron-LM's interleaved"
-                " schedule requires",
+                f"{schedule.microbatches} microbatches are not a multiple of pp {mesh.pp}, as Megatron-LM requires",
                 where="schedule.microbatches",
                 fix=f"plan with a batch of a multiple of {mesh.dp * plan.micro * mesh.pp} samples",
             )
