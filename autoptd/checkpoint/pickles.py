@@ -1,4 +1,4 @@
-"""Read a pickle as data: nothing is imported, and only callables that the caller lists are called.
+"""Reader of pickles as data: nothing is imported, and only callables that the caller lists are called.
 
 A pickle is a program for a machine with a stack and a memo. `pickletools` decodes its opcodes. Those that plain data
 needs are executed here; any other one is an error. A global is looked up in `known` by its exact (module, qualified

@@ -1,4 +1,4 @@
-"""Read a checkpoint into a running rank, whatever plan wrote it."""
+"""Restoration of a running rank's state from a checkpoint, whatever plan wrote it."""
 
 from __future__ import annotations
 

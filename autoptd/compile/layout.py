@@ -1,4 +1,4 @@
-"""Derives the layout that the runtime reads from a plan and the traced model."""
+"""The layout that the runtime reads, derived from a plan and the traced model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the search on a folded graph and writes its answer as a plan."""
+"""The search on a folded graph, and its answer written as a plan."""
 
 from __future__ import annotations
 

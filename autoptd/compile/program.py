@@ -1,4 +1,4 @@
-"""Reads a plan's sharding back onto the traced graph, and emits the program of a plan."""
+"""A plan's sharding read back onto the traced graph, and the program emitted from it."""
 
 from __future__ import annotations
 

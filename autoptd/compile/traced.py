@@ -1,4 +1,4 @@
-"""Traces a model with its loss, and folds the graph into segments."""
+"""The traced model: its graph with the loss, normalised and folded into segments."""
 
 from __future__ import annotations
 

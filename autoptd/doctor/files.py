@@ -1,4 +1,4 @@
-"""Check that checkpoints can be written: the file operations of `autoptd.checkpoint.folder` with a few bytes."""
+"""Checks that checkpoints can be written: the file operations of `autoptd.checkpoint.folder` with a few bytes."""
 
 from __future__ import annotations
 

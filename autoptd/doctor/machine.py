@@ -59,7 +59,7 @@ def _devices(ranks: Sequence[MachineFacts], cluster: Cluster | None) -> Iterator
     if short:
         yield Finding("FAIL", "devices", "; ".join(short), "start one process per GPU: --nproc-per-node")
     elif len({(count, name) for count, name, _ in kinds}) > 1:
-        yield Finding("FAIL", "devices", f"machines differ: {seen}", "plan with a cluster file that lists all (others)")
+        yield Finding("FAIL", "devices", f"machines differ: {seen}", "give a cluster file that lists all (`others`)")
     else:
         yield Finding("ok", "devices", f"{seen}, on {len(hosts)} machine{'s' * (len(hosts) > 1)}")
     if cluster is not None:

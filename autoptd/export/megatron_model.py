@@ -84,7 +84,7 @@ def _llama_differs(config: Any) -> Iterator[str]:
         yield f"rotary embeddings are of type {rope}: the arguments here are those of the default type"
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
-        yield f"attention has a sliding window of {window} tokens: --window-size is left to you"
+        yield f"attention has a sliding window of {window} tokens: set --window-size for the layers that have it"
     if config.model_type == "qwen2_moe":
         yield "experts of qwen2_moe, one of which is shared, are left to you"
 

@@ -1,4 +1,4 @@
-"""Fits a cluster to measured points: the constants with which the cost models come closest to them.
+"""Fit of a cluster to measured points: the constants with which the cost models come closest to them.
 
 Peaks of a GPU that a shipped cluster has are the datasheet's; those of any other device are the best measured rates.
 Sustained fractions, overheads and latencies minimise the error (`search`) of `op_time` and `collectives` themselves.

@@ -1,4 +1,4 @@
-"""Fits the link levels of a cluster: bandwidth and latency from measured messages and collectives.
+"""Fit of a cluster's link levels: bandwidth and latency from measured messages and collectives.
 
 The level inside a node is fitted to groups within a node; then, with that level fixed, the outer level is fitted to
 groups that span nodes. A level without measurements is taken from a shipped cluster.
