@@ -272,7 +272,7 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
             self.idle = nn.Linear(4, 4)
 
     plan = autoptd.plan(Idle(), **EIGHT, inputs=X)
-    assert "parameters that do not reach the loss stay as they are: idle.bias, idle.weight" in plan.notes
+    assert "parameters that do not reach the loss are not trained: idle.bias, idle.weight" in plan.notes
     assert plan.splits.parameters["idle.weight"] == "B"
 
 

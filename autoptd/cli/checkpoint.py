@@ -45,7 +45,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         key: {"shape": list(saved.shape), "dtype": str(saved.dtype).removeprefix("torch.")}
         for key, saved in sorted(contents.index_of(where, manifest).items())
     }
-    whole = [path.name for path in folder.whole(where.parent)]
+    whole = [path.name for path in folder.checkpoints(where.parent)]
     beside = {"checkpoints": whole, "unverified": contents.unverified(manifest)}
     data = {**manifest, "folder": str(where), "contents": tensors, **beside}
     if arguments.json:

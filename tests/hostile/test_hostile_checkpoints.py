@@ -316,7 +316,7 @@ def test_a_pickle_that_grows(name: str, place: str, where: Path, outside: Path) 
 @pytest.mark.parametrize("name", [name for name in BOMBS if "again and again" in name])
 def test_copying_one_argument_again_and_again_ends_early(name: str) -> None:
     """Not when memory does."""
-    with pytest.raises(ValueError, match="makes far more than it holds"):
+    with pytest.raises(ValueError, match="builds far more data than it holds"):
         read_pickle(BOMBS[name], torch_files._VALUES)
 
 
@@ -392,7 +392,7 @@ def test_a_pointer_that_is_endless_or_a_step_that_is_a_link(where: Path, outside
     shutil.move(where, outside.with_name("moved"))
     where.symlink_to(outside.with_name("moved"))
     (where.parent / folder.LATEST).write_text(where.name)
-    assert refused(lambda: running().load(where.parent)) and folder.whole(where.parent) == []
+    assert refused(lambda: running().load(where.parent)) and folder.checkpoints(where.parent) == []
 
 
 KEY, MOMENT = "model.0.weight", "optimizer.0.weight.exp_avg"
@@ -718,5 +718,5 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_pa
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise AssertionError
 
-    with pytest.raises(CheckpointError, match="cannot be kept in a checkpoint"):
+    with pytest.raises(CheckpointError, match="cannot be saved in a checkpoint"):
         running().save(tmp_path, others={"keeps": Keeps()})

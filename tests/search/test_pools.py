@@ -89,7 +89,7 @@ def test_each_stage_fits_its_own_device() -> None:
     for stage, held in enumerate(plan.predicted.memory):
         assert sum(held.values()) <= plan.device_of(stage).memory_bytes
     assert Plan.from_json(plan.to_json()) == plan
-    assert "number the processes' nodes in this order" in " ".join(plan.notes)
+    assert "assign ranks to nodes in this order" in " ".join(plan.notes)
 
 
 def test_others_must_leave_room_and_make_whole_stages() -> None:

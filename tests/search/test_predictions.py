@@ -436,7 +436,7 @@ def test_gradients_are_reduced_in_buckets(traced: autoptd.TracedModel, zero: int
     assert memory[1] - memory[0] == 3 * 10**7, "two to reduce by turns, one to gather"
 
 
-@pytest.mark.parametrize(("dropout", "word"), [(0.1, "written out in stretches"), (0.0, "")])
+@pytest.mark.parametrize(("dropout", "word"), [(0.1, "in blocks of scores"), (0.0, "")])
 def test_a_plan_says_which_kernel_does_its_attention(dropout: float, word: str) -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=64, n_positions=64, attn_pdrop=dropout)
     with torch.device("meta"):
