@@ -223,7 +223,10 @@ def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
                 key, offsets = position.fqn, tuple(position.offset or ())
                 saved = tensors[key]
                 sizes, dtype = tuple(boxes[key, offsets].sizes), saved.properties.dtype  # type: ignore[union-attr]
-                at, count = storage_of(file, info.offset, info.length)
+                try:
+                    at, count = storage_of(file, info.offset, info.length)
+                except ValueError as error:
+                    raise CheckpointError(f"what was written of {key} to {name} reads back damaged: {error}") from error
                 assert count == math.prod(sizes) * dtype.itemsize, f"the storage of {key} is not its elements alone"
                 before = index[key].chunks if key in index else ()
                 whole = tuple(saved.size)  # type: ignore[union-attr]

@@ -15,7 +15,8 @@ import struct
 import sys
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -255,8 +256,12 @@ def locate(file: BinaryIO, start: int, length: int) -> Located:
 
 
 def storage_of(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """Return first byte in the file and number of bytes of the one storage in an archive that this process wrote."""
-    return _Archive(file, start, length).only_storage()
+    """Return first byte in the file and number of bytes of the one storage in an archive that this process wrote.
+
+    Raises ValueError for a damaged file; OSError.
+    """
+    with _damage_as_value_error():
+        return _Archive(file, start, length).only_storage()
 
 
 def load(file: BinaryIO, length: int) -> Any:
@@ -282,9 +287,15 @@ def check_readable(file: BinaryIO, length: int) -> None:
 
 
 def _read(file: BinaryIO, start: int, length: int, known: dict[Name, Any]) -> Any:
-    try:
+    with _damage_as_value_error():
         archive = _Archive(file, start, length)
         return read_pickle(archive.read("data.pkl", LONGEST), known, archive.storage)
+
+
+@contextmanager
+def _damage_as_value_error() -> Iterator[None]:
+    try:
+        yield
     except _UNREADABLE as error:
         raise ValueError(f"not a file of torch.save: {type(error).__name__}: {error}") from error
 

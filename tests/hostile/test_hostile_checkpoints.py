@@ -128,6 +128,16 @@ def test_a_checkpoint_that_nobody_changed_is_fine_in_both_forms(where: Path, tmp
     assert main(["checkpoint", "check", str(where)]) == 0
 
 
+def test_a_shard_that_reads_back_damaged_is_one_error(where: Path) -> None:
+    """Raised as CheckpointError, which all ranks raise together; anything else would leave them waiting."""
+    shard = where / "__0_0.distcp"
+    whole = shard.read_bytes()
+    for damaged_bytes in (whole[: len(whole) // 2], b"", whole.replace(b"data/0", b"data?0"), bytes(len(whole))):
+        shard.write_bytes(damaged_bytes)
+        with pytest.raises(CheckpointError, match="reads back damaged"):
+            dcp.written_by(0, where, metadata_of(where))
+
+
 # --- commands -----------------------------------------------------------------------------------------------------
 
 MARK = "MARK"
