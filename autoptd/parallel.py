@@ -238,7 +238,7 @@ class Parallel:
         return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean loss over the global batch, without gradients or update. `batch` as in `train_step`. Collective."""
+        """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
         trainer = self._running
         with self._watch:
             return trainer.eval_step(batch)

@@ -14,7 +14,7 @@ from autoptd.explain.plan import explain, explain_html
 from autoptd.outputs import write_whole
 from autoptd.plans.checks import Inconsistent, faults
 from autoptd.plans.data import PlanData
-from autoptd.plans.files import REMAKE, check_head, mistakes, unique_keys, refusal
+from autoptd.plans.files import REMAKE, check_head, mistakes, refusal, unique_keys
 
 
 class Plan(PlanData):

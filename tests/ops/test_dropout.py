@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoptd.ops import dropout as randomness
-from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, Samples, Where
+from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.group import SingleRankGroup
 from autoptd.ops.tp_axis import Axis, Slice, own_slice
 
@@ -22,7 +22,7 @@ def mask(
     shape: Sequence[int],
     p: float = 0.3,
     rng: DropoutKey | None = None,
-    samples: Where = FIRST_DIM,
+    samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     key: str = "0.1",
 ) -> Tensor:
