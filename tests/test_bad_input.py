@@ -162,7 +162,7 @@ def line_of(kind: type, text: str) -> str:
 
 def test_no_example_inputs_and_no_way_to_make_them():
     error = refusal(InputsError, Scalar(), **EIGHT)
-    assert error.what == "Scalar does not say what inputs it takes"
+    assert error.what == "the inputs of Scalar are not known"
     assert "inputs={" in error.fix
     assert "example_inputs(batch, seq)" in error.fix
 
