@@ -54,10 +54,9 @@ def trace(
     precision: str = "bf16",
     progress: Progress | None = None,
 ) -> TracedModel:
-    """Trace `model` once; `plan` and `parallelize` take the result in place of the module, as often as needed.
+    """Trace `model` once, for any number of calls of `plan` and `parallelize`, which take the result in its place.
 
-    The keywords are those of `plan`. Raises InputsError, TraceError or UnsupportedOp if the model cannot be traced,
-    PlanError for an unknown precision.
+    The keywords are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
     """
     return read_model(
         model,
@@ -108,8 +107,8 @@ def plan(
             (outputs), (outputs, inputs), or outputs and targets, such as `nn.CrossEntropyLoss()`.
         targets: example tensors that only the loss takes: one tensor, which a batch then holds as "targets", or a
             mapping by the loss's keywords.
-        loss_averaging: "global" (default): the mean over the whole batch, as on one device. "per-microbatch": the mean
-            of the microbatches' own losses.
+        loss_averaging: "global" (default): the whole batch's loss, as on one device. "per-microbatch": the mean of the
+            microbatches' own losses.
         cluster: a shipped name, the path of a TOML file, or a `Cluster`. Default: this machine's GPUs, or "dgx-h100".
         batch: samples per optimizer step over all ranks. Default: 8 × world.
         seq: tokens per sample. Default: the model's maximum, at most 4,096.
@@ -120,10 +119,8 @@ def plan(
         assume: execution that the runtime cannot do, such as `{"kernels": "fused"}` (`assumed.ASSUMABLE`). Such a plan
             is a prediction only (`Plan.not_runnable`).
         include: dimensions to add to the search, from `options.INCLUDABLE`, or "all".
-        exact: search until no better plan can exist; feasible for small models. Otherwise the plan's notes say how
-            much faster a better one could be at most.
-        time_limit_s: seconds that the search may continue once it has a plan; the result then depends on the
-            machine's speed.
+        exact: search until no better plan can exist, for small models. Otherwise `plan.notes` bounds the possible gain.
+        time_limit_s: limit of the search once it has a plan; the result then depends on the machine's speed.
         progress: receives the steps of the work. Default: silent.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, or DoesNotFit with the memory that is short.
@@ -186,20 +183,17 @@ def parallelize(
     searched then, so fix, include, exact and time_limit_s are refused.
 
     Args:
-        model: a single-device module or the result of `trace`; or a model name or folder as on the command line, which
-            is built on meta.
+        model: a module or the result of `trace`; or a model name or folder as on the command line, to build on meta.
         world: number of ranks. Default: the plan's, or the number of processes that the launcher started.
         plan: a `Plan` or the path of a plan file.
         optimizer_options: keywords of the optimizer, such as `{"lr": 3e-4}`.
         parameter_groups: parameters with other options, by patterns of their names, such as
             `[{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]`. The first group that matches applies.
         seed: seeds dropout and the parameters of a model on meta.
-        weights: folder of safetensors under the model's names; each rank reads only its slices. Default: the folder
-            given as `model`, if it holds weights.
+        weights: folder of safetensors; each rank reads only its slices. Default: `model`, if that is a folder with any.
         non_finite: what all ranks do if the loss or gradient norm of a step is not finite: "raise" RuntimeFault with
             nothing changed, or "skip" the step. With fp16, an overflow is always skipped and halves the loss scale.
-        compile: run each class of block through torch.compile, by inductor (True) or the named backend. Implied by a
-            plan with compiled kernels.
+        compile: run blocks through torch.compile, by inductor (True) or a named backend. Implied by compiled kernels.
         watch: time limits in seconds for other ranks, such as `{"silent_s": 8, "slow_s": 30, "stuck_s": 600}`. A rank
             that dies or stops ends the job on all ranks with the cause; a slow one is reported. False: no watching.
         signed_by: file of a public key; the plan must hold a certificate signed with the matching private key.

@@ -21,10 +21,7 @@ _MOST_SAMPLES = 2**40  # larger batches take more than seconds to factorise
 def optimizer_name(
     optimizer: Optimizer, options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = ()
 ) -> str:
-    """Return `adamw`, `sgd` or `custom`. Raises PlanError for an optimizer or options that torch does not accept.
-
-    The optimizer is constructed once, without parameters, so that a bad one is refused before any process starts.
-    """
+    """Return `adamw`, `sgd` or `custom`. Raises PlanError if the optimizer cannot be constructed with these options."""
     known = "pass 'adamw', 'sgd', or a callable that takes parameters, such as torch.optim.Adam"
     if isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(

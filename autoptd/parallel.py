@@ -126,8 +126,7 @@ class Parallel:
     def initial_values(self, stages: Collection[int] | None = None) -> dict[str, Tensor | Stored]:
         """Return full parameters and buffers of some stages, or of all, by original name.
 
-        They are the model's own, or initialised from the seed if it is on meta. Weights in a folder are returned as
-        references, of which each rank reads its slices.
+        They are the model's own; for a model on meta, initialised from the seed, or references to weights in a folder.
         """
         tensors = {**self.layout.parameters, **self.layout.buffers}
         wanted = [n for n, spec in tensors.items() if stages is None or not set(stages).isdisjoint(spec.stages)]
@@ -232,8 +231,8 @@ class Parallel:
     def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
         """Return a sampler of this rank's share of each global batch, for `DataLoader(data, batch_sampler=…)`.
 
-        samples: size of the data set. The global batches are the same under every plan; `start_at(step)` resumes.
-        Raises InputsError if there are fewer samples than one batch.
+        samples: size of the data set; InputsError if it is less than one batch. The global batches are the same under
+        every plan; `start_at(step)` resumes.
         """
         return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
 

@@ -1,8 +1,7 @@
 """Progress display while a plan is made.
 
 The functions from model to plan take a `Progress`: `with progress.stage("trace"): …` around each step, and
-`progress.note("…")` for a fact worth a line. A terminal shows a spinner for the running step and the time of each
-finished one.
+`progress.note("…")` for a line of text. A terminal shows a spinner for running steps, the seconds of finished ones.
 """
 
 from __future__ import annotations

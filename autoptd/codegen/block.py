@@ -174,7 +174,6 @@ def _source(
 
 
 def _joined(kinds: list[str]) -> str:
-    """Join kinds of segments on one line of a docstring, or on one line each."""
     line = " + ".join(kinds)
     return line if len(line) < 100 else " +\n    ".join(kinds)
 

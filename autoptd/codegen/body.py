@@ -209,10 +209,9 @@ class Body:
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
 
     def _random(self, node: fx.Node, strategy: Strategy) -> str:
-        """Return the arguments that key random numbers by the op's position in the model and the element's position.
+        """Return the arguments that key random numbers, equally under every plan, by the op and the element's position.
 
-        They are equal under every plan. The elements of attention are the scores [..., queries, keys], which are placed
-        like the result except for its width.
+        The elements of attention are the scores [..., queries, keys], placed like the result except for its width.
         """
         self.dropout = True
         (index, i), before = self.at, before_cut(node)

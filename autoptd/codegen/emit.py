@@ -69,14 +69,11 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Program:
-    """Sources by file name, and the file and class of every stage.
+    """The source files of an emitted program, and the class of every stage."""
 
-    `objects`: functions of the user's that no file can import, by their names in `own.py`.
-    """
-
-    files: dict[str, str]
-    stages: tuple[tuple[str, str], ...]
-    objects: Mapping[str, Any] = field(default_factory=dict)
+    files: dict[str, str]  # name -> source
+    stages: tuple[tuple[str, str], ...]  # (file, class)
+    objects: Mapping[str, Any] = field(default_factory=dict)  # functions that no file can import, by name in `own.py`
 
     def write(self, directory: str | Path) -> Path:
         """Write all files and return the folder. Raises PlanFileError if one cannot be written; then none is."""
@@ -204,9 +201,9 @@ def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
 
 
 def load_stage(program: Program, stage: int, directory: str | Path | None = None) -> Any:
-    """Import the class of a stage from its file: `(tp, dropout=None) -> Stage`.
+    """Import the class of a stage from its file, written to `directory` or a temporary folder of the process.
 
-    directory: a folder to write the files to. Default: a temporary one that exists as long as the process.
+    The class is called as `(tp, dropout=None) -> Stage`.
     """
     with _IMPORTING:
         return _load_stage(program, stage, directory)

@@ -44,7 +44,6 @@ def size_source(traced: Traced, symbol: sympy.Symbol, have: Mapping[str, fx.Node
 
 
 def input_node(traced: Traced, name: str) -> fx.Node:
-    """Return the placeholder of a model input."""
     return next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == name)
 
 
@@ -73,7 +72,6 @@ class LossFunctions:
         return {name: text for name, text in self.found.items() if last or name != "loss_of"}
 
     def attributes(self, last: bool) -> list[str]:
-        """Return lines of the stage's class."""
         lines = [] if last else ["    reads_counts = True"]
         if self.folded.counts:
             lines.append(f"    count_inputs = {value_text(tuple(self.inputs))}")
@@ -102,7 +100,6 @@ class LossFunctions:
             yield f"Count({literal(combine)}, {value_text(self._shape(node))}{rest})"
 
     def _counts(self) -> str:
-        """Write `loss_counts`."""
         traced, body = self.traced, Body(self.sharding, names_of(self.folded))
         wanted = ancestors(self.folded.counts)
         nodes = [n for n in traced.graph.graph.nodes if n in wanted]
@@ -146,7 +143,6 @@ class LossFunctions:
         return "\n".join(lines) + "\n"
 
     def _outer(self, graph: fx.Graph) -> str:
-        """Write `loss_of`."""
         body = Body(self.sharding, names_of(self.folded, "sums"))
         slices = partial_slices(self.form.partial_sums)
         for node in graph.nodes:

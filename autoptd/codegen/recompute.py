@@ -122,7 +122,6 @@ def flow_of(segments: Sequence[Segment], sharding: Sharding) -> Flow:
 
 
 def _nodes(steps: Sequence[DataflowStep], segments: Sequence[Segment]) -> frozenset[fx.Node]:
-    """Return the nodes of these segments that belong to the steps."""
     names = {s.node.name for s in steps if s.node is not None and not s.view}
     return frozenset(n for s in segments for n in s.nodes if n.name in names)
 
@@ -171,7 +170,6 @@ def runs_of(
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """Return the op that makes a tensor."""
     if node.op == "call_function" and node.target.__name__ == "getitem":  # type: ignore[union-attr]
         owner = node.args[0]
         assert isinstance(owner, fx.Node)

@@ -53,8 +53,6 @@ class StageSource:
 
 @dataclass(frozen=True)
 class _BlockCall:
-    """One call of a block."""
-
     piece: BlockSegments
     block: BlockClass
     arguments: str
@@ -63,8 +61,6 @@ class _BlockCall:
 
 @dataclass
 class _StageWriter:
-    """The parts of a stage written so far."""
-
     layout: BlockNames
     sharding: Sharding
     pieces: list[BlockSegments]

@@ -62,15 +62,12 @@ class Mesh:
         return StageMap(self.pp, self.virtual, self.way)
 
     def stages_of(self, pp: int) -> tuple[int, ...]:
-        """Return the stages of a pipeline rank, by chunk."""
         return self.route.stages_of(pp)
 
     def holder(self, stage: int) -> int:
-        """Return the pipeline rank of a stage."""
         return self.route.holder(stage)
 
     def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Return the pipeline ranks that hold any of these stages, ascending."""
         return tuple(sorted({self.holder(stage) for stage in stages}))
 
     def rank(self, pp: int, dp: int, tp: int, cp: int = 0) -> int:

@@ -35,10 +35,7 @@ def buffer_class(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class Packed:
-    """Buckets of packed parameters, from which elements (with padding) and updated elements (without) are counted.
-
-    `buffers`: the buckets of trainable parameters; `frozen`: those of frozen parameters, which ZeRO 3 shards too.
-    """
+    """Buckets of packed trainable parameters (`buffers`) and of the frozen ones that ZeRO 3 shards (`frozen`)."""
 
     dp: int
     shards: int  # ranks that share one copy; 1 without ZeRO
@@ -101,10 +98,7 @@ class Packed:
         return max(self.stepped) if self.idle else self.stepped_by(0)
 
     def stepped_by(self, rank: int) -> int:
-        """Return the elements that a dp rank's optimizer updates.
-
-        The first rank has the most if no parameter is idle, since padding is at the end of buckets.
-        """
+        """Return the elements that a dp rank's optimizer updates; rank 0 has the most unless parameters are idle."""
         slots = ((bucket, slot) for bucket in self.laid_out for slot in bucket.slots if slot.name not in self.idle)
         own = rank % self.shards
         parts = (overlap(slot, bucket.shard(own, self.shards)) for bucket, slot in slots)

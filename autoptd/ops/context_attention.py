@@ -255,10 +255,7 @@ class _RingQueries:
         return (slice(at, min(at + most, last)) for at in range(first, last, most))
 
     def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (the rows' largest score so far, the tile's sum of exponentials, its sum of weighted values).
-
-        Both sums are relative to the largest score.
-        """
+        """Return the rows' largest score so far, and relative to it the tile's sums of exponentials and of values."""
         scores = self._scores(tile, keys)
         above = torch.maximum(highest, scores.amax(-1, keepdim=True))
         weights = (scores - _finite(above)).exp_()
@@ -348,7 +345,6 @@ def _packed(k: Tensor, v: Tensor) -> Parts:
 
 
 def _unpacked(parts: Parts) -> Parts:
-    """Return keys and values as views of a message."""
     return parts if len(parts) == 2 else parts[0].unbind()
 
 

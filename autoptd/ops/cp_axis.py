@@ -61,7 +61,6 @@ class Tokens(Axis):
         return self.part_of(self.rank, dim)
 
     def part_of(self, rank: int, dim: int) -> TokenChunks:
-        """Return the part of a split dim that a rank holds."""
         return TokenChunks(dim, self.size, self.chunks(rank))
 
     def _own(self, x: Tensor, dim: int, groups: int) -> Tensor:
@@ -86,7 +85,6 @@ class Tokens(Axis):
         return torch.cat([x.narrow(dim, order.index(i) * width, width) for i in range(len(order))], dim)
 
     def _width(self, x: Tensor, dim: int) -> int:
-        """Return the length of a chunk."""
         length, count = x.shape[dim], 2 * self.size
         assert length % count == 0, f"dim {dim} of {list(x.shape)} does not divide by {count} chunks"
         return length // count

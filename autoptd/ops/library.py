@@ -90,8 +90,7 @@ def vocab_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy that saves the local softmax and two tensors of the labels' shape for backward.
 
-    With smoothing e over v classes (Szegedy et al. 2016, section 7) the labels are (1 - e) onehot + e / v; only for a
-    vocabulary that is not split.
+    Smoothing e over v unsplit classes makes labels (1 - e) onehot + e / v (Szegedy et al. 2016, section 7).
     """
 
     @staticmethod

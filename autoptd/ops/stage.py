@@ -105,10 +105,7 @@ def buffer(
 
 
 def submodule(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
-    """Put a module under a dotted name. The contents of a plain container already there move into it.
-
-    Raises KeyError if another module exists under the name.
-    """
+    """Put a module under a dotted name; it takes over the contents of a plain container. Raises KeyError if taken."""
     owner, leaf = _owner(module, name)
     if leaf not in owner._modules:
         owner.add_module(leaf, child)

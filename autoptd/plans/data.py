@@ -84,15 +84,12 @@ class ExecutionOptions(Part):
 
 
 class StagePlan(Part):
-    """Segments `first` to `last` (inclusive), named by `modules`; those in `recompute` are recomputed in backward.
-
-    `Plan.route` says which pipeline rank holds a stage.
-    """
+    """Segments `first` to `last` (inclusive), named by `modules`. `Plan.route` says which pipeline rank holds them."""
 
     first: Index
     last: Index
     modules: str
-    recompute: tuple[Index, ...] = ()
+    recompute: tuple[Index, ...] = ()  # segments that are recomputed in backward
     device: str = ""  # device type, in a cluster of several types
     policies: tuple[Literal["full", "selective", "ops"], ...] = ()  # per `recompute`; (): all method.recompute
 

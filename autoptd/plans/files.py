@@ -42,10 +42,7 @@ def check_head(data: Any, where: str) -> None:
 
 
 def mistakes(error: ValidationError) -> tuple[list[str], int]:
-    """Return lines for the first mistakes, and the number of all.
-
-    Contradictions between fields are listed once each field is valid by itself.
-    """
+    """Return lines for the first mistakes, and the number of all. Valid fields are then checked for contradictions."""
     if error.error_count() == 1:
         cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
         if isinstance(cause, Inconsistent):

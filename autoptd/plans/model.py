@@ -18,11 +18,7 @@ from autoptd.plans.files import REMAKE, check_head, mistakes, refusal, unique_ke
 
 
 class Plan(PlanData):
-    """All choices for training one model on one cluster.
-
-    `plan` returns it, `Plan.load` reads it from a file. Constructing one with fields that contradict each other raises
-    pydantic's ValidationError.
-    """
+    """All choices for training one model on one cluster. Raises pydantic's ValidationError if fields contradict."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

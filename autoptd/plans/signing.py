@@ -28,17 +28,13 @@ def private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def sign(certificate: Certificate, key: Ed25519PrivateKey) -> Certificate:
-    """Return the certificate with a signature."""
     value = key.sign(certificate.signed_text().encode()).hex()
     by = key.public_key().public_bytes_raw().hex()
     return certificate.model_copy(update={"signature": Signature(by=by, value=value)})
 
 
 def check_signature(certificate: Certificate | None, key: Path) -> None:
-    """Raise PlanFileError unless the certificate is signed with the key of a public key file.
-
-    Raises SigningError for a file that cannot be read or holds no ed25519 key.
-    """
+    """Raise PlanFileError unless the holder of a public key signed the certificate, SigningError for a bad key file."""
     public = _read(key, "public")
     held = None if certificate is None else certificate.signature
     if certificate is None or held is None:

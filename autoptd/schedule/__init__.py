@@ -1,7 +1,5 @@
-"""Pipeline schedules as data: the actions that each pipeline rank executes in one step, in order.
-
-Simulator, deadlock proof, explanations and executor all read these lists. Everything public is imported from here.
-Imports errors only.
+"""Pipeline schedules as data: the actions that each pipeline rank executes in one step, in order. Simulator, deadlock
+proof, explanations and executor read these lists. Every name below may be imported from here. Imports errors only.
 
     text    action                                                   channel
     F0      forward of microbatch 0

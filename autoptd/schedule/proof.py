@@ -126,10 +126,7 @@ class _ProofRun:
         return self.position[rank] < len(self.schedule[rank])
 
     def _waits(self) -> Iterator[str]:
-        """Yield every cycle of waiting ranks, `rank 0 SF3 -> rank 1 RF2 -> rank 0`, and ranks that wait for a done one.
-
-        A rank waits for one other: the peer of the oldest message in its channel's queue.
-        """
+        """Yield every cycle of waiting ranks, `rank 0 SF3 -> rank 1 RF2 -> rank 0`, and every wait for a done rank."""
         from networkx import DiGraph, simple_cycles  # for this message alone
 
         awaited = {rank: self._awaited(rank) for rank in filter(self._unfinished, range(len(self.schedule)))}
@@ -144,7 +141,7 @@ class _ProofRun:
         return f"rank {rank} {self.schedule[rank][self.position[rank]]}"
 
     def _awaited(self, rank: int) -> int:
-        """Return the rank that the current action of `rank` waits for."""
+        """Return the rank that `rank` waits for: the peer of the oldest message in its channel's queue."""
         action = self.schedule[rank][self.position[rank]]
         return self._peer(rank, self.queues[rank, self.channel(rank, action)][0])[0]
 

@@ -36,7 +36,6 @@ class StageMap:
 
     @property
     def stages(self) -> int:
-        """Number of stages of the model."""
         return self.ranks * self.virtual
 
     def stage(self, rank: int, chunk: int = 0) -> int:
