@@ -216,7 +216,7 @@ def test_a_config_and_its_folder(tmp_path: Path):
     ("data", "said"),
     [
         ("{", "not JSON"),
-        ("[1]", "it is a JSON list"),
+        ("[1]", "it holds a JSON list"),
         ("{}", "'model_type' is None"),
         (json.dumps(TINY | {"model_type": "gpt-2"}), "did you mean"),
         (json.dumps(TINY | {"architectures": []}), "'architectures' is []"),
