@@ -6,7 +6,7 @@ from typing import Any
 
 import sympy
 
-from autoptd.codegen.blocks import lay_out
+from autoptd.codegen.blocks import name_blocks
 from autoptd.compile.program import token_splits
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
@@ -68,7 +68,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
     recomputed = {traced.parameters[p.name] for i in indices for p in folded.segments[i].parameters}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
-    owned, unused = lay_out(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
+    owned, unused = name_blocks(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
     parameters = {
         name: TensorSpec(
             parse_placement(plan.splits.parameters[name]),

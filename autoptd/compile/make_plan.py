@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from autoptd.codegen.blocks import lay_out
+from autoptd.codegen.blocks import name_blocks
 from autoptd.compile.notes import answer_notes, device_of
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
@@ -64,7 +64,7 @@ def make_plan(
         time_limit_s=time_limit_s or math.inf,
     )
     check_loss(source, dp=constraints.mesh.get("dp"), microbatches=size / int(constraints.mesh.get("micro", 1)))
-    lay_out(source.folded)  # raises TraceError for names that clash with those of emitted modules
+    name_blocks(source.folded)  # raises TraceError for names that clash with those of emitted modules
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, constraints, answer.staged.candidate.tp)
     notes += answer_notes(source, answer)

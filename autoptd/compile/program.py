@@ -52,7 +52,7 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
         specs,
         plan.model,
         loss_in_place=plan.method.loss == "in_place",
-        gathers_again=plan.method.gathers == "again" and plan.mesh.tp > 1,
+        regather=plan.method.gathers == "again" and plan.mesh.tp > 1,
     )
     return replace(program, files={**program.files, "plan.json": plan.to_json()})
 

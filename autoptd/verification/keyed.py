@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoptd.ops import library as ops
-from autoptd.ops.dropout import DropoutKey, Where
+from autoptd.ops.dropout import DropoutKey, SamplePosition
 from autoptd.passes.trace.traced import PRECISIONS
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ class Draw:
     """A node that drops elements: its key, and where samples lie in what it draws."""
 
     key: str
-    samples: Where
+    samples: SamplePosition
 
 
 @contextmanager

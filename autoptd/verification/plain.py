@@ -19,7 +19,7 @@ from autoptd.codegen.emit import Program
 from autoptd.codegen.quoting import replace_code
 from autoptd.compile.traced import TracedModel
 from autoptd.ops import library as ops
-from autoptd.ops.dropout import DropoutKey, Samples, Where
+from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import info
 from autoptd.passes.trace.loss import Objective
@@ -66,7 +66,7 @@ def draw_of(node: fx.Node) -> bool:
     return node.target is aten.scaled_dot_product_attention.default and len(node.args) > 4 and bool(node.args[4])
 
 
-def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> Where:
+def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> SamplePosition:
     place = sample_place(node)
     width = info(node).ndim - 1 if node.target is not aten.dropout.default else None
     if place is None or place.dim == width:

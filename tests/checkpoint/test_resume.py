@@ -76,7 +76,7 @@ def test_damaged_checkpoints_are_left_out_by_name(tmp_path: Path) -> None:
     path = root / "step-00000003" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     again = made()
-    with pytest.warns(UserWarning, match=r"step-00000003: __0_0.distcp is damaged.*going on from step 2"):
+    with pytest.warns(UserWarning, match=r"step-00000003: __0_0.distcp is damaged.*resuming from step 2"):
         assert again.resume(root) == 2
     assert train(again, 4, root) == whole[2:]
     assert made().resume(root) == 4

@@ -304,5 +304,5 @@ def test_a_single_target_named_like_an_input() -> None:
 
 def test_a_traced_model_has_its_targets() -> None:
     traced = autoptd.trace(Plain(), inputs={"x": x()["x"][:2]}, loss=nn.MSELoss(), targets=Y, precision="fp64")
-    with pytest.raises(InputsError, match="traced before"):
+    with pytest.raises(InputsError, match="the model was traced with"):
         autoptd.plan(traced, world=2, targets=Y)

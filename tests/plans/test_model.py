@@ -124,7 +124,7 @@ def test_a_plan_is_frozen():
         ('{"format": "autoptd-plan", "version": 2}', "version 2; this autoptd reads 1"),
         ('{"format": "autoptd-plan", "version": "1"}', "version is '1'"),
         ('{"format": "autoptd-plan", "version": true}', "version is True"),
-        ('{"format": 1, "format": 2}', "'format' stands twice"),
+        ('{"format": 1, "format": 2}', "'format' occurs twice"),
         ('{"format": "autoptd-plan", "version": NaN}', "NaN"),
         ("[" * 100_000, "not JSON"),
         ('{"format": ' + "1" * 5000 + "}", "not JSON"),

@@ -108,7 +108,7 @@ def test_what_is_kept_goes_by_all_that_it_depends_on(traced: autoptd.TracedModel
     ids=lambda o: next(iter(o)),
 )
 def test_a_traced_model_is_not_another(traced: autoptd.TracedModel, other: dict[str, Any]) -> None:
-    with pytest.raises(InputsError, match=f"traced before.*given {next(iter(other))}"):
+    with pytest.raises(InputsError, match=f"the model was traced with.*passes {next(iter(other))}"):
         autoptd.plan(traced, world=8, batch=32, **other)
     same = autoptd.plan(traced, world=8, batch=32, cluster=NODE, seq=SEQ, precision="bf16", fix=BASE)
     assert same == planned(traced)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.codegen.blocks import BlockNames as Names
-from autoptd.codegen.blocks import BlockSegments, lay_out, pieces_of
+from autoptd.codegen.blocks import BlockSegments, name_blocks, pieces_of
 from autoptd.codegen.body import Made
 from autoptd.codegen.stage import write_stage
 from autoptd.compile.program import make_program, read_sharding
@@ -61,7 +61,7 @@ class Found:
 def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Line], Meaning]]:
     """By stage: (block call, line) -> what it makes."""
     sharding = read_sharding(source, plan)
-    names = lay_out(source.folded, plan.method.loss == "in_place")
+    names = name_blocks(source.folded, plan.method.loss == "in_place")
     result = []
     classes = [cls for _, cls in make_program(source, plan, sharding).stages]
     for stage, cls in zip(plan.stages, classes, strict=True):

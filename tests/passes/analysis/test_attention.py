@@ -144,7 +144,7 @@ def test_tiles_of_a_ring_are_put_together_at_a_price() -> None:
 @pytest.mark.parametrize(("heads", "length"), [(4, 256), (8, 192)])
 def test_a_stretch_takes_what_it_is_said_to_take(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same on real tensors: everything alive at the fullest moment that is as large as the scores."""
-    monkeypatch.setattr("autoptd.ops.dropout._AT_ONCE", {})  # as on a GPU
+    monkeypatch.setattr("autoptd.ops.dropout._ELEMENTS_AT_ONCE", {})  # as on a GPU
     call = call_of(0.1, heads, length)
     q = torch.randn(1, heads, length, 64, dtype=torch.bfloat16, requires_grad=True)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool)
