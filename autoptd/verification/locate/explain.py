@@ -1,9 +1,10 @@
-"""What differences of losses, norms, gradients and parameters say, where every line of the program is right.
+"""Causes of wrong losses, norms, gradients and parameters when every line of the program is right.
 
-gradients wrong          what was summed, over microbatches, ranks or tied stages
-norm wrong               a parameter whose squares are counted too often, or not at all
-parameters wrong         the update, or what was collected after it
-a later step wrong       something that the step before left behind
+wrong                    cause
+gradients                a sum over microbatches, ranks or tied stages
+norm                     a parameter whose squares are counted several times, or not at all
+parameters               the update, or the all-gather after it
+a later step             state left by the step before
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from autoptd.layout.layout import Layout
 from autoptd.layout.placements import Split
 from autoptd.ops.tp_axis import own_slice
-from autoptd.verification.compare import Compared, Off
+from autoptd.verification.compare import Compared, Deviation
 from autoptd.verification.plain import PlainStep
 from autoptd.verification.ranks import RankRun
 
@@ -25,10 +26,10 @@ Place = tuple[str, str]
 def explain(
     layout: Layout, found: Compared, runs: Sequence[RankRun], expected: Sequence[PlainStep], clip: float
 ) -> Iterator[Place]:
-    """(where, what), first what comes first."""
+    """Yield (where, what) of each difference, causes before effects."""
     yield from ((name, "no rank holds it, or none updates it") for name in found.missing[:3])
     step = found.step or 0
-    later = f" in step {step + 1}, though step {step} was right: step {step} left something behind" if step else ""
+    later = f" in step {step + 1}, though step {step} was right: stale state of step {step}" if step else ""
     wrong = {name: off for name, off in found.gradients.items() if off.rank is not None}
     for name, off in list(wrong.items())[:3]:
         yield (
@@ -47,11 +48,11 @@ def explain(
         yield "loss", f"{_by(found.loss)}{_on(layout, found.loss)}{later}"
 
 
-def _by(off: Off) -> str:
+def _by(off: Deviation) -> str:
     return f"off by {off.difference:.1e}"
 
 
-def _on(layout: Layout, off: Off) -> str:
+def _on(layout: Layout, off: Deviation) -> str:
     assert off.rank is not None
     (pp, dp, tp), cp = layout.mesh.coordinates(off.rank), layout.mesh.cp_of(off.rank)
     cut = f", cp {cp}" if layout.mesh.cp > 1 else ""
@@ -59,9 +60,15 @@ def _on(layout: Layout, off: Off) -> str:
 
 
 def _ratio(
-    layout: Layout, runs: Sequence[RankRun], expected: Sequence[PlainStep], step: int, name: str, off: Off, clip: float
+    layout: Layout,
+    runs: Sequence[RankRun],
+    expected: Sequence[PlainStep],
+    step: int,
+    name: str,
+    off: Deviation,
+    clip: float,
 ) -> str:
-    """`: it is 2 × the right one`, where it is a multiple; `clip`: the norm to which gradients were clipped."""
+    """Return `: it is 2 × the right one` if the gradient is a multiple of the right one. `clip`: the clipping norm."""
     assert off.rank is not None
     spec, tp = layout.parameters[name], layout.mesh.tp
     for part in runs[off.rank].steps[step].parts:
@@ -79,7 +86,7 @@ def _ratio(
 def _multiple(found: Tensor, wanted: Tensor) -> str:
     square = float(wanted @ wanted)
     if not found.any():
-        return ": there is none"
+        return ": it is zero"
     if not square:
         return ""
     factor = float(found @ wanted) / square
@@ -89,7 +96,7 @@ def _multiple(found: Tensor, wanted: Tensor) -> str:
 
 
 def _counted(runs: Sequence[RankRun], expected: Sequence[PlainStep], step: int) -> str:
-    """Which one parameter's squares explain a norm that is too large or too small."""
+    """Return the one parameter whose squares, counted too often or not at all, explain a wrong norm."""
     extra = runs[0].steps[step].norm ** 2 - expected[step].norm ** 2
     for name, gradient in expected[step].gradients.items():
         square = float(gradient.norm()) ** 2
