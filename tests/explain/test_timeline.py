@@ -139,7 +139,7 @@ def test_mistakes_are_2_and_one_message(run: Run, saved: str, tmp_path: Path):
     six.save(tmp_path / "three.json")
     cases = {
         (str(tmp_path / "nowhere.json"),): "cannot read the plan",
-        (str(tmp_path / "untimed.json"),): "holds no times of its stages",
+        (str(tmp_path / "untimed.json"),): "has no times of its stages",
         (saved, "--trace", str(tmp_path / "no" / "trace.json")): "does not exist",
         (saved, "--schedule", "1fb1"): "invalid choice: '1fb1'",
         (saved, "--virtual", "2"): "--virtual is for the interleaved schedule",
