@@ -136,7 +136,9 @@ def _reaction(query: PlanQuery, chosen: Plan, what: str, factor: float, cluster:
 def sensitivity_text(title: str, found: Sequence[Reaction], width: int = WIDTH) -> str:
     """Return a table with a row per change, and a sentence with the largest regret."""
     chosen = found[0].chosen
-    table = columns("changed", "by>", "best step>", "", "regret>", "best plan there", gap=1 if width < WIDTH else 2)
+    table = columns(
+        "changed", "by>", "best step>", "vs chosen>", "regret>", "best plan there", gap=1 if width < WIDTH else 2
+    )
     for row in found:
         cells = ["–", "–"]
         if row.best_s is not None:

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.errors import PlanError
-
 if TYPE_CHECKING:
     from autoptd.plans.model import Plan
 
@@ -26,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return exit code 0. Raises PlanFileError, PlanError, ModelError."""
+    """Run the command; return exit code 0. Raises PlanFileError, PlanError, UsageError, ModelError."""
     from autoptd.cli.output import show
     from autoptd.outputs import refuse_unwritable, write_whole
     from autoptd.plans.model import Plan
@@ -68,15 +66,10 @@ def _exported(plan: Plan, to: str, model: str | None) -> dict[str, Any]:
 
 
 def _model(plan: Plan, name: str | None, needed: bool) -> Any:
-    """Return the model on meta; None if it is neither needed nor shipped. Raises PlanError, ModelError."""
+    """Return the model on meta; None if it is neither needed, nor given, nor shipped. Raises UsageError, ModelError."""
+    from autoptd.cli.output import model_of
     from autoptd.models.load import load_model, model_names
 
-    if name is None and plan.model not in model_names():
-        if needed:
-            raise PlanError(
-                f"the plan is for {plan.model!r}, which is not a shipped model",
-                where="model",
-                fix="give it as --model MODEL",
-            )
+    if name is None and not needed and plan.model not in model_names():
         return None
-    return load_model(name or plan.model)[0]
+    return load_model(model_of(name, plan.model))[0]

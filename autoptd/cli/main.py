@@ -270,8 +270,8 @@ def _parser() -> _Parser:
         "microbatches",
     )
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: %(default)s")
-    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"options to fix: {', '.join(FIXED)}")
-    assumed = f"options to predict with that no generated program can run: {', '.join(ASSUMABLE)}"
+    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"fix options, as tp=8,zero=2: {', '.join(FIXED)}")
+    assumed = f"predict only, with options that no generated program can run: {', '.join(ASSUMABLE)}"
     plan.add_argument("--assume", type=read_assume, metavar="K=V,…", help=assumed)
     _add_constraints(plan)
     _add_answers(plan)
@@ -361,12 +361,12 @@ def _add_answers(plan: argparse.ArgumentParser) -> None:
         type=read_sweep,
         action="append",
         metavar="K=V,V,…",
-        help=f"a table with a plan for each value, given twice, for each pair: {', '.join(SWEPT)}",
+        help=f"plan for each value, as world=8,16, and print a table; twice: for all pairs. K: {', '.join(SWEPT)}",
     )
     many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less device memory")
     many.add_argument("--pins", action="store_true", help="the cost of each constraint: the plan without it")
     many.add_argument("--sensitivity", action="store_true", help="the best plan if a rate or the memory is 20%% off")
-    plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="with --sweep: print the cost of training")
+    plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="with --sweep: add costs to the table")
     plan.add_argument("--why", action="store_true", help="if nothing fits: try every remedy, however long it takes")
 
 

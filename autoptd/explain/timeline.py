@@ -10,6 +10,7 @@ from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_from_data
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
+from autoptd.explain.tables import seconds
 from autoptd.plans.data import PlanData
 from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
 
@@ -99,7 +100,7 @@ def summary(plan: PlanData, schedule: Schedule, timeline: Timeline) -> dict[str,
                 "name": name,
                 "busy_s": timeline.busy_s[rank],
                 "in_flight": list(in_flight(schedule[rank])),
-                **{f"{part}_s": seconds for part, seconds in timeline.breakdown_s(rank).items()},
+                **{f"{part}_s": value for part, value in timeline.breakdown_s(rank).items()},
             }
             for rank, name in enumerate(rank_names(plan))
         ],
@@ -116,7 +117,7 @@ def report(plan: PlanData, schedule: Schedule, timeline: Timeline, kind: str, wi
     """Return the report as text: a headline, a row per pipeline rank, and a picture if `width` suffices."""
     virtual = chunks_of(schedule)
     chunks = f" of {virtual} chunks each" if virtual > 1 else ""
-    exposed = ", ".join(f"{stream} {_time(seconds)}" for stream, seconds in timeline.exposed_s.items())
+    exposed = ", ".join(f"{stream} {_time(value)}" for stream, value in timeline.exposed_s.items())
     lines = [
         f"{plan.model}: {kind}, {_count(plan.mesh.pp, 'stage')}{chunks} × "
         f"{_count(plan.schedule.microbatches, 'microbatch')}",
@@ -136,7 +137,7 @@ def _table(schedule: Schedule, timeline: Timeline) -> list[str]:
         [
             str(rank),
             f"{timeline.busy_s[rank] / timeline.makespan_s:.1%}" if timeline.makespan_s else "-",
-            *(_time(seconds) for seconds in part.values()),
+            *(_time(value) for value in part.values()),
             "+".join(map(str, in_flight(schedule[rank]))),
         ]
         for rank, part in enumerate(parts)
@@ -149,11 +150,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("h") else "s")
 
 
-def _time(seconds: float) -> str:
-    for unit, least in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= least:
-            return f"{seconds / least:.3g} {unit}" if seconds < 1000 * least else f"{seconds / least:,.0f} {unit}"
-    return f"{seconds * 1e6:.3g} us" if seconds > 1e-9 else "0"
+def _time(value: float) -> str:
+    return seconds(value) if value > 1e-9 else "0"
 
 
 def picture(timeline: Timeline, width: int) -> list[str]:

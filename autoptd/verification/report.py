@@ -28,7 +28,7 @@ def text(verdict: Verdict, width: int, *, every: bool = False) -> str:
 
 def _ran(verdict: Verdict) -> str:
     plan = verdict.subject.plan
-    return f"{plan.world} rank{'s' if plan.world > 1 else ''} in one process, float64, the emitted code"
+    return f"{plan.world} rank{'s' if plan.world > 1 else ''} in one process, in float64, running the emitted program"
 
 
 def _shown(verdict: Verdict) -> Iterator[RenderableType]:

@@ -166,7 +166,7 @@ def _stuck(plan: Plan) -> Iterator[Place]:
 def _schedule_text(plan: Plan) -> str:
     count, stages = plan.schedule.microbatches, len(plan.stages)
     of = f"{count} microbatch{'es' * (count > 1)} on {stages} stage{'s' * (stages > 1)}"
-    return f"the {plan.schedule.kind} schedule, {of}, cannot deadlock, whatever its passes and messages take"
+    return f"the {plan.schedule.kind} schedule, {of}, cannot deadlock, whatever the timing"
 
 
 def _owners_text(parallel: Parallel) -> str:

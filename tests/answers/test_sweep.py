@@ -88,7 +88,7 @@ def test_what_has_no_plan_is_a_point(asked: PlanQuery):
     for width in (80, 120):
         text = sweep_text("title", found, [], width)
         assert max(map(len, text.splitlines())) <= width
-        assert "[1] does not fit" in text and text.count("cannot be") == 1
+        assert "[1] does not fit" in text and text.count("not possible") == 1
 
 
 def test_wrong_points_are_refused_before_any_plan(asked: PlanQuery, monkeypatch: pytest.MonkeyPatch):

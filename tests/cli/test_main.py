@@ -260,7 +260,7 @@ def test_what_assume_reads(text: str, assumed: dict[str, Any]):
     assert cli.read_assume(text) == assumed
     for name, value in assumed.items():
         said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
-        with pytest.raises(argparse.ArgumentTypeError, match=rf"only predicted.*give --assume {re.escape(said)}$"):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"only be predicted.*give --assume {re.escape(said)}$"):
             cli.read_fix(said)
 
 

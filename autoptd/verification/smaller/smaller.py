@@ -192,8 +192,8 @@ def _narrow(model: nn.Module, ranks: Ranks, tokens: int) -> tuple[nn.Module, tup
 
 
 def _in_words(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the changed fields as `hidden_size 8192 as 64`, without the ids of special tokens."""
-    return tuple(f"{name} {old[name]} as {value}" for name, value in new.items() if not name.endswith("_token_id"))
+    """Return the changed fields as `hidden_size 8192 → 64`, without the ids of special tokens."""
+    return tuple(f"{name} {old[name]} → {value}" for name, value in new.items() if not name.endswith("_token_id"))
 
 
 def _narrow_nanogpt(model: NanoGPT, ranks: Ranks, tokens: int) -> tuple[nn.Module, tuple[str, ...]]:
@@ -265,19 +265,19 @@ def _refuse_large(model: nn.Module, plan: Plan) -> None:
 
 def _shown(plan: Plan, carried: Plan) -> tuple[str, ...]:
     """Return the sizes of the plan that were made smaller, in words."""
-    names = {"s": "tokens", "b": "samples of a microbatch"}
+    names = {"s": "tokens", "b": "samples per microbatch"}
     found = [
-        f"{names.get(name, name)} {n} as {carried.sizes[name]}"
+        f"{names.get(name, name)} {n} → {carried.sizes[name]}"
         for name, n in plan.sizes.items()
         if carried.sizes[name] != n
     ]
     old, new = plan.schedule.microbatches, carried.schedule.microbatches
-    return (*found, *([f"{old} microbatches as {new}"] if new != old else []))
+    return (*found, *([f"microbatches {old} → {new}"] if new != old else []))
 
 
 def _depth(planned: TracedModel, kept: KeptSegments) -> tuple[str, ...]:
     return tuple(
-        f"{unit.count} × {planned.folded.segments[unit.first].name.rpartition('.')[0] or 'layers'} as "
+        f"{unit.count} × {planned.folded.segments[unit.first].name.rpartition('.')[0] or 'layers'} → "
         f"{unit.count - kept.dropped[unit.first]}"
         for unit in planned.folded.units
         if kept.dropped.get(unit.first)
