@@ -37,9 +37,9 @@ def _blame(found: Conflict) -> str:
         return "no constraint is to blame: nothing fits without constraints either"
     if len(pins) == 1 and found.minimal:
         return f"{pins[0]} does not fit; without it a plan fits"
-    if found.minimal:
-        return f"{', '.join(pins)} do not fit together; without any one of them a plan fits"
-    return f"some of these do not fit together: {', '.join(pins)}"
+    if not found.minimal:
+        return f"some of these do not fit together: {', '.join(pins)}"
+    return f"{', '.join(pins)} do not fit together; without any one of them a plan fits"
 
 
 def _missing(found: Conflict) -> list[str]:

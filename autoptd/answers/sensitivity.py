@@ -72,10 +72,7 @@ class Reaction:
 
 
 def variants(cluster: Cluster) -> dict[str, Callable[[float], Cluster]]:
-    """Return name of a property -> function from a factor to the cluster with that property scaled.
-
-    A cluster with one level of links has no rate between nodes.
-    """
+    """Return property -> function from a factor to the cluster with that property scaled."""
     found: dict[str, Callable[[float], Cluster]] = {
         "links in a node": lambda f: _with_levels(cluster, (_faster(cluster.levels[0], f), *cluster.levels[1:]))
     }
@@ -136,9 +133,8 @@ def _reaction(query: PlanQuery, chosen: Plan, what: str, factor: float, cluster:
 def sensitivity_text(title: str, found: Sequence[Reaction], width: int = WIDTH) -> str:
     """Return a table with a row per change, and a sentence with the largest regret."""
     chosen = found[0].chosen
-    table = columns(
-        "changed", "by>", "best step>", "vs chosen>", "regret>", "best plan there", gap=1 if width < WIDTH else 2
-    )
+    gap = 1 if width < WIDTH else 2
+    table = columns("changed", "by>", "best step>", "vs chosen>", "regret>", "best plan there", gap=gap)
     for row in found:
         cells = ["–", "–"]
         if row.best_s is not None:

@@ -237,10 +237,7 @@ def _parser() -> _Parser:
 
     parser = _Parser(prog="autoptd", allow_abbrev=False)
     parser.description = "Plan how to train a PyTorch model on many devices, see what it costs, and write the program."
-    parser.epilog = (
-        "exit codes: 0 done; 1 the answer is no (nothing fits, plans or results differ); 2 bad usage or input, or an "
-        "internal error"
-    )
+    parser.epilog = "exit codes: 0 done; 1 the answer is no (nothing fits, plans differ); 2 bad usage or internal error"
     parser.add_argument("--version", action="version", version=f"autoptd {version('autoptd')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -257,17 +254,13 @@ def _parser() -> _Parser:
     plan.add_argument("--batch", type=count, metavar="N", help="samples per step over all devices (default: 8 × world)")
     plan.add_argument("--seq", type=count, metavar="N", help="tokens per sample (default: the model's own, up to 4096)")
     plan.add_argument(
-        "--precision",
-        choices=["bf16", "fp16", "fp32", "fp64"],
-        default="bf16",
-        help="compute type (default: %(default)s)",
+        "--precision", choices=["bf16", "fp16", "fp32", "fp64"], default="bf16", help="compute type (default: bf16)"
     )
     plan.add_argument(
         "--loss-averaging",
         choices=["global", "per-microbatch"],
         default="global",
-        help="a loss that cannot be computed over the whole batch is refused (global, the default), or averaged over "
-        "microbatches",
+        help="global (default): the loss of the whole batch, or an error; else the mean of microbatches' losses",
     )
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: %(default)s")
     plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"fix options, as tp=8,zero=2: {', '.join(FIXED)}")
@@ -281,9 +274,7 @@ def _parser() -> _Parser:
     explain.add_argument("plan", metavar="PLAN", help="a plan file")
     explain.add_argument("--all", action="store_true", help=_ALL_HELP)
     explain.add_argument("--memory", action="store_true", help="show memory as formulas; traces the model")
-    explain.add_argument(
-        "--op", metavar="NAME", help="show alternatives to the split of an op, parameter or module; traces the model"
-    )
+    explain.add_argument("--op", metavar="NAME", help="show the alternatives to its split; traces the model")
     explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
     compare = command("compare", run_compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")

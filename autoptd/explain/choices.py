@@ -9,15 +9,11 @@ from autoptd.plans.data import PlanData
 
 def recompute_text(plan: PlanData) -> str:
     """Return `none`, `full`, or the policy and number of recomputed segments: `selective, 16 of 196 segments`."""
-    recomputed = _recomputed_segments(plan)
-    if recomputed == 0:
+    count = _recomputed_segments(plan)
+    if count == 0:
         return "none"
     part = f"{'/'.join(plan.partial)}, " if plan.partial else ""
-    return (
-        "full"
-        if recomputed == len(plan.segments) and not part
-        else f"{part}{recomputed} of {len(plan.segments)} segments"
-    )
+    return "full" if count == len(plan.segments) and not part else f"{part}{count} of {len(plan.segments)} segments"
 
 
 def short(plan: PlanData) -> str:
@@ -28,9 +24,9 @@ def short(plan: PlanData) -> str:
     words += [f"zero{plan.zero}"] if mesh.dp > 1 and plan.zero != 1 else []
     if plan.schedule.kind != "1f1b":
         words.append(f"{plan.schedule.kind}{plan.schedule.virtual if plan.schedule.virtual > 1 else ''}")
-    if recomputed := _recomputed_segments(plan):
+    if count := _recomputed_segments(plan):
         policy = f"{'/'.join(plan.partial)} " if plan.partial else ""
-        words.append(f"recompute {policy}{recomputed}/{len(plan.segments)}")
+        words.append(f"recompute {policy}{count}/{len(plan.segments)}")
     return " ".join(words)
 
 
@@ -72,10 +68,8 @@ def changes(a: PlanData, b: PlanData) -> list[str]:
     found += [f"micro {a.micro} → {b.micro}"] if a.micro != b.micro else []
     left, right = choices(a), choices(b)
     found += _recomputed(a, b)
-    listed = {"mesh", "samples per microbatch", "microbatches", "segments per stage", "recompute"}
-    found += [
-        f"{name} {left[name]} → {right[name]}" for name in left if name not in listed and left[name] != right[name]
-    ]
+    skip = {"mesh", "samples per microbatch", "microbatches", "segments per stage", "recompute"}
+    found += [f"{name} {left[name]} → {right[name]}" for name in left if name not in skip and left[name] != right[name]]
     if a.mesh.pp == b.mesh.pp and _cuts(a) != _cuts(b):
         found.append("different stage cuts")
     if a.mesh.tp == b.mesh.tp and (a.splits != b.splits or a.strategies != b.strategies):

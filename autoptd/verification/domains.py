@@ -113,10 +113,7 @@ def _number(size: Any, values: Sizes) -> int:
 
 
 def _reached(nodes: Sequence[fx.Node], inputs: Mapping[str, str], through: Any) -> dict[fx.Node, frozenset[str]]:
-    """Return, for each node, the inputs that reach it through nodes for which `through` is true.
-
-    A lookup passes on its table, not its indices.
-    """
+    """Return node -> the inputs that reach it through nodes where `through` is true; a lookup passes on its table."""
     found: dict[fx.Node, frozenset[str]] = {}
     for node in nodes:
         if node.op == "placeholder":

@@ -91,7 +91,7 @@ def makers_of(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     return _numbers(domain, k, micro) if domain.bound is None else _indices(domain, k, micro)
 
 
-def valid_mask(shape: Sequence[int], k: int, micro: int, *, empty: bool) -> Tensor:
+def uneven(shape: Sequence[int], k: int, micro: int, *, empty: bool) -> Tensor:
     """Return a mask of the valid elements: a prefix of each sample, of different lengths; never all false.
 
     With `empty`, the second microbatch has no valid element. If a sample is one number, two of three samples are valid.
@@ -113,7 +113,7 @@ def _floats(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
 
     def ragged(empty: bool, weighted: bool = False) -> Callable[[torch.Generator], Tensor]:
         weights = share if weighted else lambda _: 1.0
-        return lambda g: valid_mask(shape, k, micro, empty=empty).to(wide) * weights(g)
+        return lambda g: uneven(shape, k, micro, empty=empty).to(wide) * weights(g)
 
     def share(g: torch.Generator) -> Tensor:
         return 0.05 + 0.9 * torch.rand(shape, generator=g, dtype=torch.float64)
@@ -135,12 +135,12 @@ def _floats(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
 
 def _flags(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     shape = domain.shape
-    yield InputMaker("true or false, uneven", lambda _: valid_mask(shape, k, micro, empty=True).clone())
+    yield InputMaker("true or false, uneven", lambda _: uneven(shape, k, micro, empty=True).clone())
     yield InputMaker(
-        "true or false, uneven, some of each sample true", lambda _: valid_mask(shape, k, micro, empty=False).clone()
+        "true or false, uneven, some of each sample true", lambda _: uneven(shape, k, micro, empty=False).clone()
     )
     yield InputMaker(
-        "true or false, uneven, some of each sample false", lambda _: ~valid_mask(shape, k, micro, empty=False)
+        "true or false, uneven, some of each sample false", lambda _: ~uneven(shape, k, micro, empty=False)
     )
     yield InputMaker("all true", lambda _: torch.ones(shape, dtype=torch.bool))
     yield InputMaker("all false", lambda _: torch.zeros(shape, dtype=torch.bool))
@@ -171,12 +171,10 @@ def _numbers(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
         yield from _marked("1 to 3", small, domain, k, micro)
     elif len(shape) == 1:
         yield InputMaker("1 to 3", small)
-    yield InputMaker("0 or 1, uneven", lambda _: valid_mask(shape, k, micro, empty=True).to(dtype))
+    yield InputMaker("0 or 1, uneven", lambda _: uneven(shape, k, micro, empty=True).to(dtype))
+    yield InputMaker("0 or 1, uneven, some of each sample 1", lambda _: uneven(shape, k, micro, empty=False).to(dtype))
     yield InputMaker(
-        "0 or 1, uneven, some of each sample 1", lambda _: valid_mask(shape, k, micro, empty=False).to(dtype)
-    )
-    yield InputMaker(
-        "0 or 1, uneven, some of each sample 0", lambda _: (~valid_mask(shape, k, micro, empty=False)).to(dtype)
+        "0 or 1, uneven, some of each sample 0", lambda _: (~uneven(shape, k, micro, empty=False)).to(dtype)
     )
     yield InputMaker("all 1", lambda _: torch.ones(shape, dtype=dtype))
 
@@ -194,7 +192,7 @@ def _marked(
             def make(g: torch.Generator, marks: list[int] = marks, empty: bool = empty) -> Tensor:
                 each = torch.tensor(marks)[torch.arange(domain.shape[0]) % len(marks)].to(domain.dtype)
                 rest = each.view(-1, *[1] * (len(domain.shape) - 1)).expand(domain.shape)
-                return torch.where(valid_mask(domain.shape, k, micro, empty=empty), body(g), rest)
+                return torch.where(uneven(domain.shape, k, micro, empty=empty), body(g), rest)
 
             yield InputMaker(said, make)
     yield InputMaker(text, body)

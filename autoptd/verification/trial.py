@@ -73,10 +73,7 @@ class Trial:
 
 
 def make_trial(subject: Subject, steps: int = STEPS, progress: Progress | None = None) -> Trial:
-    """Prepare the trial of a subject.
-
-    Raises CannotVerify if no generated inputs give the plain model a finite loss and a finite, nonzero gradient.
-    """
+    """Prepare a trial. Raises CannotVerify if no generated inputs give the plain model a finite loss and gradient."""
     plan, source = subject.plan, subject.source
     optimizer = plan.optimizer if plan.optimizer in OPTIONS else "sgd"
     program = widened(make_program(source, plan, read_sharding(source, plan)))
@@ -109,10 +106,7 @@ def _nothing_to_compare(failed: Sequence[tuple[Exception, tuple[str, ...]]]) -> 
 
 
 def _train(subject: Subject, batches: list[Batch], optimizer: str) -> tuple[list[Draw] | None, list[PlainStep], float]:
-    """Train the plain model with the graph's dropout masks.
-
-    Dropout is disabled if model and graph differ in their dropout calls, or if a mask depends on the microbatches.
-    """
+    """Train the plain model with the graph's dropout masks; without dropout if the two cannot have equal masks."""
     draws = draws_of(subject.source, batches[0])
     try:
         return draws, *train_plain(subject.source, batches, optimizer, OPTIONS[optimizer], draws)

@@ -13,7 +13,7 @@ from autoptd.compile.traced import read_model
 from autoptd.errors import CannotVerify, InputsError
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.verification.inputs import try_batches, valid_mask
+from autoptd.verification.inputs import try_batches, uneven
 from autoptd.verification.verdict import Verdict, verify_plan
 from tests.verification.everyday import CASES, CLASSES, IDS, NUMBERS, PAIR, REAL, Case, perceptron
 from tests.verification.verified import told
@@ -75,12 +75,12 @@ def test_every_precision_and_enough_kinds_are_tried() -> None:
 
 def test_what_counts_is_uneven_and_one_microbatch_has_none() -> None:
     for shape in ((12,), (12, 7), (12, 5), (12, 1, 4, 6), (12, 1)):
-        counts = valid_mask(shape, 0, 2, empty=True).reshape(12, -1).sum(1)
+        counts = uneven(shape, 0, 2, empty=True).reshape(12, -1).sum(1)
         assert len(set(counts.tolist())) > 1
         assert counts[2:4].sum() == 0
-        kept = valid_mask(shape, 1, 2, empty=False)
+        kept = uneven(shape, 1, 2, empty=False)
         assert kept.any() and not kept.all()
-    assert valid_mask((1,), 2, 1, empty=True).any()
+    assert uneven((1,), 2, 1, empty=True).any()
 
 
 def test_labels_stay_within_their_classes_but_for_the_one_that_is_left_out() -> None:

@@ -18,7 +18,7 @@ from autoptd.layout.placements import Split
 from autoptd.ops.tp_axis import own_slice
 from autoptd.verification.compare import Compared, Deviation
 from autoptd.verification.plain import PlainStep
-from autoptd.verification.ranks import RankRun
+from autoptd.verification.ranks import RankRun, RankStep
 
 Place = tuple[str, str]
 
@@ -31,11 +31,10 @@ def explain(
     step = found.step or 0
     later = f" in step {step + 1}, though step {step} was right: stale state of step {step}" if step else ""
     wrong = {name: off for name, off in found.gradients.items() if off.rank is not None}
+    mine = [run.steps[step] for run in runs]
     for name, off in list(wrong.items())[:3]:
-        yield (
-            name,
-            f"gradient {_by(off)}{_ratio(layout, runs, expected, step, name, off, clip)}{_on(layout, off)}{later}",
-        )
+        ratio = _ratio(layout, mine, expected[step], name, off, clip)
+        yield name, f"gradient {_by(off)}{ratio}{_on(layout, off)}{later}"
     if found.norm.rank is not None and not wrong:
         yield "gradient norm", f"{_by(found.norm)}{_counted(runs, expected, step)}{_on(layout, found.norm)}{later}"
     for name, (a, b) in list(found.diverged.items())[:3]:
@@ -59,26 +58,18 @@ def _on(layout: Layout, off: Deviation) -> str:
     return f", first on rank {off.rank} (pp {pp}, dp {dp}{cut}, tp {tp})"
 
 
-def _ratio(
-    layout: Layout,
-    runs: Sequence[RankRun],
-    expected: Sequence[PlainStep],
-    step: int,
-    name: str,
-    off: Deviation,
-    clip: float,
-) -> str:
+def _ratio(layout: Layout, mine: Sequence[RankStep], right: PlainStep, name: str, off: Deviation, clip: float) -> str:
     """Return `: it is 2 × the right one` if the gradient is a multiple of the right one. `clip`: the clipping norm."""
     assert off.rank is not None
     spec, tp = layout.parameters[name], layout.mesh.tp
-    for part in runs[off.rank].steps[step].parts:
-        if part.name != name or name not in expected[step].gradients:
+    for part in mine[off.rank].parts:
+        if part.name != name or name not in right.gradients:
             continue
-        full = expected[step].gradients[name]
+        full = right.gradients[name]
         if isinstance(spec.placement, Split) and tp > 1:
             full = own_slice(full, spec.placement.dim, spec.placement.groups, tp, off.rank % tp)
         wanted = full.reshape(-1)[part.start : part.start + part.size]
-        undone = max(1.0, (runs[off.rank].steps[step].norm + 1e-6) / clip)
+        undone = max(1.0, (mine[off.rank].norm + 1e-6) / clip)
         return _multiple(part.gradient * undone, wanted)
     return ""
 

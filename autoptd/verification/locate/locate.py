@@ -112,10 +112,7 @@ def first_wrong_line(
     draws: Sequence[Draw],
     recorded: Sequence[Sequence[Recorded]],
 ) -> Found | None:
-    """Return the first wrong line of one step; None if all are right, or if tokens are cut over cp.
-
-    recorded: the recorded results, by rank.
-    """
+    """Return the first wrong line of one step; None if all are right, or if cp > 1. `recorded`: results by rank."""
     if layout.mesh.cp > 1:
         return None
     known = meanings(source, plan)

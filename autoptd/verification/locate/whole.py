@@ -92,10 +92,7 @@ def run_whole(
     first: int,
     part: float = 1.0,
 ) -> GraphRun:
-    """Run a microbatch, or the whole batch, forward and backward.
-
-    first: index of its first sample within the batch. part: its share of the batch.
-    """
+    """Run a microbatch, or the whole batch, forward and backward. `first`: its first sample; `part`: its share."""
     model = source.model
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     rng = DropoutKey(0)
