@@ -43,7 +43,7 @@ class Draw:
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """Make float64 the default dtype, as of `torch.arange(8) / 8`: in the plain model and on every rank."""
+    """Make float64 the default dtype, that of `torch.arange(8) / 8`, in the plain model and on every rank."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
