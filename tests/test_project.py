@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import autoptd
 from tests.test_layers import modules
 
@@ -60,11 +62,34 @@ def test_ci_runs_what_the_readme_says():
     assert "set -euo pipefail" in lines
 
 
-def test_files_that_the_readme_names_exist():
+def documents() -> list[Path]:
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("benchmarks/**/*.md")]
+
+
+def missing_files(page: Path, text: str) -> list[str]:
+    """Links of a document, and paths of the project that it quotes, that lead nowhere."""
+    links = [page.parent / target for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text)]
+    missing = [str(path) for path in links if not path.exists()]
+    for name in re.findall(r"`(\w+/[\w./]*)`", text):
+        homes = [home for home in (ROOT, ROOT / "autoptd") if (home / name.partition("/")[0]).is_dir()]
+        if homes and not any((home / name).exists() for home in homes):
+            missing.append(name)
+    return missing
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)
+def test_files_that_a_document_names_exist(page: Path):
+    assert missing_files(page, page.read_text("utf-8")) == []
+
+
+def test_a_file_that_is_missing_is_seen():
+    text = "[here](docs/nowhere.md#part), `passes/nowhere.py`, [there](docs/usage.md)"
+    assert len(missing_files(ROOT / "README.md", text)) == 2
+
+
+def test_the_readme_links_every_document():
     readme = (ROOT / "README.md").read_text("utf-8")
-    named = re.findall(r"`((?:docs|examples)/[\w./]*)`", readme)
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in readme] == []
 
 
 def test_the_python_of_the_readme_compiles():
@@ -72,6 +97,16 @@ def test_the_python_of_the_readme_compiles():
     assert blocks
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_the_first_example_of_the_readme_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == shown
 
 
 def test_the_license_is_whole():
