@@ -17,10 +17,19 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("benchmar
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
+def anchors(page: Path) -> set[str]:
+    """Headings of a document as links name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
 def missing_files(page: Path, text: str) -> list[str]:
     """Links of a document, and paths of the project that it quotes, that lead nowhere."""
-    links = [page.parent / target for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text)]
-    missing = [str(path) for path in links if not path.exists()]
+    missing = []
+    for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+        path = page.parent / target if target else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            missing.append(f"{target}#{anchor}")
     for name in re.findall(r"`(\w+/[\w./]*)`", text):
         homes = [home for home in (ROOT, ROOT / "autoptd") if (home / name.partition("/")[0]).is_dir()]
         if homes and not any((home / name).exists() for home in homes):
@@ -61,8 +70,8 @@ def test_python_of_a_document_compiles(page: Path):
 
 
 def test_what_is_missing_is_seen():
-    text = "[here](docs/nowhere.md#part), `passes/nowhere.py`, `search/nowhere.py`, [there](SECURITY.md)"
-    assert len(missing_files(ROOT / "README.md", text)) == 3
+    text = "[here](docs/nowhere.md#part), `passes/nowhere.py`, `search/nowhere.py`, [there](SECURITY.md#nothing)"
+    assert len(missing_files(ROOT / "README.md", text)) == 4
     commands = (
         "    autoptd plan gpt2 --wrold 8\n    autoptd plan gpt2 --world 8  # fine\n`make nothing`\npython -m tests.no"
     )
