@@ -11,7 +11,7 @@ from autoptd.passes.fold import Folded, RepeatedUnit, Segment
 
 
 def owned_by_blocks(folded: Folded) -> tuple[dict[str, str], dict[int, str]]:
-    """Return (original name of an owned parameter -> its name in the block, first segment of an instance -> its path)."""
+    """Return (original name of an owned parameter -> its name in the block, first segment of an instance -> path)."""
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
     owned: dict[str, str] = {}
     prefixes: dict[int, str] = {}

@@ -28,10 +28,10 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Stretched(TensorInfo):
-    """A tensor that is computed in chunks: at most `most` of its elements are allocated at once."""
+class Chunked(TensorInfo):
+    """A tensor that is computed in chunks: at most `max_elements` of its elements are allocated at once."""
 
-    most: int = 0
+    max_elements: int = 0
 
 
 @dataclass(frozen=True)

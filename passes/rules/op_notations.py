@@ -98,7 +98,7 @@ def loss(reduction: int) -> Notation:
 
 
 def row_loss(reduction: int, weight: int | None = None) -> Notation:
-    """Return the notation of a loss per row [n, c], their mean (whole) or sum; `weight`: position of the operand [c]."""
+    """Return the notation of a loss per row [n, c], its mean (whole) or sum; `weight`: position of the operand [c]."""
 
     def notation(call: OpCall) -> str:
         how = call.arg(reduction, "reduction", 1)
@@ -248,7 +248,7 @@ def one_hot(call: OpCall) -> str:
 
 
 def index(call: OpCall) -> str:
-    """Return the notation of x[i, :, j]: indexed dims are whole; the indices' dims, broadcast together, replace them."""
+    """Return the notation of x[i, :, j]: indexed dims are whole, replaced by the indices' broadcast dims."""
     tensor, *indices = call.operands
     if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
         return whole(call)
