@@ -68,12 +68,9 @@ def all_reduce_between_s(nbytes: float, cluster: Cluster, firsts: tuple[int, ...
 
 def algorithm(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> str:
     """Return the algorithm that `collective_s` chooses: "ring Simple", "tree LL128", "nvls" …; "none" for one rank."""
-    each = [
-        min(found, key=lambda candidate: candidate.seconds(nbytes))
-        for found in candidate_algorithms(name, cluster, ranks, stride)
-        if found
-    ]
-    return max(each, key=lambda candidate: candidate.seconds(nbytes)).name if each else "none"
+    groups = candidate_algorithms(name, cluster, ranks, stride)
+    fastest = [min(found, key=lambda candidate: candidate.seconds(nbytes)) for found in groups if found]
+    return max(fastest, key=lambda candidate: candidate.seconds(nbytes)).name if fastest else "none"
 
 
 def p2p_s(nbytes: float, cluster: Cluster, distance_ranks: int, first_rank: int = 0) -> float:

@@ -26,9 +26,8 @@ _SHOWN = 80  # most characters of a value or a key in a message
 
 
 def read_text(path: Path, what: str, kind: type[AutoptdError], fix: str, most_bytes: int = _MOST_BYTES) -> str:
-    """Return the text of a regular file, called `what` in messages.
-
-    Raises `kind` if it cannot be read, is a pipe or a device, has more than `most_bytes`, or is not UTF-8.
+    """Return the text of a regular file, called `what` in messages. Raises `kind` if it cannot be read, is a pipe or a
+    device, has more than `most_bytes`, or is not UTF-8.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would block

@@ -37,12 +37,11 @@ GRADIENTS = ("main", "compute", "both")  # dtypes that gradients may be kept in
 BLOCK_BYTES = 512
 # the same: kRoundLarge; driver allocations for requests of 10 MiB and more are a multiple of it
 SEGMENT_BYTES = 2 * 2**20
-# Memory reserved beyond the peak of allocations, relative to the memory that one step allocates and frees: (max
-# reserved - max allocated) ÷ (max allocated - allocated).
-# In MB of four Megatron-LM logs: (6406 - 5670) ÷ (5670 - 3270) = 0.31, NVIDIA/Megatron-LM pull
-# 5662; (12906 - 10596) ÷ (10596 - 2713) = 0.29 and (8786 - 8697) ÷ (8697 - 6817) = 0.05, two logs in public
-# repositories; (17482 - 12606) ÷ (12606 - 10251) = 2.1 on a full V100, NVIDIA/Megatron-LM issue 60. The median is 0.3;
-# 0.35 fits the runs of torchtitan and BLOOM in docs/accuracy.md.
+# Memory reserved beyond the allocated peak, relative to what one step allocates and frees: (max reserved - max
+# allocated) ÷ (max allocated - allocated), in MB of four Megatron-LM logs: (6406 - 5670) ÷ (5670 - 3270) = 0.31,
+# NVIDIA/Megatron-LM pull 5662; (12906 - 10596) ÷ (10596 - 2713) = 0.29 and (8786 - 8697) ÷ (8697 - 6817) = 0.05, two
+# logs in public repositories; (17482 - 12606) ÷ (12606 - 10251) = 2.1 on a full V100, NVIDIA/Megatron-LM issue 60. The
+# median is 0.3; 0.35 fits the runs of torchtitan and BLOOM in docs/accuracy.md.
 # Before it fails, the allocator returns free segments to the driver; so the least decides whether a plan fits.
 FRAGMENTATION, FRAGMENTATION_LEAST = 0.35, 0.05
 # github.com/NVIDIA/nccl/issues/1685: NCCL_DEBUG_SUBSYS=ALLOC shows 10485760 bytes per channel and peer received from

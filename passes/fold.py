@@ -186,10 +186,8 @@ def _cut(main: list[fx.Node], traced: Traced) -> list[list[fx.Node]]:
 
 
 def _merge_light(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -> list[list[fx.Node]]:
-    """Merge each light piece (no parameters, no heavy op) into a neighbour, by default the one before it.
-
-    It is merged into the next piece instead if the one before is one of several of a kind, which would then no longer
-    be equal, and the next is one of a kind anyway. So a loss without weights stays separate from equal blocks.
+    """Merge each light piece (no parameters, no heavy op) into the one before it. If that one is one of several of a
+    kind, and the next is not, merge it into the next: a loss without weights stays separate from equal blocks.
     """
     repeats = Counter(kinds)
     found: list[list[fx.Node]] = []
@@ -237,10 +235,7 @@ def _segments(
 
 
 def _wired(segments: tuple[Segment, ...]) -> list[str]:
-    """Return each segment's kind with the source of each tensor that it receives.
-
-    A source is given as the number of segments back, or as an index if more than two segments receive the tensor.
-    """
+    """Return kinds with the source of each received tensor: segments back, or the index if more than two receive it."""
     source = {n: (s.index, i) for s in segments for i, n in enumerate(s.sends)}
     readers = Counter(n for s in segments for n in s.receives)
     texts = []

@@ -12,9 +12,8 @@ from autoptd.passes.opcall import TensorInfo
 
 
 def structures(prelude: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Return a text for each prelude node, given in program order: equal for nodes that compute the same.
-
-    Buffers count by shape and dtype alone, so that layers which each read a buffer of their own are equal.
+    """Return a text for each prelude node, given in program order: equal for nodes that compute the same. Buffers count
+    by shape and dtype alone, so that layers which each read a buffer of their own are equal.
     """
     texts: dict[fx.Node, str] = {}
     numbers: dict[str, int] = {}  # text of a distinct op -> its number

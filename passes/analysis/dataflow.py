@@ -72,10 +72,7 @@ class Storage:
         return is_quadratic(self.shape)
 
     def nbytes(self, number: Number, ranks: int, cp: int = 1) -> int:
-        """Return the bytes on one rank at given sizes; with `cp` above 1, `number` gives those of one cp rank.
-
-        Such a rank has whole rows of attention scores, of its own tokens.
-        """
+        """Return the bytes on one rank at given sizes, those of one of `cp` ranks, which has whole rows of scores."""
         total = self.dtype.itemsize * (cp if self.quadratic else 1)
         for size in self.shape:
             total *= number(size)

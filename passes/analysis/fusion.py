@@ -98,12 +98,9 @@ class _Fusion:
         self.recomputing = {self.group[n] for n in memory if self._computes_again(n)}
 
     def _groups(self) -> dict[fx.Node, fx.Node]:
-        """Return op -> representative of its group. An op joins the groups on its own level that it reads from.
-
-        The level is the number of products on the longest path to the op.
-        """
+        """Return op -> representative of its group. An op joins the groups on its own level that it reads from."""
         groups = UnionFind(self.ops)
-        level: dict[fx.Node, int] = {}
+        level: dict[fx.Node, int] = {}  # number of products on the longest path to an op
         for node in self.ops:
             memory = self.kinds[node] == "memory"
             depth = max((level[s] for s in self.bases[node] if s in level), default=0)

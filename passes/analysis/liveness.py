@@ -147,15 +147,10 @@ def _forward(region: Flow, saved: set[Storage], in_place: Mapping[str, bool]) ->
 
 
 def _extra(step: DataflowStep, tensors: Sequence[TensorInfo]) -> set[Storage]:
+    limits = [t.max_elements if isinstance(t, Chunked) else 0 for t in tensors]
     return {
-        Storage(
-            f"{step.name}'s own {i}",
-            t.shape,
-            t.dtype,
-            step.ranks,
-            max_elements=t.max_elements if isinstance(t, Chunked) else 0,
-        )
-        for i, t in enumerate(tensors)
+        Storage(f"{step.name}'s own {i}", t.shape, t.dtype, step.ranks, max_elements=limit)
+        for i, (t, limit) in enumerate(zip(tensors, limits, strict=True))
     }
 
 

@@ -53,8 +53,7 @@ def losses_in_place(region: Flow, policy: str, *, regather: bool = False) -> dic
     """Return the losses that run in place under a recompute policy if the plan allows it, by name of their node.
 
     True: in their logits; False: in a copy of them. A loss that reads a tensor re-gathered in backward is never in
-    place: it is not recomputed, and its saved tensors are distinguished from its operands by their memory
-    (`runtime.recompute`).
+    place: it is not recomputed, and its saved tensors are identified by their memory (`ops.recompute`).
     """
     losses = [i for i, step in enumerate(region.steps) if is_loss(step)]
     if not losses:

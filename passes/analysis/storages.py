@@ -12,10 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageWatch(TorchDispatchMode):
-    """A dispatch mode that records the storages made by ops, and those alive after each op.
-
-    Storages recorded by `before` that are still alive count too.
-    """
+    """Dispatch mode that records the storages that ops make (and live ones of `before`) and those alive after each op."""
 
     def __init__(self, before: StorageWatch | None = None) -> None:
         super().__init__()

@@ -160,10 +160,7 @@ class _Decider:
         return own + [s for s in expand(rule_for(call), call, self.ranks, self.sizes) if _splits_tokens(s, call)]
 
     def _of_attention(self, node: fx.Node, call: OpCall) -> list[Strategy]:
-        """Return the strategy of attention's own implementation, if it applies.
-
-        Queries, keys and values are split alike; a mask is split by rows for ring, whole for Ulysses.
-        """
+        """Return attention's own strategy, if any: q, k and v are split; a mask is split by rows for ring only."""
         query, key, value, *masks = call.operands
         if any(t.shape[-2] != SEQUENCE for t in (query, key, value)) or any(m.requires_grad for m in masks):
             return []
