@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageWatch(TorchDispatchMode):
-    """Dispatch mode that records the storages that ops make (and live ones of `before`) and those alive after each op."""
+    """Dispatch mode that records storages made by ops (and live ones of `before`), and those alive after each op."""
 
     def __init__(self, before: StorageWatch | None = None) -> None:
         super().__init__()
