@@ -97,7 +97,7 @@ def _line(mistake: Any, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return f"{where}: unknown key; {nearest(str(path[-1]), _keys_at(model, path[:-1]))}"
     if kind == "missing":
-        return f"{where}: missing; add it"
+        return f"{where}: missing, please add it"
     message = mistake["msg"].removeprefix("Value error, ")
     given = mistake["input"]
     shown = "" if isinstance(given, (dict, BaseModel)) else f", got {quoted(given)}"
