@@ -26,8 +26,8 @@ from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, sample_
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.rules.factors import Strategy, local_args, local_shape
-from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.rules.factors import Op, Strategy, local_args, local_shape
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
 from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS, before_cut, ring, ulysses
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, tensor_name
@@ -186,9 +186,8 @@ class Body:
 
     def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[SourceText]) -> str:
         """Return the op's expression on local tensors."""
-        call = op_call(node)
-        rule = None if node.target in TOKEN_OPS else rule_for(call)
-        args, kwargs = local_args(rule, call, strategy, self.ranks)
+        op = Op(op_call(node), None) if node.target in TOKEN_OPS else op_of(node)
+        args, kwargs = local_args(op, strategy, self.ranks)
         source = iter(texts)
         args = _with_texts(args, source)
         kwargs = {k: _with_texts(v, source) for k, v in kwargs.items()}

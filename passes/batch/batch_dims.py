@@ -14,8 +14,8 @@ from torch import fx
 
 from autoptd.passes.graph import infos, is_getitem, op_call, op_name, operands
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
-from autoptd.passes.rules.factor_notation import FactorPlace, Loops, bind
-from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.rules.factor_notation import FactorPlace, Loops
+from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.rules.views import quotient
 from autoptd.passes.trace.traced import BATCH
 
@@ -85,14 +85,8 @@ def _place_by_op(node: fx.Node, output: int) -> Found:
         return None
     places = {i: place for i, o in enumerate(operands(node)) if (place := sample_place(o)) is not None}
     call = op_call(node)
-    loops = loops_of(call) if places else None
+    loops = resolve(call).loops if places else None
     return None if loops is None else place_in(call, loops, output, places)
-
-
-def loops_of(call: OpCall) -> Loops | None:
-    """Return the loops of an op's rule, from the table or discovered."""
-    rule = rule_for(call)
-    return None if rule is None else bind(rule.text(call), call)
 
 
 def place_in(call: OpCall, loops: Loops, output: int, places: Mapping[int, SamplePlace], unit: Size = BATCH) -> Found:

@@ -34,7 +34,6 @@ from autoptd.passes.batch.batch_dims import (
     counts_samples,
     forget_place,
     grows,
-    loops_of,
     makes_new,
     place_by_shape,
 )
@@ -48,6 +47,7 @@ from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.rules import op_notations as notations
 from autoptd.passes.rules.discover import keeps_apart
 from autoptd.passes.rules.factor_notation import Loops
+from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.rules.prove import frozen
 from autoptd.passes.rules.table import RULES
 from autoptd.passes.rules.views import quotient
@@ -266,7 +266,7 @@ def _output_places(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
     if any(sum(map(grows, t.shape)) > 1 for t in call.outputs):
         return _PAIRS
     places, unit = {i: r.place for i, r in rows.items()}, next(iter(rows.values())).order.size
-    loops = loops_of(call)
+    loops = resolve(call).loops
     found = (None,) * len(call.outputs) if loops is None else placed_by(call, loops, rows)
     given = tuple(None if r is None else r.place for r in found)
     reason = None if loops is None else _mixes(call, loops, places, unit)

@@ -25,9 +25,10 @@ from typing import Literal, TypeAlias
 
 from torch import fx
 
-from autoptd.passes.batch.batch_dims import SamplePlace, grows, loops_of, place_in
+from autoptd.passes.batch.batch_dims import SamplePlace, grows, place_in
 from autoptd.passes.opcall import OpCall, Size
 from autoptd.passes.rules.factor_notation import Loops
+from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.trace.traced import BATCH
 
 
@@ -110,7 +111,7 @@ State: TypeAlias = "Rows | Across | Literal[Fill.FILLED] | None"
 
 def placed(call: OpCall, rows: Mapping[int, Rows]) -> Rows | None:
     """Return the rows of an op's first output, from those of its operands, which have one order."""
-    loops = loops_of(call)
+    loops = resolve(call).loops
     return None if loops is None else placed_by(call, loops, rows)[0]
 
 

@@ -25,8 +25,8 @@ from autoptd.passes.batch.batch_dims import SamplePlace, counts_in, counts_sampl
 from autoptd.passes.custom_grad.proof import ADDS
 from autoptd.passes.graph import infos, is_float, is_getitem, op_call, operands
 from autoptd.passes.rules.discover import adds_up
-from autoptd.passes.rules.factor_notation import Loops, bind
-from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.rules.factor_notation import Loops
+from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.trace.traced import BATCH, Traced
 
 
@@ -103,9 +103,8 @@ def _reduced(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
     if any(place is None for place in places.values()):
         return Mixes("reads a tensor whose batch dim is unknown")
     known = {i: place for i, place in places.items() if place is not None}
-    rule = rule_for(call)
-    if rule is not None and all(t.dtype is not torch.bool for t in call.outputs):
-        loops = bind(rule.text(call), call)
+    loops = resolve(call).loops
+    if loops is not None and all(t.dtype is not torch.bool for t in call.outputs):
         factors = [_factors(loops, i, place) for i, place in known.items()]
         if all(factors):
             names = {name for found in factors for name in found}
@@ -131,7 +130,7 @@ def _factors(loops: Loops, operand: int, place: SamplePlace) -> list[str]:
 def _of_sums(node: fx.Node, found: Sequence[State]) -> State:
     """Return the state of a function of sums: added if it is linear in all of them jointly, else outer."""
     call, sums = op_call(node), frozenset(i for i, state in enumerate(found) if state is Over.ADDED)
-    rule = rule_for(call)
+    rule = resolve(call).rule
     taken, made = [call.operands[i].dtype for i in sums], [t.dtype for t in call.outputs]
     rounds = torch.bool in (*taken, *made) or (any(map(is_float, taken)) and not all(map(is_float, made)))
     linear = rule is not None and any(sums == each for each in rule.linear(call))

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from autoptd.layout.placements import BP
 from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
-from autoptd.passes.rules.factors import Rule, expand
+from autoptd.passes.rules.factors import Op, Rule, expand
 from autoptd.passes.rules.prove import Example, as_list, differentiate, frozen, prove
 
 LARGEST = 1 << 20  # elements of the largest operand that is tried
@@ -98,7 +98,7 @@ def _is_linear(examples: Sequence[Example]) -> bool:
     """Return whether the backward pass, run on partial gradients, gives gradients that add up to the whole."""
     for example in examples:
         call = example.call()
-        partial = [s for s in expand(None, call, 2, Sizes()) if BP in s.needs]
+        partial = [s for s in expand(Op(call, None), 2, Sizes()) if BP in s.needs]
         if any(prove(example, None, s, 2, magnitude=m) for s in partial for m in MAGNITUDES):
             return False
     return True
@@ -209,7 +209,7 @@ def _holds(call: OpCall, where: Sequence[int | None], examples: Sequence[Example
         length = next(t.shape[d] for t, d in zip(small.operands, where, strict=False) if d is not None)
         for ranks in dict.fromkeys((2, _finest(length))):
             try:
-                splits = [s for s in expand(rule, small, ranks, Sizes()) if s.ranks == ranks]
+                splits = [s for s in expand(Op(small, rule), ranks, Sizes()) if s.ranks == ranks]
             except AssertionError:  # dims of one size in the call, but not in the example
                 return False
             if not splits or any(prove(example, rule, s, ranks, magnitude=m) for s in splits for m in MAGNITUDES):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -77,15 +78,28 @@ class Rule:
         return self.notation if isinstance(self.notation, str) else self.notation(call)
 
 
-def expand(rule: Rule | None, call: OpCall, ranks: int, sizes: Sizes, groups: Groups | None = None) -> list[Strategy]:
+@dataclass(frozen=True)
+class Op:
+    """A call with its sharding rule; without a rule, every rank runs it in full."""
+
+    call: OpCall
+    rule: Rule | None
+
+    @cached_property
+    def loops(self) -> Loops | None:
+        """The loop nest of the call in the notation of its rule."""
+        return None if self.rule is None else bind(self.rule.text(self.call), self.call)
+
+
+def expand(op: Op, ranks: int, sizes: Sizes, groups: Groups | None = None) -> list[Strategy]:
     """Return all strategies of an op over `ranks` ranks, in a fixed order; without a rule, only those in full.
 
     `groups`: group counts besides 1 for the dims of operands (numbered from 0) and outputs (numbered after them).
     """
-    found = list(_whole(call, rule is None or rule.linear_backward))
-    if rule is not None and ranks > 1:
-        found += _splits(rule, call, ranks, sizes, groups or {})
-        found += _linear(rule, call)
+    found = list(_whole(op.call, op.rule is None or op.rule.linear_backward))
+    if op.rule is not None and ranks > 1:
+        found += _splits(op.rule, op, ranks, sizes, groups or {})
+        found += _linear(op.rule, op.call)
     first: dict[str, Strategy] = {}
     for strategy in found:
         first.setdefault(str(strategy), strategy)
@@ -102,8 +116,9 @@ def _whole(call: OpCall, linear: bool) -> Iterator[Strategy]:
         yield Strategy(needs, tuple(_broadcast(t, partial) for t in call.outputs))
 
 
-def _splits(rule: Rule, call: OpCall, ranks: int, sizes: Sizes, groups: Groups) -> Iterator[Strategy]:
-    loops = bind(rule.text(call), call)
+def _splits(rule: Rule, op: Op, ranks: int, sizes: Sizes, groups: Groups) -> Iterator[Strategy]:
+    call, loops = op.call, op.loops
+    assert loops is not None
     own = {i.factor: i for i in rule.implementations}
     for name, places in loops.places.items():
         if name in own and not own[name].applies(call):
@@ -157,11 +172,9 @@ def local_shape(tensor: TensorInfo, placement: Placement, ranks: int) -> tuple[S
     return tuple(divide(n, ranks) if dim == placement.dim else n for dim, n in enumerate(tensor.shape))
 
 
-def local_args(
-    rule: Rule | None, call: OpCall, strategy: Strategy, ranks: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def local_args(op: Op, strategy: Strategy, ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the op's arguments on one rank, with local shapes for tensors and local values for sizes."""
-    shapes = iter(zip(call.operands, strategy.needs, strict=True))
+    shapes = iter(zip(op.call.operands, strategy.needs, strict=True))
 
     def localise(value: Any) -> Any:
         if isinstance(value, TensorInfo):
@@ -169,9 +182,9 @@ def local_args(
             return TensorInfo(local_shape(tensor, placement, ranks), tensor.dtype, tensor.requires_grad)
         return type(value)(map(localise, value)) if isinstance(value, (tuple, list)) else value
 
-    args = [localise(a) for a in call.args]
-    kwargs = {k: localise(v) for k, v in call.kwargs.items()}
-    for key, value in (rule.local(call, strategy, ranks) if rule else {}).items():
+    args = [localise(a) for a in op.call.args]
+    kwargs = {k: localise(v) for k, v in op.call.kwargs.items()}
+    for key, value in (op.rule.local(op.call, strategy, ranks) if op.rule else {}).items():
         if isinstance(key, int):
             args[key] = value
         else:
@@ -183,8 +196,7 @@ def local_args(
 class Wired:
     """A call with its rule and the names of its operands' and outputs' tensors, in order."""
 
-    call: OpCall
-    rule: Rule | None
+    op: Op
     tensors: tuple[str, ...]  # operands, then outputs
 
 
@@ -196,8 +208,8 @@ def propagate_groups(calls: Sequence[Wired]) -> dict[tuple[str, int], frozenset[
     places = [
         (wired.tensors, tuple(p))
         for wired in calls
-        if wired.rule is not None
-        for p in bind(wired.rule.text(wired.call), wired.call).places.values()
+        if wired.op.loops is not None
+        for p in wired.op.loops.places.values()
     ]
     offered: dict[tuple[str, int], frozenset[int]] = {}
     progress = True
@@ -225,7 +237,7 @@ def _offers(
 
 def groups_of(wired: Wired, offered: Mapping[tuple[str, int], frozenset[int]]) -> Groups:
     """Return the group counts of a call's tensors by (position, dim), as `expand` takes them."""
-    tensors = wired.call.operands + wired.call.outputs
+    tensors = wired.op.call.operands + wired.op.call.outputs
     return {
         (i, dim): offered[name, dim]
         for i, (name, tensor) in enumerate(zip(wired.tensors, tensors, strict=True))

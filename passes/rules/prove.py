@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autoptd.layout.placements import Broadcast, PartialSum, Placement, Split
 from autoptd.passes.opcall import OpCall, TensorInfo
-from autoptd.passes.rules.factors import Rule, Strategy, local_args
+from autoptd.passes.rules.factors import Op, Rule, Strategy, local_args
 
 # Runs one rank, given its number and the op: returns outputs and gradients.
 RankRun: TypeAlias = "Callable[[int, Callable[..., Any]], tuple[list[Tensor], list[Tensor | None]]]"
@@ -80,7 +80,7 @@ def prove(
     pulled = [_lay_out(g, _conjugate(p), ranks, rng) for g, p in zip(upstream, strategy.gives, strict=True)]
 
     def one_rank(rank: int, target: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor | None]]:
-        args, kwargs = local_args(rule, call, strategy, ranks)
+        args, kwargs = local_args(Op(call, rule), strategy, ranks)
         mine = iter(
             [h[rank].detach().requires_grad_(x.requires_grad) for h, x in zip(held, example.operands, strict=True)]
         )

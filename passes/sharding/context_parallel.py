@@ -27,10 +27,10 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, B, Broadcast, P, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import infos, is_getitem, numel, op_call, op_name, operands, source_line
+from autoptd.passes.graph import infos, is_getitem, numel, op_name, operands, source_line
 from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, expand
-from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ class TokenSplits:
 
 def is_causal(node: fx.Node) -> bool:
     """Return whether an op is attention with a causal mask."""
-    return node.target in ATTENTION and bool(op_call(node).arg(5, "is_causal", False))
+    return node.target in ATTENTION and bool(op_of(node).call.arg(5, "is_causal", False))
 
 
 def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring", tp: int = 1) -> TokenSplits:
@@ -131,7 +131,7 @@ class _Decider:
         """Return the cross entropy whose logits [b, s, v] the node takes without the last tokens, or None."""
         if node.target is not aten.slice.Tensor or len(node.users) != 1:
             return None
-        (loss,), (whole,), call = node.users, operands(node), op_call(node)
+        (loss,), (whole,), call = node.users, operands(node), op_of(node).call
         if loss.target is not ops.cross_entropy or loss not in segment.nodes or operands(loss)[0] is not node:
             return None
         labels = operands(loss)[1]
@@ -140,7 +140,7 @@ class _Decider:
         return loss if from_start and plain_labels and self.given[whole] == Split(1) else None
 
     def _choose(self, node: fx.Node) -> Strategy:
-        call = op_call(node)
+        call = op_of(node).call
         given = [self.given[o] for o in operands(node)]
         options = self._options(node, call)
         costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
@@ -157,7 +157,7 @@ class _Decider:
     def _options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
         """Return legal strategies that split nothing but tokens; attention's own implementation first."""
         own = self._of_attention(node, call) if node.target in ATTENTION else []
-        return own + [s for s in expand(rule_for(call), call, self.ranks, self.sizes) if _splits_tokens(s, call)]
+        return own + [s for s in expand(op_of(node), self.ranks, self.sizes) if _splits_tokens(s, call)]
 
     def _of_attention(self, node: fx.Node, call: OpCall) -> list[Strategy]:
         """Return attention's own strategy, if any: q, k and v are split; a mask is split by rows for ring only."""

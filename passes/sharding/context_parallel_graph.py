@@ -25,10 +25,10 @@ from autoptd.layout.placements import B, Broadcast, P, Placement, Split, convers
 from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT
 from autoptd.passes.batch.batch_dims import sample_place
 from autoptd.passes.fold import Cut, Folded, Segment
-from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
+from autoptd.passes.graph import info, infos, is_getitem, operands
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.rules.factors import Strategy
-from autoptd.passes.rules.lookup import rule_for
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.context_parallel import TokenSplits, plain
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
@@ -220,6 +220,7 @@ class _SegmentWriter:
         if node.target in _DRAWS:
             sample_place(node)  # computed from the unsplit ops before it, and cached in its meta
         made.meta = {**node.meta, _BEFORE: Before(position, strategy.gives[0])}
+        made.meta.pop("op", None)  # of the op before
         found = tuple(local(t, p) for t, p in zip(infos(node), strategy.gives, strict=True))
         made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]
         self.cutter.new[node] = made
@@ -268,7 +269,7 @@ class _SegmentWriter:
 
     def _padded_labels(self, node: fx.Node) -> fx.Node:
         """Return labels for all tokens, padded with `ignore_index` for the last ones."""
-        labels, call = operands(node)[1], op_call(node)
+        labels, call = operands(node)[1], op_of(node).call
         graph, ignore = self.cutter.graph, call.arg(2, "ignore_index", -100)
         missing = sympy.expand(SEQUENCE - info(labels).shape[1])
         padded = graph.call_function(aten.pad.default, (self.cutter.new[labels], [0, int(missing)], "constant", ignore))
@@ -293,9 +294,8 @@ def _local_sizes(
     node: fx.Node, strategy: Strategy, ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with local values for sizes, as the op's rule defines them."""
-    call = op_call(node)
-    rule = rule_for(call)
-    sizes = {} if rule is None or strategy.implementation else rule.local(call, strategy, ranks)
+    op = op_of(node)
+    sizes = {} if op.rule is None or strategy.implementation else op.rule.local(op.call, strategy, ranks)
     at = {key: _named(value, SEQUENCE / ranks) for key, value in sizes.items()}
     return tuple(at.get(i, a) for i, a in enumerate(args)), {k: at.get(k, v) for k, v in kwargs.items()}
 

@@ -19,10 +19,10 @@ from autoptd.cost_models.complaints import brief
 from autoptd.errors import PlanFileError, nearest
 from autoptd.layout.placements import B, Broadcast, PartialSum, Placement, Split, parse_placement
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import infos, is_getitem, op_call, operands
+from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import Sizes
-from autoptd.passes.rules.factors import Strategy, Wired, groups_of, propagate_groups
-from autoptd.passes.rules.lookup import rule_for, strategies
+from autoptd.passes.rules.factors import Strategy, Wired, expand, groups_of, propagate_groups
+from autoptd.passes.rules.lookup import op_of
 
 _REPLAN = "plan the model again"
 
@@ -75,10 +75,7 @@ def expand_kind(segment: Segment, ranks: int, sizes: Sizes) -> dict[int, list[St
     """Return every legal strategy of every op of a segment, in a fixed order."""
     wired = {i: wire(n) for i, n in ops_of(segment)}
     offered = propagate_groups(list(wired.values()))
-    return {
-        i: strategies(w.call, ranks, sizes, groups_of(w, offered), {w.call.target: w.rule} if w.rule else {})
-        for i, w in wired.items()
-    }
+    return {i: expand(w.op, ranks, sizes, groups_of(w, offered)) for i, w in wired.items()}
 
 
 def group_offers(segment: Segment) -> Mapping[tuple[str, int], frozenset[int]]:
@@ -87,9 +84,8 @@ def group_offers(segment: Segment) -> Mapping[tuple[str, int], frozenset[int]]:
 
 
 def wire(node: fx.Node) -> Wired:
-    """Return a node's call with its rule and the names of its tensors."""
-    call = op_call(node)
-    return Wired(call, rule_for(call), (*map(tensor_name, operands(node)), *output_names(node)))
+    """Return a node's op with the names of its tensors."""
+    return Wired(op_of(node), (*map(tensor_name, operands(node)), *output_names(node)))
 
 
 class Contradiction(ValueError):

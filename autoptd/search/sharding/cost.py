@@ -18,7 +18,7 @@ from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, local_shape
 from autoptd.passes.trace.traced import BATCH
 from autoptd.search.sharding.attention_cost import Shape, attention_works
-from autoptd.search.sharding.op_table import Op, Workbook
+from autoptd.search.sharding.op_table import OpFacts, Workbook
 
 Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
 
@@ -77,7 +77,7 @@ class Prices:
             self._kernels[key] = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
         return self._kernels[key]
 
-    def _forward(self, op: Op, strategy: Strategy) -> Iterator[OpWork]:
+    def _forward(self, op: OpFacts, strategy: Strategy) -> Iterator[OpWork]:
         if op.work.kind == "view":
             return
         operands, outputs, extra = self._local(op, strategy)
@@ -99,7 +99,7 @@ class Prices:
         flops = self.number(op.work.flops) / strategy.ranks
         yield self._product(op, strategy, flops, nbytes)
 
-    def _attention(self, op: Op, strategy: Strategy, nbytes: int, backward: bool = False) -> Iterator[OpWork]:
+    def _attention(self, op: OpFacts, strategy: Strategy, nbytes: int, backward: bool = False) -> Iterator[OpWork]:
         query, key = op.call.operands[:2]
         queries, keys, width = (self.number(n) for n in (query.shape[-2], key.shape[-2], query.shape[-1]))
         flops = self.number(op.work.flops) / strategy.ranks
@@ -114,7 +114,7 @@ class Prices:
             backward,
         )
 
-    def _product(self, op: Op, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
+    def _product(self, op: OpFacts, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
         if op.call.target in GROUPED:  # as if every matrix had equally many rows
             rows, matrices = (
                 [self.number(n) for n in local_shape(t, p, self.ranks)]
@@ -135,7 +135,7 @@ class Prices:
         m, n, k, batch = (extents[role] for role in ("m", "n", "k", "batch"))
         return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch)
 
-    def _backward(self, op: Op, strategy: Strategy) -> Iterator[OpWork]:
+    def _backward(self, op: OpFacts, strategy: Strategy) -> Iterator[OpWork]:
         if op.work.kind == "view" or not op.trained:
             return
         operands, outputs, extra = self._local(op, strategy)
@@ -158,7 +158,7 @@ class Prices:
         for i, times in moves.sums.items():
             yield OpWork("memory", 0, 3 * operands[i] * times, op.dtype, backward=True, launches=times)
 
-    def _local(self, op: Op, strategy: Strategy) -> tuple[list[int], list[int], list[int]]:
+    def _local(self, op: OpFacts, strategy: Strategy) -> tuple[list[int], list[int], list[int]]:
         """Local bytes of operands, outputs, and what else is kept."""
         operands = [self.nbytes(t, p) for t, p in zip(op.call.operands, strategy.needs, strict=True)]
         outputs = [self.nbytes(t, p) for t, p in zip(op.call.outputs, strategy.gives, strict=True)]
@@ -192,7 +192,7 @@ class Prices:
         return forward, backward
 
 
-def _gradient_products(op: Op, forward: OpWork) -> Iterator[OpWork]:
+def _gradient_products(op: OpFacts, forward: OpWork) -> Iterator[OpWork]:
     """Two products of the forward's size: the gradient of the first operand sums over n, of the second over m."""
     first, second = (t.requires_grad for t in op.call.operands[:2])
     m, n, k = forward.m, forward.n, forward.k

@@ -23,11 +23,10 @@ from autoptd.passes.analysis.fusion import MemoryTraffic, traffic
 from autoptd.passes.analysis.liveness import Walk, walk
 from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import op_call
 from autoptd.passes.opcall import OpCall
-from autoptd.passes.rules.factor_notation import Loops, bind
+from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
-from autoptd.passes.rules.table import RULES
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
 from autoptd.search.sharding.strategies import is_weight
 
@@ -36,7 +35,7 @@ _NOTHING = MemoryTraffic(launches=0, backward_launches=0)
 
 
 @dataclass(frozen=True)
-class Op:
+class OpFacts:
     """One op: its call, forward work, what moves, what autograd keeps; `loops` of products."""
 
     call: OpCall
@@ -93,7 +92,7 @@ class GraphFacts:
         self._again: dict[tuple[str, str, str], tuple[fx.Node, ...]] = {}
 
     @cached_property
-    def ops(self) -> Mapping[fx.Node, Op]:
+    def ops(self) -> Mapping[fx.Node, OpFacts]:
         """Every op of every kind, as if it moved nothing."""
         return {node: _read(node) for s in self.folded.representatives.values() for _, node in ops_of(s)}
 
@@ -151,7 +150,7 @@ class Workbook:
     ) -> None:
         self.folded, self.kernels, self.attention = folded, kernels, attention
         self.facts = facts or GraphFacts(folded)
-        self.ops: dict[fx.Node, Op] = {}
+        self.ops: dict[fx.Node, OpFacts] = {}
         self._walks: dict[Any, Walk] = {}
         for segment in folded.representatives.values():
             moves = traffic(segment.nodes, segment.sends, kernels)
@@ -181,14 +180,15 @@ def _text(decided: KindSharding) -> tuple[Any, ...]:
     return tuple(map(str, decided.strategies.values())), decided.parameters, decided.receives, decided.sends
 
 
-def _read(node: fx.Node) -> Op:
-    call = op_call(node)
+def _read(node: fx.Node) -> OpFacts:
+    op = op_of(node)
+    call = op.call
     floats = [t.dtype for t in (*call.operands, *call.outputs) if t.dtype in DTYPE_NAMES]
-    return Op(
+    return OpFacts(
         call=call,
         work=work(call),
         traffic=_NOTHING,
         saved=saved_tensors(call),
-        loops=bind(RULES[call.target].text(call), call) if call.target in PRODUCTS else None,
+        loops=op.loops if call.target in PRODUCTS else None,
         dtype=DTYPE_NAMES[floats[0]] if floats else "fp32",
     )

@@ -11,8 +11,7 @@ import torch
 from autoptd.ops import library as ops
 from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
 from autoptd.passes.rules.factor_notation import bind
-from autoptd.passes.rules.factors import Strategy, Wired, expand, groups_of, local_args, propagate_groups
-from autoptd.passes.rules.lookup import strategies
+from autoptd.passes.rules.factors import Op, Strategy, Wired, expand, groups_of, local_args, propagate_groups
 from autoptd.passes.rules.table import RULES
 
 aten = torch.ops.aten
@@ -35,12 +34,16 @@ def call(target: Any, *args: Any, out: TensorInfo | tuple[TensorInfo, ...], **kw
 LINEAR = call(aten.linear.default, real(b, s, 8), real(24, 8), real(24), out=real(b, s, 24))
 
 
+def op(c: OpCall) -> Op:
+    return Op(c, RULES.get(c.target))
+
+
 def text(c: OpCall, ranks: int = 2) -> list[str]:
-    return [str(x) for x in strategies(c, ranks, SIZES)]
+    return [str(x) for x in expand(op(c), ranks, SIZES)]
 
 
 def find(c: OpCall, wanted: str, ranks: int = 2, groups: Any = None) -> Strategy:
-    return next(x for x in strategies(c, ranks, SIZES, groups) if str(x) == wanted)
+    return next(x for x in expand(op(c), ranks, SIZES, groups) if str(x) == wanted)
 
 
 def test_linear() -> None:
@@ -53,7 +56,7 @@ def test_linear() -> None:
         "P, Bp, P -> P",
         "Bp, P, P -> P",
     ]
-    assert [str(x.share) for x in strategies(LINEAR, 2, SIZES)] == ["1", "1", "1/2", "1/2", "1/2", "1", "1"]
+    assert [str(x.share) for x in expand(op(LINEAR), 2, SIZES)] == ["1", "1", "1/2", "1/2", "1/2", "1", "1"]
 
 
 def test_sizes_that_do_not_divide_are_not_split() -> None:
@@ -117,7 +120,7 @@ def test_grouped_query_attention_splits_by_key_value_head() -> None:
 def test_fused_parts() -> None:
     chunk = call(aten.split.Tensor, real(b, s, 24), 8, -1, out=(real(b, s, 8),) * 3)
     assert text(chunk)[2:] == ["S1 -> S1, S1, S1", "S2/3 -> S2, S2, S2", "P -> P, P, P"]
-    assert local_args(RULES[chunk.target], chunk, find(chunk, "S2/3 -> S2, S2, S2"), 2)[0][1:] == (4, -1)
+    assert local_args(op(chunk), find(chunk, "S2/3 -> S2, S2, S2"), 2)[0][1:] == (4, -1)
 
 
 def test_masks_broadcast() -> None:
@@ -143,19 +146,18 @@ def test_linear_ops_carry_addends_and_others_do_not() -> None:
 
 def test_local_sizes() -> None:
     view = call(aten.view.default, real(b, s, 24), [b, s, 4, -1], out=real(b, s, 4, 6))
-    rule = RULES[view.target]
-    assert local_args(rule, view, find(view, "S2 -> S2"), 2)[0][1] == [b, s, 2, -1]
-    assert local_args(rule, view, find(view, "S1 -> S1"), 2)[0][1] == [b, s / 2, 4, -1]
+    assert local_args(op(view), find(view, "S2 -> S2"), 2)[0][1] == [b, s, 2, -1]
+    assert local_args(op(view), find(view, "S1 -> S1"), 2)[0][1] == [b, s / 2, 4, -1]
     expand_ = call(aten.expand.default, real(b, 2, 1, s, 4), [b, 2, 4, s, 4], out=real(b, 2, 4, s, 4))
-    assert local_args(RULES[expand_.target], expand_, find(expand_, "Bp -> S2"), 2)[0][1] == [b, 2, 2, s, 4]
+    assert local_args(op(expand_), find(expand_, "Bp -> S2"), 2)[0][1] == [b, 2, 2, s, 4]
     parts = call(aten.unflatten.int, real(b, s, 24), -1, [4, 6], out=real(b, s, 4, 6))
-    assert local_args(RULES[parts.target], parts, find(parts, "S2 -> S2"), 2)[0][2] == [2, 6]
-    weight = local_args(RULES[LINEAR.target], LINEAR, find(LINEAR, "Bp, S0, S0 -> S2"), 2)[0][1]
+    assert local_args(op(parts), find(parts, "S2 -> S2"), 2)[0][2] == [2, 6]
+    weight = local_args(op(LINEAR), find(LINEAR, "Bp, S0, S0 -> S2"), 2)[0][1]
     assert weight.shape == (12, 8)
 
 
 def wired(c: OpCall, *tensors: str) -> Wired:
-    return Wired(c, RULES[c.target], tensors)
+    return Wired(op(c), tensors)
 
 
 def test_groups_reach_the_weight_of_a_fused_projection() -> None:
@@ -179,4 +181,4 @@ def test_groups_cross_a_view_between_projection_and_heads() -> None:
 
 def test_without_a_rule_the_op_is_done_in_full() -> None:
     x = real(4, 8)
-    assert [str(t) for t in expand(None, call(print, x, out=x), 2, SIZES)] == ["B -> B", "Bp -> Bp"]
+    assert [str(t) for t in expand(Op(call(print, x, out=x), None), 2, SIZES)] == ["B -> B", "Bp -> Bp"]

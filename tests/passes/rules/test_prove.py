@@ -12,7 +12,7 @@ import torch
 from autoptd.layout.placements import parse_placement
 from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
 from autoptd.passes.rules.discover import discover
-from autoptd.passes.rules.factors import Implementation, Rule, Strategy, expand
+from autoptd.passes.rules.factors import Implementation, Op, Rule, Strategy, expand
 from autoptd.passes.rules.prove import Counterexample, Example, RankRun, prove
 from autoptd.passes.rules.table import RULES, first
 from tests.passes.rules.rule_samples import examples, fixed, flags, real, whole
@@ -95,14 +95,14 @@ def test_wrong_strategies_are_caught(name: str) -> None:
 )
 def test_wrong_rows_are_caught(target: Callable[..., Any], notation: str) -> None:
     example, rule = examples(target)[0], Rule(notation)
-    found = [prove(example, rule, s, 2) for s in expand(rule, example.call(), 2, Sizes())]
+    found = [prove(example, rule, s, 2) for s in expand(Op(example.call(), rule), 2, Sizes())]
     assert any(found)
 
 
 def test_a_bias_without_its_mark_is_caught() -> None:
     rule = Rule("... k, o k, o -> ... o")
     example = examples(aten.linear.default)[0]
-    found = {str(s): prove(example, rule, s, 2) for s in expand(rule, example.call(), 2, Sizes())}
+    found = {str(s): prove(example, rule, s, 2) for s in expand(Op(example.call(), rule), 2, Sizes())}
     assert [text for text, wrong in found.items() if wrong] == ["S2, S1, Bp -> P"]
 
 
@@ -110,14 +110,14 @@ def test_linear_marks_are_caught() -> None:
     rule = Rule("... -> ...", first)
     for op in (aten.relu.default, aten.gelu.default, aten.abs.default):
         example = examples(op)[0]
-        found = {str(s): prove(example, rule, s, 2) for s in expand(rule, example.call(), 2, Sizes())}
+        found = {str(s): prove(example, rule, s, 2) for s in expand(Op(example.call(), rule), 2, Sizes())}
         assert [text for text, wrong in found.items() if wrong] == ["P -> P"]
 
 
 def test_an_implementation_needs_ranks_that_talk() -> None:
     rule = Rule("v d, ... -> ... d", implementations=(Implementation("vocab_parallel", "v"),))
     example = examples(aten.embedding.default)[0]
-    own = next(s for s in expand(rule, example.call(), 2, Sizes()) if s.implementation)
+    own = next(s for s in expand(Op(example.call(), rule), 2, Sizes()) if s.implementation)
     with pytest.raises(AssertionError, match="run its ranks together"):
         prove(example, rule, own, 2)
 
@@ -171,9 +171,9 @@ def test_discovery_agrees_with_the_table() -> None:
     for target in (aten.softmax.int, aten.linear.default, aten.layer_norm.default, aten.mean.dim, aten.transpose.int):
         example = examples(target)[0]
         rule, seen = discover(example.call()).rule, example.call()
-        known = {str(s) for s in expand(RULES[target], seen, 2, Sizes())}
+        known = {str(s) for s in expand(Op(seen, RULES[target]), 2, Sizes())}
         assert rule is not None
-        found = {str(s) for s in expand(rule, seen, 2, Sizes())}
+        found = {str(s) for s in expand(Op(seen, rule), 2, Sizes())}
         assert found - known <= {"S1, S1, Bp -> P"} and len(found) > 2, (target, rule.notation)
 
 

@@ -11,7 +11,7 @@ import torch
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.tp_axis import Axis
 from autoptd.passes.opcall import Sizes
-from autoptd.passes.rules.factors import Strategy, expand
+from autoptd.passes.rules.factors import Op, Strategy, expand
 from autoptd.passes.rules.prove import RankRun, prove
 from autoptd.passes.rules.table import IMPLEMENTATIONS, RULES
 from autoptd.runtime.comm.interfaces import Communicators
@@ -61,7 +61,7 @@ def test_rule_holds(target: Callable[..., Any]) -> None:
     for example in examples(target):
         call = example.call()
         for ranks in (2, 4):
-            strategies = expand(rule, call, ranks, Sizes(), offered(example))
+            strategies = expand(Op(call, rule), ranks, Sizes(), offered(example))
             assert len({str(s) for s in strategies}) == len(strategies)
             for strategy in strategies:
                 wrong = prove(example, rule, strategy, ranks, on_ranks=together)
