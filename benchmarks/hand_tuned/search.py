@@ -93,20 +93,13 @@ class _SearchKey:
     include: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _SearchOutcome:
-    planner: Planner
-    staged: Staged | None
-    free: SearchResult
-
-
 def compare(rows: Sequence[Row], time_limit_s: float = float("inf"), only_used: bool = False) -> Iterator[Comparison]:
     """Compare runs of one model; equal searches run once.
 
     `time_limit_s`: seconds after which a search ends once it has found a plan. `only_used`: omit the search of every
     dimension. It takes longest and, if both are complete, its plan is no slower.
     """
-    known: dict[_SearchKey, _SearchOutcome] = {}
+    known: dict[_SearchKey, tuple[Planner, SearchResult]] = {}
     for row in rows:
         try:
             yield _compared(row, known, time_limit_s, only_used)
@@ -120,7 +113,9 @@ def _skipped(row: Row, reason: str) -> Comparison:
     return Comparison(id=row.id, group=row.group, model=row.model_name, devices="", own_s=None, own=reason)
 
 
-def _compared(row: Row, known: dict[_SearchKey, _SearchOutcome], time_limit_s: float, only_used: bool) -> Comparison:
+def _compared(
+    row: Row, known: dict[_SearchKey, tuple[Planner, SearchResult]], time_limit_s: float, only_used: bool
+) -> Comparison:
     own, cluster = staged(row)
     fix = fix_of(row, shape_of(row))
     needed = max(m.needed for m in own.memory)
@@ -175,7 +170,7 @@ def _search_result(
     fix: Fix,
     include: tuple[str, ...],
     own: Staged,
-    known: dict[_SearchKey, _SearchOutcome],
+    known: dict[_SearchKey, tuple[Planner, SearchResult]],
     time_limit_s: float,
 ) -> SearchResult:
     assert row.n_gpus and row.global_batch_size_seqs
@@ -184,23 +179,22 @@ def _search_result(
     if key not in known:
         carried_out, assume = by_keyword(dict(software))
         constraints = read_constraints(carried_out, include, assume)
-        known[key] = _search(planner_of(row, constraints, cluster, time_limit_s), include)
-    answer = known[key]
-    if answer.free.seconds is not None and answer.free.seconds <= own.seconds * (1 + ROUNDING):
-        return answer.free
-    return answer.free.model_copy(update={"loss": cause(answer.planner, own)})
+        planner = planner_of(row, constraints, cluster, time_limit_s)
+        known[key] = planner, _search(planner, include)
+    planner, result = known[key]
+    if result.seconds is not None and result.seconds <= own.seconds * (1 + ROUNDING):
+        return result
+    return result.model_copy(update={"loss": cause(planner, own)})
 
 
-def _search(planner: Planner, include: tuple[str, ...]) -> _SearchOutcome:
+def _search(planner: Planner, include: tuple[str, ...]) -> SearchResult:
     started = time.monotonic()
     try:
         found = planner.answer()
     except AutoptdError as error:
         seconds = time.monotonic() - started
-        return _SearchOutcome(
-            planner, None, SearchResult(include=include, seconds=None, plan=error.what, search_s=seconds)
-        )
-    free = SearchResult(
+        return SearchResult(include=include, seconds=None, plan=error.what, search_s=seconds)
+    return SearchResult(
         include=include,
         seconds=found.staged.seconds,
         plan=one_line(found.staged),
@@ -209,7 +203,6 @@ def _search(planner: Planner, include: tuple[str, ...]) -> _SearchOutcome:
         visited=found.visited,
         search_s=time.monotonic() - started,
     )
-    return _SearchOutcome(planner, found.staged, free)
 
 
 # ---- causes of a loss ----
