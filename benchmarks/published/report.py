@@ -57,7 +57,7 @@ def _run(outcome: Outcome) -> str:
     seconds = f"{'' if measured is None else _number(measured):>9}{_number(outcome.prediction.step_time_s):>10}"
     seconds += f"{_signed(outcome.time):>8}"
     if row.ran_out_of_memory:
-        return f"{head}{seconds}    {row.status}, predicted {'to fit' if outcome.prediction.fits else 'not to fit'}"
+        return f"{head}{seconds}  {row.status}, predicted: {'fits' if outcome.prediction.fits else 'no fit'}"
     if outcome.memory is None:
         return head + seconds
     predicted, seen = outcome.memory
