@@ -1,4 +1,4 @@
-"""Packages of the distribution: `autoptd/`, and inside it `passes/` and `cost_models/`, which are siblings in the tree."""
+"""Packages of the distribution: `autoptd/`, and inside it `passes/` and `cost_models/`, its siblings in the tree."""
 
 from setuptools import find_packages, setup
 

@@ -202,13 +202,9 @@ def run(chosen: Sequence[Case], limit_s: float = LIMIT_S) -> dict[Case, Measured
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.planning", description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=model_names(), metavar="NAME", help="shipped models (all)")
-    parser.add_argument(
-        "--worlds", nargs="+", type=int, default=WORLDS, metavar="N", help="device counts (8 64 1024 16384)"
-    )
+    parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS, metavar="N", help="numbers of devices")
     parser.add_argument("--cluster", default=CLUSTER, help="a shipped name or a TOML file (%(default)s)")
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which a case is stopped (%(default)g)"
-    )
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds until a case is stopped")
     chosen = parser.parse_args(argv)
     run(cases(chosen.models, chosen.worlds, chosen.cluster), chosen.limit)
 

@@ -259,12 +259,7 @@ def summary(results: Sequence[Result]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.single_gpu", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--cluster",
-        required=True,
-        metavar="FILE",
-        help="a file of `autoptd profile`, or a name",
-    )
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="a file of `autoptd profile`, or a name")
     parser.add_argument("-o", "--out", metavar="FILE", help="write the results there as JSON")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default %(default)s")
     parser.add_argument("--only", metavar="NAMES", help="cases, separated by commas (all)")

@@ -54,7 +54,7 @@ def _link(link: Link, row: Row, bytes_per_s: float) -> Link:
 
 
 def _template(row: Row) -> Cluster:
-    """Return the shipped cluster with the row's device; of several, that with its network, its node size, a DGX."""
+    """Return the shipped cluster with the row's device; preferring its network, its node size and DGX."""
     assert row.gpu_type is not None
     family = _family(row.gpu_type)
     same = [c for c in shipped() if _family(c.device.name) == family]

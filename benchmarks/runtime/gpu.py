@@ -134,9 +134,7 @@ def shared(case: Case, device: str, ranks: int) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.runtime.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="NAME,…", help="cases (default: the first, and the first Llama)")
-    parser.add_argument(
-        "--pairs", type=int, default=STEPS, metavar="N", help="timed steps of each program (%(default)s)"
-    )
+    parser.add_argument("--pairs", type=int, default=STEPS, metavar="N", help="timed steps of each (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that share the device")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)

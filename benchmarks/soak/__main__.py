@@ -107,9 +107,8 @@ class Soak:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             outcome = self.run(port=taken.getsockname()[1], ends_with=0)
-        good = (
-            re.search(fault.cause_pattern, outcome.output[0]) and outcome.seconds is not None and outcome.seconds < 20
-        )
+        named = re.search(fault.cause_pattern, outcome.output[0])
+        good = named and outcome.seconds is not None and outcome.seconds < 20
         return Handled(fault, outcome.seconds, () if good else (f"rank 0 wrote {outcome.output[0][-600:]!r}",))
 
     def compare(self) -> list[str]:
@@ -144,9 +143,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=20, help="number of random faults (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random faults (%(default)s)")
     parser.add_argument("--each", action="store_true", help="one fault of each kind, in order")
-    parser.add_argument(
-        "--limits", type=json.loads, default={}, help='timeouts such as {"silent_s": 3}, see autoptd.parallelize'
-    )
+    parser.add_argument("--limits", type=json.loads, default={}, help='{"silent_s": 3}, see autoptd.parallelize')
     parser.add_argument("--write", type=Path, help="write a page with the results there")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
@@ -162,9 +159,7 @@ def main() -> int:
         if arguments.write is not None:
             report.write(arguments.write, handled, arguments.seed, soak.limits, time.time() - began, None)
     differences = soak.compare()
-    print(
-        "\n".join(differences) or f"every loss and parameter equals that of a run without faults ({next(iter(PLANS))})"
-    )
+    print("\n".join(differences) or f"losses and parameters equal those of a run without faults ({next(iter(PLANS))})")
     if arguments.write is not None:
         report.write(arguments.write, handled, arguments.seed, soak.limits, time.time() - began, differences)
     shutil.rmtree(home)

@@ -30,9 +30,7 @@ ACTIONS = {
     "exception": "FB",
     "NaN": "F",
 }
-PHASES: dict[
-    str, tuple[int | None, Any, str]
-] = {  # kind -> (rank, None for any; owner and name of the function that is replaced)
+PHASES: dict[str, tuple[int | None, Any, str]] = {  # rank (None: any), owner and name of the function replaced
     "kill in a save, while tensors are written": (None, dcp._CheckpointWriter, "resolve_data"),
     "kill in a save, before files are sealed": (None, Saver, "_finish"),
     "kill in a save, before it is committed": (0, folder, "commit"),
