@@ -167,15 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.optimality", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="random small tasks (300)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="first seed (0)")
-    parser.add_argument(
-        "--effort", type=int, metavar="N", help="cuts simulated beyond the first (default: as many as a proof takes)"
-    )
+    parser.add_argument("--effort", type=int, metavar="N", help="cuts simulated beyond the first (no limit)")
     parser.add_argument("--shipped", nargs="*", metavar="NAME", help=f"shipped models ({', '.join(SHIPPED)})")
     parser.add_argument("--world", type=int, default=64, metavar="N", help="devices, for shipped models (64)")
     parser.add_argument("--cluster", default="dgx-h100", help="of shipped models (%(default)s)")
-    parser.add_argument(
-        "--include", nargs="*", default=(), metavar="DIMENSION", help="dimensions searched, for shipped models; or all"
-    )
+    parser.add_argument("--include", nargs="*", default=(), metavar="DIMENSION", help="of shipped models; or all")
     chosen = parser.parse_args(argv)
     if chosen.shipped is not None:
         names = chosen.shipped or SHIPPED

@@ -51,9 +51,7 @@ def read_done(path: Path | None) -> dict[str, Comparison]:
         try:
             comparison = Comparison.model_validate_json(line)
         except ValidationError as error:
-            raise BadRuns(
-                "not a comparison", where=f"{path}:{number}", fix="delete the line, or name a new file"
-            ) from error
+            raise BadRuns("not a comparison", where=f"{path}:{number}", fix="name a new file") from error
         found[comparison.id] = comparison
     return found
 
@@ -74,16 +72,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hand_tuned", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="published runs, see benchmarks/README.md")
     parser.add_argument("--group", nargs="+", default=[], metavar="G", help="only runs of these groups")
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="append each comparison there; skip runs it already has"
-    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="append comparisons there; skip runs it has")
     parser.add_argument("--jobs", type=at_least_one, default=1, help="parallel searches (1)")
-    parser.add_argument(
-        "--only-used", action="store_true", help="search only the dimensions that the run's own plan uses"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds after which a search ends once it has found a plan"
-    )
+    parser.add_argument("--only-used", action="store_true", help="search only dimensions that the own plan uses")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds per search, once it found a plan")
     return parser.parse_args(arguments)
 
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.published.calibrate FILE.jsonl`: fit the constants on runs, or check how they generalise.
 
     calibrate FILE.jsonl                   fit all constants, print them beside the present values
-    calibrate FILE.jsonl --leave-out       per group: fit without it, compare its error with that of present values
+    calibrate FILE.jsonl --leave-out       for each group: its error under present values, and in a fit without it
 
 The loss is the mean over groups of the mean of |log(predicted ÷ measured step time)|, each clipped to 0.5 against
 outliers. Coordinate descent starts at the present values and changes one constant at a time, up or down by a factor
@@ -130,9 +130,7 @@ def leave_out(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.calibrate", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="published runs, see benchmarks/README.md")
-    parser.add_argument(
-        "--leave-out", action="store_true", help="fit once without each group, and report that group's error"
-    )
+    parser.add_argument("--leave-out", action="store_true", help="report each group's error in a fit without it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the values or errors there")
     given = parser.parse_args(arguments)
     try:

@@ -13,9 +13,7 @@ from benchmarks.published.transformer import Transformer
 # Shoeybi et al. 2019, section 4.1 (and Megatron-LM's --hidden-dropout, --attention-dropout): 0.1 with unfused
 # attention; the fused recipes of later years train without.
 MEGATRON_DROPOUT = 0.1
-_VOCABULARY_MULTIPLE = (
-    128  # Megatron-LM, --make-vocab-size-divisible-by; times tp, so that it divides every rank's part
-)
+_VOCABULARY_MULTIPLE = 128  # of each tp rank's rows: Megatron-LM, --make-vocab-size-divisible-by
 
 
 @dataclass(frozen=True)

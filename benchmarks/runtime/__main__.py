@@ -111,9 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.runtime", description="Emitted programs against training by hand."
     )
-    parser.add_argument(
-        "--pairs", type=int, default=PAIRS, metavar="N", help="timed steps of each program (%(default)s)"
-    )
+    parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="timed steps of each (%(default)s)")
     parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name contains TEXT")
     chosen = parser.parse_args(argv)
     print(f"model: {LAYERS} blocks of width {WIDTH}, microbatches of {SAMPLES} × {SEQ} tokens, float32, gloo")
