@@ -1,5 +1,5 @@
-# `make demo` and `make test` do everything, from a fresh clone on a machine with Python 3.10 or newer.
-# Each makes .venv on its first run; `make clean` removes it.
+# Every target works in a fresh clone on a machine with Python 3.10 or newer: the first one that is run creates .venv
+# and installs into it; `make clean` removes it.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,8 +13,8 @@ PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 demo: $(INSTALLED)
 	$(RUN) examples/demo.py
 
-# Two processes, one thread each; what shares a trace runs in one of them (tests/conftest.py). Of long grids `test` runs
-# a sample, and `rest` the other cases.
+# Two processes with one thread each; tests that share a trace run in the same one (tests/conftest.py). `test` runs a
+# sample of each long grid of cases, `rest` the other cases.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(PYTEST) --cases sample
@@ -22,7 +22,7 @@ test: $(INSTALLED)
 rest: $(INSTALLED)
 	$(PYTEST) --cases rest
 
-# what people install: built, installed away from the checkout, and run there
+# build the wheel, install it outside the checkout, and run it there
 wheel: $(INSTALLED)
 	$(RUN) -m tests.wheel_check
 
@@ -31,7 +31,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(MAKE) --no-print-directory types
 
-# The package is autoptd/ with passes/ and cost_models/ in it; type checkers look for a folder of that form: links make one.
+# The installed package has passes/ and cost_models/ inside autoptd/; links give mypy a folder of that layout.
 TYPED := $(VENV)/typed
 types: $(INSTALLED)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/autoptd
@@ -41,14 +41,14 @@ types: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks
 
-# the page of silent faults and the tests that plant them
+# run the tests that plant silent faults, and rewrite the page about them
 faults: $(INSTALLED)
 	$(RUN) -m tests.faults --write
 
 clean:
 	rm -rf $(VENV)
 
-# torch first and alone: the build that this machine's pip prefers is settled before anything else asks for torch.
+# torch is installed first and alone, so that pip picks its preferred build before other packages require torch.
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "autoptd needs Python 3.10 or newer; there is no $(PYTHON) here" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 10) and sys.exit("autoptd needs Python 3.10 or newer; $(PYTHON) is %d.%d: run make PYTHON=python3.x" % v[:2])'

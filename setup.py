@@ -1,8 +1,8 @@
-"""Packages as they are in the tree: `autoptd/`, and in it `passes/` and `cost_models/`, which lie beside it."""
+"""Packages of the distribution: `autoptd/`, and inside it `passes/` and `cost_models/`, its siblings in the tree."""
 
 from setuptools import find_packages, setup
 
-INSIDE = ("passes", "cost_models")  # folders of the root that install as `autoptd.<name>`
+INSIDE = ("passes", "cost_models")  # top-level folders that are installed as `autoptd.<name>`
 
 setup(
     packages=[

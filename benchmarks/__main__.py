@@ -1,5 +1,4 @@
-"""`python -m benchmarks [RUNS.jsonl]`: how long planning takes, how fast programs train; with runs, how long predicting
-them takes."""
+"""`python -m benchmarks [RUNS.jsonl]`: planning time, speed of emitted programs and, with runs, prediction time."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ def main() -> None:
     print()
     runtime.main([])
     for path in map(Path, sys.argv[1:]):
-        print(f"\nprediction of the runs of vtrain_multi in {path.name}, every choice fixed, after the trace")
+        print(f"\ntime to predict a vtrain_multi run of {path.name} on a traced model, every choice fixed")
         print(prediction.summary(prediction.measure(path, "vtrain_multi")))
 
 

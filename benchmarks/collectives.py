@@ -1,8 +1,8 @@
 """`python -m benchmarks.collectives [FILE.json]`: predicted against measured collectives, curve by curve.
 
-The file holds a list of curves, or an object with the list under `collective_measurements`: `name`, `collective`,
-`ranks`, `gpu`, and `points` of `bytes` with `time_us`, `busbw_GBps` or `algbw_GBps` as nccl-tests defines them; left
-out, it is the one in benchmarks/data. A curve belongs to a cluster by its GPU and what its name says of the network.
+The file holds a list of curves, or an object with the list under `collective_measurements`. A curve has `name`,
+`collective`, `ranks`, `gpu`, and `points` of `bytes` with `time_us`, `busbw_GBps` or `algbw_GBps` as nccl-tests defines
+them. Its GPU, and the network that its name mentions, select the cluster. The default file is in benchmarks/data.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import algorithm, candidate_algorithms, p2p_s
 
 DATA = Path(__file__).parent / "data"
-LARGE_BYTES = 1e6  # below, the start of the kernel is most of what is measured
-UNSTATED_BYTES = 2**30  # where a source gives a rate and no size
+LARGE_BYTES = 1e6  # below, kernel start dominates the measured time
+UNSTATED_BYTES = 2**30  # assumed where a source gives a rate and no size
 BAR = 0.12
 
-# GPU, then the network that the name or the note speaks of; "" is what is taken where it says nothing.
+# GPU -> network mentioned in the curve's name or note -> cluster; "" is the default where neither mentions one.
 CLUSTERS = {
     "V100": {"": "dgx-1-v100"},
     "A100": {"": "dgx-a100-80gb", "efa": "p4d", "omni-path": "jean-zay-a100"},
@@ -42,21 +42,21 @@ PER_NODE = re.compile(r"(\d+) ?x ?(\d+) ?Gb", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: bytes of the whole tensor, and the shortest and the longest time that the source allows."""
+    """One measurement: bytes of the whole tensor, and the range of times that the source gives."""
 
     nbytes: int
     least_s: float
     most_s: float
 
     def error(self, predicted_s: float) -> float:
-        """Predicted time against the nearer end, 0 between them."""
+        """Return the relative error against the nearer end of the range, 0 inside it."""
         nearest_s = min(max(predicted_s, self.least_s), self.most_s)
         return predicted_s / nearest_s - 1
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Measurements of one collective on one cluster; `forced`: the algorithm that the measurement was held to."""
+    """Measurements of one collective on one cluster; `forced`: the algorithm that was enforced, "" if none."""
 
     name: str
     collective: str
@@ -69,15 +69,15 @@ class Curve:
         if self.collective == "p2p":
             return p2p_s(nbytes, self.cluster, 1)
         (found,) = candidate_algorithms(self.collective, self.cluster, self.ranks, 1)
-        held = [way for way in found if way.name.partition(" ")[0] == self.forced]
-        return min(way.seconds(nbytes) for way in held or found)
+        forced = [way for way in found if way.name.partition(" ")[0] == self.forced]
+        return min(way.seconds(nbytes) for way in forced or found)
 
     def errors(self) -> list[float]:
-        """Signed errors of the time, of points above LARGE_BYTES."""
+        """Return the signed relative time errors of points above LARGE_BYTES."""
         return [p.error(self.predicted_s(p.nbytes)) for p in self.points if p.nbytes > LARGE_BYTES]
 
     def chosen(self) -> str:
-        """The algorithm at 1 MB, 64 MB and 1 GB."""
+        """Return the predicted algorithm at 1 MB, 64 MB and 1 GB; one name if they agree."""
         if self.collective == "p2p":
             return "copy"
         names = [algorithm(self.collective, n * 2**20, self.cluster, self.ranks) for n in (1, 64, 1024)]
@@ -85,29 +85,29 @@ class Curve:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: NVIDIA/nccl-tests, doc/PERFORMANCE.md."""
+    """Return bus bandwidth ÷ algorithm bandwidth (NVIDIA/nccl-tests, doc/PERFORMANCE.md)."""
     passes = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}.get(collective)
     return 1.0 if passes is None else passes * (ranks - 1) / ranks
 
 
 def cluster_of(row: dict[str, Any]) -> Cluster:
-    """The cluster that a curve was measured on. Raises ValueError for a GPU that no cluster here has."""
-    gpu, said = row.get("gpu"), f"{row['name']} {row.get('note') or ''}"
-    if gpu is None:  # not stated: A100 nodes with 4 HDR ports, the commonest with the 100 GB/s that these reach
+    """Return the cluster that a curve was measured on. Raises ValueError for a GPU that no cluster here has."""
+    gpu, text = row.get("gpu"), f"{row['name']} {row.get('note') or ''}"
+    if gpu is None:  # not stated: A100 nodes with 4 HDR ports, the commonest that reach the 100 GB/s of these curves
         return Cluster.of("A100-SXM4-80GB", 8, 300e9, 12.5e9)
     known = next((CLUSTERS[name] for name in sorted(CLUSTERS, key=len, reverse=True) if gpu.startswith(name)), None)
     if known is None:
         raise ValueError(f"{row['name']!r}: no cluster has GPU {gpu!r}; known: {', '.join(CLUSTERS)}")
-    network = next((name for name, words in NETWORKS.items() if re.search(words, said, re.IGNORECASE)), "")
+    network = next((name for name, words in NETWORKS.items() if re.search(words, text, re.IGNORECASE)), "")
     name = known.get(network, known[""])
     shipped = name in Cluster.names()
-    return _with_ports(Cluster.load(name if shipped else DATA / f"{name}.toml"), said)
+    return _with_ports(Cluster.load(name if shipped else DATA / f"{name}.toml"), text)
 
 
-def _with_ports(cluster: Cluster, said: str) -> Cluster:
-    """The cluster with the ports that a text names ("8x400Gb"), where they are others than its own."""
+def _with_ports(cluster: Cluster, text: str) -> Cluster:
+    """Return the cluster with the network ports that a text names ("8x400Gb"), itself if it names none or the same."""
     inner, outer = cluster.levels
-    if not (found := PER_NODE.search(said)) or inner.ranks is None:
+    if not (found := PER_NODE.search(text)) or inner.ranks is None:
         return cluster
     share = int(found[1]) * int(found[2]) * 1e9 / 8 / inner.ranks
     if share == outer.bytes_per_s:
@@ -117,7 +117,7 @@ def _with_ports(cluster: Cluster, said: str) -> Cluster:
 
 
 def read(path: Path) -> list[Curve]:
-    """The curves of a file; where points hold the rate of a forced algorithm too, these are a curve of their own."""
+    """Read the curves of a file; rates under a forced algorithm (`busbw_ring_GBps`, …) become a separate curve."""
     data = json.loads(path.read_text("utf-8"))
     return [
         curve for row in (data["collective_measurements"] if isinstance(data, dict) else data) for curve in _curves(row)
@@ -138,7 +138,7 @@ def _curves(row: dict[str, Any]) -> Iterator[Curve]:
 def _points(data: dict[str, Any], collective: str, ranks: int, suffix: str) -> Iterator[Point]:
     nbytes = data.get("bytes", UNSTATED_BYTES)
     factor = bus_factor(collective, ranks)
-    rates: list[tuple[float, float]] = []  # bytes/s of the whole tensor, least and most
+    rates: list[tuple[float, float]] = []  # bytes/s of the whole tensor: lowest and highest
     if bus := data.get(f"busbw{suffix}_GBps"):
         rates.append((bus * 1e9 / factor,) * 2)
     elif suffix:
@@ -156,7 +156,7 @@ def _points(data: dict[str, Any], collective: str, ranks: int, suffix: str) -> I
 
 
 def _constants(clusters: list[Cluster]) -> Iterator[str]:
-    yield "links: GB/s per GPU (alone), sustained, hop; in the switch: sustained, pass"
+    yield "links: GB/s per GPU (alone), sustained fraction, hop latency; in the switch: sustained fraction, latency"
     seen = set()
     for level in (level for cluster in clusters for level in cluster.levels):
         if (level.name, level.bytes_per_s) in seen:
@@ -167,15 +167,15 @@ def _constants(clusters: list[Cluster]) -> Iterator[str]:
         text = f"  {level.name:28} {level.bytes_per_s / 1e9:6.4g} ({alone:.4g})"
         text += f" {level.sustained.fraction:.3f} {level.latency_s * 1e6:5.1f} us"
         yield text + (f"; {switch.fraction:.3f} {switch.latency_s * 1e6:5.1f} us" if switch else "")
-    yield "protocols: start, bandwidth, hop inside and between, against Simple"
+    yield "protocols: start; bandwidth, and hop inside and between nodes, relative to Simple"
     for p in nccl.PROTOCOLS:
         yield f"  {p.name:8} {p.base_s * 1e6:5.1f} us {p.bandwidth:.2f} {p.hop_inside:.2f} {p.hop_between:.2f}"
     yield f"  a ring's odd step {nccl.ODD_STEP}, a chunk {nccl.CHUNK_HOPS} hops or {nccl.SWITCH_CHUNK_PASSES} passes"
-    yield f"  tree {nccl.TREE_BANDWIDTH}, pat {nccl.PAT_BANDWIDTH} of a ring; through a GPU {wiring.RELAYED_FRACTION}"
+    yield f"  rate / ring's: tree {nccl.TREE_BANDWIDTH}, PAT {nccl.PAT_BANDWIDTH}; via a GPU {wiring.RELAYED_FRACTION}"
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the table; 1 where a curve is above the bar."""
+    """Print the table; return 1 if the median error of any curve exceeds BAR."""
     curves = read(Path(arguments[0]) if arguments else DATA / "collectives.json")
     print(f"{'curve':58} {'cluster':16} points  median    mean   algorithm at 1 MB, 64 MB, 1 GB")
     above, medians = [], []

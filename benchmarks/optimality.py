@@ -1,9 +1,9 @@
-"""Whether the search finds the best plan there is: against all plans of small tasks, and all candidates of large ones.
+"""Optimality of the search, checked against every plan of small tasks and every candidate of large ones.
 
-`python -m benchmarks.optimality` takes random small tasks (`tests/search/random_tasks.py`): every candidate, every cut
-into stages and every way to recompute is simulated, which the search has no part in (`tests/search/every_plan.py`).
-With `--shipped`, every candidate of a shipped model has its tensors split, its cut solved and its step simulated,
-without pruning. Seconds are those of the processor.
+`python -m benchmarks.optimality` draws random small tasks (`tests/search/random_tasks.py`) and simulates every
+candidate, cut into stages and recomputation choice, independently of the search (`tests/search/every_plan.py`). With
+`--shipped`, it solves the splits and the cut of every candidate of a shipped model and simulates its step, without
+pruning. Seconds of searching and simulating are CPU time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "search"))
 from every_plan import least_seconds
 from random_tasks import random_task
 
-EQUAL = 1e-9  # relative difference of two step times that are the same
+EQUAL = 1e-9  # relative difference up to which two step times count as equal
 SHIPPED = ("gpt2", "bert-large", "vit-large", "llama3-8b")
-SAMPLES = 8  # of a step, per device
+SAMPLES = 8  # per device and step
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One task: seconds of the search's plan and of the best of all `plans`, infinite where nothing fits."""
+    """One task: step time of the search's plan and of the best of all `plans`, infinite if nothing fits."""
 
     name: str
     found_s: float
@@ -55,19 +55,19 @@ class Compared:
 
     @property
     def excess(self) -> float:
-        """By what share the search's plan is slower; negative where it is quicker than all that were listed."""
+        """Relative excess of the search's step time over the best; negative if it beats every enumerated plan."""
         if self.found_s == self.best_s:
             return 0.0
         return self.found_s / self.best_s - 1 if self.fits else -math.inf
 
     @property
     def proved(self) -> bool:
-        """Whether the true gap is no larger than the one reported."""
+        """True if the reported gap covers the true one."""
         return self.excess <= 0 or self.found_s * (1 - self.gap) <= self.best_s * (1 + EQUAL)
 
     def __str__(self) -> str:
         if not self.fits:
-            times = "nothing fits" if self.found_s == math.inf else "found where nothing fits"
+            times = "nothing fits" if self.found_s == math.inf else "plan found although nothing fits"
         else:
             times = f"{self.found_s:11.5g} {self.best_s:11.5g} {100 * self.excess:+8.3f} {100 * self.gap:7.2f}"
         cpu = f"{self.search_cpu_s:7.2f} {self.all_cpu_s:8.2f}"
@@ -81,7 +81,7 @@ HEADING = (
 
 
 def searched(task: Task, model: TracedModel) -> tuple[float, float, str, float]:
-    """(seconds, gap, candidate, processor seconds) of the search's answer."""
+    """Run the search; return (step seconds, gap, candidate, CPU seconds)."""
     started = time.process_time()
     try:
         answer = Planner(task, Silent(), model.known).answer()
@@ -92,7 +92,7 @@ def searched(task: Task, model: TracedModel) -> tuple[float, float, str, float]:
 
 
 def small(seed: int, effort: int | None = None) -> Compared | None:
-    """A random small task against all its plans; None for a world that no mesh fills."""
+    """Compare the search with every plan of a random small task; None for a world that no mesh fills."""
     model, task = random_task(seed)
     task = replace(task, effort=effort)
     planner = Planner(task, Silent(), model.known)
@@ -110,7 +110,7 @@ def small(seed: int, effort: int | None = None) -> Compared | None:
 
 
 def shipped(name: str, world: int, cluster: str, seq: int | None = None, include: Sequence[str] = ()) -> Compared:
-    """A shipped model against each of its candidates, its tensors split by an ILP of its own, with the best cut."""
+    """Compare the search with every candidate of a shipped model, each with its own splits ILP and best cut."""
     module, _ = load_model(name)
     model = trace(module, seq=seq)
     constraints = read_constraints({}, include)
@@ -133,17 +133,17 @@ def shipped(name: str, world: int, cluster: str, seq: int | None = None, include
 
 
 def summary(results: Sequence[Compared]) -> Iterator[str]:
-    """How many are equal, and how far the others are; by what was included."""
+    """Yield the report: tasks where the search is optimal, the worst excess, and counts per included dimension."""
     fitting = [r for r in results if r.fits]
     equal = [r for r in results if abs(r.excess) <= EQUAL or r.excess < 0]
     yield (
-        f"{len(results)} tasks, {len(fitting)} of which fit: {len(equal)} as quick as the best, "
-        f"worst {100 * max((r.excess for r in fitting), default=0.0):+.4f} %; "
-        f"gap reported below the true one: {sum(not r.proved for r in results)}"
+        f"{len(results)} tasks, {len(fitting)} of which fit: {len(equal)} optimal, "
+        f"worst excess {100 * max((r.excess for r in fitting), default=0.0):+.4f} %; "
+        f"reported gap too small: {sum(not r.proved for r in results)}"
     )
     plans = sum(r.plans for r in results)
     search_s, all_s = (sum(getattr(r, n) for r in results) for n in ("search_cpu_s", "all_cpu_s"))
-    yield f"{plans:,} plans simulated in {all_s:.0f} s; the search took {search_s:.0f} s of the processor"
+    yield f"{plans:,} plans simulated in {all_s:.0f} CPU seconds; the search took {search_s:.0f}"
     counts = Counter(dimension for r in results for dimension in r.include or ("nothing",))
     good = Counter(dimension for r in equal for dimension in r.include or ("nothing",))
     if counts.keys() - {"nothing"}:
@@ -151,12 +151,12 @@ def summary(results: Sequence[Compared]) -> Iterator[str]:
 
 
 def run(results: Iterable[Compared | None]) -> bool:
-    """Print a line for each, then the summary. Returns whether none is slower than the best or claims too much."""
+    """Print a line per result, then the summary; return True if every plan is optimal and every gap large enough."""
     print(HEADING, flush=True)
     done = []
     for result in results:
         if result is not None:
-            verdict = "" if result.excess <= EQUAL and result.proved else "   NOT THE BEST"
+            verdict = "" if result.excess <= EQUAL and result.proved else "   NOT OPTIMAL"
             print(f"{result}{verdict}", flush=True)
             done.append(result)
     print("\n".join(summary(done)))
@@ -166,12 +166,12 @@ def run(results: Iterable[Compared | None]) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.optimality", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="random small tasks (300)")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed to begin with")
-    parser.add_argument("--effort", type=int, metavar="N", help="cuts simulated beyond the first; as many as it takes")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="first seed (0)")
+    parser.add_argument("--effort", type=int, metavar="N", help="cuts simulated beyond the first (no limit)")
     parser.add_argument("--shipped", nargs="*", metavar="NAME", help=f"shipped models ({', '.join(SHIPPED)})")
     parser.add_argument("--world", type=int, default=64, metavar="N", help="devices, for shipped models (64)")
-    parser.add_argument("--cluster", default="dgx-h100", help="for shipped models")
-    parser.add_argument("--include", nargs="*", default=(), metavar="DIMENSION", help="for shipped models; or all")
+    parser.add_argument("--cluster", default="dgx-h100", help="of shipped models (%(default)s)")
+    parser.add_argument("--include", nargs="*", default=(), metavar="DIMENSION", help="of shipped models; or all")
     chosen = parser.parse_args(argv)
     if chosen.shipped is not None:
         names = chosen.shipped or SHIPPED

@@ -1,8 +1,8 @@
-"""How long planning takes from a cold start, the trace included, and how much memory it needs.
+"""Time and memory of planning from a cold start, tracing included.
 
-Each case is the command a person would type, in a fresh process; memory is the peak resident set of that process. All
-shipped models are planned for every world, with the batch and sequence that the command takes by itself, and a model
-of 126 layers beside the same with 12. A case that is refused because nothing fits counts like any other.
+Each case is one `autoptd plan` command in a fresh process; memory is the peak resident set of that process. Every
+shipped model is planned for every world with the command's default batch and sequence; a model of 126 layers is also
+planned with 12, to measure growth in depth. A case that ends with "nothing fits" counts like any other.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ WORLDS = (8, 64, 1024, 16384)
 CLUSTER = "dgx-h100"
 LIMIT_S = 300.0  # a case that takes longer is stopped
 
-# What the figures are held to.
+# Bars that the figures must meet.
 EACH_S, MEDIAN_S, PEAK_BYTES = 10.0, 5.0, 2e9
 WORLD_GROWTH, LAYER_GROWTH = 3.0, 1.5
-SMALL, LARGE = 64, 16384  # worlds that growth is taken between
-DEEP, SHALLOW = "llama3-405b", 12  # a model of 126 layers, and how many its shallow copy has
-DEPTH_WORLD = 1024  # where both fit
+SMALL, LARGE = 64, 16384  # worlds whose times are compared
+DEEP, SHALLOW = "llama3-405b", 12  # a model of 126 layers, and the layers of its shallow copy
+DEPTH_WORLD = 1024  # both fit on it
 
 
 @dataclass(frozen=True)
 class Case:
-    """One `autoptd plan`; `path` where the model is no shipped one."""
+    """One `autoptd plan` command; `path`: configuration file of a model that is not shipped, else ""."""
 
     model: str
     world: int
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Wall seconds, peak resident bytes, exit code (None where it was stopped), and the plan or error as data."""
+    """Wall seconds, peak resident bytes, exit code (None if stopped), and the plan or error as JSON data."""
 
     wall_s: float
     peak_bytes: int
@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def answered(self) -> bool:
-        """Whether there is a plan, or a sentence that says why there is none."""
+        """True if the command printed a plan or an error that explains why there is none."""
         return self.code == 0 or (self.code == 1 and "error" in self.answer)
 
 
@@ -67,7 +67,7 @@ Results = Mapping[Case, Measured]
 
 
 def measure(case: Case, limit_s: float = LIMIT_S) -> Measured:
-    """Run one case in a process of its own, for `limit_s` at most."""
+    """Run one case in its own process, stopped after `limit_s`."""
     start = time.monotonic()
     command = [sys.executable, "-m", "autoptd.cli.main", *case.command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -87,12 +87,12 @@ def measure(case: Case, limit_s: float = LIMIT_S) -> Measured:
 def _read(output: bytes) -> Mapping:
     try:
         return json.loads(output or "{}")
-    except ValueError:  # stopped while it wrote
+    except ValueError:  # stopped while writing
         return {}
 
 
 def shallow_copy(folder: Path) -> Path:
-    """The deep model's configuration with few layers, as a file."""
+    """Write the configuration of DEEP with SHALLOW layers to a file; return its path."""
     import autoptd.models
 
     data = json.loads((Path(autoptd.models.__file__).parent / f"{DEEP}.json").read_text("utf-8"))
@@ -116,7 +116,7 @@ def line(case: Case, measured: Measured) -> str:
 
 
 def answer(measured: Measured) -> str:
-    """The mesh and the step that were chosen, or why there is none."""
+    """Return the chosen mesh and its step time, or why there is no plan."""
     plan = measured.answer
     if "mesh" in plan:
         axes = " ".join(f"{a} {n}" for a, n in plan["mesh"].items() if n != 1 or a in ("dp", "tp", "pp"))
@@ -130,7 +130,7 @@ def answer(measured: Measured) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure beside its bar: `median  4.2 s  ≤ 5 s  pass`."""
+    """A figure and its bar, printed as `median  4.2 s  ≤ 5 s  pass`."""
 
     name: str
     value: float
@@ -149,19 +149,19 @@ class Figure:
 
 
 def figures(results: Results) -> Iterator[Figure]:
-    """Each figure that the results suffice for, with the case that decides it."""
+    """Yield each figure that the results cover, with the case that decides it."""
     shipped = {c: m for c, m in results.items() if not c.path}
     if shipped:
         slowest = max(shipped, key=lambda c: shipped[c].wall_s)
         fullest = max(shipped, key=lambda c: shipped[c].peak_bytes)
         within = sum(m.wall_s <= EACH_S for m in shipped.values())
         note = f"{slowest.model} on {slowest.world}; {within} of {len(shipped)} within"
-        yield Figure("the slowest", shipped[slowest].wall_s, EACH_S, "s", note)
+        yield Figure("slowest case", shipped[slowest].wall_s, EACH_S, "s", note)
         yield Figure("median", median(m.wall_s for m in shipped.values()), MEDIAN_S, "s")
         note = f"{fullest.model} on {fullest.world}"
-        yield Figure("memory of the fullest", shipped[fullest].peak_bytes / 1e9, PEAK_BYTES / 1e9, "GB", note)
+        yield Figure("largest peak memory", shipped[fullest].peak_bytes / 1e9, PEAK_BYTES / 1e9, "GB", note)
         missing = sum(not m.answered for m in shipped.values())
-        yield Figure("without an answer", missing, 0, "", "neither a plan nor why there is none" if missing else "")
+        yield Figure("no answer", missing, 0, "", "neither a plan nor an error" if missing else "")
     by_name = {(c.model, c.world): m.wall_s for c, m in shipped.items()}
     growth = {m: by_name[m, LARGE] / by_name[m, SMALL] for m, w in by_name if w == LARGE and (m, SMALL) in by_name}
     if growth:
@@ -182,8 +182,8 @@ def cases(models: Iterable[str], worlds: Iterable[int], cluster: str = CLUSTER) 
 
 
 def run(chosen: Sequence[Case], limit_s: float = LIMIT_S) -> dict[Case, Measured]:
-    """Measure and print, a line each, then the figures."""
-    print("planning, cold start with trace", flush=True)
+    """Measure each case and print its line, then the figures; return the measurements."""
+    print("planning from a cold start, tracing included", flush=True)
     print(heading())
     results: dict[Case, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -201,10 +201,10 @@ def run(chosen: Sequence[Case], limit_s: float = LIMIT_S) -> dict[Case, Measured
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.planning", description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=model_names(), metavar="NAME", help="shipped names (all)")
+    parser.add_argument("--models", nargs="+", default=model_names(), metavar="NAME", help="shipped models (all)")
     parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS, metavar="N", help="numbers of devices")
-    parser.add_argument("--cluster", default=CLUSTER, help="a shipped name or a TOML file")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which one is stopped")
+    parser.add_argument("--cluster", default=CLUSTER, help="a shipped name or a TOML file (%(default)s)")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds until a case is stopped")
     chosen = parser.parse_args(argv)
     run(cases(chosen.models, chosen.worlds, chosen.cluster), chosen.limit)
 

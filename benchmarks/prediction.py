@@ -1,9 +1,9 @@
-"""How long one prediction takes once a model is traced: published runs, every choice of theirs fixed.
+"""Time of one prediction on a traced model: published runs with every choice fixed.
 
 The time is that of `autoptd.plan(traced, …, fix=…)` from the call to the `Plan`: reading the constraints, legal
 strategies, the splits ILP, cuts, memory, simulation, proof of the schedule, and the plan with all its tables.
-`Planner.predict` leaves out the last two. A first call of its kind on a traced model (`new`) also reads the graph:
-what ops move under these kernels, which strategies tp allows; `again` asks the same once more, from what is kept.
+`Planner.predict` leaves out the last two. The first such call on a traced model also analyses the graph: bytes that
+ops move under these kernels, strategies that tp allows. A repeated call takes that analysis from a cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.published.shapes import shape_of
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one prediction: the plan when asked for first, the plan again, and the candidate alone."""
+    """Seconds of one prediction: the first call of `plan`, a repeated one, and `Planner.predict` alone."""
 
     row: str
     new_s: float
@@ -40,7 +40,7 @@ class Timed:
 
 
 def measure(path: Path, group: str) -> list[Timed]:
-    """Every run of a group that can be predicted, in the file's order; models are traced beforehand."""
+    """Time every run of a group that can be predicted, grouped by shape; models are traced beforehand."""
     return list(_each(row for row in read_rows(path) if row.group == group))
 
 
@@ -72,7 +72,7 @@ def _asking(model: Any, row: Row, cluster: Cluster, fix: Mapping[str, Any]) -> C
 
 
 def _predicting(model: Any, row: Row, cluster: Cluster, fix: Mapping[str, Any]) -> Callable[[], object]:
-    """The same by `Planner.predict`, with nothing kept but what holds for the graph."""
+    """Return a call of `Planner.predict` on a new planner, which shares the cached analysis of the graph only."""
     assert row.n_gpus and row.global_batch_size_seqs
     fix, assume = by_keyword(fix)
     constraints = read_constraints(fix, assume=assume)
@@ -86,18 +86,18 @@ def _predicting(model: Any, row: Row, cluster: Cluster, fix: Mapping[str, Any]) 
 
 @without_collector()
 def seconds(ask: Callable[[], object]) -> float:
-    """Wall seconds of one call."""
+    """Return the wall seconds of one call."""
     start = time.perf_counter()
     ask()
     return time.perf_counter() - start
 
 
 def summary(timed: list[Timed]) -> str:
-    """`plan, new: median 31 ms, at most 80 ms (of 73)`, and the like."""
+    """Return a line per kind of call: `plan, first  median 31 ms, at most 80 ms (73)`, runs in brackets."""
     columns = {
-        "plan, new": [t.new_s for t in timed],
-        "plan, again": [t.again_s for t in timed],
-        "candidate, kept": [t.predict_s for t in timed],
+        "plan, first": [t.new_s for t in timed],
+        "plan, repeated": [t.again_s for t in timed],
+        "predict, cached": [t.predict_s for t in timed],
     }
     return "\n".join(
         f"{name:16} median {statistics.median(times) * 1e3:5.1f} ms, at most {max(times) * 1e3:5.1f} ms ({len(times)})"

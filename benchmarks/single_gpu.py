@@ -2,10 +2,10 @@
 
     python -m benchmarks.single_gpu --cluster cluster.toml [-o results.json] [--only gpt2-124m,…] [--device cpu]
 
-Each case is planned and run by `autoptd.parallelize(model, world=1)` in a process of its own, in bf16 with fp32 main
-parameters and AdamW, on random tokens or pixels. A step's time is the median of several after a warm-up. Memory is what
-torch's allocator reserved at most, with what driver and kernels take beside it: what nvidia-smi shows. `--device cpu`
-runs tiny shapes, to try the command out: gloo, fp32, and no memory figures.
+Each case is planned and run by `autoptd.parallelize(model, world=1)` in its own process, in bf16 with fp32 main
+parameters and AdamW, on random tokens or pixels. Step time is the median of several steps after a warm-up. Memory is
+the peak that torch's allocator reserved plus the memory of driver and kernels, as nvidia-smi shows it. `--device cpu`
+runs tiny shapes to try the command out: gloo, fp32, and no memory figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A Hugging Face model class with fields of its configuration, and the batch of a step (one microbatch)."""
+    """A Hugging Face model class, fields of its configuration, and the batch of a step (one microbatch)."""
 
     name: str
     model: str
@@ -40,7 +40,7 @@ class Case:
 
 
 def _gpt2(name: str, width: int, layers: int, heads: int, batch: int, seq: int = 1024, **more: Any) -> Case:
-    """Shapes: Radford et al. 2019, table 2. Without dropout, as it is trained today."""
+    """Return a GPT-2 (shapes: Radford et al. 2019, table 2) without dropout, as it is trained today."""
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": seq, **none, **more}
     return Case(name, "GPT2LMHeadModel", config, batch, seq)
@@ -73,7 +73,7 @@ CASES = {
         _gpt2("gpt2-350m", 1024, 24, 16, 16),
         _gpt2("gpt2-774m", 1280, 36, 20, 8),
         _gpt2("gpt2-1.5b", 1600, 48, 25, 8),
-        # shapes of Llama 3.2 1B and 3B: Meta's released configurations (quoted from memory)
+        # Llama 3.2 1B and 3B, shapes of Meta's released configurations (quoted from memory)
         _llama("llama-1b", 2048, 16, 32, 8, 8192, 2),
         _llama("llama-3b", 3072, 28, 24, 8, 8192, 1),
         # Devlin et al. 2019, section 3; Dosovitskiy et al. 2021, table 1
@@ -93,7 +93,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of a step and bytes at its peak; None where there is no such figure, and `problem` says why."""
+    """Predicted and measured step time and peak memory; None where not measured; `problem`: why a case failed."""
 
     name: str
     mode: str
@@ -102,7 +102,7 @@ class Result:
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
     allocated_bytes: int | None = None
-    spread: float | None = None  # (slowest - quickest step) / median
+    spread: float | None = None  # (slowest − fastest step) / median
     loss: float | None = None
     problem: str = ""
 
@@ -123,7 +123,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def measure(case: Case, mode: str, cluster: str, device: str, steps: int = STEPS) -> Result:
-    """Plan and run one case. Raises what planning and running raise."""
+    """Plan and run one case. Raises whatever planning or training raises, ArithmeticError for a loss not finite."""
     import torch
 
     import autoptd
@@ -162,7 +162,7 @@ def measure(case: Case, mode: str, cluster: str, device: str, steps: int = STEPS
 
 
 def make_model(case: Case) -> Any:
-    """The model on meta, in training mode."""
+    """Return the model on meta, in training mode."""
     import torch
     import transformers
 
@@ -170,12 +170,12 @@ def make_model(case: Case) -> Any:
     with torch.device("meta"):
         model = model_class(model_class.config_class(**case.config)).train()
     if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning
+        model.loss_type = "ForCausalLM"  # the default of transformers, which warns about it
     return model
 
 
 def random_batch(model: Any, case: Case, device: str) -> dict[str, Any]:
-    """Inputs as the model's example inputs, with random values: tokens, labels or pixels; nothing is masked."""
+    """Return random tokens, labels or pixels in the shapes of the model's example inputs; nothing is masked."""
     import torch
 
     from autoptd.models.inputs import example_inputs
@@ -202,21 +202,21 @@ def _wait(device: str) -> None:
 
 
 def _peak_bytes(device: str) -> tuple[int | None, int | None]:
-    """(reserved, with what lies outside torch's allocator; allocated)."""
+    """Return peak bytes (reserved plus those outside torch's allocator, allocated); None on a CPU."""
     import torch
 
     if device != "cuda":
         return None, None
     free, total = torch.cuda.mem_get_info()
-    beside = total - free - torch.cuda.memory_reserved()
-    return torch.cuda.max_memory_reserved() + beside, torch.cuda.max_memory_allocated()
+    outside = total - free - torch.cuda.memory_reserved()
+    return torch.cuda.max_memory_reserved() + outside, torch.cuda.max_memory_allocated()
 
 
 # --- all cases ----------------------------------------------------------------------------------------------------
 
 
 def run_all(cases: Sequence[Case], modes: Sequence[str], cluster: str, device: str, steps: int) -> Iterator[Result]:
-    """Each in a process of its own, so that neither memory nor a failure of one reaches the next."""
+    """Run each case and mode in its own process, so that neither memory nor a failure affects the next."""
     for case in cases:
         for mode in modes:
             words = ["--one", case.name, mode, "--cluster", cluster, "--device", device, "--steps", str(steps)]
@@ -225,12 +225,12 @@ def run_all(cases: Sequence[Case], modes: Sequence[str], cluster: str, device: s
             if done.returncode == 0:
                 yield Result(**json.loads(done.stdout.splitlines()[-1]))
             else:
-                said = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-                yield Result(case.name, mode, problem=said[-1] if said else f"exit code {done.returncode}")
+                errors = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
+                yield Result(case.name, mode, problem=errors[-1] if errors else f"exit code {done.returncode}")
 
 
 def line(result: Result) -> str:
-    """`gpt2-124m  eager  predicted 52.1 ms  measured 50.3 ms  +3.6 %  …`."""
+    """Return `gpt2-124m  eager  52.1 ms  50.3 ms  +3.6%  …`: predicted, measured, error."""
     head = f"{result.name:12} {result.mode:9}"
     if result.problem:
         return f"{head} {result.problem}"
@@ -245,7 +245,7 @@ def line(result: Result) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Median absolute errors, per mode."""
+    """Return the median absolute errors per mode, and how many cases failed."""
     lines = []
     for mode in MODES:
         done = [result for result in results if result.mode == mode and not result.problem]
@@ -259,18 +259,18 @@ def summary(results: Sequence[Result]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.single_gpu", description=__doc__.partition("\n")[0])
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="such as `autoptd profile` writes, or a name")
-    parser.add_argument("-o", "--out", metavar="FILE", help="keep the results as JSON")
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="a file of `autoptd profile`, or a name")
+    parser.add_argument("-o", "--out", metavar="FILE", help="write the results there as JSON")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default %(default)s")
-    parser.add_argument("--only", metavar="NAMES", help="separated by commas")
-    parser.add_argument("--modes", default=",".join(MODES), help="default %(default)s")
-    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each (default %(default)s)")
+    parser.add_argument("--only", metavar="NAMES", help="cases, separated by commas (all)")
+    parser.add_argument("--modes", default=",".join(MODES), help="separated by commas (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each case (default %(default)s)")
     parser.add_argument("--one", nargs=2, metavar=("NAME", "MODE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; --device cpu tries the command out with tiny shapes", file=sys.stderr)
+        print("no CUDA device found; --device cpu tries the command out on tiny shapes", file=sys.stderr)
         return 1
     cases = {case.name: case for case in CASES[arguments.device]}
     if arguments.one:

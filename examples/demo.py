@@ -1,10 +1,10 @@
-"""Plan a model of 175 billion parameters for 64 GPUs; then train a small one on 8 processes, and prove it.
+"""Plan a model of 175 billion parameters for 64 GPUs; then train a small one on 8 processes and check the result.
 
     python examples/demo.py
 
 The second part trains the same GPT twice on the source files of Python's standard library, in float64: in one plain
-process, and as 2 data-parallel × 2 tensor-parallel × 2 pipeline-parallel processes that torchrun starts. Both loss
-columns, and at the end all parameters, must agree.
+process, and in 2 data-parallel × 2 tensor-parallel × 2 pipeline-parallel processes under torchrun. The losses of every
+step, and the parameters at the end, must agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORLD = 8
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 CLIP = 1.0
 TEXT_BYTES = 4_000_000
-TOLERANCE = 1e-8  # of parameters after all steps: AdamW makes more of each rounding than one step's gradient does
+TOLERANCE = 1e-8  # relative, of losses and final parameters: AdamW amplifies the rounding of gradients over the steps
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def show_a_large_plan() -> None:
-    """Part one: no GPU, no weights."""
+    """Print the plan of a large model, made without a GPU and without weights."""
     from autoptd.explain.plan import explain
     from autoptd.models.load import load_model
 
@@ -69,7 +69,7 @@ def show_a_large_plan() -> None:
 
 
 def train_twice(text: Tensor, folder: Path) -> str | None:
-    """Part two. Returns the closing line, None where the two disagree."""
+    """Train in one process and in 8, printing both losses per step; return the verdict, None if they disagree."""
     heading("2. A small GPT on the standard library's source, 1 process and 8")
     progress = progress_on(sys.stderr)
     model = make_model()
@@ -121,7 +121,7 @@ def judge(
     alone_s: float,
     rank_s: float,
 ) -> str | None:
-    """Compare, and say so."""
+    """Compare losses and final parameters; return the verdict, None after printing why they disagree."""
     assert state.keys() == found.keys()
     apart = {name: float((found[name] - x).norm() / x.norm()) for name, x in state.items()}
     worst = max(apart, key=lambda name: apart[name])
@@ -141,16 +141,16 @@ def judge(
 
 
 def make_model() -> NanoGPT:
-    """The same values in every process."""
+    """Return the model with the same initial values in every process."""
     torch.manual_seed(0)
     model = NanoGPT(SIZES).double()
-    for table in (model.tokens, model.positions):  # the first is the head's weight too: logits begin near zero
+    for table in (model.tokens, model.positions):  # the tokens' table is tied to the head: logits start near zero
         torch.nn.init.normal_(table.weight, std=0.02)
     return model
 
 
 def batch_of(text: Tensor, step: int) -> dict[str, Tensor]:
-    """BATCH windows of the text, at places that the step decides."""
+    """Return BATCH windows of the text at random offsets, seeded by the step."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - SEQ - 1, (BATCH,), generator=generator)
     windows = torch.stack([text[i : i + SEQ + 1] for i in starts.tolist()]).long()
@@ -158,7 +158,7 @@ def batch_of(text: Tensor, step: int) -> dict[str, Tensor]:
 
 
 def train_alone(model: NanoGPT, text: Tensor) -> tuple[list[float], float]:
-    """Plain PyTorch, on `model` itself: the losses, and the seconds of all steps but the first."""
+    """Train `model` in plain PyTorch; return the losses, and the seconds of all steps but the first."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses: list[float] = []
     started = 0.0
@@ -175,9 +175,9 @@ def train_alone(model: NanoGPT, text: Tensor) -> tuple[list[float], float]:
 
 
 def run_ranks(folder: Path) -> Iterator[dict[str, float]]:
-    """Start the processes; what rank 0 reports, as it comes."""
+    """Start the processes and yield the reports of rank 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-    # 8 processes would not share a GPU
+    # CPU only: 8 processes cannot share a GPU
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command += [str(Path(__file__).resolve()), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -188,27 +188,27 @@ def run_ranks(folder: Path) -> Iterator[dict[str, float]]:
 
 
 def train_rank(folder: Path) -> None:
-    """One of the processes: what a user's own training script looks like."""
+    """Train as one of the 8 processes, like a user's training script; rank 0 prints losses and saves parameters."""
     text = torch.load(folder / "text.pt")
     parallel = autoptd.parallelize(make_model(), plan=folder / "plan.json", optimizer_options=ADAMW, clip_norm=CLIP)
     share = BATCH // parallel.dp_size
     mine = slice(parallel.dp_rank * share, (parallel.dp_rank + 1) * share)
-    speaks, started = os.environ["RANK"] == "0", 0.0
+    reports, started = os.environ["RANK"] == "0", 0.0
     for step in range(STEPS):
         loss = parallel.train_step({name: x[mine] for name, x in batch_of(text, step).items()})
-        if speaks:
+        if reports:
             print(json.dumps({"loss": loss.item()}), flush=True)
         if step == 0:
             started = time.monotonic()
     seconds = time.monotonic() - started
     state = parallel.state_dict()
-    if speaks:
+    if reports:
         torch.save(state, folder / "state.pt")
         print(json.dumps({"seconds": seconds}), flush=True)
 
 
 def read_text() -> Tensor:
-    """The standard library's source, as bytes: its top-level modules in alphabetical order."""
+    """Return the source of the standard library's top-level modules in alphabetical order, as bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     data = b"".join(path.read_bytes() for path in files)[:TEXT_BYTES]
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

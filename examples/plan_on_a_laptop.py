@@ -1,4 +1,4 @@
-"""Plan a model for 64 GPUs on a machine that has none, and write the program of every stage.
+"""Plan a model for 64 GPUs on a machine that has none, and write the program of every stage:
 
 python examples/plan_on_a_laptop.py [MODEL] [FOLDER]
 """
@@ -12,7 +12,7 @@ from autoptd.models import load_model
 
 
 def main(name: str = "llama3-70b", folder: str = "out") -> None:
-    model, _ = load_model(name)  # shapes only: no weights are made, none are read
+    model, _ = load_model(name)  # shapes only: no weights are allocated or read
     parallel = autoptd.parallelize(model, world=64, cluster="dgx-h100", batch=512)
     print(parallel.plan.explain())
     parallel.plan.save("plan.json")

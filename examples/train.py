@@ -1,10 +1,10 @@
-"""Train a plain module on every process that torchrun starts:
+"""Train a plain module on all processes that torchrun starts:
 
     torchrun --nproc-per-node 4 examples/train.py
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train.py checkpoints
 
-The model knows nothing of devices: `parallelize` gives each process its part of it. With a folder it saves now and
-then, and goes on from there when it is started again, by torchrun or by hand.
+The model contains no code for devices: `parallelize` gives each process its part of it. With a folder, the script saves
+checkpoints there, and resumes from the newest one when torchrun or the user restarts it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Verify a plan on a CPU, then spoil it in three ways and see each caught:
+"""Verify a plan on a CPU; then break it in three ways, each of which is detected:
 
     python examples/verify_a_plan.py
 
-A hand-written strategy that no rule allows, a program that leaves out a sum over ranks, and a plan that was changed
-after it had been verified.
+The faults are a hand-written strategy that no rule allows, a program without a necessary all-reduce, and a plan that
+was edited after its verification.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MESH = {"dp": 2, "tp": 2, "pp": 2, "micro": 1, "sequence_parallel": False}
 
 
 def main() -> int:
-    """0 where the right plan is verified and each wrong one is caught."""
+    """Return 0 if the correct plan is verified and every broken one is refused."""
     model = NanoGPT(GPTSizes(vocab=256, max_seq=64, width=64, layers=4, heads=4))
     plan = autoptd.plan(model, world=8, batch=16, seq=64, precision="fp32", fix=MESH, cluster="dgx-h100")
 
@@ -36,19 +36,19 @@ def main() -> int:
     print(f"A strategy that no rule allows:\n{refused}\n")
 
     trial = make_trial(subject_of(plan, model))
-    spoilt = judge(replace_text(trial, "tp.all_reduce_both(out)", "out"), plan)
-    where, what = spoilt.faults[0]
-    print(f"A sum over ranks left out of the program:\n{where}: {what}\n")
+    broken = judge(replace_text(trial, "tp.all_reduce_both(out)", "out"), plan)
+    where, what = broken.faults[0]
+    print(f"A program without a necessary all-reduce:\n{where}: {what}\n")
 
     data = json.loads(certified.to_json())
     data["schedule"]["kind"] = "gpipe"
-    changed = _refusal(lambda: autoptd.parallelize(model, plan=Plan.from_json(json.dumps(data))))
-    print(f"A plan that was changed after it had been verified:\n{changed}")
-    return 0 if right.agrees and not spoilt.agrees and refused and changed else 1
+    edited = _refusal(lambda: autoptd.parallelize(model, plan=Plan.from_json(json.dumps(data))))
+    print(f"A plan that was edited after its verification:\n{edited}")
+    return 0 if right.agrees and not broken.agrees and refused and edited else 1
 
 
 def _refusal(run: object) -> str:
-    """What is said against it; empty where nothing is."""
+    """Call `run`; return the text of its AutoptdError, "" if it raises none."""
     assert callable(run)
     try:
         run()

@@ -1,11 +1,11 @@
-"""Builds what people install, installs it away from the checkout, and runs it there.
+"""Check of the distribution: build it, install it outside the checkout, and run it there.
 
     python -m tests.wheel_check
 
-The source distribution is built from a copy of the checkout, the wheel from the source distribution, each by a build
-frontend in an environment of its own. The wheel goes into a fresh environment. What it depends on (torch above all) is
-read from the environment of this Python, by a .pth file; the editable install there is not seen, since a .pth file that
-lies in such a folder is not run. Every module must then come from the wheel, and every command work.
+The source distribution is built from a copy of the checkout, and the wheel from the source distribution, each by a
+build frontend in its own environment. The wheel is installed into a fresh environment. Its dependencies (above all
+torch) come from the environment of this Python, by a .pth file; the editable install there stays invisible, since
+Python does not run .pth files of folders added that way. Every module must come from the wheel, and every command work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"autoptd": ROOT / "autoptd", "autoptd/passes": ROOT / "passes", "autoptd/cost_models": ROOT / "cost_models"}
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out")
 
-# Runs in the fresh environment: every module can be imported, and none of them lies elsewhere.
+# Run in the fresh environment: import every module, and check that none comes from elsewhere.
 IMPORTED = """
 import importlib, pkgutil, sys
 import autoptd
@@ -39,7 +39,7 @@ assert all(file.startswith(sys.prefix) for file in files), files
 print(len(files), "modules, all of", autoptd.__path__[0])
 """
 
-# All ranks of a plan in one process.
+# Run in the fresh environment: train all ranks of a plan in one process.
 TRAINED = """
 import torch
 import autoptd
@@ -47,13 +47,13 @@ from autoptd.testing.parity import train_in_lockstep
 from autoptd.models.nanogpt import NanoGPT, GPTSizes
 
 model = NanoGPT(GPTSizes(vocab=64, max_seq=16, width=32, layers=2, heads=4)).double()
-asked = dict(world=4, cluster="local", batch=8, precision="fp64", fix={"dp": 2, "tp": 2, "micro": 2})
-parallel = autoptd.parallelize(model, **asked)
+arguments = dict(world=4, cluster="local", batch=8, precision="fp64", fix={"dp": 2, "tp": 2, "micro": 2})
+parallel = autoptd.parallelize(model, **arguments)
 ids = torch.randint(64, (8, 16))
 ours = train_in_lockstep(parallel, [{"idx": ids, "targets": ids}])
 plain = model(ids, ids)
 assert abs(ours.losses[0] - float(plain)) < 1e-10, (ours.losses, plain)
-print("a step in lockstep: loss", ours.losses[0], "and of one process", float(plain))
+print("loss of a step in lockstep:", ours.losses[0], "and in one process:", float(plain))
 """
 
 
@@ -65,12 +65,12 @@ def main() -> int:
         elsewhere = Path(folder) / "elsewhere"
         elsewhere.mkdir()
         run_all(python, elsewhere)
-    print(f"OK the wheel works where there is no checkout ({time.monotonic() - started:.0f} s)")
+    print(f"OK the wheel works without a checkout ({time.monotonic() - started:.0f} s)")
     return 0
 
 
 def build(folder: Path) -> Path:
-    """The wheel, made of the source distribution; both hold every file of the packages."""
+    """Build the source distribution and, from it, the wheel; check that both hold every file; return the wheel."""
     shutil.copytree(ROOT, folder / "source", ignore=LEFT_OUT)
     run([sys.executable, "-m", "build", "--outdir", str(folder / "dist"), str(folder / "source")], folder)
     (wheel,), (source,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
@@ -87,7 +87,7 @@ def build(folder: Path) -> Path:
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Every file of the packages: its name in the wheel, and where it is here."""
+    """Yield every file of the packages: its name in the wheel, and its path in the checkout."""
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -95,30 +95,30 @@ def files() -> Iterator[tuple[str, Path]]:
 
 
 def install(wheel: Path, where: Path) -> Path:
-    """The Python of a fresh environment that has the wheel, and what it depends on from here."""
+    """Create an environment with the wheel, and with the dependencies of this Python; return its interpreter."""
     venv.create(where, with_pip=True)
     python = where / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-q"]
-    run([*pip, "uninstall", "--yes", "setuptools"], where)  # an old one comes with some versions of Python
+    run([*pip, "uninstall", "--yes", "setuptools"], where)  # some versions of Python install an old one
     run([*pip, "install", "--no-index", "--no-deps", str(wheel)], where)
     here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     there = sysconfig.get_path("purelib", vars={"base": str(where)})
     (Path(there) / "dependencies.pth").write_text("\n".join(here) + "\n", "utf-8")
-    run([*pip, "install", "--no-index", str(wheel)], where)  # there already: fails if anything that it needs is not
+    run([*pip, "install", "--no-index", str(wheel)], where)  # installed already: fails if a dependency is missing
     return python
 
 
 def run_all(python: Path, folder: Path) -> None:
-    """What a person does first, in a folder that holds nothing."""
+    """Run the first commands of a new user in an empty folder."""
     autoptd = str(python.parent / "autoptd")
     run([autoptd, "--help"], folder)
     for code in (IMPORTED, TRAINED):
         print(run([str(python), "-c", code], folder), end="")
-    asked = ["--world", "4", "--cluster", "dgx-h100", "--batch", "8", "--seq", "64", "--fix", "tp=2"]
+    arguments = ["--world", "4", "--cluster", "dgx-h100", "--batch", "8", "--seq", "64", "--fix", "tp=2"]
     for command in (
         ["models"],
         ["clusters"],
-        ["plan", "gpt2", *asked, "-o", "plan.json"],
+        ["plan", "gpt2", *arguments, "-o", "plan.json"],
         ["explain", "plan.json"],
         ["simulate", "plan.json"],
         ["emit", "plan.json", "-o", "program"],
@@ -131,12 +131,12 @@ def run_all(python: Path, folder: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What a command prints; where it fails, all of that is shown."""
+    """Run a command and return its output; if it fails, exit with all of its output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AUTOPTD"))}
     env = {**clean, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(command)[:200]}\nended with {done.returncode}\n{done.stdout}{done.stderr}")
+        sys.exit(f"{' '.join(command)[:200]}\nexit code {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 

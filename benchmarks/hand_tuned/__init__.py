@@ -1,5 +1,5 @@
-"""Plans that others tuned by hand against those that a free search finds, both predicted by the same model.
+"""Hand-tuned plans of published runs against the plans that the search finds, both predicted by the same cost model.
 
-`python -m benchmarks.hand_tuned FILE.jsonl`, of the runs that `benchmarks.published` reads. Predicted gains, no
-measurement: `docs/hand_tuned.md` has the figures, and where plans differ, why.
+`python -m benchmarks.hand_tuned FILE.jsonl` reads the same files as `benchmarks.published`. Gains are predicted, not
+measured; `docs/hand_tuned.md` has the figures and explains where plans differ.
 """

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.hand_tuned FILE.jsonl`: no plan tuned by hand may be predicted faster than the one found.
+"""`python -m benchmarks.hand_tuned FILE.jsonl`: no hand-tuned plan may be predicted faster than the search's plan.
 
-With `--json OUT` each run is written there as soon as it is done, one JSON object a line; runs that OUT has already are
-not searched again. Exit code 0 without a loss, 1 with one, 2 for a file or an argument that is wrong.
+With `--json OUT`, each comparison is appended to OUT as soon as it is done, one JSON object per line; runs that OUT
+already has are not searched again. Exit code: 0 without a loss, 1 with one, 2 for a bad file or argument.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_done(path: Path | None) -> dict[str, Comparison]:
-    """What a file has of an earlier run, by id. Raises BadRuns for a line that is none."""
+    """Read the comparisons of an earlier invocation, by run id. Raises BadRuns for a line that is not one."""
     if path is None or not path.exists():
         return {}
     found = {}
@@ -57,7 +57,7 @@ def read_done(path: Path | None) -> dict[str, Comparison]:
 
 
 def _work(rows: list[Row], out: Path | None, limit_s: float, only_used: bool) -> list[Comparison]:
-    """Runs of one model, each written down at once: a line is one write, so that processes may share the file."""
+    """Compare runs of one model; append each at once, as one write per line, so that processes may share `out`."""
     found = []
     for comparison in compare(rows, limit_s, only_used):
         found.append(comparison)
@@ -70,14 +70,12 @@ def _work(rows: list[Row], out: Path | None, limit_s: float, only_used: bool) ->
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hand_tuned", description=__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="runs, as benchmarks.published reads them")
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="published runs, see benchmarks/README.md")
     parser.add_argument("--group", nargs="+", default=[], metavar="G", help="only runs of these groups")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="add each comparison there; take up what it has")
-    parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that search (1)")
-    parser.add_argument(
-        "--only-used", action="store_true", help="search no dimension that the own plan makes no use of"
-    )
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of a search that has found a plan")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="append comparisons there; skip runs it has")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="parallel searches (1)")
+    parser.add_argument("--only-used", action="store_true", help="search only dimensions that the own plan uses")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds per search, once it found a plan")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""The comparison as text: run by run, the distribution of gains by group, and every loss."""
+"""The printed report: each run, the distribution of gains per group, and every loss."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from benchmarks.hand_tuned.search import Comparison, Free
+from benchmarks.hand_tuned.search import Comparison, SearchResult
 
 QUARTILES = (0, 25, 50, 75, 100)
 
 
 def lines_of(c: Comparison) -> list[str]:
-    """A run: its own plan, the free one, and the one with the dimensions alone that its own used."""
+    """Return the lines of a run: its own plan, that of the free search, and that of the search of used dimensions."""
     if c.own_s is None:
         return [f"{c.id}  not compared: {c.own}"]
     over = f", own plan needs {c.needed_bytes / 2**30:.1f} GiB" if c.needed_bytes > c.memory_bytes else ""
@@ -24,17 +24,17 @@ def lines_of(c: Comparison) -> list[str]:
     return found
 
 
-def _seconds(free: Free) -> str:
-    return "  nothing  " if free.seconds is None else f"{free.seconds:9.4g} s"
+def _seconds(free: SearchResult) -> str:
+    return "  no plan  " if free.seconds is None else f"{free.seconds:9.4g} s"
 
 
 def quartiles(gains: Sequence[float]) -> tuple[float, ...]:
-    """Least, lower quartile, median, upper quartile and greatest (linear between ranks)."""
+    """Return the minimum, lower quartile, median, upper quartile and maximum (linear interpolation)."""
     return tuple(float(value) for value in np.percentile(np.asarray(gains, dtype=float), QUARTILES))
 
 
 def table(comparisons: Iterable[Comparison]) -> list[str]:
-    """By group and of all: runs, and the distribution of gains of both searches, as a Markdown table."""
+    """Return a Markdown table of runs, losses and the distribution of gains of both searches, per group and overall."""
     groups: dict[str, list[Comparison]] = {}
     for c in comparisons:
         groups.setdefault(c.group, []).append(c)
@@ -54,8 +54,8 @@ def _row(name: str, group: Sequence[Comparison]) -> str:
 
 
 def text(comparisons: Sequence[Comparison]) -> str:
-    """All of it."""
+    """Return the whole report."""
     blocks = [line for c in comparisons for line in lines_of(c)]
     lost = [f"{c.id}: {loss}" for c in comparisons for loss in c.losses]
-    verdict = [f"{len(lost)} losses", *lost] if lost else ["no loss"]
+    verdict = [f"losses: {len(lost)}", *lost] if lost else ["no loss"]
     return "\n".join([*blocks, "", *table(comparisons), "", *verdict])

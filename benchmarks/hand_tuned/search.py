@@ -1,9 +1,8 @@
-"""A run's own plan and the best that a search finds for the same model, devices, batch and memory.
+"""Comparison of a run's own plan with the best that a search finds for the same model, devices, batch and memory.
 
-The search is free in what a plan decides: dp, tp, cp, pp, chunks, microbatch, ZeRO, shards, recomputation, schedule,
-stages and splits. It carries plans out as the run's software does (`WAYS`): kernels are no choice of a plan. Devices
-have the memory of the run's, or as much as the run's own plan is predicted to need where that is more, so that the own
-plan is always one of those that may be found.
+The search chooses all that a plan decides: dp, tp, cp, pp, chunks, microbatch, ZeRO, shards, recomputation, schedule,
+stages and splits. Kernels and the other properties of the run's software (`SOFTWARE`) are fixed. Devices have the
+memory of the run's devices, or that predicted for the own plan if larger, so that the own plan is in the search space.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from benchmarks.published.predict import planner_of, staged
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import shape_of
 
-WAYS = ("attention", "bucket_bytes", "gathers", "gradients", "kernels", "loss", "overlap", "sends")
-ROUNDING = 1e-9  # what two sums of the same seconds may differ by
+SOFTWARE = ("attention", "bucket_bytes", "gathers", "gradients", "kernels", "loss", "overlap", "sends")
+ROUNDING = 1e-9  # relative rounding difference between two sums of the same seconds
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-class Free(BaseModel):
-    """What a search found. `gap`: no plan of its space takes less than (1 - gap) `seconds`."""
+class SearchResult(BaseModel):
+    """Result of a search. `gap`: no plan of its space takes less than (1 − gap) × `seconds`."""
 
     model_config = ConfigDict(frozen=True)
 
     include: tuple[str, ...]
-    seconds: float | None  # of a step; None where it found nothing
+    seconds: float | None  # of a step; None if no plan was found
     plan: str
     gap: float = 0.0
     considered: int = 0
     visited: int = 0
     search_s: float = 0.0
-    loss: str = ""  # why it takes longer than the own plan, where it does
+    loss: str = ""  # why it is slower than the own plan; "" if it is not
 
 
 class Comparison(BaseModel):
-    """One run. `free`: every dimension searched; `used`: those alone that its own plan made use of."""
+    """One run. `free`: search of every dimension; `used`: search of those that its own plan uses."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,17 +55,17 @@ class Comparison(BaseModel):
     group: str
     model: str
     devices: str
-    own_s: float | None  # None where the own plan is not predicted, with the reason in `own`
+    own_s: float | None  # None if the own plan cannot be predicted; `own` then holds the reason
     own: str
     measured_s: float | None = None
     memory_bytes: int = 0  # of each device
     needed_bytes: int = 0  # by the own plan
-    free: Free | None = None
-    used: Free | None = None
+    free: SearchResult | None = None
+    used: SearchResult | None = None
 
     @property
     def gain(self) -> float | None:
-        """Time of the own plan over that of the free one, less one."""
+        """Own plan's time ÷ free plan's time − 1."""
         return gain_of(self.own_s, self.free)
 
     @property
@@ -78,42 +77,35 @@ class Comparison(BaseModel):
         return [f.loss for f in (self.free, self.used) if f is not None and f.loss]
 
 
-def gain_of(own_s: float | None, free: Free | None) -> float | None:
-    """`own_s` over the time of the free plan, less one; None where one of them is not known."""
+def gain_of(own_s: float | None, free: SearchResult | None) -> float | None:
+    """Return `own_s` ÷ time of the free plan − 1; None if either is unknown."""
     return None if own_s is None or free is None or free.seconds is None else own_s / free.seconds - 1
 
 
 @dataclass(frozen=True)
-class _Question:
-    """All that a search depends on, the model apart."""
+class _SearchKey:
+    """Key of a search among runs of one model: all else that its result depends on."""
 
     cluster: Cluster
     world: int
     batch: int
-    ways: tuple[tuple[str, object], ...]
+    software: tuple[tuple[str, object], ...]
     include: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Answer:
-    planner: Planner
-    staged: Staged | None
-    free: Free
-
-
 def compare(rows: Sequence[Row], time_limit_s: float = float("inf"), only_used: bool = False) -> Iterator[Comparison]:
-    """Of runs of one model; equal searches are made once.
+    """Compare runs of one model; equal searches run once.
 
-    `time_limit_s`: of each, once it has found a plan. `only_used`: leave out the search of every dimension, which takes
-    longest, and finds nothing slower where both are complete.
+    `time_limit_s`: seconds after which a search ends once it has found a plan. `only_used`: omit the search of every
+    dimension. It takes longest and, if both are complete, its plan is no slower.
     """
-    known: dict[_Question, _Answer] = {}
+    known: dict[_SearchKey, tuple[Planner, SearchResult]] = {}
     for row in rows:
         try:
             yield _compared(row, known, time_limit_s, only_used)
         except Unsupported as reason:
             yield _skipped(row, str(reason))
-        except _FAULTS as error:  # one run's, shown as such
+        except _FAULTS as error:  # a fault on one run is reported, the others are still compared
             yield _skipped(row, f"fault: {type(error).__name__}: {str(error).splitlines()[:1]}")
 
 
@@ -121,20 +113,22 @@ def _skipped(row: Row, reason: str) -> Comparison:
     return Comparison(id=row.id, group=row.group, model=row.model_name, devices="", own_s=None, own=reason)
 
 
-def _compared(row: Row, known: dict[_Question, _Answer], time_limit_s: float, only_used: bool) -> Comparison:
+def _compared(
+    row: Row, known: dict[_SearchKey, tuple[Planner, SearchResult]], time_limit_s: float, only_used: bool
+) -> Comparison:
     own, cluster = staged(row)
     fix = fix_of(row, shape_of(row))
     needed = max(m.needed for m in own.memory)
-    roomy = with_memory(cluster, needed)
-    used = _searched(row, roomy, fix, used_by(own.candidate), own, known, time_limit_s)
-    free = None if only_used else _searched(row, roomy, fix, includable(row), own, known, time_limit_s)
+    enlarged = with_memory(cluster, needed)
+    used = _search_result(row, enlarged, fix, used_by(own.candidate), own, known, time_limit_s)
+    free = None if only_used else _search_result(row, enlarged, fix, includable(row), own, known, time_limit_s)
     return Comparison(
         id=row.id,
         group=row.group,
         model=row.model_name,
         devices=f"{row.n_gpus} × {cluster.device.name}",
         own_s=own.seconds,
-        own=in_short(own),
+        own=one_line(own),
         measured_s=row.measured_time_s,
         memory_bytes=cluster.device.memory_bytes,
         needed_bytes=needed,
@@ -144,7 +138,7 @@ def _compared(row: Row, known: dict[_Question, _Answer], time_limit_s: float, on
 
 
 def with_memory(cluster: Cluster, needed_bytes: int) -> Cluster:
-    """A cluster whose devices have at least so much."""
+    """Return the cluster with at least `needed_bytes` of memory per device."""
     if needed_bytes <= cluster.device.memory_bytes:
         return cluster
     device = cluster.device.model_copy(update={"memory_bytes": needed_bytes})
@@ -152,12 +146,12 @@ def with_memory(cluster: Cluster, needed_bytes: int) -> Cluster:
 
 
 def includable(row: Row) -> tuple[str, ...]:
-    """Dimensions that may be searched: attention that is written out looks at the keys of one rank alone, so no cp."""
+    """Return the searchable dimensions: all but cp for unfused attention, which sees the keys of its own rank only."""
     return tuple(name for name in INCLUDABLE if name != "cp" or not shape_of(row).unfused)
 
 
 def used_by(own: Candidate) -> tuple[str, ...]:
-    """Those of `INCLUDABLE` that a plan makes use of."""
+    """Return the dimensions of `INCLUDABLE` that a plan uses."""
     uses = {
         "cp": own.cp > 1,
         "recompute": own.recompute in ("selective", "ops"),
@@ -170,52 +164,52 @@ def used_by(own: Candidate) -> tuple[str, ...]:
     return tuple(name for name in INCLUDABLE if uses[name])
 
 
-def _searched(
+def _search_result(
     row: Row,
     cluster: Cluster,
     fix: Fix,
     include: tuple[str, ...],
     own: Staged,
-    known: dict[_Question, _Answer],
+    known: dict[_SearchKey, tuple[Planner, SearchResult]],
     time_limit_s: float,
-) -> Free:
+) -> SearchResult:
     assert row.n_gpus and row.global_batch_size_seqs
-    ways = tuple((name, fix[name]) for name in WAYS if name in fix)
-    question = _Question(cluster, row.n_gpus, row.global_batch_size_seqs, ways, include)
-    if question not in known:
-        carried_out, assume = by_keyword(dict(ways))
+    software = tuple((name, fix[name]) for name in SOFTWARE if name in fix)
+    key = _SearchKey(cluster, row.n_gpus, row.global_batch_size_seqs, software, include)
+    if key not in known:
+        carried_out, assume = by_keyword(dict(software))
         constraints = read_constraints(carried_out, include, assume)
-        known[question] = _answered(planner_of(row, constraints, cluster, time_limit_s), include)
-    answer = known[question]
-    if answer.free.seconds is not None and answer.free.seconds <= own.seconds * (1 + ROUNDING):
-        return answer.free
-    return answer.free.model_copy(update={"loss": cause(answer.planner, own)})
+        planner = planner_of(row, constraints, cluster, time_limit_s)
+        known[key] = planner, _search(planner, include)
+    planner, result = known[key]
+    if result.seconds is not None and result.seconds <= own.seconds * (1 + ROUNDING):
+        return result
+    return result.model_copy(update={"loss": cause(planner, own)})
 
 
-def _answered(planner: Planner, include: tuple[str, ...]) -> _Answer:
+def _search(planner: Planner, include: tuple[str, ...]) -> SearchResult:
     started = time.monotonic()
     try:
         found = planner.answer()
     except AutoptdError as error:
         seconds = time.monotonic() - started
-        return _Answer(planner, None, Free(include=include, seconds=None, plan=error.what, search_s=seconds))
-    free = Free(
+        return SearchResult(include=include, seconds=None, plan=error.what, search_s=seconds)
+    return SearchResult(
         include=include,
         seconds=found.staged.seconds,
-        plan=in_short(found.staged),
+        plan=one_line(found.staged),
         gap=found.gap,
         considered=found.considered,
         visited=found.visited,
         search_s=time.monotonic() - started,
     )
-    return _Answer(planner, found.staged, free)
 
 
-# ---- why a search lost ----
+# ---- causes of a loss ----
 
 
 def cause(planner: Planner, own: Staged) -> str:
-    """What keeps a search from the own plan, or from one as good on the same mesh."""
+    """Return why a search missed the own plan, or one as fast on the same mesh."""
     space = planner.candidates()
     same = [c for c in space if not differences(c, own.candidate)]
     if not same:
@@ -225,18 +219,18 @@ def cause(planner: Planner, own: Staged) -> str:
         try:
             found.append(planner.predict(candidate).seconds)
         except DoesNotFit:
-            refused = refused or "its mesh has no room as the search counts memory"
+            refused = refused or "its mesh does not fit by the memory model of the search"
         except AutoptdError as error:
             refused = refused or f"its mesh cannot be split: {error.what}"
     if not found:
         return refused
     if min(found) <= own.seconds * (1 + ROUNDING):
-        return "its mesh is as fast in the search, which ended before"
-    return f"its mesh takes {min(found):.4g} s as the search splits, cuts and recomputes it"
+        return "its mesh is as fast in the search, which ended before it got there"
+    return f"its mesh takes {min(found):.4g} s with the splits, cuts and recomputation of the search"
 
 
 def outside(space: Sequence[Candidate], own: Candidate) -> str:
-    """The fewest dimensions in which every candidate differs from a plan's mesh, and what is searched of them."""
+    """Name the fewest dimensions in which every candidate differs from `own`, and the values searched for them."""
     if not space:
         return "the space is empty"
     nearest = min((differences(c, own) for c in space), key=len)
@@ -246,7 +240,7 @@ def outside(space: Sequence[Candidate], own: Candidate) -> str:
 
 
 def differences(c: Candidate, own: Candidate) -> tuple[str, ...]:
-    """Dimensions of the mesh in which two candidates differ, as far as that changes the plan."""
+    """Return the dimensions of the mesh in which two candidates differ with an effect on the plan."""
     names = ["dp", "tp", "pp", "cp", "micro", "zero", "shards", "schedule", "virtual"]
     if own.dp * own.cp == 1:
         names = [name for name in names if name not in ("zero", "shards")]
@@ -255,14 +249,14 @@ def differences(c: Candidate, own: Candidate) -> tuple[str, ...]:
     return tuple(name for name in names if getattr(c, name) != getattr(own, name))
 
 
-# ---- a plan in a line ----
+# ---- one-line text of a plan ----
 
 
-def in_short(plan: Staged) -> str:
-    """`dp8 tp8 pp8 micro1 zero1 virtual2 · recompute full 24 of 99 · 12 13 …`: how many segments each stage has."""
+def one_line(plan: Staged) -> str:
+    """Return `dp8 tp8 pp8 micro1 zero1 virtual2 · recompute full 24 of 99 · stages 12 13 …`; stages in segments."""
     c, total = plan.candidate, len(plan.chunks.folded.segments)
-    again = Counter(policy for stage in plan.solution.policies for policy in stage.values())
-    recompute = " + ".join(f"{policy} {count}" for policy, count in sorted(again.items()))
+    policies = Counter(policy for stage in plan.solution.policies for policy in stage.values())
+    recompute = " + ".join(f"{policy} {count}" for policy, count in sorted(policies.items()))
     mesh = str(c).replace(f" recompute={c.recompute}", "")
     lengths = [last - first + 1 for first, last in plan.solution.boundaries]
     stages = f" · stages {_runs(lengths)}" if len(lengths) > 1 else ""
@@ -270,7 +264,7 @@ def in_short(plan: Staged) -> str:
 
 
 def _runs(lengths: Sequence[int]) -> str:
-    """`13 12×6 11`."""
+    """Return run-length text: `13 12×6 11`."""
     found: list[list[int]] = []
     for n in lengths:
         if found and found[-1][0] == n:

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.published FILE.jsonl`: predicted against measured, run by run and group by group.
+"""`python -m benchmarks.published FILE.jsonl`: predicted against measured training runs, per run and per group.
 
-Exit code 0, whatever the figures are; 2 for a file or an argument that is wrong.
+Exit code: 0 whatever the figures are, 2 for a bad file or argument.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(rows: Sequence[Row], groups: Sequence[str]) -> list[Row]:
-    """The rows of these groups, or all. Raises BadRuns for a group that no row has, and where there is no row."""
+    """Return the rows of these groups, of all if none are named. Raises BadRuns for an unknown group or no rows."""
     known = {row.group for row in rows}
     if unknown := [group for group in groups if group not in known]:
-        raise BadRuns(f"no run is of the group {unknown[0]!r}", where="--group", fix=nearest(unknown[0], known))
+        raise BadRuns(f"no run belongs to group {unknown[0]!r}", where="--group", fix=nearest(unknown[0], known))
     if not rows:
-        raise BadRuns("the file has no runs", fix="give one JSON object a line")
+        raise BadRuns("the file has no runs", fix="give one JSON object per line")
     return [row for row in rows if not groups or row.group in groups]
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="runs, one JSON object a line")
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="runs, one JSON object per line")
     parser.add_argument("--group", nargs="+", default=[], metavar="G", help="only runs of these groups")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     parser.add_argument("--markdown", type=Path, metavar="OUT", help="write the summary there")
-    parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that predict (1)")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="parallel processes (1)")
     return parser.parse_args(arguments)
 
 
 def at_least_one(text: str) -> int:
-    """A number of processes, of the command line."""
+    """Parse a number of processes from the command line."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: give 1 or more")
     return int(text)
 
 

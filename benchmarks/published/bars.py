@@ -1,4 +1,4 @@
-"""What the figures of a report are held to. A bar is met where the figure is on its right side, the bar included."""
+"""Bars that the figures of a report must meet. A figure equal to its bar meets it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TIMED = (
 TIME, TIME_ALL, TIME_ALL_P90 = 0.08, 0.06, 0.18
 MEMORY = 0.06
 REGRET, RANK = 0.04, 0.9
-SAID_NOT_TO_FIT = 0.02  # of the runs that ran
+SAID_NOT_TO_FIT = 0.02  # share of the runs that ran
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`≤ 8.0 % pass`."""
+    """A bar and whether it is met, printed as `≤ 8 % pass`."""
 
     text: str
     met: bool
@@ -40,7 +40,7 @@ def at_most(value: float, bar: float) -> Verdict:
 
 
 def time_verdicts(name: str, time: Errors | None) -> list[Verdict]:
-    """Of a line's times: median, and for all rows together the 90th percentile as well; without a time, missed."""
+    """Judge the median time error of a line, for all rows also the 90th percentile; a line without times misses."""
     if name == "all rows":
         median, p90 = (time.median, time.p90) if time else (inf, inf)
         return [at_most(median, TIME_ALL), at_most(p90, TIME_ALL_P90)]
@@ -48,18 +48,18 @@ def time_verdicts(name: str, time: Errors | None) -> list[Verdict]:
 
 
 def memory_verdicts(line: Line) -> list[Verdict]:
-    """Every group with memory has the bar; all rows together have none of their own."""
+    """Judge the median memory error of a group; groups without memory figures, and all rows, have no bar."""
     return [] if line.memory is None or line.name == "all rows" else [at_most(line.memory.median, MEMORY)]
 
 
 def set_verdicts(plans: PlanSet) -> list[Verdict]:
-    """Rank (vtrain), then regret (vtrain and bloom)."""
+    """Judge rank correlation (vtrain), then regret (vtrain and BLOOM)."""
     vtrain, bloom = plans.line.startswith("vtrain"), plans.line.startswith("bloom_prequel")
     rank = [Verdict(f"≥ {RANK:g}", plans.spearman >= RANK)] if vtrain else []
     return rank + ([at_most(plans.regret, REGRET)] if vtrain or bloom else [])
 
 
 def fitting_verdicts(fitting: Fitting) -> list[Verdict]:
-    """Out-of-memory runs said to fit: none. Runs that ran said not to: 2 %."""
+    """Judge memory verdicts: no out-of-memory run predicted to fit; at most 2 % of those that ran predicted not to."""
     wrong = len(fitting.said_not_to_fit) / fitting.ran if fitting.ran else 0.0
     return [Verdict("= 0", not fitting.said_to_fit), at_most(wrong, SAID_NOT_TO_FIT)]

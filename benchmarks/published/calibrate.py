@@ -1,11 +1,11 @@
 """`python -m benchmarks.published.calibrate FILE.jsonl`: fit the constants on runs, or check how they generalise.
 
-    calibrate FILE.jsonl                   fit all constants, print them beside those that the clusters have
-    calibrate FILE.jsonl --leave-out       for each group: fit without it, and compare its error with the full fit's
+    calibrate FILE.jsonl                   fit all constants, print them beside the present values
+    calibrate FILE.jsonl --leave-out       for each group: its error under present values, and in a fit without it
 
-The loss is the mean over groups of the mean absolute logarithm of predicted by measured step time, each held to 0.5 so
-that outliers do not decide. Constants are changed one at a time, up or down by a factor that shrinks from round to
-round, from where they stand (coordinate descent): they are few, and the loss has kinks where a maximum changes sides.
+The loss is the mean over groups of the mean of |log(predicted ÷ measured step time)|, each clipped to 0.5 against
+outliers. Coordinate descent starts at the present values and changes one constant at a time, up or down by a factor
+that shrinks from round to round: constants are few, and the loss has kinks where a maximum switches arguments.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from benchmarks.published.constants import CONSTANTS, present, with_values
 from benchmarks.published.predict import staged
 from benchmarks.published.rows import Row, Unsupported, read_rows
 
-_HELD = 0.5
+_CLIP = 0.5
 _STEPS = (0.12, 0.06, 0.03)
-_AT_MOST = 24  # runs of a group that are looked at: evenly chosen
+_AT_MOST = 24  # runs used of each group, evenly spaced in it
 
 
 @dataclass
 class Case:
-    """A measured run and its plan, to be timed again under other constants.
+    """A measured run and its plan, to be timed under other constants.
 
-    `beside`: simulated by bounded seconds under the present constants, taken to stay: fits ask for bounds alone.
+    `simulated_ratio`: simulated ÷ lower-bound seconds under the present constants. A fit assumes that it stays
+    the same and computes bounds only.
     """
 
     row: Row
     plan: Staged
     cluster: Cluster
-    beside: float
+    simulated_ratio: float
 
     def ratio(self, values: Mapping[str, float], made: dict[Cluster, Cluster]) -> float:
-        """Predicted by measured seconds."""
+        """Return predicted ÷ measured seconds."""
         if self.cluster not in made:
             made[self.cluster] = with_values(self.cluster, values)
         assert self.row.measured_time_s
-        return self.beside * bounded(self.plan, made[self.cluster]).seconds / self.row.measured_time_s
+        return self.simulated_ratio * bounded(self.plan, made[self.cluster]).seconds / self.row.measured_time_s
 
 
 def cases(rows: Sequence[Row]) -> dict[str, list[Case]]:
-    """By group, of the runs whose time is fit to check."""
+    """Return, per group, the cases of runs whose step time is complete enough to check."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.measured_time_s is not None:
@@ -69,18 +70,18 @@ def cases(rows: Sequence[Row]) -> dict[str, list[Case]]:
                 plan, cluster = staged(row)
             except Unsupported:
                 continue
-            beside = plan.seconds / bounded(plan, cluster).seconds
-            found.setdefault(name, []).append(Case(row, plan, cluster, beside))
+            simulated_ratio = plan.seconds / bounded(plan, cluster).seconds
+            found.setdefault(name, []).append(Case(row, plan, cluster, simulated_ratio))
         print(f"  {name}: {len(found.get(name, []))} of {len(members)} runs", file=sys.stderr, flush=True)
     return found
 
 
 def loss(groups: Mapping[str, Sequence[Case]], values: Mapping[str, float]) -> float:
-    """Mean over groups of the mean held absolute logarithm of predicted by measured."""
+    """Return the mean over groups of the mean clipped |log(predicted ÷ measured)|."""
     made: dict[Cluster, Cluster] = {}
     means = []
     for members in groups.values():
-        logs = [min(_HELD, abs(math.log(case.ratio(values, made)))) for case in members]
+        logs = [min(_CLIP, abs(math.log(case.ratio(values, made)))) for case in members]
         means.append(statistics.fmean(logs))
     return statistics.fmean(means)
 
@@ -88,7 +89,7 @@ def loss(groups: Mapping[str, Sequence[Case]], values: Mapping[str, float]) -> f
 def fit(
     groups: Mapping[str, Sequence[Case]], start: Mapping[str, float], steps: Sequence[float] = _STEPS
 ) -> dict[str, float]:
-    """Coordinate descent from `start`."""
+    """Return the constants that coordinate descent from `start` finds."""
     values, best = dict(start), loss(groups, start)
     for step in steps:
         for constant in CONSTANTS:
@@ -105,7 +106,7 @@ def fit(
 
 
 def median_error(members: Sequence[Case], values: Mapping[str, float]) -> float:
-    """Median absolute error of the step time."""
+    """Return the median absolute relative error of the step time."""
     made: dict[Cluster, Cluster] = {}
     return statistics.median(abs(case.ratio(values, made) - 1) for case in members)
 
@@ -113,23 +114,23 @@ def median_error(members: Sequence[Case], values: Mapping[str, float]) -> float:
 def leave_out(
     groups: Mapping[str, Sequence[Case]], names: Sequence[str], values: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Group -> its median error under `values`, and under constants fitted without it, from the priors.
+    """Return group -> (median error under `values`, median error under constants fitted from the priors without it).
 
-    A constant that only the group left out tells anything of stays at its prior.
+    A constant that only the omitted group determines stays at its prior.
     """
     found = {}
     for name in names:
         others = {other: members for other, members in groups.items() if other != name}
         without = fit(others, {c.name: c.prior for c in CONSTANTS})
         found[name] = median_error(groups[name], values), median_error(groups[name], without)
-        print(f"{name:28s} {found[name][0]:6.1%} {found[name][1]:6.1%}", flush=True)
+        print(f"{name:28s} {found[name][0]:6.1%} {found[name][1]:7.1%}", flush=True)
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.calibrate", description=__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--leave-out", action="store_true", help="fit once without each group, and judge that group")
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="published runs, see benchmarks/README.md")
+    parser.add_argument("--leave-out", action="store_true", help="report each group's error in a fit without it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the values or errors there")
     given = parser.parse_args(arguments)
     try:
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups, start = cases(rows), present()
     result: dict[str, object]
     if given.leave_out:
-        print(f"{'group':28s} {'all':>6s} {'without':>6s}")
+        print(f"{'group':28s} {'now':>6s} {'without':>7s}")
         result = dict(leave_out(groups, [name for name in groups if name in TIMED], start))
     else:
         values = fit(groups, start)

@@ -1,4 +1,4 @@
-"""From a run to its `Cluster`: the shipped cluster with those devices, with the links that the row states."""
+"""Cluster of a published run: the shipped one with the run's devices, at the link rates that the row states."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cache
 from autoptd.cost_models.cluster import Cluster, Link
 from benchmarks.published.rows import Row, Unsupported
 
-# Rows give a device's memory as its data sheet does, in 10^9 or 2^30 bytes; nvidia-smi reports a little less.
+# Rows state the nominal memory of a device, in 10^9 or 2^30 bytes; nvidia-smi reports a little less.
 _MEMORY_TOLERANCE = 0.06
-# Words by which a link's name, or the text of a row, shows what kind of network it is; what shows none is InfiniBand.
+# Words in a link's name, or in the text of a row, that identify the network; InfiniBand if none does.
 _NETWORKS = {"efa": ("efa",), "omni-path": ("omni-path", "opa"), "roce": ("roce", "rdma"), "ethernet": ("ethernet",)}
 _USUAL = "infiniband"
 _BITS = 8
@@ -18,43 +18,43 @@ _BITS = 8
 
 @cache
 def shipped() -> tuple[Cluster, ...]:
-    """Every shipped cluster of GPUs, by name."""
+    """Return every shipped cluster of GPUs."""
     return tuple(c for c in map(Cluster.load, Cluster.names()) if c.device.reported_names or c.name != "local")
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The cluster of a run. Raises Unsupported where no shipped one has the device, naming the device."""
+    """Return the cluster of a run. Raises Unsupported, naming the device, if no shipped cluster has it."""
     row.need("gpu_type", "n_gpus")
-    pattern = _pattern(row)
-    inner, *outer = pattern.levels
+    template = _template(row)
+    inner, *outer = template.levels
     inside, between = row.intra_node_bw_GBps_per_gpu_per_direction, row.inter_node_bw_Gbps_per_gpu
-    inner = inner.model_copy(update={"ranks": row.gpus_per_node or inner.ranks, **_at(inner, inside, 1e9)})
+    inner = inner.model_copy(update={"ranks": row.gpus_per_node or inner.ranks, **_rate_update(inner, inside, 1e9)})
     if outer and between is not None:
         outer = [*outer[:-1], _link(outer[-1], row, between * 1e9 / _BITS)]
     levels = (inner, *outer)
-    if levels == pattern.levels:
-        return pattern
-    return pattern.model_copy(update={"name": f"{pattern.name}, links as published", "levels": levels})
+    if levels == template.levels:
+        return template
+    return template.model_copy(update={"name": f"{template.name}, links as published", "levels": levels})
 
 
-def _at(link: Link, rate: float | None, unit: float) -> dict[str, object]:
-    """What changes of a link at a stated rate; what one GPU alone reaches is then not known."""
+def _rate_update(link: Link, rate: float | None, unit: float) -> dict[str, object]:
+    """Return the updates of a link for a stated rate; the rate of a single GPU is then unknown."""
     if rate is None or rate * unit == link.bytes_per_s:
         return {}
     return {"bytes_per_s": rate * unit, "port_bytes_per_s": None}
 
 
 def _link(link: Link, row: Row, bytes_per_s: float) -> Link:
-    """The link between nodes at the row's rate. A cluster of that network keeps its latency and sustained fraction."""
+    """Return the link between nodes at the row's rate, with latency and sustained fraction of the shipped link."""
     kind = network(row.inter_node_link)
     known = network(link.name) == kind
     return link.model_copy(
-        update={**_at(link, bytes_per_s, 1.0), "name": link.name if known else f"{kind} (as {link.name})"}
+        update={**_rate_update(link, bytes_per_s, 1.0), "name": link.name if known else f"{kind} (as {link.name})"}
     )
 
 
-def _pattern(row: Row) -> Cluster:
-    """The shipped cluster with this device; of several, the one with this network, nodes of this size, the plainest."""
+def _template(row: Row) -> Cluster:
+    """Return the shipped cluster with the row's device; preferring its network, its node size and DGX."""
     assert row.gpu_type is not None
     family = _family(row.gpu_type)
     same = [c for c in shipped() if _family(c.device.name) == family]
@@ -73,13 +73,13 @@ def _pattern(row: Row) -> Cluster:
 
 
 def _family(device: str) -> str:
-    """`A100` of `A100-SXM4-80GB`; `GB200` of `GB200-NVL72`."""
+    """Return the GPU family: `A100` for `A100-SXM4-80GB`, `GB200` for `GB200-NVL72`."""
     found = re.search(r"[A-Z]+\d+", device.upper())
     return found.group() if found else device.upper()
 
 
 def _memory_in(device: str) -> float | None:
-    """80 of `A100-SXM4-80GB`."""
+    """Return the memory in a device's name, 80 for `A100-SXM4-80GB`; None if it has none."""
     found = re.search(r"(\d+)GB\b", device.upper())
     return float(found.group(1)) if found else None
 
@@ -92,6 +92,6 @@ def _memory_agrees(cluster: Cluster, gpu_memory_gb: float | None) -> bool:
 
 
 def network(text: str) -> str:
-    """`infiniband`, `roce`, `efa`, `omni-path` or `ethernet`; InfiniBand where the text names none."""
+    """Return `infiniband`, `roce`, `efa`, `omni-path` or `ethernet`; InfiniBand if the text names none."""
     words = text.lower()
     return next((kind for kind, signs in _NETWORKS.items() if any(sign in words for sign in signs)), _USUAL)

@@ -1,4 +1,4 @@
-"""Run by run, group by group, set by set: predicted against measured, as data."""
+"""Comparison of predicted with measured figures, as data: per run, per group and per set of plans."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.published.predict import Prediction
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.statistics import Errors, errors, regret, spearman
 
-_SMALLEST_SET = 3  # plans that a ranking needs to say anything
+_SMALLEST_SET = 3  # plans below which a ranking is meaningless
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run with its prediction, or with the reason why there is none."""
+    """A run and its prediction, or the reason why there is none."""
 
     row: Row
     prediction: Prediction | None
@@ -23,13 +23,13 @@ class Outcome:
 
     @property
     def time(self) -> tuple[float, float] | None:
-        """(predicted, measured) seconds of a step."""
+        """(predicted, measured) step seconds; None if either is missing."""
         measured = self.row.measured_time_s
         return None if self.prediction is None or measured is None else (self.prediction.step_time_s, measured)
 
     @property
     def memory(self) -> tuple[float, float] | None:
-        """(predicted, measured) bytes of a rank."""
+        """(predicted, measured) peak bytes of a rank; None if either is missing."""
         measured = self.row.measured_bytes
         if self.prediction is None or measured is None:
             return None
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the report: what a group, or a part of one, comes to."""
+    """One line of the report: counts and errors of a group or of part of one."""
 
     name: str
     rows: int
@@ -54,7 +54,7 @@ class Line:
 
 @dataclass(frozen=True)
 class PlanSet:
-    """Plans of one model, on the same GPUs, with the same batch and sequence."""
+    """Rank correlation and regret among plans of one model, on the same GPUs, with the same batch and sequence."""
 
     line: str
     label: str
@@ -65,7 +65,7 @@ class PlanSet:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Runs that ran out of memory, and those that did not, against what was said of them."""
+    """Runs that ran out of memory and runs that did not, against the prediction of whether they fit."""
 
     out_of_memory: int
     said_to_fit: tuple[str, ...]  # ids of out-of-memory runs
@@ -83,7 +83,7 @@ class Report:
 
 
 def outcome_of(row: Row, predict: Callable[[Row], Prediction]) -> Outcome:
-    """Predict one run; what keeps it from being compared becomes the reason."""
+    """Predict one run; if it cannot be compared, the outcome holds the reason."""
     if reason := _unfit(row):
         return Outcome(row, None, reason)
     try:
@@ -99,13 +99,13 @@ def _unfit(row: Row) -> str:
     if row.status != "ok" and not row.ran_out_of_memory:
         return f"its status is {row.status!r}"
     if row.measured_time_s is None and row.measured_bytes is None and not row.ran_out_of_memory:
-        return "complete neither for time nor for memory"
+        return "neither its time nor its memory is complete"
     measured = (row.measured_time_s, row.measured_bytes)
     return "a measured figure is not positive" if any(m is not None and m <= 0 for m in measured) else ""
 
 
 def line_name(row: Row) -> str:
-    """The line of the report that a run counts for: its group, but parts that are judged apart get their own."""
+    """Return the report line of a run: its group, or a part of the group that is judged separately."""
     if (row.arch or "").startswith("moe"):
         return f"{row.group} (moe)"
     if row.group == "bloom_prequel":
@@ -117,7 +117,7 @@ def line_name(row: Row) -> str:
 
 
 def compare(outcomes: Sequence[Outcome]) -> Report:
-    """The report of some runs, lines in order of first appearance."""
+    """Return the report of these runs, lines in order of first appearance."""
     lines: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         lines.setdefault(line_name(outcome.row), []).append(outcome)
@@ -158,7 +158,7 @@ def _sets(outcomes: Iterable[Outcome]) -> Iterable[PlanSet]:
 
 
 def _problem(row: Row) -> tuple[object, ...]:
-    """The line, and all that plans must share to be choices between which one chooses."""
+    """Return the key of a planning problem: the report line and all that alternative plans have in common."""
     model = (row.model_name, row.arch, row.n_layers, row.hidden_size, row.ffn_hidden_size, row.n_heads, row.vocab_size)
     devices = (row.n_gpus, row.gpu_type, row.gpu_memory_gb, row.inter_node_bw_Gbps_per_gpu)
     return (line_name(row), *model, *devices, row.precision, row.global_batch_size_seqs, row.seq_len_tokens)
@@ -171,7 +171,7 @@ def _label(row: Row) -> str:
 
 
 def _distinct(members: list[Outcome]) -> list[tuple[float, float]]:
-    """(predicted, measured) per plan: one that was measured several times counts once, with its mean."""
+    """Return (predicted, measured) seconds per plan; repeated measurements of a plan are averaged."""
     by_plan: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for outcome in members:
         assert outcome.time
@@ -180,7 +180,7 @@ def _distinct(members: list[Outcome]) -> list[tuple[float, float]]:
 
 
 def _plan(row: Row) -> tuple[object, ...]:
-    """All that a run chose, its line and set being given."""
+    """Return the key of a run's plan within its problem."""
     axes = (row.dp, row.tp, row.pp, row.cp, row.ep, row.vpp_chunks_per_stage, row.micro_batch_size_seqs)
     memory = (row.sharding, row.fsdp_shard_size, row.recompute, row.recompute_detail, row.sequence_parallel)
     return (*axes, *memory, row.dp_comm_overlap, row.tp_comm_overlap, row.torch_compile)

@@ -1,7 +1,7 @@
-"""The constants of the cost models that are fitted on published runs, and how to put other values in a cluster.
+"""Constants of the cost models that are fitted on published runs, and clusters with other values of them.
 
-A constant belongs to a device family (or to all): to no run, group, model or number of GPUs. Its value stands in the
-TOML files of the clusters; here is where it goes.
+A constant belongs to a device family or to all devices, never to a run, group, model or number of GPUs. Its value is in
+the TOML files of the clusters; this module maps it to fields of `Device`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ BACKWARD = {"flash": 0.8, "cudnn": 0.8, "triton": 0.6}  # of the forward rate: D
 
 @dataclass(frozen=True)
 class Constant:
-    """`device`: how names of the devices begin that it belongs to; of several constants of one kind the longest holds.
+    """A fitted constant. `device`: prefix of the device names it applies to; the longest match of a kind wins.
 
-    `prior`: what one would take without any run, from the literature.
+    `prior`: value from the literature, before any fit. `most`: upper bound.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Constant:
     most: float = float("inf")
 
 
-# Priors, all quoted from memory: best matmuls of Bekman's tables, less a tenth; nine tenths of the memory bandwidth,
-# two thirds of it for kernels with reductions; FlashAttention's rates from Dao 2023 and Shah et al. 2024; 64 steps of k
-# to fill a tile's pipeline; 5 us between kernels, 20 us for an op of PyTorch with its backward.
+# Priors, all quoted from memory: matmul, the best rates of Bekman's tables less a tenth; memory, nine tenths of the
+# bandwidth, two thirds of that for kernels with reductions; attention, Dao 2023 and Shah et al. 2024; 64 steps along k
+# to fill a tile's pipeline; 5 us between kernels; 20 us of host time for a PyTorch op with its backward.
 CONSTANTS = (
     Constant("matmul rate, A100", "matmul", "A100", "all runs on A100", 0.78, 1),
     Constant("matmul rate, H100", "matmul", "H100", "all runs on H100 of 700 W", 0.72, 1),
@@ -77,7 +77,7 @@ def _plain(name: str) -> tuple[Callable[[Device], float], Callable[[Device, floa
     return lambda device: float(getattr(device, name)), lambda device, value: {name: value}
 
 
-# kind -> how to read it from a device, and the fields that a value of it gives
+# kind -> (read its value from a device, fields of the device for a value)
 _KINDS: Mapping[str, tuple[Callable[[Device], float], Callable[[Device, float], dict[str, Any]]]] = {
     "matmul": _sustained("matmul_sustained"),
     "memory": _sustained("memory_sustained"),
@@ -96,7 +96,7 @@ _KINDS: Mapping[str, tuple[Callable[[Device], float], Callable[[Device, float], 
 
 
 def present() -> dict[str, float]:
-    """The values that the shipped clusters have."""
+    """Return the values in the shipped clusters."""
     devices = {c.device.name: c.device for c in map(Cluster.load, Cluster.names())}
     found = {}
     for constant in CONSTANTS:
@@ -107,18 +107,18 @@ def present() -> dict[str, float]:
 
 
 def with_values(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
-    """The cluster with these values of the constants."""
+    """Return the cluster with these values of the constants."""
     device = cluster.device
-    holds: dict[str, Constant] = {}
+    applies: dict[str, Constant] = {}
     for constant in sorted(CONSTANTS, key=lambda c: len(c.device)):
         if device.name.startswith(constant.device):
-            holds[constant.kind] = constant
-    for kind, constant in holds.items():
+            applies[constant.kind] = constant
+    for kind, constant in applies.items():
         device = device.model_copy(update=_KINDS[kind][1](device, values[constant.name]))
     return cluster.model_copy(update={"device": device})
 
 
 def fitted() -> dict[str, str]:
-    """Constant -> value and what it was fitted on."""
+    """Return constant name -> its value and the runs it was fitted on."""
     values = present()
     return {c.name: f"{values[c.name]:.3g}; {c.fitted_on}" for c in CONSTANTS}

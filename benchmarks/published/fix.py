@@ -1,4 +1,4 @@
-"""From a run to the plan that it followed, in the keys of `fix` and `assume` of `autoptd.plan`."""
+"""Plan of a published run, in the keys of `fix` and `assume` of `autoptd.plan`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from benchmarks.published.shapes import Shape
 
 Fix = dict[str, Any]
 
-# How the row's sharding reads as a ZeRO stage (Rajbhandari et al. 2020; Zhao et al. 2023, table of FSDP strategies).
+# The row's sharding -> ZeRO stage (Rajbhandari et al. 2020; Zhao et al. 2023, table of FSDP strategies).
 _ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp_shard_grad_op": 2, "fsdp_full_shard": 3, "hsdp": 3}
-# bytes of the buffers of DeepSpeed's ZeRO: reduce_bucket_size and allgather_bucket_size are 5e8 elements (its
-# documentation of the configuration; quoted from memory)
+# Buffer bytes of DeepSpeed's ZeRO: reduce_bucket_size and allgather_bucket_size are 5e8 elements (its configuration
+# reference; quoted from memory).
 _DEEPSPEED_BUCKET = 2 * 500_000_000
 _RECOMPUTE = ("none", "selective", "full")
 
 
 def fix_of(row: Row, shape: Shape) -> Fix:
-    """The choices of a run, those that are only predicted among them.
+    """Return the choices of a run, including those that autoptd predicts but does not execute.
 
-    Raises Unsupported where they contradict each other, or say what no plan can.
+    Raises Unsupported if they contradict each other or no plan can express them.
     """
     _check(row)
     zero = _zero(row)
@@ -41,16 +41,16 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         "gradients": _gradients(row, zero),
         "stages": _stages(row),
         "sends": _sends(row),
-        "memory": "ignore",  # a plan that does not fit is still to give its time and its memory
+        "memory": "ignore",  # predict time and memory of a plan that does not fit, too
     }
     if row.pp > 1 and "nanotron" in row.framework:
         fix["cuts"] = nanotron_cuts(shape, row.pp)
     if row.sequence_parallel and row.is_megatron:
-        fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron's are kept
+        fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron saves them for backward
     if "DeepSpeed" in row.framework and zero:
         fix["bucket_bytes"] = _DEEPSPEED_BUCKET
     if row.is_megatron or row.torch_compile or "Composer" in row.framework:
-        # vocab_parallel_cross_entropy; compiled with its backward; MPT's loss_fn fused_crossentropy (from memory)
+        # Megatron's vocab_parallel_cross_entropy; compiled loss and backward; MPT's fused_crossentropy (from memory)
         fix["loss"] = "in_place"
     else:
         fix["loss"] = "kept"
@@ -71,25 +71,25 @@ def _check(row: Row) -> None:
         raise Unsupported(f"dp {row.dp} × tp {row.tp} × pp {row.pp} × cp {row.cp} is {ranks}, not {row.n_gpus} GPUs")
     share = row.micro_batch_size_seqs * row.dp
     if row.global_batch_size_seqs % share:
-        raise Unsupported(f"a batch of {row.global_batch_size_seqs} is no whole number of dp × micro = {share}")
+        raise Unsupported(f"a batch of {row.global_batch_size_seqs} is not a multiple of dp × micro = {share}")
     chunks = row.pp * row.vpp_chunks_per_stage
-    if chunks > row.n_layers + 2:  # embedding and loss may count as layers (Megatron-Core)
-        raise Unsupported(f"{row.n_layers} layers do not make {chunks} chunks")
+    if chunks > row.n_layers + 2:  # Megatron-Core may count embedding and loss as layers
+        raise Unsupported(f"{row.n_layers} layers are too few for {chunks} chunks")
     if row.fsdp_shard_size and row.dp % row.fsdp_shard_size and row.fsdp_shard_size != row.n_gpus:
         raise Unsupported(f"shards of {row.fsdp_shard_size} do not divide dp {row.dp}")
 
 
 def _zero(row: Row) -> int:
-    """`fsdp_full_shard(zero3)` is 3: the word before the bracket decides."""
+    """Return the ZeRO stage: 3 for `fsdp_full_shard(zero3)`; the word before the bracket decides."""
     word = row.sharding.split("(")[0].strip().lower()
     if word not in _ZERO:
-        raise Unsupported(f"sharding {row.sharding!r} is not known")
+        raise Unsupported(f"unknown sharding {row.sharding!r}")
     return _ZERO[word]
 
 
 def _recompute(row: Row) -> str:
     if row.recompute not in _RECOMPUTE:
-        raise Unsupported(f"recompute {row.recompute!r} is not known")
+        raise Unsupported(f"unknown recompute {row.recompute!r}")
     if row.recompute == "selective":
         detail = row.recompute_detail.lower()
         if "op-level" in detail:
@@ -100,19 +100,19 @@ def _recompute(row: Row) -> str:
 
 
 def _overlap(row: Row, zero: int) -> tuple[str, ...]:
-    """What runs beside compute: FSDP prefetches by construction, Megatron-Core's interleaved schedule sends ahead."""
+    """Return the communication that overlaps compute: FSDP always prefetches, interleaved Megatron-Core sends early."""
     found = []
     if row.dp_comm_overlap or zero >= 2:
         found.append("dp")
     if row.vpp_chunks_per_stage > 1 and row.is_megatron_core:
         found.append("p2p")
-    if row.tp_comm_overlap and "nanotron" not in row.framework:  # whose own hides one rank's shard only
+    if row.tp_comm_overlap and "nanotron" not in row.framework:  # nanotron hides one rank's shard only
         found.append("tp")
     return tuple(found)
 
 
 def _attention(row: Row) -> str:
-    """Which fused attention a row names; "" where it names none, or the usual one."""
+    """Return the fused attention that a row names; "" if it names none or the default."""
     words = row.attention_impl.lower()
     if "cudnn" in words or re.search(r"\bte\b|transformer.?engine", words):
         return "cudnn"
@@ -120,22 +120,22 @@ def _attention(row: Row) -> str:
 
 
 def _kernels(row: Row) -> str:
-    """How elementwise work runs: compiled (also nanotron's, in Triton), fused by hand as in Megatron, or op by op."""
+    """Return the kernels of elementwise ops: compiled (or nanotron's Triton), fused by hand (Megatron) or eager."""
     if row.torch_compile or "nanotron" in row.framework:
         return "compiled"
     return "fused" if row.is_megatron else "eager"
 
 
 def _gradients(row: Row, zero: int) -> str:
-    """Whether gradients are accumulated and reduced in the compute type or in float32, the main type.
+    """Return the type that accumulates and reduces gradients: the compute type, or "main" (float32).
 
-    What the row quotes decides. Else Megatron keeps those of bf16 in float32 and those of fp16 as they are, up to the
-    release of 2022, whose matmuls add to float32 gradients (--gradient-accumulation-fusion; quoted from memory); FSDP
-    reduces in float32 unless its policy is the compute type throughout, as fms-fsdp's is (quoted from memory).
+    A type quoted in the notes decides. Otherwise, Megatron accumulates bf16 gradients in float32 and fp16 ones in fp16;
+    the matmuls of its 2022 release add to float32 gradients (--gradient-accumulation-fusion). FSDP reduces in float32
+    unless its policy is the compute type throughout, as that of fms-fsdp is. (Both quoted from memory.)
     """
     if quoted := re.search(r"grads accumulated (fp32|fp16|bf16)", row.notes):
-        kept = "both" if "DeepSpeed" in row.framework else "main"  # BF16_Optimizer has bf16 ones as well
-        return kept if quoted.group(1) == "fp32" else "compute"
+        float32 = "both" if "DeepSpeed" in row.framework else "main"  # BF16_Optimizer also has bf16 gradients
+        return float32 if quoted.group(1) == "fp32" else "compute"
     if row.precision == "fp16":
         return "main" if row.framework == "Megatron-LM 2022" else "compute"
     pure = "mixed_precision=PURE" in row.notes or (row.framework == "PyTorch FSDP1" and zero >= 2)
@@ -143,15 +143,15 @@ def _gradients(row: Row, zero: int) -> str:
 
 
 def _stages(row: Row) -> str:
-    """Megatron shares layers out evenly, with embedding and head where that divides; nanotron: see below."""
+    """Return how layers are cut into stages: evenly in Megatron (counting embedding and head if that divides)."""
     return "even" if row.is_megatron else "balanced"
 
 
 def nanotron_cuts(shape: Shape, pp: int) -> list[str]:
-    """The block that each stage but the first begins with, by multiplications per token of blocks and head.
+    """Return the first block of each stage but the first, by nanotron's rule.
 
-    A stage is given blocks until their sum is beyond its share of the whole, in order (nanotron, `models/base.py`
-    build_model, with `get_block_compute_costs` of `models/llama.py`): 4 h² + 3 f h of a block, v h of the head.
+    Stages take blocks in order until their cost exceeds their share of the total (`build_model` in `models/base.py`,
+    `get_block_compute_costs` in `models/llama.py`). Multiplications per token: 4 h² + 3 f h a block, v h the head.
     """
     block = 4 * shape.heads * (shape.width // shape.heads) * shape.width + 3 * shape.ffn * shape.width
     whole, stage, starts = shape.layers * block + shape.vocab * shape.width, 0, []
@@ -160,20 +160,20 @@ def nanotron_cuts(shape: Shape, pp: int) -> list[str]:
             stage += 1
             starts.append(f"blocks.{i}")
     if stage != pp - 1:
-        raise Unsupported(f"nanotron's rule makes {stage + 1} stages of {shape.layers} blocks, not {pp}")
+        raise Unsupported(f"nanotron's rule cuts {shape.layers} blocks into {stage + 1} stages, not {pp}")
     return starts
 
 
 def _sends(row: Row) -> str:
-    """Narayanan et al. 2021, section 4.1: each tp rank sends its slice, as DeepSpeed's pipeline does too.
+    """Return "slices" for scatter-gather P2P (Narayanan et al. 2021, section 4.1; DeepSpeed's pipeline has it too).
 
-    Megatron-Core has dropped it: with sequence parallelism the tensors are split already (quoted from memory).
+    Megatron-Core dropped it: with sequence parallelism the tensors are already split (quoted from memory).
     """
     return "slices" if row.is_megatron and not row.is_megatron_core else "whole"
 
 
 def _splits(shape: Shape) -> dict[str, str]:
-    """Megatron's tensor parallelism (Shoeybi et al. 2019, section 3): columns, rows, and the vocabulary."""
+    """Return Megatron's tensor-parallel splits (Shoeybi et al. 2019, section 3): columns, rows, and the vocabulary."""
     up = "S0/2" if shape.activation == "swiglu" and shape.joined else "S0"
     columns = ("*.qkv.weight",) if shape.joined else ("*.q.weight", "*.k.weight", "*.v.weight")
     gate = ("*.gate.weight",) if shape.activation == "swiglu" and not shape.joined else ()

@@ -1,4 +1,4 @@
-"""What `autoptd.plan` says of a run: the one place that calls it."""
+"""Prediction of a published run by `autoptd.plan`; no other module of this package calls it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from benchmarks.published.fix import fix_of
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape, build, shape_of
 
-# fp16 is bf16 to every cost: the same bytes, and on every device here the same rate.
+# fp16 costs the same as bf16: as many bytes and, on every device here, the same rate.
 _PRECISION = {"bf16": "bf16", "fp16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and bytes of the fullest of the ranks that the run's memory figure is about.
+    """Step seconds, and peak bytes of the fullest of the ranks that the run's memory figure covers.
 
     `analytic_bytes`: parameters, gradients, optimizer state and activations. `allocated_bytes`: all tensors.
-    `reserved_bytes`: with what the allocator keeps. `total_bytes`: with the context, as nvidia-smi shows it.
-    `fits`: whether every rank does.
+    `reserved_bytes`: plus unused memory of the allocator. `total_bytes`: plus the CUDA context, as nvidia-smi shows it.
+    `fits`: true if every rank fits.
     """
 
     step_time_s: float
@@ -43,7 +43,7 @@ class Prediction:
     fits: bool
 
     def bytes_of(self, kind: str) -> int:
-        """The figure that a `peak_memory_kind` measures. Raises Unsupported for one that is not known."""
+        """Return the figure that a `peak_memory_kind` measures. Raises Unsupported for an unknown kind."""
         for words, value in (
             (("analytic",), self.analytic_bytes),
             (("nvidia-smi",), self.total_bytes),
@@ -52,11 +52,11 @@ class Prediction:
         ):
             if any(word in kind for word in words):
                 return value
-        raise Unsupported(f"peak memory of kind {kind!r} is not known")
+        raise Unsupported(f"unknown kind of peak memory {kind!r}")
 
 
 def predict(row: Row) -> Prediction:
-    """Plan a run as it was planned then. Raises Unsupported with the reason where that is not possible."""
+    """Predict a run under its own plan. Raises Unsupported, with the reason, if that is not possible."""
     shape, cluster = shape_of(row), cluster_of(row)
     return _read(_planned(row, shape, cluster), row, cluster)
 
@@ -65,7 +65,7 @@ def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:
     row.need("precision", "n_gpus", "global_batch_size_seqs", "seq_len_tokens")
     assert row.n_gpus and row.precision and row.seq_len_tokens
     if row.precision not in _PRECISION:
-        raise Unsupported(f"precision {row.precision!r} is not known")
+        raise Unsupported(f"unknown precision {row.precision!r}")
     precision, (fix, assume) = _PRECISION[row.precision], by_keyword(fix_of(row, shape))
     try:
         return autoptd.plan(
@@ -83,20 +83,20 @@ def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:
         raise Unsupported(f"autoptd refuses: {error.what}") from error
 
 
-@lru_cache(maxsize=2)  # runs come sorted by shape; a trace of a large model is some 100 MB
+@lru_cache(maxsize=2)  # runs are sorted by shape; a trace of a large model takes some 100 MB
 def traced(shape: Shape, seq: int, precision: str) -> Any:
-    """What `plan` takes for a model: its trace, made once for all runs of that shape."""
+    """Return the traced model of a shape, cached for all runs of that shape."""
     trace = getattr(autoptd, "trace", None)
     model = build(shape)
     return model if trace is None else trace(model, seq=seq, precision=precision)
 
 
 def planner_of(row: Row, constraints: Constraints, cluster: Cluster, time_limit_s: float = math.inf) -> Planner:
-    """The search of a run's model, batch and number of devices on this cluster. Raises Unsupported."""
+    """Return a planner of a run's model, batch and number of devices on this cluster. Raises Unsupported."""
     row.need("precision", "n_gpus", "global_batch_size_seqs", "seq_len_tokens")
     assert row.precision and row.seq_len_tokens and row.n_gpus and row.global_batch_size_seqs
     if row.precision not in _PRECISION:
-        raise Unsupported(f"precision {row.precision!r} is not known")
+        raise Unsupported(f"unknown precision {row.precision!r}")
     precision = _PRECISION[row.precision]
     model = traced(shape_of(row), row.seq_len_tokens, precision)
     task = Task(
@@ -114,7 +114,7 @@ def planner_of(row: Row, constraints: Constraints, cluster: Cluster, time_limit_
 
 
 def staged(row: Row) -> tuple[Staged, Cluster]:
-    """The same plan before it is written down, so that it may be timed again. Raises Unsupported."""
+    """Return a run's plan as `Staged`, to be timed under other constants, and its cluster. Raises Unsupported."""
     cluster = cluster_of(row)
     fix, assume = by_keyword(fix_of(row, shape_of(row)))
     planner = planner_of(row, read_constraints(fix, assume=assume), cluster)
@@ -126,19 +126,19 @@ def staged(row: Row) -> tuple[Staged, Cluster]:
 
 def _read(plan: Plan, row: Row, cluster: Cluster) -> Prediction:
     ranks = [Memory(**memory) for memory in plan.predicted.memory]
-    looked_at = [ranks[i] for i in _stages(row.peak_memory_kind, len(ranks))]
+    covered = [ranks[i] for i in _stages(row.peak_memory_kind, len(ranks))]
     return Prediction(
         step_time_s=plan.predicted.step_time_s,
-        analytic_bytes=max(m.state + m.activations for m in looked_at),
-        allocated_bytes=max(m.allocated for m in looked_at),
-        reserved_bytes=max(m.reserved for m in looked_at),
-        total_bytes=max(m.total for m in looked_at),
+        analytic_bytes=max(m.state + m.activations for m in covered),
+        allocated_bytes=max(m.allocated for m in covered),
+        reserved_bytes=max(m.reserved for m in covered),
+        total_bytes=max(m.total for m in covered),
         fits=max(m.needed for m in ranks) <= cluster.device.memory_bytes,
     )
 
 
 def _stages(kind: str, count: int) -> tuple[int, ...]:
-    """Whose memory a figure of this kind is; Megatron logs on its last rank."""
+    """Return the stages that a memory figure of this kind covers; Megatron logs on its last rank."""
     if "first/last" in kind:
         return (0, count - 1)
     return (count - 1,) if "logging rank" in kind else tuple(range(count))

@@ -1,4 +1,4 @@
-"""A comparison as text of 120 columns, as Markdown for the documentation, and as JSON."""
+"""Report of a comparison as text of 120 columns, as Markdown for the documentation, and as JSON data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHORT = {"none": "", "selective": "sel", "full": "full"}
 
 
 def text(report: Report, constants: Mapping[str, str] | None = None) -> str:
-    """All of it: runs, lines, sets, memory, skipped, constants."""
+    """Return the whole report: runs, groups, sets of plans, memory verdicts, skipped runs, constants."""
     parts = (_runs(report), _groups(report), _plan_sets(report), _fits(report), _skips(report), _constants(constants))
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
 
 def plan_text(row: Row) -> str:
-    """`dp8 tp8 pp12×3 mb2 z1 full sp`: axes of 1 and what is off are left out."""
+    """Return `dp8 tp8 pp12×3 mb2 z1 full sp`, without axes of size 1 and features that are off."""
     axes = [f"{name}{n}" for name, n in (("dp", row.dp), ("tp", row.tp), ("cp", row.cp)) if n > 1]
     chunks = f"×{row.vpp_chunks_per_stage}" if row.vpp_chunks_per_stage > 1 else ""
     axes += [f"pp{row.pp}{chunks}"] if row.pp > 1 else []
@@ -57,7 +57,7 @@ def _run(outcome: Outcome) -> str:
     seconds = f"{'' if measured is None else _number(measured):>9}{_number(outcome.prediction.step_time_s):>10}"
     seconds += f"{_signed(outcome.time):>8}"
     if row.ran_out_of_memory:
-        return f"{head}{seconds}    {row.status}, {'said to fit' if outcome.prediction.fits else 'said not to fit'}"
+        return f"{head}{seconds}  {row.status}, predicted: {'fits' if outcome.prediction.fits else 'no fit'}"
     if outcome.memory is None:
         return head + seconds
     predicted, seen = outcome.memory
@@ -96,9 +96,9 @@ def _set_marks(plans: PlanSet) -> tuple[str, str]:
 
 def _fits(report: Report) -> Iterator[str]:
     fitting, (none, few) = report.fitting, fitting_verdicts(report.fitting)
-    yield f"out of memory, said to fit: {len(fitting.said_to_fit)} of {fitting.out_of_memory}  ({none})"
+    yield f"ran out of memory, predicted to fit: {len(fitting.said_to_fit)} of {fitting.out_of_memory}  ({none})"
     yield from _ids(fitting.said_to_fit)
-    yield f"ran, said not to fit: {len(fitting.said_not_to_fit)} of {fitting.ran}  ({few})"
+    yield f"ran, predicted not to fit: {len(fitting.said_not_to_fit)} of {fitting.ran}  ({few})"
     yield from _ids(fitting.said_not_to_fit)
 
 
@@ -123,7 +123,7 @@ def _skips(report: Report) -> Iterator[str]:
 
 def _constants(constants: Mapping[str, str] | None) -> Iterator[str]:
     if constants is not None:
-        yield f"constants: {len(constants)}, each with what it was fitted on or where it is published"
+        yield f"constants: {len(constants)}, each with its value and the runs it was fitted on"
         yield from (f"  {name}: {origin}" for name, origin in constants.items())
 
 
@@ -149,7 +149,7 @@ def _signed(pair: tuple[float, float] | None) -> str:
 
 
 def summary(report: Report, constants: Mapping[str, str] | None = None) -> str:
-    """The lines, the sets and the memory check as Markdown, for `docs/accuracy.md`."""
+    """Return groups, sets of plans and memory verdicts as Markdown, for `docs/accuracy.md`."""
     lines = [
         "| runs | used of all | step time: median | 90 % | mean | bar | memory: median | 90 % | mean | bar |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -195,7 +195,7 @@ def _joined(verdicts: list[Verdict]) -> str:
 
 
 def data(report: Report, constants: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Everything as plain JSON data; relative errors and regret as fractions."""
+    """Return the report as plain JSON data; relative errors and regret are fractions."""
     return {
         "runs": [_run_data(outcome) for outcome in report.outcomes],
         "lines": [_line_data(line) for line in (*report.lines, report.everything)],

@@ -1,6 +1,6 @@
-"""A published run, as one line of a JSON lines file.
+"""Published runs, read from a file of JSON lines.
 
-Units stand in the names; a key that is absent is unknown. Keys that nothing here reads are kept out.
+Names carry units. An absent key means unknown; unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class BadRuns(AutoptdError, ValueError):
 
 
 class Unsupported(Exception):
-    """A run that cannot be predicted; the message is the reason that the report counts."""
+    """A run that cannot be predicted; the message is the reason shown in the report."""
 
 
 class Row(BaseModel):
@@ -27,7 +27,7 @@ class Row(BaseModel):
 
     id: str
     group: str
-    status: str = "ok"  # or "oom…", or what else keeps it from being used
+    status: str = "ok"  # or "oom…", or another reason not to use it
     complete_for_time: bool = False
     complete_for_memory: bool = False
     notes: str = ""
@@ -75,7 +75,7 @@ class Row(BaseModel):
     dp_comm_overlap: bool | None = None
     tp_comm_overlap: bool | None = None
 
-    # what was measured
+    # measured figures
     iteration_time_s: float | None = None
     peak_memory_gb: float | None = None
     peak_memory_unit: str = ""
@@ -83,18 +83,18 @@ class Row(BaseModel):
     is_memory_estimate_analytic: bool = False
 
     def need(self, *names: str) -> None:
-        """Raises Unsupported naming those of the keys that the row does not state."""
+        """Raise Unsupported, naming the keys that the row does not state."""
         if missing := [name for name in names if getattr(self, name) is None]:
             raise Unsupported(f"does not state {', '.join(missing)}")
 
     @property
     def measured_time_s(self) -> float | None:
-        """Seconds of a step, where the row is fit to check a time."""
+        """Step seconds; None if the row is not fit to check a time."""
         return self.iteration_time_s if self.complete_for_time and self.status == "ok" else None
 
     @property
     def measured_bytes(self) -> float | None:
-        """Peak memory of a rank in bytes, where the row is fit to check memory."""
+        """Peak memory of a rank in bytes; None if the row is not fit to check memory."""
         if not self.complete_for_memory or self.status != "ok" or self.peak_memory_gb is None:
             return None
         return self.peak_memory_gb * unit_bytes(self.peak_memory_unit)
@@ -105,32 +105,31 @@ class Row(BaseModel):
 
     @property
     def ran(self) -> bool:
-        """Whether this plan was seen to fit: an analytic figure is of a plan that nobody needs to have run."""
+        """True if the plan was run and fit; an analytic memory figure does not show that."""
         return self.status == "ok" and not self.is_memory_estimate_analytic
 
     @property
     def is_megatron(self) -> bool:
-        """Whether the framework is Megatron or built on it: padded vocabulary, fused kernels, flat gradient buffers."""
+        """True for Megatron and frameworks built on it: padded vocabulary, fused kernels, flat gradient buffers."""
         return any(word in self.framework.lower() for word in ("megatron", "nemo"))
 
     @property
     def is_megatron_core(self) -> bool:
-        """Megatron-Core and what is built on it, from 2023 on."""
+        """True for Megatron-Core and frameworks built on it, from 2023 on."""
         return any(word in self.framework.lower() for word in ("megatron-core", "nemo"))
 
 
 def unit_bytes(unit: str) -> int:
-    """Bytes of the unit that a memory figure is given in.
+    """Return the bytes in the unit of a memory figure: 10^9 for a plain GB, else 2^30.
 
-    GiB says so itself. PyTorch, nanotron and nvidia-smi count MiB, which logs divide by 1024 (nanotron) or users read
-    as GB (nvidia-smi); a plain GB is 10^9.
+    PyTorch, nanotron and nvidia-smi count MiB, which logs divide by 1024 (nanotron) or users read as GB (nvidia-smi).
     """
     binary = any(word in unit for word in ("GiB", "MiB", "nvidia-smi"))
     return 2**30 if binary else 10**9
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The runs of a file, in its order; empty lines are passed over. Raises BadRuns with the number of a bad line."""
+    """Read the runs of a file in order, skipping empty lines. Raises BadRuns with the number of a bad line."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
@@ -141,7 +140,7 @@ def read_rows(path: Path) -> list[Row]:
     seen: set[str] = set()
     for row in rows:
         if row.id in seen:
-            raise BadRuns(f"two runs have the id {row.id!r}", where=str(path), fix="give each run an id of its own")
+            raise BadRuns(f"two runs have the id {row.id!r}", where=str(path), fix="give each run a unique id")
         seen.add(row.id)
     return rows
 
@@ -154,5 +153,5 @@ def _row(line: str, where: str) -> Row:
         field = ".".join(map(str, first["loc"]))
         what = f"{field}: {first['msg']}" if field else first["msg"]
         raise BadRuns(
-            f"not a run: {what}", where=where, fix="one JSON object a line; see benchmarks/README.md"
+            f"not a run: {what}", where=where, fix="give one JSON object per line; see benchmarks/README.md"
         ) from error

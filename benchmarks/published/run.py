@@ -1,4 +1,4 @@
-"""Predict many runs, on one or more processes; runs of one shape stay together and share its trace."""
+"""Prediction of many runs on one or more processes; runs of one shape form a batch and share its trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.published.shapes import shape_of
 
 Found = TypeVar("Found")
 
-# A fault of the planner on one run is that run's, shown and counted as skipped; the other runs are still compared.
+# A run on which the planner raises one of these counts as skipped, with the error shown; other runs are compared.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -28,7 +28,7 @@ def run(
     predict: Callable[[Row], Prediction] = predict,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Outcome]:
-    """Every run's outcome, in the order given. `progress(done, of)` is told after each batch of runs."""
+    """Return the outcome of every run in the given order; call `progress(done, of)` after each batch."""
     work = partial(_outcomes, predict=predict)
     found: dict[str, Outcome] = {}
     for outcomes in each(work, batches(rows), jobs):
@@ -40,7 +40,7 @@ def run(
 def each(
     work: Callable[[list[Row]], list[Found]], batches: list[list[Row]], jobs: int
 ) -> Iterable[list[Found]] | Iterator[list[Found]]:
-    """What `work` makes of each batch, in order, on so many processes."""
+    """Yield `work(batch)` for each batch in order, computed by `jobs` processes."""
     if jobs == 1 or len(batches) < 2:
         yield from map(work, batches)
         return
@@ -50,7 +50,7 @@ def each(
 
 
 def batches(rows: Iterable[Row]) -> list[list[Row]]:
-    """Runs by what their trace depends on, the batches that take longest first."""
+    """Group runs that share a trace; the batches expected to take longest are first."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(_trace_key(row), []).append(row)
@@ -80,6 +80,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def show_progress(done: int, of: int) -> None:
-    """`\\r123 of 471 runs`, on a terminal only."""
+    """Print `\\r123 of 471 runs`, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r{done} of {of} runs", end="\n" if done == of else "", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""From a run to its model: the shape that the row states, and the plain PyTorch module of that shape."""
+"""Model of a published run: the shape that the row states, and the plain PyTorch module of that shape."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.transformer import Transformer
 
-# Shoeybi et al. 2019, section 4.1 (and Megatron-LM's --hidden-dropout, --attention-dropout): 0.1 wherever attention is
-# the unfused one; the fused recipes of later years train without.
+# Shoeybi et al. 2019, section 4.1 (and Megatron-LM's --hidden-dropout, --attention-dropout): 0.1 with unfused
+# attention; the fused recipes of later years train without.
 MEGATRON_DROPOUT = 0.1
-_VOCABULARY_MULTIPLE = 128  # Megatron-LM, --make-vocab-size-divisible-by; times tp, so that every rank's part is one
+_VOCABULARY_MULTIPLE = 128  # of each tp rank's rows: Megatron-LM, --make-vocab-size-divisible-by
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All that the module depends on; equal shapes share one module and one trace.
+    """Sizes and options that define the module; equal shapes share one module and one trace.
 
-    `positions`: learned ones, 0 for rotary. `joined`: queries, keys and values (and gate and up) come from one matmul.
+    `positions`: rows of learned position embeddings, 0 for rotary ones. `joined`: one matmul computes queries, keys and
+    values, and one computes gate and up.
     """
 
     layers: int
@@ -36,17 +37,17 @@ class Shape:
     bias: bool
     tied: bool
     joined: bool
-    unfused: bool  # attention written out, with its score matrix
+    unfused: bool  # attention materialises its score matrix
     dropout: float
 
 
 def shape_of(row: Row) -> Shape:
-    """The shape of a run's model. Raises Unsupported for what is not modelled, and for what the row does not state."""
+    """Return the shape of a run's model. Raises Unsupported for an unmodelled architecture or a missing key."""
     row.need("arch", "n_layers", "hidden_size", "ffn_hidden_size", "n_heads", "vocab_size", "seq_len_tokens")
     family = _family(row)
     assert row.n_heads and row.hidden_size and row.n_layers and row.ffn_hidden_size and row.seq_len_tokens
     if row.head_dim is None and row.hidden_size % row.n_heads:
-        raise Unsupported(f"{row.n_heads} heads do not divide {row.hidden_size}, and it states no head_dim")
+        raise Unsupported(f"{row.n_heads} heads do not divide width {row.hidden_size}, and no head_dim is stated")
     unfused = row.attention_impl.startswith("unfused")
     learned = family in ("gpt", "mpt")
     return Shape(
@@ -69,10 +70,10 @@ def shape_of(row: Row) -> Shape:
 
 
 def _family(row: Row) -> str:
-    """`gpt`, `mpt`, `llama` or `nemotron`: the one place that says which architectures are modelled."""
+    """Return `gpt`, `mpt`, `llama` or `nemotron`. Raises Unsupported for every architecture that is not modelled."""
     arch = row.arch or ""
     if row.ep > 1:
-        raise Unsupported(f"its experts ({arch}) are spread over ep {row.ep} ranks, which is no axis of a plan")
+        raise Unsupported(f"expert parallelism (ep {row.ep}, {arch}) is not modelled")
     if arch.startswith("moe"):
         raise Unsupported(f"mixture of experts ({arch}) is not modelled")
     if arch.startswith("gpt("):
@@ -87,7 +88,7 @@ def _family(row: Row) -> str:
 
 
 def padded_vocabulary(row: Row) -> int:
-    """Rows of the embedding table: a multiple of 128 tp in Megatron and what is built on it, else as stated."""
+    """Return the rows of the embedding table: rounded up to a multiple of 128 tp in Megatron, else as stated."""
     assert row.vocab_size is not None
     if not row.is_megatron:
         return row.vocab_size
@@ -97,6 +98,6 @@ def padded_vocabulary(row: Row) -> int:
 
 @cache
 def build(shape: Shape, device: str = "meta") -> Transformer:
-    """The module, in training mode, with its parameters on `device`: one object per shape."""
+    """Return the module in training mode, with parameters on `device`; cached per shape."""
     with torch.device(device):
         return Transformer(shape).train()

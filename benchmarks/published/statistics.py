@@ -1,4 +1,4 @@
-"""The figures of a comparison: errors, rank correlation, regret."""
+"""Figures of a comparison: errors, rank correlation, regret."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Errors:
 
 
 def error(predicted: float, measured: float) -> float:
-    """Relative error; 0.1 is 10 % too much."""
+    """Return the relative error; 0.1 is 10 % too much."""
     return predicted / measured - 1
 
 
 def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
-    """Of (predicted, measured) pairs; None of none."""
+    """Return the error statistics of (predicted, measured) pairs; None without pairs."""
     if not pairs:
         return None
     signed = np.array([error(p, m) for p, m in pairs])
@@ -33,7 +33,7 @@ def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """Rank of each value from 1; equal values share the mean of theirs."""
+    """Return the rank of each value, from 1; equal values share the mean of their ranks."""
     array = np.asarray(values, dtype=float)
     below = (array[:, None] > array[None, :]).sum(axis=1)
     equal = (array[:, None] == array[None, :]).sum(axis=1)
@@ -41,14 +41,14 @@ def ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation: Pearson's of the ranks; 0 where one side is all equal and so ranks nothing."""
+    """Return Spearman's rank correlation (Pearson's of the ranks); 0 if all values of one side are equal."""
     x, y = (r - r.mean() for r in (ranks(a), ranks(b)))
     spread = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return float((x * y).sum()) / spread if spread else 0.0
 
 
 def regret(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float:
-    """Measured time of the plan predicted fastest ÷ best measured time − 1; of equal predictions, the worst."""
+    """Return measured time of the plan predicted fastest ÷ best measured time − 1; ties count with the slowest."""
     best = min(predicted_s)
     picked = max(m for p, m in zip(predicted_s, measured_s, strict=True) if p == best)
     return picked / min(measured_s) - 1

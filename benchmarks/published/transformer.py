@@ -1,7 +1,7 @@
-"""A decoder-only transformer in plain PyTorch: the GPT, MPT, Llama and Nemotron families by what their shape says.
+"""Decoder-only transformer in plain PyTorch: GPT, MPT, Llama or Nemotron, depending on its `Shape`.
 
-Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. `forward(input_ids, labels)` gives the mean
-cross entropy in float32; labels are what each position is to predict, so nothing is shifted here.
+Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. `forward(input_ids, labels)` returns the
+mean cross entropy in float32; labels are the targets of each position, so nothing is shifted here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ROTARY_BASE = 10_000.0  # Su et al. 2021, section 3.2.2; no cost depends on it
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """So et al. 2021, Primer."""
+    """Return ReLU squared (So et al. 2021, Primer)."""
     return F.relu(x).square()
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Hendrycks and Gimpel 2016, by tanh as in GPT-2."""
+    """Return GELU (Hendrycks and Gimpel 2016) by its tanh approximation, as GPT-2 does."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -42,7 +42,7 @@ def _norm(shape: Shape) -> nn.Module:
 
 
 def rotary_tables(s: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [s, head_dim]; Su et al. 2021, equation 34, in halves instead of pairs."""
+    """Return cosines and sines, each [s, head_dim] (Su et al. 2021, equation 34, rotating halves instead of pairs)."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.arange(s, device=device, dtype=torch.float32)[:, None] * _ROTARY_BASE**-exponents
     angles = torch.cat((angles, angles), dim=-1)
@@ -50,19 +50,19 @@ def rotary_tables(s: int, head_dim: int, device: torch.device) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x [b, heads, s, head_dim], turned by its positions."""
+    """Apply rotary embeddings to x [b, heads, s, head_dim]."""
     cos, sin = (table.to(x.dtype) for table in tables)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class JoinedProjection(nn.Module):
-    """Queries, keys and values by one matmul, laid out per key-value head as Megatron-Core does."""
+    """Queries, keys and values from one matmul, laid out per key-value head as in Megatron-Core."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.kv_heads, self.head_dim = shape.kv_heads, shape.head_dim
-        self.group = shape.heads // shape.kv_heads  # queries of one key and value
+        self.group = shape.heads // shape.kv_heads  # query heads per key-value head
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = nn.Linear(shape.width, width, bias=shape.bias)
 
@@ -74,7 +74,7 @@ class JoinedProjection(nn.Module):
 
 
 class SeparateProjections(nn.Module):
-    """Queries, keys and values by a matmul each, as in torchtitan."""
+    """Queries, keys and values from a matmul each, as in torchtitan."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class SeparateProjections(nn.Module):
 
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, training: bool) -> Tensor:
-    """Matmul, scale, causal mask, softmax, dropout, matmul, all in the compute dtype (Megatron's fp16 softmax kernel).
+    """Return causal attention by its score matrix, all in the compute dtype (Megatron's fp16 softmax kernel).
 
-    q, k, v [b, heads, s, head_dim] with as many key as query heads.
+    q, k, v: [b, heads, s, head_dim], with as many key as query heads.
     """
     s = q.shape[2]
     scores = torch.matmul(q, k.transpose(2, 3)) * (1 / math.sqrt(q.shape[3]))
@@ -101,7 +101,7 @@ def unfused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, training:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, fused or written out."""
+    """Causal self-attention, fused or unfused."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Up, activation, down."""
+    """Two-layer perceptron: up, activation, down."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Perceptron(nn.Module):
 
 
 class GatedPerceptron(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate x) · up x); one matmul makes gate and up where they are joined."""
+    """SwiGLU (Shazeer 2020): down(silu(gate x) · up x); one matmul computes gate and up if `joined`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, norm, head, loss."""
+    """Decoder with its loss: embedding, blocks, norm, head, cross entropy."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -200,12 +200,12 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def example_inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
-        """Tokens and labels on the meta device."""
+        """Return tokens and labels on the meta device."""
         return {name: torch.empty(batch, seq, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
 
 
 def _initialise(module: nn.Module) -> None:
-    """Normal weights of deviation 0.02 and zero biases (Radford et al. 2018, section 4.1)."""
+    """Draw weights from a normal distribution of deviation 0.02; zero biases (Radford et al. 2018, section 4.1)."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,1 +1,1 @@
-"""Emitted programs against the same training written with PyTorch's own parts: time and memory of a step, on gloo."""
+"""Time and memory of a training step: emitted programs against the same training by hand in PyTorch, on gloo."""

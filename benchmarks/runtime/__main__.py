@@ -1,10 +1,9 @@
-"""How fast an emitted program trains, and in how much memory, against the same training written with PyTorch's own
-parts, on gloo.
+"""Step time and memory of emitted programs against the same training written by hand with PyTorch's parts, on gloo.
 
-Both run in the same processes, a step each by turns, so that what else the machine does slows both alike; the figure is
-the median ratio of pairs. Model, batch, optimizer (fused AdamW), clipping and precision (float32) are the same, every
-stage has as many blocks, and loss and gradient norm of the first step agree, or there is no figure. Memory is what
-PyTorch's allocator holds when it holds most, of the fullest rank, in a run of each alone.
+Both alternate step by step in the same processes, so that other load on the machine slows both alike; the figure is the
+median ratio of pairs of steps. Model, batch, optimizer (fused AdamW), clipping, precision (float32) and blocks per
+stage are the same. Loss and gradient norm of the first step must agree, or the benchmark fails. Memory is the peak of
+PyTorch's allocator on the fullest rank, measured with each program alone.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from benchmarks.runtime.model import LAYERS, SEQ, WIDTH, Trained
 
 PAIRS = 15
 PEAKS = 5
-SAMPLES = 4  # of a dp rank
+SAMPLES = 4  # of a dp rank, per microbatch
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, and what the plan on it is compared with: see `by_hand.program`."""
+    """A mesh and ZeRO stage, and the PyTorch parts that the plan is compared with (see `by_hand.program`)."""
 
     mesh: Mesh
     zero: int
@@ -66,7 +65,7 @@ CASES = (
 
 
 def task_of(case: Case) -> Task:
-    """Plan, program and values: what a worker needs."""
+    """Plan a case; return its program and initial values for the workers."""
     mesh, m = case.mesh, 2 * case.mesh.pp if case.mesh.pp > 1 else 1
     samples = SAMPLES * m
     source = autoptd.trace(Trained(), seq=SEQ, precision="fp32")
@@ -79,7 +78,7 @@ def task_of(case: Case) -> Task:
 
 
 def measure(case: Case, pairs: int = PAIRS) -> Outcome:
-    """Of rank 0, and the fullest rank's bytes of each."""
+    """Measure a case: step times on rank 0, and peak bytes of the fullest rank for each program."""
     task = task_of(case)
     mesh = task.layout.mesh
     with ProcessPool(mesh.world, timeout_s=60 + 15 * pairs) as pool:
@@ -89,15 +88,15 @@ def measure(case: Case, pairs: int = PAIRS) -> Outcome:
 
 
 def fullest(runs: Sequence[Sequence[int]]) -> int:
-    """Bytes of the fullest rank, of each the least of all runs.
+    """Return the peak bytes of the fullest rank, each rank's peak being its minimum over the runs.
 
-    What gloo's own threads free as the last to hold it goes on being counted until its address is handed out anew.
+    Memory that one of gloo's threads frees last counts as alive until its address is reused, which can inflate a run.
     """
     return max(map(min, zip(*runs, strict=True)))
 
 
 def line(case: Case, found: Outcome) -> str:
-    """`dp 2 ZeRO 1 against ddp   0.105  0.110   0.96  (0.93 to 0.99)  ≤ 1  pass   80  95   0.84`."""
+    """Return `dp 2 ZeRO 1 against ddp   0.105  0.110   0.96  (0.93 to 0.99)  ≤ 1  pass   80  95   0.84`."""
     ratios = sorted(ours / theirs for ours, theirs in found.seconds)
     ratio, quarter = statistics.median(ratios), len(ratios) // 4
     ours, theirs = (statistics.median(pair[i] for pair in found.seconds) for i in (0, 1))
@@ -110,12 +109,12 @@ def line(case: Case, found: Outcome) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.runtime", description="Emitted programs against PyTorch's parts."
+        "python -m benchmarks.runtime", description="Emitted programs against training by hand."
     )
-    parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="steps of each (%(default)s)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="the cases whose line has this text")
+    parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="timed steps of each (%(default)s)")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name contains TEXT")
     chosen = parser.parse_args(argv)
-    print(f"a step of {LAYERS} blocks of width {WIDTH}, microbatches of {SAMPLES} × {SEQ} tokens, float32, gloo")
+    print(f"model: {LAYERS} blocks of width {WIDTH}, microbatches of {SAMPLES} × {SEQ} tokens, float32, gloo")
     print(f"{'':34} {'ours s':>8} {'theirs s':>8}   ratio (quartiles) {'':16} {'MiB ours':>10} {'theirs':>8}  ratio")
     for case in CASES:
         if chosen.only in str(case):

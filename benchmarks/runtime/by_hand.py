@@ -1,11 +1,11 @@
-"""The same training as somebody writes it with PyTorch's own parts, for any mesh of (pp, dp, tp).
+"""Baseline: the same training written by hand with PyTorch's own parts, for any mesh of (pp, dp, tp).
 
     tp    DTensor: `parallelize_module` with column and row parallel layers, and `loss_parallel`
     pp    `torch.distributed.pipelining`: a stage per rank, `Schedule1F1B`
     dp    "ddp": DistributedDataParallel; "ddp+zero": with ZeroRedundancyOptimizer; "fsdp": `fully_shard` by block,
-          whose parameters stay gathered between forward and backward pass
+          without resharding parameters between forward and backward
 
-As in the training recipes of PyTorch's own tutorials on these parts: the norm that is clipped spans all axes.
+The code follows PyTorch's tutorials on these parts; gradient clipping uses the norm over all axes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Step = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
 def program(mesh: Mesh, dp: str, options: Mapping[str, Any], values: Mapping[str, Tensor], m: int) -> Step:
-    """A function of this rank's batch that trains one step and gives (loss, gradient norm), each 0-dim.
+    """Return a function that trains one step on this rank's batch and returns (loss, gradient norm), each 0-dim.
 
-    The loss is that of this rank's samples, known on the last stage alone. `values` are the whole model's; `m`
-    microbatches, one unless the model is cut into stages.
+    The loss is that of this rank's samples; only the last stage has it. `values`: parameters of the whole model. `m`:
+    number of microbatches, 1 without pipeline stages.
     """
     device_mesh = init_device_mesh("cpu", (mesh.pp, mesh.dp, mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
     rank = device_mesh.get_local_rank("pp")
@@ -59,7 +59,7 @@ def program(mesh: Mesh, dp: str, options: Mapping[str, Any], values: Mapping[str
             parameters, torch.optim.AdamW, process_group=device_mesh.get_group("dp"), **options
         )
     else:
-        optimizer = torch.optim.AdamW([{"params": held} for held in _by_mesh(parameters)], **options)
+        optimizer = torch.optim.AdamW([{"params": group} for group in _by_mesh(parameters)], **options)
     run = _pipelined(wrapped, device_mesh, m) if mesh.pp > 1 else _alone(wrapped, m)
 
     def step(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def program(mesh: Mesh, dp: str, options: Mapping[str, Any], values: Mapping[str
 
 
 def _split(model: Decoder, tp: DeviceMesh) -> None:
-    """Split over tp as Megatron-LM does (Shoeybi et al. 2019), the hidden states between layers whole."""
+    """Split layers over tp as Megatron-LM does (Shoeybi et al. 2019), with replicated hidden states between them."""
     plan: dict[str, Any] = {}
     if model.tokens is not None:
         plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
@@ -120,24 +120,24 @@ def _pipelined(model: nn.Module, mesh: DeviceMesh, m: int) -> Callable[[Mapping[
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that are split, and those that are not: torch's functions over many tensors take no mixture."""
-    alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    """Group parameters by device mesh, None for plain tensors: torch's foreach functions do not mix them."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in parameters:
-        alike.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    return list(alike.values())
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
 
 
 def _clip(parameters: list[nn.Parameter], pipeline: DeviceMesh | None) -> Tensor:
-    """Scale the gradients so that their norm over all axes is at most one; gives the norm."""
+    """Scale the gradients so that their norm over all axes is at most 1; return the norm before scaling."""
     norms = []
-    for held in _by_mesh(parameters):
-        norm = nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+    for group in _by_mesh(parameters):
+        norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     norm = torch.stack(norms).norm()
     if pipeline is not None:
         norm = norm**2
         torch.distributed.all_reduce(norm, group=pipeline.get_group("pp"))
         norm = norm.sqrt()
-    for held in _by_mesh(parameters):
-        nn.utils.clip_grads_with_norm_(held, 1.0, norm)
+    for group in _by_mesh(parameters):
+        nn.utils.clip_grads_with_norm_(group, 1.0, norm)
     return norm

@@ -1,4 +1,4 @@
-"""What a worker does: a step of each program by turns, or the peak of one alone."""
+"""Work of one process: alternating steps of both programs, or the peak memory of one program alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained; picklable. `samples` of a dp rank in a step, in `microbatches`."""
+    """Program and initial values of a case; picklable. `samples`: per dp rank and step; `against`: the baseline."""
 
     program: Program
     layout: Layout
@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds of a step of ours and of theirs, pair by pair; bytes of the fullest rank."""
+    """Step seconds of the emitted program and of the baseline, in pairs; peak bytes of the fullest rank for each."""
 
     seconds: list[tuple[float, float]]
     ours_bytes: int
@@ -69,27 +69,27 @@ def _theirs(c: Communicators, task: Task) -> Step:
 
 
 def _batch(c: Communicators, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Samples differ between dp ranks alone."""
+    """Return this rank's random tokens and targets; all ranks of one dp index get the same ones."""
     tokens = torch.randint(VOCAB, (c.mesh.dp, samples, SEQ + 1), generator=generator)[c.dp.rank]
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def by_turns(c: Communicators, task: Task, pairs: int) -> list[tuple[float, float]]:
-    """Seconds of a step of ours and of theirs, pair by pair. A collective of the world."""
+    """Return step seconds of the emitted program and of the baseline, in pairs. Collective: all ranks call it."""
     both = _ours(c, task), _theirs(c, task)
     generator = torch.Generator().manual_seed(0)
     found = []
     for pair in range(WARM_UP + pairs):
         batch = _batch(c, task.samples, generator)
-        seconds, told = [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
+        seconds, reported = [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
         for which in (0, 1) if pair % 2 else (1, 0):
             dist.barrier()
             start = time.perf_counter()
-            told[which] = torch.stack([_whole(x) for x in both[which](batch)])
+            reported[which] = torch.stack([_whole(x) for x in both[which](batch)])
             dist.barrier()
             seconds[which] = time.perf_counter() - start
         if pair == 0:
-            _check_same(c, *told)
+            _check_same(c, *reported)
         if pair >= WARM_UP:
             found.append((seconds[0], seconds[1]))
     return found
@@ -100,7 +100,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _check_same(c: Communicators, ours: Tensor, theirs: Tensor) -> None:
-    """Both train the same: one loss over the ranks of the last stage, one gradient norm."""
+    """Check that both programs have the same loss, averaged over ranks of the last stage, and gradient norm."""
     total = torch.tensor([float(theirs[0]) if c.stage == c.mesh.pp - 1 else 0.0], dtype=torch.float64)
     dist.all_reduce(total)
     theirs[0] = total[0] / (c.mesh.dp * c.mesh.tp)
@@ -108,10 +108,10 @@ def _check_same(c: Communicators, ours: Tensor, theirs: Tensor) -> None:
 
 
 def peak_bytes(c: Communicators, task: Task, ours: bool) -> int:
-    """Of all tensors of this process, from before the program is made until its third step has run."""
+    """Return the peak bytes of all tensors of this process, from building the program to the end of its third step."""
     make: Callable[[Communicators, Task], Step] = _ours if ours else _theirs
     generator = torch.Generator().manual_seed(0)
-    gc.collect()  # what an earlier program left would be freed within this one
+    gc.collect()  # else garbage of an earlier program would be freed while this one is measured
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = make(c, task)
         for _ in range(3):
@@ -125,10 +125,10 @@ def peak_bytes(c: Communicators, task: Task, ours: bool) -> int:
 
 
 def most_alive(events: Iterable[Mapping[str, int]]) -> int:
-    """Most bytes alive at once, of allocations and releases (negative "Bytes") in order of time.
+    """Return the peak of live bytes over allocations and releases (negative "Bytes") in order of time.
 
-    The profiler sees no release by a thread that it does not watch, such as gloo's. Memory whose address is handed out
-    anew has been released.
+    The profiler does not see releases by threads that it does not watch, such as gloo's; an address that is allocated
+    a second time counts as released before.
     """
     alive: dict[int, int] = {}
     most = now = 0

@@ -1,12 +1,12 @@
-"""On one GPU: tokens per second of an emitted program against the plain model, both compiled, a step each by turns.
+"""Tokens per second of an emitted program against the plain model on one GPU, both compiled, in alternating steps.
 
     python -m benchmarks.runtime.gpu [--only gpt2-124m,…] [--ranks 2] [--device cpu]
 
-Ours is a world of one on NCCL, bf16 with fp32 main parameters, blocks compiled. Theirs is the plain model in fp32 under
-`torch.autocast(bf16)`, all of it compiled, with fused AdamW and clipping as well; both end with the loss on the host.
-`--ranks N` instead trains on N processes that share the GPU and talk over gloo, and compares losses with one process:
-for correctness, not for speed. `--device cpu` tries the command out on tiny shapes. The first line names the date and
-the device, so that the figures can be kept as they are.
+The emitted program runs in a world of one on NCCL, in bf16 with fp32 main parameters, its blocks compiled. The plain
+model runs in fp32 under `torch.autocast(bf16)`, compiled as a whole. Both use fused AdamW and clipping, and copy the
+loss to the host in each step. `--ranks N` instead trains on N processes that share the GPU and communicate over gloo,
+and compares losses with one process: it checks correctness, not speed. `--device cpu` tries the command out on tiny
+shapes. The first line of output has the date and the device, so that the figures can be quoted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import autoptd
 from benchmarks.single_gpu import CASES, Case, make_model, random_batch
 
 OPTIONS: Mapping[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
-BAR = 1.0  # tokens per second of ours over theirs, at least
+BAR = 1.0  # lowest accepted ratio of tokens per second, ours ÷ theirs
 WARM_UP, STEPS = 3, 9
 Step = Callable[[Mapping[str, Tensor]], float]
 
 
 def ours(model: nn.Module, case: Case, device: str, world: int = 1, compiled: bool = True) -> autoptd.Parallel:
-    """The running part of this process."""
+    """Plan the model and return this process's part of the emitted program."""
     fix = {"dp": world, "tp": 1, "pp": 1, "micro": case.batch, "recompute": "none"}
     precision = "bf16" if device == "cuda" else "fp32"
     cluster = "dgx-h100" if device == "cuda" else "local"
@@ -55,7 +55,7 @@ def ours(model: nn.Module, case: Case, device: str, world: int = 1, compiled: bo
 
 
 def theirs(model: nn.Module, device: str) -> Step:
-    """The plain model with the same values, compiled."""
+    """Compile the plain model; return a function that trains one step of it and returns the loss."""
     model = model.to(device).train()
     forward = torch.compile(model)
     parameters = list(model.parameters())
@@ -74,7 +74,7 @@ def theirs(model: nn.Module, device: str) -> Step:
 
 
 def by_turns(case: Case, device: str, pairs: int) -> tuple[float, float, float]:
-    """(tokens per second of ours, of theirs, the median ratio of pairs)."""
+    """Return (tokens per second of ours, of theirs, median ratio of pairs)."""
     outline = make_model(case)
     parallel = ours(outline, case, device)
     model = copy.deepcopy(outline).to_empty(device=device)
@@ -96,7 +96,7 @@ def by_turns(case: Case, device: str, pairs: int) -> tuple[float, float, float]:
 
 
 def one_rank(case: Case, device: str) -> None:
-    """A process that torchrun started: three steps on its share; the last loss is printed by rank 0."""
+    """Train three steps as one rank under torchrun; rank 0 prints the last loss."""
     dist.init_process_group("gloo")
     outline = make_model(case)
     parallel = ours(outline, case, device, dist.get_world_size(), compiled=False)
@@ -108,13 +108,13 @@ def one_rank(case: Case, device: str) -> None:
 
 
 def share(model: nn.Module, case: Case, device: str, step: int, ranks: int, rank: int) -> dict[str, Tensor]:
-    """A dp rank's samples of the global batch of a step."""
+    """Return a dp rank's samples of the global batch of a step."""
     every = random_batch(model, Case(case.name, case.model, case.config, case.batch * ranks, case.seq), device)
     return {name: x.roll(step, 0).tensor_split(ranks)[rank] for name, x in every.items()}
 
 
 def shared(case: Case, device: str, ranks: int) -> tuple[float, float]:
-    """The loss after three steps, of ranks that share the device and of one process."""
+    """Return the loss after three steps: of ranks that share the device, and of one process."""
     words = ["-m", "benchmarks.runtime.gpu", "--one", case.name, "--device", device]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *words]
     done = subprocess.run(
@@ -133,14 +133,14 @@ def shared(case: Case, device: str, ranks: int) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.runtime.gpu", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", default="", metavar="NAME,…", help="these cases")
-    parser.add_argument("--pairs", type=int, default=STEPS, metavar="N", help="steps of each (%(default)s)")
+    parser.add_argument("--only", default="", metavar="NAME,…", help="cases (default: the first, and the first Llama)")
+    parser.add_argument("--pairs", type=int, default=STEPS, metavar="N", help="timed steps of each (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that share the device")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU here: nothing was measured (--device cpu tries the command out)")
+        print("no CUDA device found: nothing was measured (--device cpu tries the command out)")
         return 0
     cases = {case.name: case for case in CASES[chosen.device]}
     if chosen.one:

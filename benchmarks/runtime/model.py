@@ -1,8 +1,7 @@
-"""The model that both sides train: a decoder in plain PyTorch, as it is written before anybody thinks of ranks.
+"""Model that both programs train: a decoder in plain PyTorch, written without regard to parallelism.
 
-Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. Layers of the shape of Llama's, with learned
-positions in place of rotary ones; queries, keys and values are layers of their own, so that PyTorch's tensor
-parallelism can split them.
+Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. Layers are like Llama's, with learned instead
+of rotary positions; queries, keys and values are separate layers, so that PyTorch's tensor parallelism can split them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ VOCAB, SEQ, WIDTH, INNER, LAYERS, HEADS = 2048, 128, 256, 704, 8, 8
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `head` is the size of one, however many there are."""
+    """Causal self-attention; `head`: size of a head. The number of heads follows from the input, as tp splits them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`model(tokens)` gives the logits. `first` and `last`: whether embeddings and head are held; all of it if both."""
+    """Decoder from tokens to logits, or a pipeline stage of it; `first`: with embeddings, `last`: with the head."""
 
     def __init__(self, blocks: range = range(LAYERS), *, first: bool = True, last: bool = True) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class Decoder(nn.Module):
 
 
 class Trained(nn.Module):
-    """The decoder and its loss: what `autoptd.parallelize` is given."""
+    """Decoder with its loss, the input of `autoptd.parallelize`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class Trained(nn.Module):
         return mean_cross_entropy(self.decoder(tokens), targets)
 
     def example_inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
-        """Tokens and targets on the meta device."""
+        """Return tokens and targets on the meta device."""
         return {name: torch.empty(batch, seq, dtype=torch.int64, device="meta") for name in ("tokens", "targets")}
 
 

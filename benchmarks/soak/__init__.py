@@ -1,1 +1,1 @@
-"""Faults drawn at random against a training job of four real processes: `python -m benchmarks.soak --help`."""
+"""Random faults injected into a training job of four real processes: `python -m benchmarks.soak --help`."""

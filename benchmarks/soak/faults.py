@@ -1,4 +1,4 @@
-"""The faults that are drawn: which there are, how each is done to a rank, and what must then be told."""
+"""Random faults: their kinds, how each is planted in a rank, and the error that must be reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoptd.runtime.faults.rank_status import RankStatus
 from autoptd.runtime.trainer import Trainer
 
 SAVE_EVERY = 2  # steps
-HEARD_S = 0.3  # into an action a process is killed or stopped: by then its heartbeat has told the action
+HEARD_S = 0.3  # wait before a kill or stop within an action, until a heartbeat has reported the action
 ACTIONS = {
     "kill in forward": "F",
     "kill in backward": "B",
@@ -30,7 +30,7 @@ ACTIONS = {
     "exception": "FB",
     "NaN": "F",
 }
-PHASES: dict[str, tuple[int | None, Any, str]] = {  # the rank, where it is a certain one; what is replaced
+PHASES: dict[str, tuple[int | None, Any, str]] = {  # rank (None: any), owner and name of the function replaced
     "kill in a save, while tensors are written": (None, dcp._CheckpointWriter, "resolve_data"),
     "kill in a save, before files are sealed": (None, Saver, "_finish"),
     "kill in a save, before it is committed": (0, folder, "commit"),
@@ -44,7 +44,7 @@ KINDS = (*ACTIONS, *PHASES, *FILES, "port taken")
 
 @dataclass(frozen=True)
 class Fault:
-    """`after`: steps done since the job began. `action`: as the plan's lists name it; of some kinds alone."""
+    """A fault. `after`: steps since the job resumed. `action`: as named in the plan's action lists, "" if not used."""
 
     kind: str
     rank: int
@@ -56,8 +56,8 @@ class Fault:
         return self.kind if self.kind in (*FILES, "port taken") else f"{self.kind}, rank {self.rank}{at}"
 
     @property
-    def told(self) -> str:
-        """A pattern that the first cause must match, on every rank that can still speak."""
+    def cause_pattern(self) -> str:
+        """Pattern that the output of every rank that can still write must match: the first cause."""
         rank, action = self.rank, f"action {self.action}"
         where = rf"rank {rank}, stage \d, {action}"
         match self.kind.partition(" ")[0], self.kind:
@@ -79,19 +79,19 @@ class Fault:
 
 
 def draw(kind: str, rng: random.Random, world: int, microbatches: int) -> Fault:
-    """One of a kind."""
+    """Draw a fault of a kind: its rank, step and action."""
     rank, after, action = rng.randrange(world), rng.randrange(2, 5), ""
     if kind in ACTIONS:
         letter = rng.choice(ACTIONS[kind]) if len(ACTIONS[kind]) < 3 else ACTIONS[kind]
         action = letter if len(letter) > 1 else f"{letter}{rng.randrange(microbatches)}"
     elif kind in PHASES:
-        certain = PHASES[kind][0]
-        rank = rank if certain is None else certain
+        required = PHASES[kind][0]
+        rank = rank if required is None else required
     return Fault(kind, rank, after, action)
 
 
 def plant(fault: Fault, rank: int, steps_done: Callable[[], int], stamp: Callable[[], None]) -> None:
-    """In the process of a rank: have the fault happen there. `stamp` is called when it does."""
+    """Install a fault in the process of its rank; `stamp` is called when it occurs."""
     if rank != fault.rank:
         return
     if fault.kind in ACTIONS:
@@ -104,8 +104,8 @@ def plant(fault: Fault, rank: int, steps_done: Callable[[], int], stamp: Callabl
 def _plant_at_action(fault: Fault, steps_done: Callable[[], int], stamp: Callable[[], None]) -> None:
     enter = RankStatus.enter
 
-    def enter_with_fault(place: RankStatus, action: str, *rest: Any) -> None:
-        enter(place, action, *rest)
+    def enter_with_fault(status: RankStatus, action: str, *rest: Any) -> None:
+        enter(status, action, *rest)
         if steps_done() == fault.after and action == fault.action:
             stamp()
             match fault.kind:
@@ -115,20 +115,20 @@ def _plant_at_action(fault: Fault, steps_done: Callable[[], int], stamp: Callabl
                 case "exception":
                     raise ValueError("out of luck")
                 case "NaN":
-                    spoil()
+                    fill_parameter_with_nan()
                 case _:
                     time.sleep(HEARD_S)
                     os.kill(os.getpid(), signal.SIGKILL)
 
-    def spoil() -> None:
+    def fill_parameter_with_nan() -> None:
         with torch.no_grad():
-            next(iter(held[0].stage.parameters())).fill_(float("nan"))
+            next(iter(trainers[0].stage.parameters())).fill_(float("nan"))
 
-    held: list[Trainer] = []
+    trainers: list[Trainer] = []
     train_step = Trainer.train_step
 
     def remember(trainer: Trainer, batch: Any) -> Any:
-        held[:] = [trainer]
+        trainers[:] = [trainer]
         return train_step(trainer, batch)
 
     Trainer.train_step = remember  # type: ignore[method-assign]
@@ -138,11 +138,11 @@ def _plant_at_action(fault: Fault, steps_done: Callable[[], int], stamp: Callabl
 def _plant_in_save(
     fault: Fault, owner: Any, name: str, steps_done: Callable[[], int], stamp: Callable[[], None]
 ) -> None:
-    kept = getattr(owner, name)
+    original = getattr(owner, name)
 
     def fail(*given: Any, **named: Any) -> Any:
         if steps_done() < fault.after:
-            return kept(*given, **named)
+            return original(*given, **named)
         stamp()
         if fault.kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -152,7 +152,7 @@ def _plant_in_save(
 
 
 def damage(fault: Fault, root: Path, rng: random.Random) -> str:
-    """Of the newest checkpoint: flip one bit of a file, or remove one of a rank's. The file's name."""
+    """Flip a bit of one file of the newest checkpoint, or remove a rank's shard; return the file's name."""
     newest = folder.newest_first(root)[0]
     if fault.kind == "missing shard":
         lost = rng.choice(sorted(newest.glob("__*")))

@@ -1,4 +1,4 @@
-"""Start the four ranks of a job, wait until all have ended, and read what they wrote down."""
+"""Launcher of the four ranks of a job: starts them, waits until all have ended, and reads their notes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 from benchmarks.soak.worker import WORLD, Job, Run, main
 
-BOUND_S = 20.0  # from a fault to the last rank's end
-_LIMIT_S = 180.0  # of a launch that has no fault to wait for
+BOUND_S = 20.0  # longest time from a fault to the end of the last rank
+_LIMIT_S = 180.0  # longest time of a launch until its fault, or its end
 
 
 @dataclass
 class Outcome:
-    """By rank: what it said, and its notes. `seconds`: from the fault to the last rank's end; None without a fault."""
+    """Output and notes of each rank. `seconds`: from the fault to the end of the last rank; None without a fault."""
 
-    said: list[str]
+    output: list[str]
     resumed: list[int]
     losses: list[dict[int, str]]
     durable: int
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def launch(job: Job, run: Run, ends_with: int | None = None) -> Outcome:
-    """`ends_with`: a rank whose end ends the others, as a launcher sees to it."""
+    """Run a job to its end. `ends_with`: a rank whose end ends the others, as under a launcher."""
     context = multiprocessing.get_context("fork")
     run.notes.mkdir()
     ranks = [context.Process(target=main, args=(rank, job, run)) for rank in range(WORLD)]
@@ -67,10 +67,10 @@ def _notes(run: Run, rank: int) -> list[str]:
 
 
 def _read(run: Run, codes: list[int | None]) -> Outcome:
-    said, resumed, losses, digests, durable = [], list[int](), list[dict[int, str]](), list[str](), 0
+    output, resumed, losses, digests, durable = [], list[int](), list[dict[int, str]](), list[str](), 0
     for rank in range(WORLD):
-        path = run.notes / f"said.{rank}"
-        said.append(path.read_text(errors="replace") if path.exists() else "")
+        path = run.notes / f"output.{rank}"
+        output.append(path.read_text(errors="replace") if path.exists() else "")
         losses.append({})
         for line in _notes(run, rank):
             match line.split(" ", 1):
@@ -82,7 +82,7 @@ def _read(run: Run, codes: list[int | None]) -> Outcome:
                     durable = max(durable, int(step))
                 case ["ended", text]:
                     digests.append(text)
-    return Outcome(said, resumed, losses, durable, digests, codes)
+    return Outcome(output, resumed, losses, durable, digests, codes)
 
 
 def free_port() -> int:

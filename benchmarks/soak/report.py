@@ -1,4 +1,4 @@
-"""The page of a soak."""
+"""Markdown page of the results of a soak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoptd.runtime.faults.heartbeat import Timeouts
 from benchmarks.soak.faults import KINDS
 
 if TYPE_CHECKING:
-    from benchmarks.soak.__main__ import Met
+    from benchmarks.soak.__main__ import Handled
 
 HEAD = """# Soak
 
@@ -26,28 +26,33 @@ HEAD = """# Soak
 Four processes on one machine (gloo, {cores}, torch {torch})
 train a small GPT with dropout under dp 2 × pp 2 with ZeRO 1, a learning-rate schedule and a
 sampler. They save every second step, half of the saves beside training. A random fault ends them.
-Started again, they go on from the newest whole checkpoint and meet the next fault. Limits: a rank
-is silent after {silent:g} s without a heartbeat, and has {grace:g} s to end.
+Restarted, they resume from the newest complete checkpoint and meet the next fault. Limits: a rank
+counts as silent after {silent:g} s without a heartbeat, and has {grace:g} s to end.
 
 - **{count} faults in {took}; {bad} handled wrongly; {hung} hangs.**
 {compared}
 
 Seconds are from the fault until the last of the four processes had ended, or, for a taken port,
-until rank 0 had reported it. The bound is 20 s. Damaged files end no process: the job leaves the
-checkpoint out, names the file, and goes on from the one before.
+until rank 0 had reported it. The bound is 20 s. Damaged files end no process: the job skips the
+checkpoint, names the file, and resumes from the one before.
 
-| fault | times | median s | most s | handled wrongly |
+| fault | count | median s | max s | handled wrongly |
 |---|---|---|---|---|
 """
 
 
 def write(
-    path: Path, met: Sequence[Met], seed: int, limits: Timeouts, seconds: float, differences: Sequence[str] | None
+    path: Path,
+    handled: Sequence[Handled],
+    seed: int,
+    limits: Timeouts,
+    seconds: float,
+    differences: Sequence[str] | None,
 ) -> None:
-    """`differences`: from the run without faults; None where that is not known yet."""
-    bad = [each for each in met if each.wrong]
+    """Write the page. `differences`: from the run without faults, None before the comparison."""
+    bad = [each for each in handled if each.wrong]
     text = HEAD.format(
-        count=len(met),
+        count=len(handled),
         seed=seed,
         date=date.today(),
         cores=f"{platform.machine()}, 2 cores shared with other work",
@@ -60,7 +65,7 @@ def write(
         compared=_compared(differences),
     )
     for kind in KINDS:
-        mine = [each for each in met if each.fault.kind == kind]
+        mine = [each for each in handled if each.fault.kind == kind]
         took = [each.seconds for each in mine if each.seconds is not None]
         middle, most = (f"{statistics.median(took):.1f}", f"{max(took):.1f}") if took else ("", "")
         text += f"| {kind} | {len(mine)} | {middle} | {most} | {sum(bool(each.wrong) for each in mine) or ''} |\n"

@@ -1,4 +1,4 @@
-"""One rank of the job that faults are done to: it resumes, trains, saves, and writes down what it saw."""
+"""One rank of the job that faults are planted in: it resumes, trains, saves, and notes losses and durable steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PLANS: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A program of a plan, with its values: a process forked off has both."""
+    """Program of a plan and its initial values; forked processes inherit both."""
 
     parallel: autoptd.Parallel
     values: Mapping[str, Tensor]
 
 
 def make_jobs() -> list[Job]:
-    """One per plan, of the same model."""
+    """Return a job per plan, of the same model."""
     torch.manual_seed(0)
     source = autoptd.trace(NanoGPT(SIZES), seq=8, precision="fp32")
     made = [
@@ -49,7 +49,7 @@ def make_jobs() -> list[Job]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank does: from the newest checkpoint in `root` `steps` more, or to step `until`; it writes to `notes`."""
+    """Options of one launch: resume from the newest checkpoint in `root`, train `steps` more or to step `until`."""
 
     root: Path
     notes: Path
@@ -62,15 +62,15 @@ class Run:
 
 
 def main(rank: int, job: Job, run: Run) -> None:
-    """As a script would run under a launcher: an exception is shown, and the interpreter ends in its usual order."""
-    out = os.open(run.notes / f"said.{rank}", os.O_WRONLY | os.O_CREAT)
+    """Run a rank like a script under a launcher: print exceptions, shut the interpreter down in the usual order."""
+    out = os.open(run.notes / f"output.{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     code = 0
     try:
         _train(rank, job, run)
-    except BaseException:  # noqa: BLE001  as the interpreter does
+    except BaseException:  # noqa: BLE001  like the interpreter
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
@@ -119,6 +119,6 @@ def _digest(par: autoptd.Parallel) -> str:
 
 
 def _note(run: Run, rank: int, line: str) -> None:
-    """Written at once, so that it outlives the process."""
+    """Append a line to the rank's notes at once, so that it survives a kill."""
     with (run.notes / f"notes.{rank}").open("a", buffering=1) as file:
         file.write(line + "\n")

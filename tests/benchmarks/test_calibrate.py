@@ -166,7 +166,7 @@ def test_no_constant_leaves_its_range(groups: dict[str, list[Case]]) -> None:
     assert 1 / 1.05 < found["matmul rate, A100"] <= 1
 
 
-def test_an_outlier_is_held() -> None:
+def test_an_outlier_is_clipped() -> None:
     def case(ratio: float) -> Any:
         return SimpleNamespace(ratio=lambda values, made: ratio)
 

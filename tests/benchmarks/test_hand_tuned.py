@@ -15,7 +15,7 @@ from autoptd.search.meshes import Candidate
 from autoptd.search.planner import Answer, Planner
 from benchmarks.hand_tuned.__main__ import main, read_done
 from benchmarks.hand_tuned.report import lines_of, quartiles, table, text
-from benchmarks.hand_tuned.search import Comparison, Free, compare
+from benchmarks.hand_tuned.search import Comparison, SearchResult, compare
 from benchmarks.published.clusters import cluster_of
 from benchmarks.published.predict import planner_of, staged
 from benchmarks.published.rows import BadRuns, Row, read_rows
@@ -24,7 +24,7 @@ from tests.benchmarks.sample_runs import tiny
 
 COMPACT = Path(search.__file__).with_name("compact.jsonl")  # each row with its source
 MESH = Candidate(dp=4, tp=2, pp=1, micro=1, microbatches=2, zero=1, recompute="auto")
-FREE = Free(include=(), seconds=2.0, plan="dp8", considered=10, visited=2)
+FREE = SearchResult(include=(), seconds=2.0, plan="dp8", considered=10, visited=2)
 DONE = Comparison(id="a:0", group="a", model="GPT", devices="8 × A100", own_s=3.0, own="dp4 tp2", free=FREE, used=FREE)
 
 
@@ -106,7 +106,7 @@ def _planner(row: Row) -> Planner:
     return planner_of(row, read_constraints({}, assume={"kernels": "fused"}), cluster_of(row))
 
 
-def test_a_mesh_outside_the_space_is_told_by_what_is_searched() -> None:
+def test_a_mesh_outside_the_space_is_reported_by_what_is_searched() -> None:
     own, _ = staged(tiny(zero=0))
     odd = replace(own, candidate=replace(own.candidate, micro=3))
     assert search.cause(_planner(tiny()), odd) == "outside the space: micro 3 (searched: 1, 2)"
@@ -114,18 +114,18 @@ def test_a_mesh_outside_the_space_is_told_by_what_is_searched() -> None:
 
 def test_a_mesh_that_the_search_has_is_not_outside_however_it_recomputes() -> None:
     own, _ = staged(tiny(recompute="full"))
-    assert search.cause(_planner(tiny()), own) == "its mesh is as fast in the search, which ended before"
+    assert search.cause(_planner(tiny()), own) == "its mesh is as fast in the search, which ended before it got there"
     quick = replace(own, seconds=own.seconds / 1000)
-    assert "s as the search splits, cuts and recomputes it" in search.cause(_planner(tiny()), quick)
+    assert "s with the splits, cuts and recomputation of the search" in search.cause(_planner(tiny()), quick)
 
 
-def test_a_mesh_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Planner, candidate: Candidate) -> None:
         raise DoesNotFit("too small")
 
     own, _ = staged(tiny())
     monkeypatch.setattr(Planner, "predict", refuse)
-    assert search.cause(_planner(tiny()), own) == "its mesh has no room as the search counts memory"
+    assert search.cause(_planner(tiny()), own) == "its mesh does not fit by the memory model of the search"
 
 
 def test_zero_and_shards_change_nothing_with_one_data_parallel_rank() -> None:
@@ -143,7 +143,7 @@ def test_a_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     (c,) = compare([tiny()], only_used=True)
     assert c.used is not None and c.used.loss == "outside the space: dp 4 (searched: 8) and tp 2 (searched: 1)"
     assert "  LOSS  outside the space: dp 4 (searched: 8) and tp 2 (searched: 1)" in lines_of(c)
-    assert text([c]).splitlines()[-2:] == ["1 losses", f"toy:0: {c.used.loss}"]
+    assert text([c]).splitlines()[-2:] == ["losses: 1", f"toy:0: {c.used.loss}"]
 
 
 # ---- the report ----
@@ -152,8 +152,8 @@ def test_a_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_in_short() -> None:
     assert search._runs([4, 2, 2, 2, 5]) == "4 2×3 5"
     own, _ = staged(tiny(dp=2, tp=2, pp=2, recompute="full"))
-    assert search.in_short(own).startswith("dp2 tp2 pp2 micro1 zero0 · recompute full ")
-    assert " · stages " in search.in_short(own)
+    assert search.one_line(own).startswith("dp2 tp2 pp2 micro1 zero0 · recompute full ")
+    assert " · stages " in search.one_line(own)
 
 
 def test_gains_and_quartiles_by_hand() -> None:

@@ -45,7 +45,7 @@ def test_a_device_that_is_not_shipped_is_a_reason() -> None:
         cluster_of(tiny(gpu_type="A100-SXM4-64GB", gpu_memory_gb=64))
 
 
-def test_networks_are_told_apart() -> None:
+def test_networks_are_distinguished() -> None:
     assert network("4x Omni-Path 100Gb/s per 8-GPU node") == "omni-path"
     assert network("AWS EFA 3200 Gb/s per node") == "efa"
     assert network("RoCE 1600 Gb/s per node") == "roce"
@@ -95,10 +95,10 @@ def test_interleaved_and_sharded_plans() -> None:
     ("changes", "reason"),
     [
         ({"dp": 8}, "dp 8 × tp 2 × pp 1 × cp 1 is 16, not 8 GPUs"),
-        ({"global_batch_size_seqs": 10}, "10 is no whole number of dp × micro = 4"),
-        ({"sharding": "zero9"}, "'zero9' is not known"),
-        ({"recompute": "some"}, "'some' is not known"),
-        ({"pp": 8, "dp": 1, "tp": 1}, "2 layers do not make 8 chunks"),
+        ({"global_batch_size_seqs": 10}, "10 is not a multiple of dp × micro = 4"),
+        ({"sharding": "zero9"}, "unknown sharding 'zero9'"),
+        ({"recompute": "some"}, "unknown recompute 'some'"),
+        ({"pp": 8, "dp": 1, "tp": 1}, "2 layers are too few for 8 chunks"),
         ({"recompute": "selective", "recompute_detail": "a fraction of them"}, "unpublished fraction"),
     ],
 )
@@ -150,7 +150,7 @@ def test_memory_is_compared_by_its_kind() -> None:
     for kind, gib in kinds.items():
         assert predicted(1.0).bytes_of(kind) == gib * 2**30
     assert predicted(1.0).bytes_of("torch.cuda.max_memory_allocated on the logging rank") == 2 * 2**30
-    with pytest.raises(Unsupported, match="'guess' is not known"):
+    with pytest.raises(Unsupported, match="unknown kind of peak memory 'guess'"):
         predicted(1.0).bytes_of("guess")
     assert unit_bytes("GB (1e9)") == unit_bytes("GB") == 10**9
     assert unit_bytes("GiB") == unit_bytes("GB (nvidia-smi)") == unit_bytes("GB (as labelled; logs MiB/1024)") == 2**30
@@ -222,7 +222,7 @@ def test_sets_hold_plans_of_one_problem() -> None:
 
 def test_out_of_memory_is_confused_both_ways() -> None:
     rows = [tiny(id=f"toy:{i}", status="oom" if i < 2 else "ok") for i in range(4)]
-    rows.append(tiny(id="toy:4", is_memory_estimate_analytic=True))  # nobody ran it
+    rows.append(tiny(id="toy:4", is_memory_estimate_analytic=True))  # an estimate: never run
     report = compare(run(rows, predict=lambda row: predicted(1.0, fits=row.id in ("toy:0", "toy:3"))))
     assert report.fitting == Fitting(2, ("toy:0",), 2, ("toy:2",))
     assert [v.met for v in fitting_verdicts(report.fitting)] == [False, False]
