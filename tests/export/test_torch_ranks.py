@@ -1,4 +1,4 @@
-"""Exported programs, run by real processes: their loss and gradients are those of one."""
+"""Exported programs run by real processes: loss and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank: case -> (loss, gradients, names of what lies split)."""
+    """Results by rank: case -> (loss, gradients, names of split values)."""
     folder = tmp_path_factory.mktemp("exported")
     for name, options in CASES.items():
         (folder / f"{name}.py").write_text(torch_program(planned(name), Llama(tied=options.get("tied", False))).text)

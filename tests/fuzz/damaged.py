@@ -1,12 +1,12 @@
-"""Damage a checkpoint at random; checking and loading must both find it, or it must prove harmless.
+"""Damage a checkpoint at random; checking and loading must both find the damage, or it must prove harmless.
 
     python -m tests.fuzz.damaged --count 1000 --seed 0
 
-Two processes write the checkpoint. One thing is done to it each time: bits flipped, bytes overwritten, cut off, added
-or moved, a file removed, emptied, renamed, replaced by another one, by that of another step or by no file at all, two
-files swapped, a field of a JSON file changed, a file added. Digests are left as they are: this is chance, not an
-attacker. Harmless means that it is loaded with the same bits of parameters, buffers and moments, and the same options,
-step and seed. A refused load must leave the running model as it was.
+Two processes write the checkpoint. Each time one change is made: bits flipped, bytes overwritten, cut off, added or
+moved, a file removed, emptied, renamed, replaced by another one, by that of another step or by something that is not a
+file, two files swapped, a field of a JSON file changed, a file added. Digests are left as they are: this models chance,
+not an attacker. Harmless means that loading gives the same bits of parameters, buffers and moments, and the same
+options, step and seed. A refused load must leave the running model as it was.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tests.fuzz.checkpoints import running
 from tests.fuzz.mutations import spoil_data, spoil_path, written
 from tests.hostile.checkpoints import same, state
 
-STEPS = (3, 4)  # the checkpoint is that of the last; files of the first take their places
+STEPS = (3, 4)  # the checkpoint under test is of the last step; files of the first replace its files
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
 def write(c: Communicators, job: Made, root: str) -> None:
-    """A worker's part: train and save."""
+    """Train and save, in a worker."""
     trainer = trainer_of(c, job)
     session = session_of(trainer, job.plan)
     ids = torch.arange(2 * SEQ).view(2, SEQ).tensor_split(2)[c.dp.rank] % 64
@@ -70,7 +70,7 @@ def by_two_processes(root: Path) -> None:
 
 
 def by_one_process(root: Path) -> None:
-    """To several files all the same."""
+    """Write a checkpoint by one process that still consists of several files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp.dcp, "FileSystemWriter", partial(dcp.dcp.FileSystemWriter, thread_count=2))
         running().save(root)
