@@ -1,4 +1,4 @@
-"""Settings and fixtures for every test: hypothesis, sampled grids, worker pools, distribution of tests over processes."""
+"""Settings and fixtures for every test: hypothesis, sampled grids, worker pools, groups of tests per process."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_each_constant_says_what_it_was_fitted_on() -> None:
 
 @pytest.fixture(scope="module")
 def groups() -> dict[str, list[Case]]:
-    """Three kinds of runs on one A100, in which products, memory and launches have different shares of the step time."""
+    """Three kinds of runs on one A100; products, memory and launches have different shares of the step time."""
     rows = [
         tiny(id="many:0", group="many", **WIDE, **ALONE, micro_batch_size_seqs=4, global_batch_size_seqs=4),
         tiny(id="many:1", group="many", **WIDE, **ALONE, micro_batch_size_seqs=2, global_batch_size_seqs=8),

@@ -1,4 +1,4 @@
-"""Training resumed from a checkpoint continues as if it had never stopped; a mismatch is refused and changes nothing."""
+"""Training resumed from a checkpoint continues as if it had never stopped; a mismatch is refused without effect."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, precision: str) -> None:
-    """Resume with dropout, a learning-rate schedule, and a checkpoint that was written in the background of training."""
+    """Resume with dropout, a learning-rate schedule, and a checkpoint that was written in the background."""
     first, second = made(precision=precision), made(precision=precision)
     rates = [MultiStepLR(p.optimizer, [1, 3]) for p in (first, second)]
     losses = []

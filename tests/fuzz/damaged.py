@@ -126,7 +126,7 @@ def leave_out(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def move(path: Path, rng: random.Random, other: Path) -> None:
-    """Two runs of equal length change places."""
+    """Exchange two runs of bytes of equal length."""
 
     def change(data: bytearray) -> None:
         n = rng.randrange(1, max(2, min(500, len(data) // 2)))
@@ -162,7 +162,7 @@ def copied_over(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def swapped(path: Path, rng: random.Random, other: Path) -> None:
-    """Two files change names; of shards, those of two ranks."""
+    """Exchange the names of two files; for shards, those of two ranks."""
     shards = sorted(path.parent.glob("__*"))
     one, two = rng.sample(shards if rng.random() < 0.6 else sorted(path.parent.iterdir()), 2)
     between = path.with_name("between")
@@ -176,7 +176,7 @@ def added(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def edited(path: Path, rng: random.Random, other: Path) -> None:
-    """A JSON file: another value of a field, or another spelling of the same."""
+    """Edit a JSON file: another value of a field, or another spelling of the same value."""
     path = path.with_name(rng.choice([folder.MANIFEST, folder.MANIFEST, folder.INDEX, folder.PLAN]))
     data = json.loads(path.read_text())
     if rng.random() < 0.15:
@@ -188,7 +188,7 @@ def edited(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def other_step(path: Path, rng: random.Random, other: Path) -> None:
-    """The folder has another number."""
+    """Rename the folder to another step."""
     step = path.parent
     step.rename(step.with_name("step-00000099"))
     (step.parent / folder.LATEST).write_text("step-00000099")
@@ -204,7 +204,7 @@ KINDS += [copied_over, swapped, swapped, added, edited, edited, edited, other_st
 
 
 def damaged(good: Path, at: Path, seed: int, number: int) -> str:
-    """A copy of the last checkpoint with one thing done to it, which is returned."""
+    """Make a copy of the last checkpoint with one change; return a description of the change."""
     rng = random.Random(f"damage {seed} {number}")
     shutil.rmtree(at, ignore_errors=True)
     first, last = folder.checkpoints(good)
@@ -235,7 +235,7 @@ def check(root: Path) -> None:
 
 
 def judge(root: Path, expected: dict[str, Any]) -> str:
-    """`found`, `harmless`, or what is wrong."""
+    """Return `found`, `harmless`, or a description of what is wrong."""
     parallel = running()
     zeros = {name: torch.zeros_like(x) for name, x in parallel.state_dict().items()}
     parallel._running.load_parameters(zeros)
@@ -258,7 +258,7 @@ def judge(root: Path, expected: dict[str, Any]) -> str:
 
 
 def run(count: int, seed: int, make: Callable[[Path], None], only: int | None = None) -> tuple[Counter[str], list[str]]:
-    """How many ended how, and what went wrong."""
+    """Return counts by outcome, and descriptions of the wrong ones."""
     ends: Counter[str] = Counter()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as name:

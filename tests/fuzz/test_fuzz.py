@@ -1,6 +1,7 @@
-"""Spoilt plans, clusters and checkpoints load, or are refused by the path of a field: some hundred of each sort.
+"""Corrupted plans, clusters and checkpoints load, or are refused by the path of a field: some hundred of each sort.
 
-`python -m tests.fuzz --files 10000` does the same with as many as one likes. What it once found stands below.
+`python -m tests.fuzz --files 10000` does the same for any number of files. Below are regression tests for past
+findings.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def test_spoilt_files_of_every_sort_are_data():
 
 
 def test_a_file_that_is_no_data_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The judge itself."""
+    """The judge itself reports a file that is not treated as data."""
 
     def fail(*_: object) -> None:
         raise MemoryError
@@ -55,19 +56,20 @@ def test_spoilt_checkpoints():
 
 
 def test_damage_to_a_checkpoint_is_found_or_harmless():
-    """`python -m tests.fuzz.damaged --count 1000` does more."""
+    """`python -m tests.fuzz.damaged --count 1000` runs more cases."""
     ends, wrong = damaged.run(44, 7, damaged.by_one_process)
     assert wrong == [] and ends["added harmless"] > 0 and sum(ends[f"{kind} found"] for kind in ("flip", "swapped")) > 5
 
 
 def test_spoilt_json_of_a_checkpoint():
-    """`python -m tests.fuzz.checkpoint_json --count 25000` does more."""
+    """`python -m tests.fuzz.checkpoint_json --count 25000` runs more cases."""
     ends, wrong = checkpoint_json.run(200, 7)
     assert wrong == [] and min(ends.values()) > 10 and len(ends) == 4
 
 
 def test_damage_that_nobody_finds_is_seen(monkeypatch: pytest.MonkeyPatch):
-    """The judges themselves: with digests that nobody compares, and an index that nobody checks."""
+    """The judges themselves: without the comparison of digests, or without the check of the index, faults are
+    reported."""
     with monkeypatch.context() as patch:
         patch.setattr(damaged.folder, "damage", lambda *_: "")
         patch.setattr(damaged, "KINDS", [damaged.flip, damaged.of_another_step])
@@ -77,7 +79,7 @@ def test_damage_that_nobody_finds_is_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_file_that_starts_a_group_or_ends_in_a_traceback_is_seen(monkeypatch: pytest.MonkeyPatch):
-    """The judge itself."""
+    """The judge itself reports a started group, a traceback, and refusals that lack something."""
     monkeypatch.setattr(loading, "_load_cluster", lambda _: loading.dist.init_process_group("gloo"))
     ends, _ = run(3, seed=7)
     assert ends["cluster a traceback"] == 1
@@ -90,7 +92,7 @@ def test_a_file_that_starts_a_group_or_ends_in_a_traceback_is_seen(monkeypatch: 
     assert loading._flaw(ClusterError("bad", where="levels[0]", fix="mend it"), "dense") == "another error"
 
 
-# --- what it found ------------------------------------------------------------------------------------------------
+# --- regressions --------------------------------------------------------------------------------------------------
 
 
 def refused(kind: str, text: str, folder: Path) -> str:
@@ -108,7 +110,7 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> str:
     return json.dumps(data)
 
 
-LAST = "blocks.2.up.weight"  # of a block that is not the first of its kind
+LAST = "blocks.2.up.weight"  # the block is not the first of its kind
 
 
 @pytest.mark.parametrize(
