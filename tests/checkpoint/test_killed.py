@@ -34,7 +34,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def train(c: Communicators, job: Any, root: str, phase: str | None) -> list[float]:
-    """Train two steps, save, train two more and die at `phase` of the second save; or run what remains of four steps."""
+    """Train two steps, save, train two more and die at `phase` of the second save; or finish a run of four steps."""
     trainer = trainer_of(c, job)
     session, first = session_of(trainer, job.plan), 0
     if phase is None and Path(root).exists():

@@ -1,4 +1,4 @@
-"""Tracing without data, behind the one file that touches torch's private part. Seen in torch 2.13.0."""
+"""Tracing without data, by the one file that uses private parts of torch. Seen in torch 2.13.0."""
 
 from __future__ import annotations
 
