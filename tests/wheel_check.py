@@ -1,11 +1,11 @@
-"""Builds what people install, installs it away from the checkout, and runs it there.
+"""Build the distributions that users install, install them away from the checkout, and run them there.
 
     python -m tests.wheel_check
 
 The source distribution is built from a copy of the checkout, the wheel from the source distribution, each by a build
-frontend in an environment of its own. The wheel goes into a fresh environment. What it depends on (torch above all) is
-read from the environment of this Python, by a .pth file; the editable install there is not seen, since a .pth file that
-lies in such a folder is not run. Every module must then come from the wheel, and every command work.
+frontend in an environment of its own. The wheel is installed in a fresh environment. Its dependencies (torch above
+all) are read from the environment of this Python by a .pth file; the editable install there is invisible, since .pth
+files in such a folder are not processed. Every module must then come from the wheel, and every command work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"autoptd": ROOT / "autoptd", "autoptd/passes": ROOT / "passes", "autoptd/cost_models": ROOT / "cost_models"}
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out")
 
-# Runs in the fresh environment: every module can be imported, and none of them lies elsewhere.
+# Run in the fresh environment: every module can be imported, and comes from the wheel.
 IMPORTED = """
 import importlib, pkgutil, sys
 import autoptd
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> Path:
-    """The wheel, made of the source distribution; both hold every file of the packages."""
+    """Build the wheel from the source distribution; both hold every file of the packages."""
     shutil.copytree(ROOT, folder / "source", ignore=LEFT_OUT)
     run([sys.executable, "-m", "build", "--outdir", str(folder / "dist"), str(folder / "source")], folder)
     (wheel,), (source,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
@@ -87,7 +87,7 @@ def build(folder: Path) -> Path:
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Every file of the packages: its name in the wheel, and where it is here."""
+    """Yield every file of the packages: its name in the wheel, and its path here."""
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -95,7 +95,7 @@ def files() -> Iterator[tuple[str, Path]]:
 
 
 def install(wheel: Path, where: Path) -> Path:
-    """The Python of a fresh environment that has the wheel, and what it depends on from here."""
+    """Return the Python of a fresh environment with the wheel, and its dependencies from this environment."""
     venv.create(where, with_pip=True)
     python = where / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -104,12 +104,12 @@ def install(wheel: Path, where: Path) -> Path:
     here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     there = sysconfig.get_path("purelib", vars={"base": str(where)})
     (Path(there) / "dependencies.pth").write_text("\n".join(here) + "\n", "utf-8")
-    run([*pip, "install", "--no-index", str(wheel)], where)  # there already: fails if anything that it needs is not
+    run([*pip, "install", "--no-index", str(wheel)], where)  # already installed: fails if a dependency is missing
     return python
 
 
 def run_all(python: Path, folder: Path) -> None:
-    """What a person does first, in a folder that holds nothing."""
+    """Run a newcomer's first commands in an empty folder."""
     autoptd = str(python.parent / "autoptd")
     run([autoptd, "--help"], folder)
     for code in (IMPORTED, TRAINED):
@@ -131,7 +131,7 @@ def run_all(python: Path, folder: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What a command prints; where it fails, all of that is shown."""
+    """Run a command and return its output; exit with all of it if it fails."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AUTOPTD"))}
     env = {**clean, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

@@ -117,7 +117,7 @@ def test_terms_sum_up_to_the_step(traced: TracedModel, fix: dict[str, Any]):
 
 
 def test_plans_are_compared_in_the_same_terms(traced: TracedModel, planned: Plan):
-    """If one plan's compute cannot be split into forward and backward, the other's is not split either."""
+    """Neither plan's compute is split into forward and backward if one of them cannot be."""
     other = PlanQuery(traced, 4, nodes_of_four(), 32, fix={"dp": 4, "zero": 3}).plan()
     a, b = time_terms(planned, other)
     assert "forward_compute" in step_terms(planned)

@@ -135,7 +135,7 @@ def test_cut_attention_is_attention(case: Case, ranks: int, way: str, zigzag: bo
 
 @pytest.mark.parametrize(("mask", "ranks", "most"), [("", 8, 2**0.5), ("causal and padding", 4, 1.1)])
 def test_sums_are_in_float32(mask: str, ranks: int, most: float) -> None:
-    """With bfloat16 operands the result is as accurate as torch's own, which sums in float32.
+    """The result in bfloat16 is as accurate as torch's own, which sums in float32.
 
     Fused tiles are rounded once more each, which adds at most as much variance as the rounding of the result.
     """

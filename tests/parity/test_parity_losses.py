@@ -56,7 +56,7 @@ def test_as_on_one_process(name: str) -> None:
 
 
 class Deep(Model):
-    """The same losses behind layers that can be cut into pipeline stages, with a loss term from an early layer."""
+    """Losses behind layers that can be cut into pipeline stages, with a term from an early layer."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
@@ -220,7 +220,7 @@ def own_sums(self: LossOfSums, own: Tensor) -> None:
 
 @pytest.mark.fault("sums of a rank")
 def test_sums_of_the_microbatches_so_far_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra forward passes that complete the sums first."""
+    """Skip the extra forward passes that complete the sums first."""
     model, batch = model_of(FUNCTIONS["root"]), ragged()
     parallel = made(model, batch, fix={"schedule": "1f1b"})
     monkeypatch.setattr(parallel, "layout", replace(parallel.layout, sums_ahead=False))

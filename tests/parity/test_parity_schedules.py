@@ -86,7 +86,7 @@ def test_a_tied_parameter_on_two_chunks_of_a_rank() -> None:
 
 
 def test_most_of_the_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If W passes all ran with their B passes, the schedule would be 1F1B under another name."""
+    """W passes that all ran with their B passes would make the schedule 1F1B under another name."""
     put_off: set[int] = set()
     call = WeightBackward.__call__
     monkeypatch.setattr(
@@ -147,7 +147,7 @@ def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.Monkey
 
 
 def test_gradients_that_are_addends_are_not_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With placement `Bp` each rank holds a partial gradient, which scatter-gather P2P must not slice."""
+    """Each rank holds a partial gradient under placement `Bp`, which scatter-gather P2P must not slice."""
     monkeypatch.setattr(Wire, "is_whole", lambda self, *, gradient: self.placement in ("B", "Bp"))
     assert found_wrong("llama", "slices") or found_wrong("gpt2", "slices")
 

@@ -1,4 +1,4 @@
-"""What a refusal says of the stages that do not fit."""
+"""Error report on the stages that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solver: relaxation first, the same answer from either program, limits and failures told."""
+"""The solver: relaxation first, equal answers from both programs, limits and failures reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Costs = dict[pulp.LpVariable, float]
 
 
 def knapsack(items: int, seed: int = 0) -> tuple[IntegerProgram, Costs]:
-    """Cover a need at the least cost: fractional in the relaxation."""
+    """Return a covering problem (a demand at least cost) whose relaxation is fractional."""
     rng, program = random.Random(seed), IntegerProgram("knapsack")
     costs = {program.variable(whole=True): rng.uniform(50, 60) for _ in range(items)}
     sizes = {variable: rng.uniform(50, 60) for variable in costs}

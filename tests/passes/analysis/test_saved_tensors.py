@@ -79,7 +79,7 @@ def test_attention_keeps_no_scores() -> None:
 
 @pytest.mark.parametrize("target", [t for t in SAMPLES if t not in ATTENTION | DROPOUT | RMS_NORM], ids=named)
 def test_meta_tensors_keep_what_real_ones_keep(target: Any) -> None:
-    """For every op of the table the same operands and outputs are saved as in a run on a CPU."""
+    """Every op of the table saves the same operands and outputs as in a run on a CPU."""
     for example in examples(target):
         kept: set[int] = set()
 

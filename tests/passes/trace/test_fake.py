@@ -25,7 +25,7 @@ class Last(nn.Module):
 
 
 def test_constants_that_a_forward_makes_keep_their_values() -> None:
-    """On the meta device the index list would become a tensor without values."""
+    """The index list would become a tensor without values on the meta device."""
     with torch.device("meta"):
         model = Last()
     traced = trace(model, {"x": torch.empty(3, 4, device="meta")})

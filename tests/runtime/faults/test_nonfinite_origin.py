@@ -1,4 +1,4 @@
-"""Of a step that is not finite every rank names the rank, stage, action, microbatch and module where that began."""
+"""After a step that is not finite, every rank names the rank, stage, action, microbatch and module of its origin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spoil = Callable[[autoptd.Parallel], None]
 
 
 def told(spoil: Spoil, **fix: Any) -> list[str]:
-    """What each rank raises."""
+    """Return the error of each rank."""
     torch.manual_seed(0)
     asked = {"batch": 8, "seq": 8, "precision": "fp32", "fix": {"micro": 2, **fix}}
     parallel = autoptd.parallelize(NanoGPT(SIZES), world=4, **asked)  # type: ignore[arg-type]
