@@ -1,4 +1,4 @@
-"""Progress: seen on a terminal, nowhere else."""
+"""Progress is shown on a terminal, and nowhere else."""
 
 from __future__ import annotations
 

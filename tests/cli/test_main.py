@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it fails, what it must not import."""
+"""The command line: its output, its errors, and what it must not import."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> str:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Stands where the planner is: keeps what it was asked, answers with the sample plan."""
+    """Stand in for the planner: record the requests, answer with the sample plan."""
     asked: list[dict[str, Any]] = []
     traced: list[dict[str, Any]] = []
 

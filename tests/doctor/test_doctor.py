@@ -1,4 +1,4 @@
-"""`autoptd doctor`: every check has its failure planted, and says what to do about it."""
+"""`autoptd doctor`: the failure of every check is planted, and the report says what to do about it."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_clocks_are_compared():
 
 
 def checks_between(_: Communicators, folder: str, port: int) -> list[str]:
-    """One rank of two; the folder is another one on rank 1, whose clock is ten seconds behind."""
+    """Run the checks as one rank of two; rank 1 has another folder, and a clock that is ten seconds behind."""
     group = dist.new_group(backend="gloo")
     rank = dist.get_rank()
     own = Path(folder) / str(rank)

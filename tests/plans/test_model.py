@@ -1,4 +1,4 @@
-"""The plan file: what it keeps, what it refuses, and how it reads."""
+"""The plan file: what it stores, what it refuses, and how it reads."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ PLACES = places(as_data())
 def test_a_mutated_plan_is_refused_or_still_round_trips(mutations: list[tuple[tuple[Any, ...], str, Any]]):
     data = as_data()
     for path, how, junk in mutations:
-        mutate(data, path, how, deepcopy(junk))  # a second mutation may reach into the first's
+        mutate(data, path, how, deepcopy(junk))  # a second mutation may change the first one's value
     loads_or_refuses(json.dumps(data))
 
 

@@ -48,7 +48,7 @@ def test_linear() -> None:
         "B, B, B -> B",
         "Bp, Bp, Bp -> Bp",
         "S1, Bp, Bp -> S1",  # sequence; the batch symbol is data parallelism's
-        "S2, S1, P -> P",  # summed: the bias is added once
+        "S2, S1, P -> P",  # a partial value: the bias is added once
         "Bp, S0, S0 -> S2",
         "P, Bp, P -> P",
         "Bp, P, P -> P",

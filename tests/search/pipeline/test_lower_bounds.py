@@ -256,8 +256,8 @@ class Shared:
 
 
 def random_shared(seed: int) -> Shared:
-    """One to three kinds of blocks of one or two segments; a random cut whose stages recompute at random, and the room
-    that this takes, or a little less."""
+    """Return one to three kinds of blocks of one or two segments; a random cut with random recomputation, and a
+    memory limit that just admits it or is a little lower."""
     rng = random.Random(seed)
     schedule, ranks = rng.choice(SCHEDULES), rng.randint(2, 4)
     virtual = row_of(schedule).chunks or 2
