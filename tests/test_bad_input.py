@@ -265,7 +265,7 @@ def test_sequences_that_are_none_or_too_long():
         assert refusal(InputsError, gpt(), **EIGHT, seq=seq).where == "seq"
 
 
-def test_a_parameter_without_gradient_is_allowed_and_said():
+def test_a_parameter_without_gradient_is_allowed_and_reported():
     class Idle(Scalar):
         def __init__(self) -> None:
             super().__init__()

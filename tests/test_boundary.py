@@ -80,7 +80,7 @@ def test_an_error_is_short(name: str, monkeypatch: pytest.MonkeyPatch):
     assert any(line.startswith("  fix    ") for line in lines)
 
 
-def test_a_file_that_is_none_of_ours_is_told_of_in_short(tmp_path: Path):
+def test_errors_of_invalid_files_are_short(tmp_path: Path):
     (tmp_path / "file").write_text('{"format": "autoptd-plan", "version": 1}')
     assert len(shown(lambda: autoptd.Plan.load(tmp_path / "file"))) <= MOST
     (tmp_path / "file.toml").write_text("name = 3\n[device]\nx = 1")
@@ -170,7 +170,7 @@ def test_one_rank_says_what_all_would_say(
     ],
     ids=["another place", "another kind", "another attempt", "no store", "no answer", "no port"],
 )
-def test_what_nobody_else_says_is_said(
+def test_errors_that_no_other_rank_prints_are_printed(
     launched: TCPStore,
     change: dict[str, str],
     error: AutoptdError,

@@ -121,7 +121,7 @@ def test_a_wrong_import_is_seen(module: str, source: str):
     assert wrong_imports(module, source) != []
 
 
-def test_no_files_import_each_other_around_a_circle():
+def test_no_files_import_each_other_in_a_cycle():
     graph = nx.DiGraph((module, name) for module, path in modules() for name in imports(path.read_text("utf-8")))
     graph.remove_node("autoptd")  # it imports on first use
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))

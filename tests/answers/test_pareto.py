@@ -36,14 +36,14 @@ def test_each_point_is_the_fastest_for_its_memory(found: tuple[PlanQuery, Fronti
         assert needed_bytes(budget_bytes) == needed_bytes(plan)
 
 
-def test_below_the_leanest_nothing_fits(found: tuple[PlanQuery, Frontier]):
+def test_below_the_most_memory_saving_plan_nothing_fits(found: tuple[PlanQuery, Frontier]):
     asked, curve = found
     assert curve.refused_bytes is not None and curve.refused_bytes < needed_bytes(curve.points[-1])
     with pytest.raises(DoesNotFit):
         asked.with_memory(curve.refused_bytes).plan()
 
 
-def test_a_spent_limit_is_told(found: tuple[PlanQuery, Frontier]):
+def test_a_spent_limit_is_reported(found: tuple[PlanQuery, Frontier]):
     ticks = iter(range(100))
     curve = frontier(found[0], time_limit_s=1.5, clock=lambda: float(next(ticks)))
     assert not curve.complete and len(curve.points) == 2

@@ -106,7 +106,7 @@ def _planner(row: Row) -> Planner:
     return planner_of(row, read_constraints({}, assume={"kernels": "fused"}), cluster_of(row))
 
 
-def test_a_mesh_outside_the_space_is_told_by_what_is_searched() -> None:
+def test_a_mesh_outside_the_searched_space_is_reported() -> None:
     own, _ = staged(tiny(zero=0))
     odd = replace(own, candidate=replace(own.candidate, micro=3))
     assert search.cause(_planner(tiny()), odd) == "outside the space: micro 3 (searched: 1, 2)"
@@ -119,7 +119,7 @@ def test_a_mesh_that_the_search_has_is_not_outside_however_it_recomputes() -> No
     assert "s as the search splits, cuts and recomputes it" in search.cause(_planner(tiny()), quick)
 
 
-def test_a_mesh_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Planner, candidate: Candidate) -> None:
         raise DoesNotFit("too small")
 

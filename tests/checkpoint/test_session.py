@@ -152,7 +152,7 @@ def test_what_went_wrong_beside_training_is_raised_by_the_next_call(tmp_path: Pa
     assert find(tmp_path / "folder").name == "step-00000001"
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot be written") as caught:
         made().resume(tmp_path / "file")

@@ -154,7 +154,7 @@ def test_no_is_1(run: Run, api: list[dict[str, Any]]):
     assert error == told
 
 
-def test_an_impossible_wish_is_2(run: Run, api: list[dict[str, Any]]):
+def test_an_impossible_constraint_is_2(run: Run, api: list[dict[str, Any]]):
     assert run("plan", "nanogpt", "--world", "7")[0] == 2
 
 

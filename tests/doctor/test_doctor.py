@@ -77,7 +77,7 @@ PLANTED: list[tuple[MachineFacts, str]] = [
 
 
 @pytest.mark.parametrize(("spoilt", "said"), PLANTED, ids=[said for _, said in PLANTED])
-def test_what_is_wrong_with_a_machine_is_said(spoilt: MachineFacts, said: str):
+def test_faults_of_a_machine_are_reported(spoilt: MachineFacts, said: str):
     ranks = [NODE, spoilt] if spoilt.host != NODE.host or said.startswith("FAIL") else [spoilt]
     found = [line for line in lines(ranks).splitlines() if said in line]
     assert found, lines(ranks)

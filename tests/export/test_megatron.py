@@ -200,7 +200,7 @@ TP2 = MeshSizes(dp=1, tp=2, pp=1)
         (llama_plan(mesh=TP2, recompute=(9, 10)), "before or after the layers"),
     ],
 )
-def test_what_megatron_cannot_say_is_said(plan: Plan, said: str):
+def test_differences_from_megatron_are_reported(plan: Plan, said: str):
     assert [line for line in megatron(plan).differs if said in line], megatron(plan).differs
 
 
@@ -230,7 +230,7 @@ def test_mixed_recomputation_is_whole_layers():
 
 
 @pytest.mark.parametrize(("gathers", "differs"), [(1, False), (2, True)])
-def test_a_layer_that_communicates_otherwise_is_said(gathers: int, differs: bool):
+def test_a_layer_that_communicates_otherwise_is_reported(gathers: int, differs: bool):
     """Weights that are gathered for use keep their placements."""
     halves = {
         f"layers.*.{{{part}}}": Collectives(count=4, forward={"all_gather": n, "reduce_scatter": 1}, backward={})

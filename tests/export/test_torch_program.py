@@ -274,6 +274,6 @@ def test_stages_that_hand_on_two_tensors_are_refused():
         ({"mesh": TP2, "precision": "fp64"}, "torch.float64"),
     ],
 )
-def test_what_torch_cannot_say_is_said(changes: dict[str, Any], said: str):
+def test_differences_from_torch_are_reported(changes: dict[str, Any], said: str):
     found = torch_program(llama_plan(changes.pop("cuts", ()), **changes), Llama()).differs
     assert [line for line in found if said in line], found

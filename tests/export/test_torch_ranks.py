@@ -96,7 +96,7 @@ def test_gradients_are_those_of_one_process(name: str, results: list[dict[str, A
 
 
 @pytest.mark.parametrize("name", ["pipeline", "chunks"])
-def test_what_the_plan_splits_lies_split(name: str, results: list[dict[str, Any]]) -> None:
+def test_tensors_that_the_plan_splits_are_split(name: str, results: list[dict[str, Any]]) -> None:
     split = {parameter for parameter in results[0][name][2] if parameter.startswith("layers.0.")}
     assert split == {f"layers.0.{leaf}" for leaf, text in LLAMA_SPLITS.items() if text != "B"}
 

@@ -23,13 +23,13 @@ from tests.fuzz.files import cluster_text
 from tests.fuzz.loading import guarded, load
 
 
-def test_spoilt_plans_and_clusters():
+def test_corrupted_plans_and_clusters():
     ends, wrong = run(180, seed=7)
     assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
     assert min(ends[f"{kind} {end}"] for kind in ("plan", "cluster") for end in ("loaded", "refused")) > 4
 
 
-def test_spoilt_files_of_every_sort_are_data():
+def test_corrupted_files_of_every_sort_are_data():
     """`python -m tests.fuzz.files --count 75000` reads more of them."""
     ends, wrong = data_files.run(300, seed=7)
     assert wrong == []
@@ -49,7 +49,7 @@ def test_a_file_that_is_no_data_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert data_files.judged("plan", tmp_path, 0)[0] == "slow"
 
 
-def test_spoilt_checkpoints():
+def test_corrupted_checkpoints():
     ends, wrong = run_checkpoints(35, seed=7)
     assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
     assert sum(count for end, count in ends.items() if "refused" in end) > 15
@@ -61,13 +61,13 @@ def test_damage_to_a_checkpoint_is_found_or_harmless():
     assert wrong == [] and ends["added harmless"] > 0 and sum(ends[f"{kind} found"] for kind in ("flip", "swapped")) > 5
 
 
-def test_spoilt_json_of_a_checkpoint():
+def test_corrupted_json_of_a_checkpoint():
     """`python -m tests.fuzz.checkpoint_json --count 25000` runs more cases."""
     ends, wrong = checkpoint_json.run(200, 7)
     assert wrong == [] and min(ends.values()) > 10 and len(ends) == 4
 
 
-def test_damage_that_nobody_finds_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_undetected_damage_is_seen(monkeypatch: pytest.MonkeyPatch):
     """The judges themselves: without the comparison of digests, or without the check of the index, faults are
     reported."""
     with monkeypatch.context() as patch:

@@ -108,7 +108,7 @@ def test_rings_of_units_that_are_wired_all_to_all() -> None:
 @pytest.mark.parametrize(
     "words", ["--world 1000000000000", "--world 100000000 --batch 1000000000000", f"--batch {10**15}"]
 )
-def test_worlds_and_batches_that_nobody_has(words: str, config_file: Path) -> None:
+def test_implausible_worlds_and_batches(words: str, config_file: Path) -> None:
     world = [] if "--world" in words else ["--world", "8"]
     message = refused("plan", config_file, *words.split(), *world)
     assert "give at most" in message

@@ -216,7 +216,7 @@ def test_files_of_an_index_are_names_in_the_folder(case: str, folder: Path) -> N
 
 @pytest.mark.parametrize("name", [*PARTS, INDEX, ONE])
 @pytest.mark.parametrize("what", ["out", "far out", "loop", "pipe", "folder", "device"])
-def test_files_of_a_folder_lie_in_it(what: str, name: str, folder: Path) -> None:
+def test_files_of_a_folder_are_inside_it(what: str, name: str, folder: Path) -> None:
     path = folder / name
     if name == ONE:
         (folder / INDEX).unlink()
@@ -298,7 +298,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_spoilt_safetensors_are_refused(case: str, folder: Path) -> None:
+def test_corrupted_safetensors_are_refused(case: str, folder: Path) -> None:
     (folder / PARTS[0]).write_bytes(HEADERS[case])
     with pytest.raises(ModelError):
         read(folder)

@@ -110,7 +110,7 @@ def hold(where: Path, outside: Path) -> None:
     assert same(state(running()), before), "a refused checkpoint changed the model"
 
 
-def test_a_checkpoint_that_nobody_changed_is_fine_in_both_forms(where: Path, tmp_path: Path) -> None:
+def test_an_unchanged_checkpoint_is_fine_in_both_forms(where: Path, tmp_path: Path) -> None:
     """Otherwise the refusals below would prove nothing."""
     for form in ("new", "old"):
         if form == "old":
@@ -324,7 +324,7 @@ def test_a_pickle_that_grows(name: str, place: str, where: Path, outside: Path) 
 
 
 @pytest.mark.parametrize("name", [name for name in BOMBS if "again and again" in name])
-def test_copying_one_argument_again_and_again_ends_early(name: str) -> None:
+def test_repeated_copies_of_one_argument_end_early(name: str) -> None:
     """Refused early, not when memory runs out."""
     with pytest.raises(ValueError, match="builds far more data than it holds"):
         read_pickle(BOMBS[name], torch_files._VALUES)

@@ -100,7 +100,7 @@ def test_the_sequence_of_a_shipped_model(name: str, seq: int):
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_sequence_that_nobody_gave_is_at_most_what_the_help_says(name: str):
+def test_a_default_sequence_is_at_most_what_the_help_says(name: str):
     assert default_sequence(load_model(name)[0]) <= min(LIMITS[name] or 4096, 4096)
 
 

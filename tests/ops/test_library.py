@@ -105,7 +105,7 @@ def test_narrow_logits_are_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_loss_in_place_takes_no_room_of_the_logits_size(smoothing: float) -> None:
+def test_a_loss_in_place_allocates_nothing_of_the_logits_size(smoothing: float) -> None:
     leaf = random(2, 4, V).requires_grad_()
     expected = F.cross_entropy(leaf.flatten(0, 1), LABELS.flatten(), label_smoothing=smoothing, reduction="sum")
     (wanted,) = torch.autograd.grad(expected * 1.7, leaf)

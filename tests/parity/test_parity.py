@@ -110,7 +110,7 @@ def test_parameters_placed_by_hand(name: str, splits: dict[str, str]) -> None:
     assert not check(name, Mesh(2, 2, 2), variant, "sgd")
 
 
-def test_what_nobody_uses_or_may_change_stays_put() -> None:
+def test_unused_and_frozen_parameters_do_not_change() -> None:
     made = parallel("oddities", planned("oddities", Mesh(2, 2, 2), PLAIN), "adamw")
     found = train_in_lockstep(made, batches("oddities"))
     before = case("oddities").model.state_dict()

@@ -117,7 +117,7 @@ def sound(name: str, mesh: Mesh = RING) -> Parallel:
     return parallel(name, planned(name, mesh, WHOLE), "sgd")
 
 
-def test_the_unspoilt_program_passes() -> None:
+def test_the_unchanged_program_passes() -> None:
     assert not verdict("nanogpt", sound("nanogpt"))
 
 

@@ -212,7 +212,7 @@ def test_inputs_that_are_made_leave_out_what_is_a_target() -> None:
     assert list(traced.folded.traced.inputs.values()) == ["idx", "targets"]
 
 
-def test_a_batch_names_its_targets_and_is_told_so() -> None:
+def test_a_batch_without_named_targets_is_refused() -> None:
     made = planned(randomised(Plain()), x(), nn.MSELoss(), values(), mesh=(1, 1, 1))
     batch = {**x(), "targets": values()}
     assert float(made.train_step(batch)) > float(made.eval_step(batch)) > 0

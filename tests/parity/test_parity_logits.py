@@ -91,7 +91,7 @@ COPIES = {"capped": 0, "by_einsum": 0, "straight": 0, "distilled": 0, "two_losse
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_is_made_where_somebody_reads(name: str) -> None:
+def test_a_copy_is_made_for_other_readers(name: str) -> None:
     text = "".join(made(name, 0, {"tp": 2}).program.files.values())
     assert text.count(".clone()") == COPIES[name]
 

@@ -180,7 +180,7 @@ def test_a_loss_that_is_exact_is_so_whatever_may_be_averaged() -> None:
     assert parallel.plan.loss_averaging == "global" and off(parallel, model, batch) <= TOLERANCE
 
 
-def test_an_unknown_averaging_is_told() -> None:
+def test_an_unknown_averaging_is_refused() -> None:
     with pytest.raises(InputsError, match="loss_averaging is 'per-token'") as caught:
         made(model_of(EXACT["mean"]), ragged(), loss_averaging="per-token")
     assert "per-microbatch" in caught.value.fix

@@ -146,7 +146,7 @@ def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.Monkey
     assert found_wrong("oddities", "zero-bubble")
 
 
-def test_gradients_that_are_addends_are_not_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_gradients_are_not_sent_by_scatter_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank holds a partial gradient under placement `Bp`, which scatter-gather P2P must not slice."""
     monkeypatch.setattr(Wire, "is_whole", lambda self, *, gradient: self.placement in ("B", "Bp"))
     assert found_wrong("llama", "slices") or found_wrong("gpt2", "slices")

@@ -338,7 +338,7 @@ def test_layers_are_folded_and_every_parameter_appears():
     assert "transformer.h.0." not in text
 
 
-def test_tensors_of_a_module_that_lie_alike_are_one_line():
+def test_tensors_of_a_module_with_one_placement_are_one_line():
     parameters = {f"h.{i}.fc.{leaf}": "S0" for i in range(3) for leaf in ("weight", "bias")} | {"norm.weight": "Bp"}
     text = explain(sample_plan(splits=Splits(parameters=parameters, activations={})))
     assert "h.{0..2}.fc.{bias,weight}  S0" in text

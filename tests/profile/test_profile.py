@@ -291,7 +291,7 @@ def test_two_processes_measure_and_the_file_plans(tmp_path: Path, capsys: pytest
         (["--processes", "0"], "'0' is not a whole number from 1"),
     ],
 )
-def test_bad_usage_is_told_before_anything_is_measured(
+def test_bad_usage_is_refused_before_anything_is_measured(
     words: list[str],
     said: str,
     tmp_path: Path,
@@ -323,7 +323,7 @@ def test_interrupted_it_writes_nothing(tmp_path: Path):
 
 
 @pytest.mark.ranks
-def test_a_process_that_cannot_start_is_told_of(
+def test_a_process_that_cannot_start_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     from autoptd.errors import RuntimeFault

@@ -252,7 +252,7 @@ def test_stepping_unused_parameters_is_caught(monkeypatch: Patch) -> None:
         test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(1)
 
 
-def test_room_of_gradients_that_did_not_come_is_caught(monkeypatch: Patch) -> None:
+def test_stale_memory_of_missing_gradients_is_caught(monkeypatch: Patch) -> None:
     """A parameter not used in this backward pass gets stale memory as its gradient."""
     room, start = storage.Buffer.empty_gradient, reduction.BucketState.start_sum
     monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))

@@ -242,6 +242,6 @@ def test_fp16_that_overflows_at_any_scale_is_an_error() -> None:
     run_lockstep(Mesh(dp=2), body)
 
 
-def test_wrong_wishes() -> None:
+def test_wrong_options() -> None:
     with pytest.raises(PlanError, match="unknown non_finite 'skp'"):
         Finite("skp", None)

@@ -355,7 +355,7 @@ def test_optimizers() -> None:
 
 
 @pytest.mark.fault("another type of equal size")
-def test_neighbours_that_disagree_are_told_before_anything_is_sent() -> None:
+def test_neighbours_that_disagree_are_refused_before_anything_is_sent() -> None:
     """One neighbour sends as many bytes, in another dtype."""
     mesh = Mesh(pp=2)
 

@@ -227,14 +227,14 @@ def test_sends_in_another_order_are_caught() -> None:
         (["F0 SF0 RB0 B0", "RF0 F0 B0"], "rank 0 RB0 -> rank 1, which is done"),
     ],
 )
-def test_the_circle_is_said(lines: list[str], said: str) -> None:
+def test_the_cycle_is_reported(lines: list[str], said: str) -> None:
     with pytest.raises(StuckSchedule) as error:
         prove(parse(lines))
     assert said in str(error.value).splitlines()
     assert sum(" -> " in line for line in str(error.value).splitlines()) == 1
 
 
-def test_every_circle_and_every_wait_in_vain_is_said_once() -> None:
+def test_every_cycle_and_every_endless_wait_is_reported_once() -> None:
     """Rank 4 waits for a rank of a reported cycle and is not reported itself; rank 5 waits for a rank that is done."""
     lines = ["RB0 F0 SF0 B0", "RF0 F0 B0 SB0", "RB0 F0 SF0", "RF0 F0 SB0", "RF0", "RB0", "F0"]
     with pytest.raises(StuckSchedule) as error:
@@ -246,7 +246,7 @@ def test_every_circle_and_every_wait_in_vain_is_said_once() -> None:
     ]
 
 
-def test_a_circle_over_all_ranks() -> None:
+def test_a_cycle_over_all_ranks() -> None:
     """A loop of three ranks: each waits for a message that the previous one sends only afterwards."""
     route = StageMap(3, 2)
     lines = ["RF0.1 F0 SF0", "RF0 F0.1 F0 SF0", "RF0 F0 SF0"]

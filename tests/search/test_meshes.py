@@ -67,7 +67,7 @@ def test_the_largest_microbatch_binds_unless_fixed() -> None:
         ({"tq": 8}, "'tq' cannot be fixed\n  where  fix['tq']\n  fix    did you mean 'tp'"),
     ],
 )
-def test_a_wish_that_cannot_be_met_names_what_is_wrong(fix: dict[str, int | str], message: str) -> None:
+def test_an_impossible_constraint_names_what_is_wrong(fix: dict[str, int | str], message: str) -> None:
     with pytest.raises(PlanError) as error:
         candidates(LIMITS, fix)
     assert message in str(error.value)

@@ -93,7 +93,7 @@ def test_each_stage_fits_its_own_device() -> None:
     assert "assign ranks to nodes in this order" in " ".join(plan.notes)
 
 
-def test_others_must_leave_room_and_make_whole_stages() -> None:
+def test_device_types_must_leave_ranks_and_make_whole_stages() -> None:
     with pytest.raises(ClusterError, match="has no room for 4 devices of other types"):
         planned(mixed(slow_links(), 4, 1.0, 1.0))
     with pytest.raises(PlanError):

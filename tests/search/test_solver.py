@@ -91,7 +91,7 @@ def _fails(program: IntegerProgram, time_limit_s: float) -> solver.Outcome:
 
 
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
-def test_a_missing_solver_is_replaced_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_solver_is_replaced_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     best = minimise(*knapsack(12)).objective
     monkeypatch.setitem(solver._SOLVERS, "HiGHS", _fails)
     outcome = minimise(*knapsack(12))

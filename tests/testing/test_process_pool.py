@@ -160,6 +160,6 @@ def answer_with_a_lock(c: Communicators) -> object:
     return threading.Lock()
 
 
-def test_an_answer_that_cannot_be_sent_is_told(pool: ProcessPool) -> None:
+def test_a_result_that_cannot_be_pickled_is_reported(pool: ProcessPool) -> None:
     with pytest.raises(RuntimeFault, match="cannot pickle"):
         pool.run(Mesh(8), answer_with_a_lock)

@@ -142,7 +142,7 @@ def test_tiles_of_a_ring_are_put_together_at_a_price() -> None:
 
 
 @pytest.mark.parametrize(("heads", "length"), [(4, 256), (8, 192)])
-def test_a_stretch_takes_what_it_is_said_to_take(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_takes_the_predicted_memory(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with real tensors: all tensors as large as the scores that are alive at the peak."""
     monkeypatch.setattr("autoptd.ops.dropout._ELEMENTS_AT_ONCE", {})  # as on a GPU
     call = call_of(0.1, heads, length)

@@ -38,7 +38,7 @@ def test_a_store_listens_on_its_address_alone() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_rank_0_of_another_launcher_listens_where_it_was_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_of_another_launcher_listens_at_its_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     told = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in told.items():

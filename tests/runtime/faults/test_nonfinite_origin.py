@@ -55,7 +55,7 @@ def test_a_parameter_of_one_rank() -> None:
         assert "first in rank 3, stage 1, action F0, microbatch 0, module blocks.2" in text, text
 
 
-def test_ranks_that_hold_one_tensor_together_are_told_together() -> None:
+def test_ranks_that_share_a_tensor_are_reported_together() -> None:
     every = told(spoiled(0, "blocks.0.up.weight"), dp=1, pp=2, tp=2)
     assert all("first in ranks 0, 1, stage 0, action F0, microbatch 0, module blocks.0" in text for text in every)
 

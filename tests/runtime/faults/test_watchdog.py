@@ -92,7 +92,7 @@ def test_a_broken_connection_is_no_cause(watches: Callable[..., Watchdog]) -> No
     assert "RB0 of stage 0, receive from rank 1" in str(told.value)
 
 
-def test_silence_is_told_by_the_rank_before(watches: Callable[..., Watchdog]) -> None:
+def test_a_silent_rank_is_reported_by_the_previous_rank(watches: Callable[..., Watchdog]) -> None:
     first, second = watches(0), watches(1)
     assert soon(lambda: 1 in first._poller.beats)
     second._stop.set()
@@ -163,7 +163,7 @@ def test_a_store_that_is_gone_is_a_cause() -> None:
     watch._stop.set()
 
 
-def test_what_is_told_reads_back() -> None:
+def test_reports_read_back() -> None:
     snapshot = Snapshot("B3", 1, 3, "blocks.4", comm="receive from", peers=(0, 2), for_s=1.5)
     cause = Cause(2, "raised ValueError: no", snapshot, 1, "change it")
     beat = Beat(2, 7, 99, snapshot, Process.mine(), knows_cause=True)

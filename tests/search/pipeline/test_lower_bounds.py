@@ -230,7 +230,7 @@ def test_one_rank_meets_every_bound() -> None:
         assert run.even_s(1 / 3) == pytest.approx(21.0) == run.bound_s() == run.seconds()
 
 
-def test_the_bound_of_all_cuts_is_that_of_the_ramped_one() -> None:
+def test_the_bound_of_all_cuts_is_that_of_geometric_stages() -> None:
     """Its stages make every path (1) equally long: T_k = B (1 - 1/m)^k of the first stage's B = C / m."""
     p, m, total = 4, 8, 10.0
     bound = total / (1 - (1 - 1 / m) ** p)

@@ -146,7 +146,7 @@ def test_a_place_where_much_crosses_is_avoided() -> None:
     assert solve_cuts(crossed, 3.0, asked(crossed)[0]) == ((0, 3), (4, 5))
 
 
-def test_more_room_is_never_slower() -> None:
+def test_more_memory_is_never_slower() -> None:
     for seed in range(60):
         problem = random_problem(seed)
         times = [bound(problem.with_budget(more)) for more in (0.0, 5.0, 20.0, 100.0)]
@@ -166,7 +166,7 @@ def least_over(problem: Problem, found: Cuts) -> float:
     )
 
 
-def test_the_leanest_cut_is_that_of_exhaustive_search() -> None:
+def test_the_smallest_cut_is_that_of_exhaustive_search() -> None:
     for seed in range(300):
         problem = random_problem(seed)
         free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
@@ -176,7 +176,7 @@ def test_the_leanest_cut_is_that_of_exhaustive_search() -> None:
         assert found.value == pytest.approx(least), seed
 
 
-def test_a_cut_is_found_just_where_the_leanest_fits() -> None:
+def test_a_cut_is_found_if_and_only_if_the_smallest_fits() -> None:
     """No cut fits if the one that recomputes everything does not."""
     fits = 0
     for seed in range(300):

@@ -134,7 +134,7 @@ def test_a_rough_choice_fits_and_says_that_it_is_rough(monkeypatch: pytest.Monke
     assert slower
 
 
-def test_menus_leave_out_what_another_betters() -> None:
+def test_dominated_options_are_dropped() -> None:
     none = RecomputeOption("none", 0.0, Peak(20, 20, 30))
     worse = RecomputeOption("selective", 2.0, Peak(10, 12, 40))
     same = RecomputeOption("ops", 2.0, Peak(10, 12, 40))

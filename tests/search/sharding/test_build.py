@@ -110,7 +110,7 @@ def test_a_layer_has_megatrons_sequence_parallel_collectives(which: str, request
 
 
 @pytest.mark.parametrize("which", ["llama_split", "gpt2_split"])
-def test_norms_lie_split_along_the_sequence(which: str, request: pytest.FixtureRequest) -> None:
+def test_norms_are_split_along_the_sequence(which: str, request: pytest.FixtureRequest) -> None:
     graph, answer = request.getfixturevalue(which)
     unit = max(graph.units, key=lambda u: u.count)
     for i in range(unit.length):
@@ -131,7 +131,7 @@ def test_an_indivisible_vocabulary_is_not_split() -> None:
     assert found["transformer.wte.weight"] == "S1"
 
 
-def test_without_sequence_parallelism_no_tensor_lies_split_along_the_sequence() -> None:
+def test_without_sequence_parallelism_no_tensor_is_split_along_the_sequence() -> None:
     graph = folded(llama(), 2048)
     _, answer = solved(graph, 8, sequence_parallel=False)
     assert all(str(p) != "S1" for d in answer.sharding.kinds.values() for p in (*d.receives, *d.sends))
