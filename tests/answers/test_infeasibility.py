@@ -1,4 +1,4 @@
-"""Explanations of infeasible requests: the conflict is minimal, every suggested fix was planned and fits, time is
+"""Explanations of infeasible requests: the conflict is minimal, suggested fixes were planned and fit, time is
 bounded."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tests.sample_plan import sample_plan
 
 @pytest.fixture(scope="module")
 def refused(traced: TracedModel) -> PlanQuery:
-    """Requests microbatches of 32 without recomputation: together too large, either alone fits; kernels and tp are
-    irrelevant."""
+    """Requests microbatches of 32 without recomputation: only together too large. `kernels` and `tp` are irrelevant."""
     asked = PlanQuery(
         traced, 1, nodes_of_four(), 64, fix={"tp": 1, "kernels": "fused", "micro": 32, "recompute": "none"}
     )

@@ -25,7 +25,7 @@ def plan_of(
     sequence: bool = False,
     **changes: Any,
 ) -> Plan:
-    """Return a plan whose stages begin at segments 0 and `cuts`; `recompute` is by segment, other `changes` replace
+    """Return a plan with stages that begin at segments 0 and `cuts`; `recompute` is by segment, `changes` replace
     fields."""
     again = changes.pop("recompute", ())
     virtual = (len(cuts) + 1) // mesh.pp

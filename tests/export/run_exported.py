@@ -60,8 +60,7 @@ def load(path: Path) -> ModuleType:
 
 
 def run(path: Path) -> tuple[float | None, dict[str, Tensor], list[str]]:
-    """Return (loss on the last stage, whole gradients of this rank's stages, names of parameters split on this
-    rank)."""
+    """Return (loss on the last stage, whole gradients of this rank's stages, names split on this rank)."""
     program: Any = load(path)
     tied = bool(program.TIED)
     parallel = program.parallelize(build(LAYERS, tied), loss_fn, "cpu")

@@ -148,8 +148,7 @@ def test_shapes_of_llama():
 
 
 def read_layout(text: str) -> list[str]:
-    """Return the stages with every layer written out: groups are expanded first, then single letters; commas are
-    ignored."""
+    """Return the stages with every layer written out: groups first, then single letters; commas are ignored."""
     text = text.replace(",", "")
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), text)
     return re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), text).split("|")

@@ -41,8 +41,7 @@ def pristine(root: Path) -> Path:
 
 
 def spoilt_checkpoint(good: Path, at: Path, seed: int, number: int) -> str:
-    """Copy the checkpoint and corrupt one file, half of the time with a matching digest in the manifest; return its
-    name."""
+    """Copy the checkpoint and corrupt one file, every other time with a matching digest; return its name."""
     rng = random.Random(f"checkpoint {seed} {number}")
     shutil.rmtree(at, ignore_errors=True)
     shutil.copytree(good, at)

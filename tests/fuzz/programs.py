@@ -76,8 +76,7 @@ _LOSSES = [
 
 @dataclass
 class Program:
-    """Lines of a forward pass over x [b, s, d], ids [b, s], labels [b, s] and mask [b, s], and the way it is
-    trained."""
+    """Forward pass over x [b, s, d], ids [b, s], labels [b, s] and mask [b, s], and the way it is trained."""
 
     seed: int
     lines: list[str] = field(default_factory=list)
@@ -173,8 +172,7 @@ def batch_of(seed: int, samples: int = SAMPLES) -> dict[str, Tensor]:
 
 
 def outcome(program: Program) -> str:
-    """Return `equal`, `refused: …`, `no numbers` (of the plain model), `off by …` or `raw: …`; the last two are
-    faults."""
+    """Return `equal`, `refused: …`, `no numbers` (of the plain model), or a fault: `off by …` or `raw: …`."""
     model, batch = model_of(program), batch_of(program.seed)
     options = {"optimizer": "sgd", "optimizer_options": {"lr": 0.01}}
     try:

@@ -1,7 +1,6 @@
 """Corrupted plans, clusters and checkpoints load, or are refused by the path of a field: some hundred of each sort.
 
-`python -m tests.fuzz --files 10000` does the same for any number of files. Below are regression tests for past
-findings.
+`python -m tests.fuzz --files 10000` tries more of them. Below are regression tests for past findings.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ def test_corrupted_json_of_a_checkpoint():
 
 
 def test_undetected_damage_is_seen(monkeypatch: pytest.MonkeyPatch):
-    """The judges themselves: without the comparison of digests, or without the check of the index, faults are
-    reported."""
+    """The judges themselves: faults are reported if digests are not compared, or the index is not checked."""
     with monkeypatch.context() as patch:
         patch.setattr(damaged.folder, "damage", lambda *_: "")
         patch.setattr(damaged, "KINDS", [damaged.flip, damaged.of_another_step])

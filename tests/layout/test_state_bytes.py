@@ -54,8 +54,7 @@ def storages(tensors: Any) -> int:
 
 
 def allocated(trainer: Trainer) -> tuple[int, int, int]:
-    """Return bytes of distinct storages: parameters (frozen ones included), gradients, optimizer state and main
-    copy."""
+    """Return bytes of distinct storages: parameters (frozen ones too), gradients, optimizer state and main copy."""
 
     buffers = trainer._buffers._buffers
     state = [t for s in trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]

@@ -73,8 +73,7 @@ def wrong(
     plain: nn.Module | None = None,
     **options: Any,
 ) -> list[str]:
-    """Return the differences from one process after two steps in float64. `plain`: the reference; `model` if
-    omitted."""
+    """Return the differences from one process after two steps in float64. `plain`: the reference, default `model`."""
     made = planned(model, inputs, loss, targets, mesh, **options)
     named = {"targets": targets} if isinstance(targets, Tensor) else dict(targets or {})
     batches = [{n: t.roll(step, 0) for n, t in {**inputs, **named}.items()} for step in range(2)]

@@ -133,8 +133,7 @@ class Gelu(Function):
 
 
 class Several(Function):
-    """Three results, the last without gradient; reads a parameter. Its gradient deliberately differs from
-    autograd's."""
+    """Three results, the last without gradient; reads a parameter. Its gradient differs from autograd's on purpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Any:

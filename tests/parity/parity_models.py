@@ -40,7 +40,7 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 def tokens(ignore: int = -100) -> tuple[Tensor, Tensor]:
-    """Return ids and labels [samples, tokens]; neighbouring samples have different numbers of valid labels, some
+    """Return ids and labels [samples, tokens]; neighbouring samples differ in the number of valid labels; some have
     none."""
     ids = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
@@ -98,8 +98,7 @@ def llama(kv_heads: int = 4) -> Case:
 
 
 def mixtral() -> Case:
-    """Mixtral: rows are sorted by expert, multiplied in groups and put back; the router in float32; the loss in
-    float64."""
+    """Mixtral: rows sorted by expert, multiplied in groups and put back; the router in float32; the loss in float64."""
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.integrations import moe
 
@@ -155,8 +154,7 @@ def mpt() -> Case:
 
 
 def bert(*, dropout: float = 0.0) -> Case:
-    """BERT: padding masks, ragged labels, a tied decoder with a bias, an unused parameter (the pooler gets no
-    gradient)."""
+    """BERT: padding masks, ragged labels, a tied decoder with a bias, an unused parameter (in the pooler)."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
@@ -295,8 +293,7 @@ class Layer(nn.Module):
 
 
 class Oddities(nn.Module):
-    """Model with a parameter shared by all layers, a frozen one, an unused one, a module called twice, and many
-    buffers."""
+    """Model with a parameter of all layers, a frozen one, an unused one, a module called twice, and many buffers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,8 +86,7 @@ def test_as_near_the_truth_as_one_process(name: str, precision: str, meshes: tup
 def test_gradients_of_the_compute_type_are_widened_to_step(zero: int) -> None:
     """A gradient that is neither accumulated nor reduced is equal in both dtypes; sums of microbatches differ.
 
-    ZeRO 3 accumulates in the main dtype in any case, as FSDP does: only its sum over dp ranks is in the compute
-    dtype.
+    ZeRO 3 accumulates in the main dtype anyway, as FSDP does: only the sum over dp ranks is narrow.
     """
 
     def trained(gradients: str, micro: int) -> Trained:

@@ -159,8 +159,7 @@ def assert_same(a: Outcome, b: Outcome, tolerance: float = 1e-12) -> None:
 
 
 def assert_unchanged(model: nn.Module, batch: Batch, pieces: Sequence[int] = (1, 3, 2)) -> Traced:
-    """Trace and normalise; assert that the graph computes what the model does, for the whole batch and unequal
-    pieces."""
+    """Trace and normalise; assert that the graph computes what the model does, for the whole batch and pieces."""
     traced = normalised(model, batch)
     wanted = whole(model, batch)
     assert_same(in_microbatches(model, traced, batch, [sum(pieces)]), wanted)

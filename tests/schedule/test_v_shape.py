@@ -1,5 +1,4 @@
-"""The V-shaped schedule: golden text, in-flight microbatches, the proof over a grid, bubble and memory; planted
-faults."""
+"""The V-shaped schedule: golden text, in-flight microbatches, the proof, bubble and memory; planted faults."""
 
 from __future__ import annotations
 
@@ -89,7 +88,7 @@ def test_evaluation_is_proved() -> None:
 
 def test_memory_is_at_most_that_of_1f1b() -> None:
     """2 p chunks of half a stage: rank r holds 2 p - r - 1 and r + 1 of its two at first, later one more and one
-    fewer."""
+    less."""
     for stages, microbatches in GRID:
         most = 2 * max(sum(in_flight(actions)) for actions in one_f_one_b(stages, microbatches))
         for rank, actions in enumerate(zero_bubble_v(stages, microbatches)):

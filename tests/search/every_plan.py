@@ -84,7 +84,7 @@ Seconds = tuple[float, ...]
 
 
 class ChunkWays:
-    """All recomputations of the blocks of a run of segments: seconds, bytes saved, and peak of each.
+    """Seconds, bytes saved and peak of all recomputations of the blocks of a run of segments.
 
     The first of those that are equal in all three.
     """

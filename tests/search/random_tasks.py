@@ -71,7 +71,7 @@ def random_cluster(rng: random.Random) -> Cluster:
 def random_task(
     seed: int, models: Sequence[str] = MODELS, worlds: Sequence[int] = WORLDS, clusters: int | None = None
 ) -> tuple[autoptd.TracedModel, Task]:
-    """Make a task: up to 8 ranks, memory from far too little to plenty, any options; one of `clusters` clusters, or
+    """Make a task: up to 8 ranks, far too little to plenty of memory, any options; one of `clusters` clusters, or
     any."""
     rng = random.Random(seed)
     model = traced(rng.choice(models))

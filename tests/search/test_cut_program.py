@@ -86,8 +86,7 @@ def _is_caught(seed: int) -> bool:
 
 @pytest.mark.parametrize("numbers", [(1, 3), (2,), (4,), (5,), (6,)], ids=str)
 def test_every_constraint_is_needed(numbers: tuple[int, ...]) -> None:
-    """Dropped one by one, except (1) and (3): each follows from the other if all runs of a stage fit to runs of
-    others."""
+    """Dropped one by one, but (1) and (3) together: either implies the other if all runs of a stage line up."""
     with mock.patch.object(cut_program.IntegerProgram, "demand", _dropped(*numbers)):
         assert any(map(_is_caught, range(40)))
 

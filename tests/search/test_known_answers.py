@@ -46,10 +46,7 @@ def found(model: autoptd.TracedModel, cluster: Cluster, world: int, batch: int, 
 @pytest.mark.parametrize(("world", "batch"), [(16, 32), (32, 64)])
 def test_wide_models_take_tp_inside_a_node_and_pp_across(world: int, batch: int) -> None:
     """Eight layers as wide as GPT-3's (Narayanan et al. 2021, takeaway 1), on nodes of 8 A100 with fast links
-    inside.
-
-    TP stays within the node, each node is a stage, and the rest is DP.
-    """
+    inside: tp stays within the node, each node is a stage, and the rest is dp."""
     chosen = found(gpt(8, 12288, 96), Cluster.load("p4d"), world, batch).staged.candidate
     assert 4 <= chosen.tp <= 8 and chosen.dp * chosen.tp <= 8
     assert chosen.pp == world // 8
@@ -72,10 +69,8 @@ def test_small_models_on_fast_links_are_data_parallel(cluster: str) -> None:
 
 
 def test_data_parallel_models_that_are_tight_shard_more() -> None:
-    """1.3B on eight A100 of 40 GB: still dp only, with sharded gradients (ZeRO 2) or parameters too.
-
-    With less memory parameters are sharded in any case (Zhao et al. 2023, FSDP).
-    """
+    """1.3B on eight A100 of 40 GB: still dp only, with sharded gradients (ZeRO 2) or parameters too; with less
+    memory parameters in any case (Zhao et al. 2023, FSDP)."""
     model, cluster = gpt(24, 2048, 16, 50304, 1024), Cluster.load("dgx-a100-40gb")
     chosen = found(model, cluster, 8, 64, include=("zero",)).staged.candidate
     assert (chosen.dp, chosen.tp, chosen.pp) == (8, 1, 1) and chosen.zero >= 1
@@ -120,10 +115,8 @@ def layer_collectives(model: autoptd.TracedModel, tp: int, seq: int) -> Counter[
 
 
 def test_long_sequences_with_many_heads_go_all_to_all() -> None:
-    """DeepSpeed-Ulysses (Jacobs et al. 2023): tokens are split, and heads in attention only.
-
-    Queries, keys and values move to heads and the result back to tokens, in forward and in backward.
-    """
+    """DeepSpeed-Ulysses (Jacobs et al. 2023): tokens are split, and heads in attention only; queries, keys and
+    values move to heads and the result back to tokens, in forward and in backward."""
     long = layer_collectives(gpt(3, 1024, 32, 1024, 32768), 8, 32768)
     assert long["all_to_all"] == 4 and long["all_reduce"] == 0
     wide = layer_collectives(gpt(3, 4096, 32, 1024, 2048), 8, 2048)

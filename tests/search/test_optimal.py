@@ -43,8 +43,7 @@ def found_by(seed: int, **changes: object) -> tuple[float, float]:
 
 @cache
 def best_of(seed: int) -> float | None:
-    """Return the least seconds of all plans; None if the world has no mesh for this batch, or there are too many
-    plans."""
+    """Return the least seconds of all plans; None if the batch fits no mesh, or there are too many plans."""
     model, task = task_of(seed)
     if {"recompute", "virtual"} <= task.constraints.include:  # minutes of ways to recompute the chunks of a rank
         return None

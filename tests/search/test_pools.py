@@ -18,8 +18,7 @@ from tests.search.random_tasks import random_task, traced
 
 
 def mixed(cluster: Cluster, ranks: int, speed: float, memory: float) -> Cluster:
-    """Replace `ranks` devices by another type: `speed` times as quick, with `memory` times as much memory for
-    training."""
+    """Replace `ranks` devices by a type that is `speed` times as quick, with `memory` times the memory for training."""
     own = cluster.device
     flops = own.matmul_flops_per_s.model_copy(
         update={name: value * speed for name, value in own.matmul_flops_per_s.model_dump().items() if value}

@@ -156,8 +156,7 @@ CHOICES += [("overlap", streams) for streams in ((), ("dp",), ("p2p",), ("tp",),
 
 @pytest.mark.parametrize(("name", "value"), CHOICES, ids=str)
 def test_what_is_only_predicted_is_what_does_not_run(traced: autoptd.TracedModel, name: str, value: Any) -> None:
-    """Options are predicted only if they cannot run, except the attention that runs anyway: `assume` accepts it as
-    well."""
+    """Options are only predicted if they cannot run; `assume` also accepts the attention that runs anyway."""
     how = {"fix": BASE | {name: value}} if not only_predicted(name, value) else {"fix": BASE, "assume": {name: value}}
     plan = autoptd.plan(traced, world=8, cluster=NODE, batch=32, **how)
     assert bool(plan.not_runnable) == (only_predicted(name, value) and value != "flash")

@@ -1,5 +1,4 @@
-"""Activations saved by a block: the published formulas from a traced layer, views, policies, and those of a real
-run."""
+"""Activations saved by a block: the published formulas from a traced layer, views, policies, and a real run."""
 
 from __future__ import annotations
 

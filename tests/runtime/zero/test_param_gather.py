@@ -109,8 +109,7 @@ def test_readers_that_do_not_wait_are_caught(late: list[int], monkeypatch: pytes
 @pytest.mark.fault("gathers in another order")
 @pytest.mark.parametrize("later", [False, True])
 def test_a_rank_that_gathers_in_another_order_is_caught(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: one rank gathers buckets in storage order, the others in reading order. If all ranks do, it is no
-    fault."""
+    """Fault: one rank gathers buckets in storage order, the others in reading order. Equal on all ranks it is none."""
     whole = buffers.Buffers.gather_parameters
 
     def turned(only: int | None) -> Callable[[Any], None]:

@@ -18,8 +18,8 @@ Cuts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A segment: seconds per type of device; bytes of state, of saved activations, and of those left when
-    recomputed."""
+    """A segment: seconds per type of device; bytes of state, of activations saved, and of those left by
+    recomputation."""
 
     base_s: tuple[float, ...]
     state: float
@@ -30,8 +30,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Problem:
-    """A partition problem and its times. `ragged`: seed of a stage's time beyond that of its segments, by its
-    contents."""
+    """A partition problem and its times. `ragged`: seed of the time that a stage takes beyond its segments'."""
 
     kinds: tuple[Kind, ...]
     partitioning: PartitionProblem

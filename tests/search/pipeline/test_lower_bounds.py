@@ -33,8 +33,7 @@ SLACK = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Run:
-    """A pipeline of `ranks`, whose segments take these seconds (forward, backward, the parameters' part of
-    backward)."""
+    """A pipeline of `ranks` with these seconds per segment (forward, backward, the parameters' part of backward)."""
 
     schedule: str
     ranks: int
@@ -214,10 +213,8 @@ def test_messages_to_and_fro_meet_the_bound() -> None:
 
 
 def test_neighbours_by_turns_meet_the_bound() -> None:
-    """Two stages whose sends take longer than passes: two microbatches per two sends and two passes of both stages.
-
-    GPipe sends them one after the other, each way.
-    """
+    """Two stages whose sends outlast their passes: two microbatches per two sends and two passes of both.
+    GPipe sends them one after the other, each way."""
     run = replace(even("1f1b", 2, 9), sends=(50.0,))
     assert run.bound_s(run.sends) == pytest.approx(run.seconds()) == pytest.approx(6 + 100 + 4 * (6 + 100))
     run = replace(even("gpipe", 4, 9), sends=(0.0, 50.0, 0.0))
@@ -299,8 +296,7 @@ def _part(rng: random.Random) -> BlockOptions:
 
 
 def _together(parts: Sequence[BlockOptions]) -> BlockOptions:
-    """Merge segments into one block with all combinations of their options, so that every recomputation of a cut is
-    covered."""
+    """Merge segments into one block with all combinations of their options, so that it covers every cut."""
     ways = [(0.0, 0.0)]
     for part in parts:
         ways = [(a + seconds, b + kept) for a, b in ways for seconds, kept in part.ways]

@@ -46,8 +46,7 @@ def random_menu(rng: random.Random, orderly: bool = True) -> RecomputeOptions:
 
 
 def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callable[[int, int], bool]]:
-    """Make one to three chunks of blocks, some equal, in-flight microbatches of each chunk (or of all), and a fit
-    test."""
+    """Make one to three chunks of blocks, some equal, in-flight microbatches (of each or of all), and a fit test."""
     rng = random.Random(seed)
     known = [random_menu(rng, orderly) for _ in range(rng.randint(1, 3))]
     chunks = [[rng.choice(known) for _ in range(rng.randint(1, 4))] for _ in range(rng.choice([1, 1, 1, 2, 3]))]

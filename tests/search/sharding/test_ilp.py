@@ -191,8 +191,7 @@ _ADD_TENSOR, _ADD_SAVED = split_program._add_tensor, split_program._add_saved
     ],
 )
 def test_a_wrong_program_is_caught(part: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop a constraint, or state it for each reader separately: exhaustive search finds a better or another
-    optimum."""
+    """Drop a constraint, or state it for each reader separately: exhaustive search disagrees."""
     monkeypatch.setattr(split_program, part, wrong)
     caught = 0
     for seed in range(60):
