@@ -607,7 +607,7 @@ def test_corrupt_and_foreign_plans(
 @pytest.mark.parametrize(
     ("field", "key", "value", "said"),
     [
-        ("strategies", "gelu", "S9 -> S9", "is no legal strategy of gelu"),
+        ("strategies", "gelu", "S9 -> S9", "is not a legal strategy of gelu"),
         ("strategies", "gelu", None, "lacks 'gelu'"),
         ("splits", "blocks.0.up.weight", None, "lacks 'blocks.0.up.weight'"),
     ],

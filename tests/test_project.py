@@ -13,7 +13,7 @@ from tests.test_layers import modules
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 450  # all but the planner are below 400
+LINES = 400
 # Paths of a machine, and package indexes, have no place in the project.
 FORBIDDEN = ("/" + "work/", "index" + "-url")  # in two parts, so that this file passes
 SKIPPED = {".git", ".hypothesis", ".venv", "__pycache__", "build", "dist", "out", "autoptd.egg-info"}

@@ -21,7 +21,7 @@ from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.memory import D, N, U, formulas, in_flight
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
-from autoptd.passes.analysis.activations import kept, nbytes, symbolic_bytes
+from autoptd.passes.analysis.activations import nbytes, saved_activations, symbolic_bytes
 from autoptd.passes.analysis.dataflow import RANKS
 from autoptd.passes.analysis.liveness import walk
 from autoptd.passes.fold import Segment
@@ -106,7 +106,7 @@ def _block(
     plan: Plan,
 ) -> dict[str, Any]:
     cp, regather, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
-    found = kept(segments, sharding.kinds, policy, regather=regather)
+    found = saved_activations(segments, sharding.kinds, policy, regather=regather)
     moments = walk(segments, sharding.kinds, policy, regather=regather, in_place_loss=in_place)
     where, _ = moments.fullest(number, sharding.ranks, cp)
     formula = symbolic_bytes(found, names)

@@ -42,7 +42,7 @@ _Row = TypeVar("_Row")
 
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # usual spellings
-_GRADIENTS = {"main": "the optimizer's type", "compute": "the compute type", "both": "both types"}
+_GRADIENTS = {"main": "main gradients", "compute": "compute-type gradients", "both": "gradients in both types"}
 
 
 def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
@@ -108,7 +108,7 @@ def method(plan: PlanData) -> str:
     """Return the execution options; a second line names those that the runtime cannot run, if any."""
     options = plan.method
     overlap = f"{', '.join(options.overlap) or 'nothing'} overlapped with compute"
-    parts = [f"{options.kernels} kernels", f"gradients in {_GRADIENTS[options.gradients]}", overlap]
+    parts = [f"{options.kernels} kernels", _GRADIENTS[options.gradients], overlap]
     if options.loss != "kept":
         parts.append("in-place loss")
     if options.attention != "flash":

@@ -90,7 +90,7 @@ def _smallest(items: Sequence[str], possible: Callable[[Sequence[str]], bool]) -
 
 @dataclass(frozen=True)
 class Shortfall:
-    """What a candidate lacks with the cut whose fullest stage is over its memory by the least.
+    """The memory that a candidate lacks with the cut whose fullest stage is over its memory by the least.
 
     `stages` are names of first and last segments, `missing_bytes` is 0 where a stage fits. Devices with `budget_bytes`
     for state and activations would do; so would recomputing where `recompute_fits`.

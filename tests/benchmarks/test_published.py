@@ -243,8 +243,8 @@ def test_bars() -> None:
 
 
 def test_nanotron_cuts_where_a_stage_has_more_than_its_share() -> None:
-    """Cuts by hand: the head of 131,072 rows weighs as much as four blocks of width 2,048, so 16 blocks are cut 11 and 5:
-    one more than half, since the eleventh is assigned before the sum is compared."""
+    """Cuts by hand: the head of 131,072 rows weighs as much as four blocks of width 2,048, so 16 blocks are cut 11 and
+    5: one more than half, since the eleventh is assigned before the sum is compared."""
     row = tiny(
         framework="nanotron",
         dp=2,

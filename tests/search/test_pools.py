@@ -93,7 +93,7 @@ def test_each_stage_fits_its_own_device() -> None:
 
 
 def test_device_types_must_leave_ranks_and_make_whole_stages() -> None:
-    with pytest.raises(ClusterError, match="has no room for 4 devices of other types"):
+    with pytest.raises(ClusterError, match="is too small for 4 devices of other types"):
         planned(mixed(slow_links(), 4, 1.0, 1.0))
     with pytest.raises(PlanError):
         planned(mixed(slow_links(), 1, 1.0, 1.0))  # 3 and 1 devices cannot form two stages of two

@@ -14,7 +14,7 @@ from autoptd.ops.context_attention import _RingQueries
 from autoptd.passes.analysis.attention import AttentionForm, form_of, passes_of
 from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.analysis.workspace import workspace
-from autoptd.passes.opcall import OpCall, Stretched, TensorInfo
+from autoptd.passes.opcall import Chunked, OpCall, TensorInfo
 from autoptd.search.sharding.attention_cost import Shape, _tiles, attention_works
 from autoptd.search.sharding.kind_cost import KindWork, floor_s, work_s
 
@@ -154,6 +154,6 @@ def test_a_piece_takes_the_predicted_memory(heads: int, length: int, monkeypatch
         torch.autograd.grad(out, q, torch.ones_like(out))
     for said, seen in zip((workspace(call).forward, workspace(call).backward), (forward, backward), strict=True):
         (stretch,) = said
-        assert isinstance(stretch, Stretched) and stretch.most == stretch.shape[0] * ops.SCORES
+        assert isinstance(stretch, Chunked) and stretch.max_elements == stretch.shape[0] * ops.SCORES
         measured = sum(s.numel() * d.itemsize for s, d in seen.fullest(set()) if s.numel() >= heads * length**2)
         assert heads * length**2 * stretch.shape[0] == pytest.approx(measured, rel=0.1)
