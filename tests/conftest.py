@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings and fixtures for every test: hypothesis, sampled grids, worker pools, groups of tests per process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How quick a machine is, or how busy, is no property of the code.
+# The speed and load of a machine are no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
-# Long grids, and long tests: `make test` runs every n-th of their cases (0: none), `make rest` the others, pytest all.
+# Large grids and long tests: `make test` runs every n-th of their cases (0: none), `make rest` the others, pytest all.
 SAMPLED = {
     "checkpoint/test_killed.py::test_killed_in_a_save": 2,
     "checkpoint/test_resume.py::test_a_killed_rank_under_torchrun": 0,
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests run in one process and share what they made there: see `shares`."""
+    """Return a scheduler that runs tests with equal `shares` in one process, so that they share traces and pools."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTrace(LoadScopeScheduling):
@@ -99,10 +99,10 @@ POOLED = (
 
 
 def shares(nodeid: str) -> str:
-    """A test's group: its file, the files of `POOLED`, or, of tests of parity in this process, its model, whose trace
-    takes longer than they.
+    """Return a test's group: its file, the group of the files in `POOLED`, or the model of a parity test in this
+    process, since tracing a model takes longer than its tests.
 
-    Models come first in the names of tests: `tests/parity/test_parity.py::test_a_plan[gpt2-dp8 × tp1 × pp1]`.
+    The model comes first in the test's parameters: `tests/parity/test_parity.py::test_a_plan[gpt2-dp8 × tp1 × pp1]`.
     """
     file, _, test = nodeid.partition("::")
     if file.removeprefix("tests/") in POOLED:
@@ -114,7 +114,7 @@ def shares(nodeid: str) -> str:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
-    """Eight gloo processes, for all tests of the files in `POOLED`."""
+    """Pool of eight gloo processes for all tests of the files in `POOLED`."""
     from autoptd.testing.process_pool import ProcessPool
 
     with ProcessPool(8) as running:
@@ -123,7 +123,7 @@ def pool() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """A world of one may start a process group in this very process: the next test must not find it."""
+    """A world of one may start a process group in this process: the next test must not find it."""
     yield
     import torch.distributed as dist
 
@@ -133,9 +133,8 @@ def no_process_group_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ranks that are threads take turns, and lose time wherever they move to another core: each of the test runner's
-    processes keeps to one. Ranks that are processes do not.
-    """
+    """Pin this process to one core for ranks that are threads: they take turns, and lose time whenever they move to
+    another core. Ranks that are processes are not pinned."""
     if request.node.get_closest_marker("ranks") is not None or not hasattr(os, "sched_setaffinity"):
         yield
         return

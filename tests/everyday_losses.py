@@ -1,4 +1,4 @@
-"""Losses that people write: `loss(z, y, m)` of logits z [b, s, c], labels y [b, s] (ragged) and a mask m [b, s]."""
+"""Everyday losses: `loss(z, y, m)` of logits z [b, s, c], labels y [b, s] (ragged) and a mask m [b, s]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """x [b, s, 4], labels [b, s] ragged, mask [b, s] -> loss(logits [b, s, classes], labels, mask)."""
+    """Model from x [b, s, 4], labels [b, s] (ragged) and mask [b, s] to loss(logits [b, s, classes], labels, mask)."""
 
     def __init__(self, loss: Loss, classes: int = CLASSES) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def positive(y: Tensor) -> Tensor:
     return y.clamp(min=0)
 
 
-# What is summed and counted: exact, whatever the microbatches hold.
+# Sums and counts: exact for any microbatches.
 EXACT: dict[str, Loss] = {
     "cross_entropy": lambda z, y, m: flat_ce(z, y),
     "cross_entropy_shifted": lambda z, y, m: flat_ce(z, shifted(y)),
@@ -110,7 +110,7 @@ def looked_up(y: Tensor) -> Tensor:
     return class_weights()[positive(y)]
 
 
-# A sum over samples ÷ a number that inputs and constants alone give, whatever way it is written.
+# A sum over samples ÷ a number that depends on inputs and constants only, in any notation.
 RATIOS: dict[str, Loss] = {
     "class_weights": lambda z, y, m: flat_ce(z, y, weight=class_weights()),
     "class_weights_smoothed": lambda z, y, m: flat_ce(z, y, weight=class_weights(), label_smoothing=0.1),
@@ -229,7 +229,7 @@ FUNCTIONS: dict[str, Loss] = {
 }
 
 
-# What no few sums give.
+# Not a function of a few sums.
 REFUSED: dict[str, tuple[Loss, str]] = {
     "max": (lambda z, y, m: z.square().max(), "max needs all samples of the batch at once"),
     "amax": (lambda z, y, m: z.square().amax((0, 1)).sum(), "amax needs all samples"),

@@ -1,10 +1,10 @@
-"""What distributed training gets wrong in silence, fault by fault, and the tests that plant each.
+"""Silent faults of distributed training, and the tests that plant each.
 
     python -m tests.faults            print the table
     python -m tests.faults --write    write it to docs/faults.md
 
-A test says which fault it plants with `@pytest.mark.fault("stale gradients")`, or for one of its parameters with
-`pytest.param(…, marks=pytest.mark.fault("stale gradients"))`. The table is read off the sources; nothing is run.
+A test declares the fault it plants with `@pytest.mark.fault("stale gradients")`, or for one of its parameters with
+`pytest.param(…, marks=pytest.mark.fault("stale gradients"))`. The table is read from the sources; no test is run.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ FAULTS: dict[str, dict[str, str]] = {
 
 
 def planted() -> dict[str, list[str]]:
-    """Fault -> the tests that plant it, `folder/test_file.py::test_name[parameter]`."""
+    """Return fault -> the tests that plant it, as `folder/test_file.py::test_name[parameter]`."""
     found: dict[str, list[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text("utf-8")
@@ -166,7 +166,7 @@ def _marks(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _faults(node: ast.AST) -> list[str]:
-    """Of `pytest.mark.fault("…", …)`."""
+    """Return the names in `pytest.mark.fault("…", …)`."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.mark.fault":
         return []
     return [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
@@ -177,7 +177,7 @@ def _shown(args: list[ast.expr]) -> str:
 
 
 def page() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     tests = planted()
     lines = [
         "# Silent faults",
@@ -199,7 +199,7 @@ def _cell(tests: list[str]) -> str:
 
 
 def mistakes() -> list[str]:
-    """Faults without a test, marks without a fault, and a page that is not the table."""
+    """List faults without a test, marks without a fault, and whether the page is stale."""
     tests, known = planted(), [fault for faults in FAULTS.values() for fault in faults]
     wrong = [f"nothing plants {fault!r}" for fault in known if fault not in tests]
     wrong += [f"{where[0]} plants {fault!r}, which is no row" for fault, where in tests.items() if fault not in known]

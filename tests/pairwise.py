@@ -1,4 +1,4 @@
-"""Fewer cases of a grid, with every pair of values that occurs in it."""
+"""Pairwise testing: a subset of a grid's cases that covers every pair of values in it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Case = TypeVar("Case")
 
 
 def pairwise(cases: Iterable[Case], values: Callable[[Any], Sequence[Hashable]] = tuple) -> list[Case]:
-    """Draw some of `cases`, in their order, that have every two values together that any of `cases` has.
+    """Draw a subset of `cases`, in order, that covers every pair of values that occurs in a case.
 
     `values` gives a case's values, one per dimension; a tuple is its own. A fault that needs two values together is
-    met as surely as by all cases. The draw is greedy: next is the case with most new pairs, the first of several; at
-    the end those go whose pairs later ones have too.
+    found as surely as by all cases. The draw is greedy: next is the case with most new pairs, the first of several;
+    finally cases whose pairs are covered by later ones are dropped.
     """
     cases = list(cases)
     pairs = [set(combinations(enumerate(values(case)), 2)) for case in cases]

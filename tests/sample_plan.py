@@ -1,4 +1,4 @@
-"""A small plan for tests, made by hand: what the search would give for a 4-layer GPT on 8 devices."""
+"""A small hand-made plan for tests, like that of the search for a 4-layer GPT on 8 devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACEMENTS = {
 
 
 def sample_plan(**changes: Any) -> Plan:
-    """Batch 16 in microbatches of 2 on dp 2 × tp 2 × pp 2; `changes` replace whole fields."""
+    """Return a plan for batch 16 in microbatches of 2 on dp 2 × tp 2 × pp 2; `changes` replace whole fields."""
     parameters = {"transformer.wte.weight": "S0", "transformer.wpe.weight": "B"}
     parameters |= {f"transformer.h.{i}.{name}": text for i in range(LAYERS) for name, text in PLACEMENTS.items()}
     fields: dict[str, Any] = {

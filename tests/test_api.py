@@ -1,4 +1,4 @@
-"""What a person calls: plans are the same every time, name their model, count their collectives, and run."""
+"""Public API: plans are reproducible, name their model, count their collectives, and run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_is_called_what_its_configuration_says(planned: autoptd.Parallel
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_a_layer_communicates_as_megatron_does(model: str, planned: autoptd.Parallel):
-    """Two all-gathers and two reduce-scatters each way: sequence parallelism, found unaided."""
+    """Two all-gathers and two reduce-scatters each way: the search finds sequence parallelism by itself."""
     plan = planned.plan if model == "llama" else autoptd.plan(gpt2(), **EIGHT)
     layers = [found for kind, found in plan.collectives.items() if ".*." in kind]
     assert {found.count for found in layers} == {3}
@@ -76,7 +76,7 @@ def test_a_layer_communicates_as_megatron_does(model: str, planned: autoptd.Para
 
 
 def test_the_plan_counts_what_the_program_has(planned: autoptd.Parallel):
-    """Read off the emitted source: a block's lines that communicate, and the stage's own."""
+    """Counted in the emitted source: the communicating lines of a block, and the stage's own."""
     blocks = planned.program.files["blocks.py"]
     calls = Counter(re.findall(r"tp\.(all_gather|reduce_scatter|all_reduce|all_to_all)\(", blocks))
     assert calls == PAIR
@@ -95,13 +95,13 @@ def test_a_single_tensor_rank_does_not_communicate():
 
 
 def emitted(folder: str) -> None:
-    """The program of a plan that is searched for."""
+    """Emit the program of a searched plan."""
     fix = {"tp": 2, "pp": 2, "recompute": "full"}
     autoptd.parallelize(gpt(), world=8, cluster="dgx-h100", batch=16, fix=fix).emit(folder)
 
 
 def test_plans_and_programs_are_the_same_in_every_process(tmp_path: Path):
-    """Also where strings hash differently: here they do as they happen to."""
+    """Hashes of strings differ between processes, and must not matter."""
     subprocess.run(
         [
             sys.executable,
@@ -150,7 +150,7 @@ SEARCHED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("constraints", SEARCHED, ids=str)
 def test_both_calls_search_alike(constraints: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """`parallelize` without a plan finds what `plan` finds, and hands on what it was asked for."""
+    """`parallelize` without a plan finds what `plan` finds, and passes its options on."""
     tasks: list[Any] = []
     honest = Planner.__init__
     monkeypatch.setattr(

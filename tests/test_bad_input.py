@@ -1,4 +1,4 @@
-"""Bad input is answered with one error that says what, where and the way out, before anything is written or started."""
+"""Bad input is answered with one error that names what, where and the fix, before anything is written or started."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def gpt(**sizes: int) -> NanoGPT:
 
 @cache
 def traced() -> autoptd.TracedModel:
-    """For refusals that have nothing to do with the trace."""
+    """Trace for refusals that do not depend on the model."""
     return autoptd.trace(gpt())
 
 
 def refusal(kind: type[AutoptdError], model: Any, **constraints: Any) -> AutoptdError:
-    """The error that `plan` raises; it must be complete, short, and nothing but itself."""
+    """Return the error that `plan` raises; it must be complete, short, and without a chained exception."""
     with pytest.raises(AutoptdError) as caught:
         autoptd.plan(model, **constraints)
     complete(caught.value)
@@ -150,7 +150,7 @@ def complete(error: AutoptdError) -> None:
 
 
 def line_of(kind: type, text: str) -> str:
-    """`file.py:41` of the line of a class in this file that holds `text`."""
+    """Return `file.py:41`, the line that holds `text` in a class of this file."""
     import inspect
 
     lines, start = inspect.getsourcelines(kind)
@@ -265,7 +265,7 @@ def test_sequences_that_are_none_or_too_long():
         assert refusal(InputsError, gpt(), **EIGHT, seq=seq).where == "seq"
 
 
-def test_a_parameter_without_gradient_is_allowed_and_said():
+def test_a_parameter_without_gradient_is_allowed_and_reported():
     class Idle(Scalar):
         def __init__(self) -> None:
             super().__init__()
@@ -328,7 +328,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
     assert "autoptd: 12 attention heads do not divide by tp 8\n  where  transformer.h.0.attn" in err
 
 
-# --- what is not known --------------------------------------------------------------------------------------------
+# --- unknown names ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_missing_bytes_are_what_is_missing():
-    """A device that has just what the error asks for is enough; one with a little less is not."""
+    """A device with exactly the memory that the error asks for is enough; one with a little less is not."""
     constraints = {"world": 2, "batch": 2, "fix": {"pp": 2, "dp": 1, "micro": 1}}
     error = refusal(DoesNotFit, traced_large(), cluster=cluster(1e9), **constraints)
     assert "stage 0 (tokens … " in error.where
@@ -552,7 +552,7 @@ def test_recomputation_that_was_ruled_out_is_offered():
 
 
 def large() -> NanoGPT:
-    """227 million parameters: 4.1 GB of state."""
+    """Return a model of 227 million parameters: 4.1 GB of state."""
     return gpt(width=1536, layers=8)
 
 
@@ -692,7 +692,7 @@ def test_a_plan_with_an_optimizer_that_a_file_cannot_hold():
 
 
 def test_torchrun_with_another_world_fails_before_any_process_group(small_plan: Plan, tmp_path: Path):
-    """As rank 0 that is given a plan, and as rank 3 that is to search for one."""
+    """Rank 0 is given a plan, and rank 3 is to search for one."""
     small_plan.save(tmp_path / "plan.json")
     code = f"""
 import os, sys

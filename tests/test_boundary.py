@@ -1,4 +1,4 @@
-"""What is seen of an error: the user's own frames, what, where and fix. Of ranks that say the same, one says it."""
+"""Errors as users see them: their own frames, what, where and fix. If ranks report one error, one rank prints it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autoptd.boundary import PrintOnce, public
 from autoptd.errors import AutoptdError, InputsError, PlanError
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 
-MOST = 30  # lines of a rank
+MOST = 30  # lines printed by a rank
 ROOT = Path(__file__).parents[1]
 
 
@@ -64,7 +64,7 @@ def small() -> autoptd.Cluster:
 
 
 def shown(mistake: Callable[[], object]) -> list[str]:
-    """The lines that Python prints for it."""
+    """Return the lines that Python prints for the mistake."""
     with pytest.raises(AutoptdError) as caught:
         mistake()
     return "".join(traceback.format_exception(caught.value)).splitlines()
@@ -80,7 +80,7 @@ def test_an_error_is_short(name: str, monkeypatch: pytest.MonkeyPatch):
     assert any(line.startswith("  fix    ") for line in lines)
 
 
-def test_a_file_that_is_none_of_ours_is_told_of_in_short(tmp_path: Path):
+def test_errors_of_invalid_files_are_short(tmp_path: Path):
     (tmp_path / "file").write_text('{"format": "autoptd-plan", "version": 1}')
     assert len(shown(lambda: autoptd.Plan.load(tmp_path / "file"))) <= MOST
     (tmp_path / "file.toml").write_text("name = 3\n[device]\nx = 1")
@@ -117,7 +117,7 @@ def test_errors_of_the_users_are_left_alone(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TCPStore:
-    """The environment of torchrun's processes, and the store that its agent holds."""
+    """Environment of torchrun's processes, and the store that its agent holds."""
     store = TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
     for name, value in {
         "MASTER_ADDR": "localhost",
@@ -131,7 +131,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TCPStore:
 
 
 def ends(rank: int, error: AutoptdError, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank ends with an error that nobody has caught."""
+    """End one rank with an uncaught error."""
     monkeypatch.setenv("RANK", str(rank))
     said: list[BaseException] = []
 
@@ -170,7 +170,7 @@ def test_one_rank_says_what_all_would_say(
     ],
     ids=["another place", "another kind", "another attempt", "no store", "no answer", "no port"],
 )
-def test_what_nobody_else_says_is_said(
+def test_errors_that_no_other_rank_prints_are_printed(
     launched: TCPStore,
     change: dict[str, str],
     error: AutoptdError,
@@ -193,7 +193,7 @@ def test_what_torch_has_recorded_stays(launched: TCPStore, monkeypatch: pytest.M
 
 @pytest.mark.ranks
 def test_four_ranks_that_cannot_trace_the_model():
-    """Under torchrun: one says why, three say so in a line, and the launcher's table names the failure."""
+    """Under torchrun one rank prints the reason, three a single line, and the launcher's table names the failure."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["--module", "tests.test_boundary"]
     env = {name: value for name, value in os.environ.items() if name != "AUTOPTD_DEBUG"}
@@ -205,7 +205,7 @@ def test_four_ranks_that_cannot_trace_the_model():
     assert len(lines) <= MOST
     assert sum(line.startswith("  where  Branch (test_boundary.py:") for line in lines) == 1
     pointing = sum("shows the details)" in line for line in lines)
-    assert pointing in (1, 2, 3)  # the launcher may be quicker to end the others
+    assert pointing in (1, 2, 3)  # the launcher may end the others first
     assert "a branch or a loop depends on data" in launcher.split("Root Cause")[1]
 
 

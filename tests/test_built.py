@@ -1,4 +1,4 @@
-"""What is built holds every package and file of the tree; `python -m tests.wheel_check` installs and runs it."""
+"""The wheel holds every package and file of the tree; `python -m tests.wheel_check` installs and runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.wheel_check import ROOT, files
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> build_py:
-    """What setuptools would copy into a wheel, by `setup.py` and `pyproject.toml`; nothing is written."""
+    """Return setuptools' command that copies files into a wheel, by `setup.py` and `pyproject.toml`; writes nothing."""
     monkeypatch.chdir(ROOT)
     command = distutils.core.run_setup("setup.py", stop_after="config").get_command_obj("build_py")
     command.ensure_finalized()

@@ -1,4 +1,4 @@
-"""Documents: their links lead somewhere, their commands parse, their Python compiles, the README's example is run."""
+"""Documents: links resolve, commands parse, Python compiles, and the README's example is run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relati
 
 
 def anchors(page: Path) -> set[str]:
-    """Headings of a document as links name them."""
+    """Return the headings of a document as link anchors."""
     titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 def missing_files(page: Path, text: str) -> list[str]:
-    """Links of a document, and paths of the project that it quotes, that lead nowhere."""
+    """Return the links of a document, and the project paths it quotes, that do not exist."""
     missing = []
     for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
         path = page.parent / target if target else page
@@ -38,7 +38,7 @@ def missing_files(page: Path, text: str) -> list[str]:
 
 
 def wrong_commands(text: str) -> list[str]:
-    """Indented commands that the command line refuses, modules and targets of make that do not exist."""
+    """Return indented commands that the command line refuses, and modules and targets of make that do not exist."""
     wrong = []
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     wrong += [f"make {name}" for name in re.findall(r"\bmake (\w+)\b(?= {2,}#|`|$)", text, re.M) if name not in targets]

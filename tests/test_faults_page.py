@@ -19,7 +19,7 @@ def test_a_fault_without_a_test_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert "nothing plants 'sign'" in wrong and any("stale" in w for w in wrong)
 
 
-def test_marks_are_read_where_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_of_functions_and_parameters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_some.py").write_text(
         "@pytest.mark.fault('one', 'two')\n"
         "@pytest.mark.parametrize('plant', [pytest.param(a, 3, marks=pytest.mark.fault('three')), b])\n"

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"autoptd": ROOT / "autoptd", "autoptd.passes": ROOT / "passes", "autoptd.cost_models": ROOT / "cost_models"}
 
-# Each line may import from the lines above it, and each name from itself; the longest name that fits a module counts.
+# A line may import from the lines above it, a name from itself; the longest name that matches a module counts.
 LAYERS = """
 printable fold_names
 errors progress
@@ -59,7 +59,7 @@ LEVELS = {name: level for level, line in enumerate(LAYERS.strip().splitlines()) 
 
 
 def imports(source: str) -> Iterator[str]:
-    """The modules of autoptd that a source imports, wherever in it."""
+    """Yield the modules of autoptd that a source imports, anywhere in it."""
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -73,7 +73,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def layer_of(module: str) -> str:
-    """The longest name of `LAYERS` that a module begins with."""
+    """Return the longest name of `LAYERS` that is a prefix of a module."""
     name = module.removeprefix("autoptd.")
     while name not in LEVELS:
         assert name, f"{module} is in no layer"
@@ -121,9 +121,9 @@ def test_a_wrong_import_is_seen(module: str, source: str):
     assert wrong_imports(module, source) != []
 
 
-def test_no_files_import_each_other_around_a_circle():
+def test_no_files_import_each_other_in_a_cycle():
     graph = nx.DiGraph((module, name) for module, path in modules() for name in imports(path.read_text("utf-8")))
-    graph.remove_node("autoptd")  # which imports on first use
+    graph.remove_node("autoptd")  # it imports on first use
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
 

@@ -1,4 +1,4 @@
-"""A step that runs out of memory says which category is more than predicted, and which change would fit."""
+"""A step that runs out of memory reports the category that exceeds its prediction, and a change that would fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens() -> dict[str, Tensor]:
 
 
 class Full(TorchFunctionMode):
-    """A device that has no room for the second linear map."""
+    """A device without memory for the second linear map."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Progress: seen on a terminal, nowhere else."""
+"""Progress is shown on a terminal, and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from autoptd.progress import Silent, Terminal, progress_on
 
 
-def test_nothing_is_said_to_a_pipe():
+def test_nothing_is_printed_to_a_pipe():
     stream = io.StringIO()
     progress = progress_on(stream)
     with progress.stage("trace"):

@@ -1,4 +1,4 @@
-"""The project keeps its own rules: its public names, its sources, its continuous integration, its licence."""
+"""Rules of the project: its public names, its sources, its continuous integration, its licence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.test_layers import modules
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 400  # all but the planner are below 400
-# Another machine's paths, and where packages come from, are nobody's business here.
+LINES = 400
+# Paths of a machine, and package indexes, have no place in the project.
 FORBIDDEN = ("/" + "work/", "index" + "-url")  # in two parts, so that this file passes
 SKIPPED = {".git", ".hypothesis", ".venv", "__pycache__", "build", "dist", "out", "autoptd.egg-info"}
 

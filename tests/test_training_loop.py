@@ -1,4 +1,4 @@
-"""What surrounds a step: schedulers, curves, a profiler's ranges; and the page that shows them."""
+"""The code around a step: schedulers, curves, a profiler's ranges; and the page that documents them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def made(world: int = 1, **fix: Any) -> autoptd.Parallel:
 
 
 def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """One that counts and moves momentum too, and one that looks at the loss."""
+    """Make a scheduler that counts steps and changes momentum too, and one that reads the loss."""
     return [
         LR.OneCycleLR(optimizer, max_lr=[0.2, 0.4], total_steps=STEPS + 1),
         LR.ReduceLROnPlateau(optimizer, patience=0, factor=0.3),
@@ -85,7 +85,7 @@ def test_schedulers_do_what_they_do_on_one_process(fix: dict[str, Any]) -> None:
         for step in range(STEPS):
             whole = batch(step)["input"]
             loss = mine.train_step({"input": whole.chunk(mine.dp_size)[mine.dp_rank]})
-            mine.optimizer.zero_grad(set_to_none=step % 2 == 0)  # a habit that does no harm
+            mine.optimizer.zero_grad(set_to_none=step % 2 == 0)  # a harmless habit
             counting.step()
             looking.step(loss)
         return mine.state_dict(), [group["lr"] for group in mine.optimizer.param_groups]

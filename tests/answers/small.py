@@ -14,7 +14,7 @@ def small_gpt() -> torch.nn.Module:
 
 
 def nodes_of_four(memory_gib: float = 80.0, inter: float = 25e9) -> Cluster:
-    """Nodes of four H100, with as much memory as is asked for, none of it taken by a context."""
+    """Make a cluster of nodes of four H100 with this much memory, none of it taken by a context."""
     base = Cluster.of("H100-SXM5-80GB", 4, 450e9, inter)
     device = base.device.model_copy(update={"memory_bytes": int(memory_gib * 2**30), "context_bytes": 0})
     return base.model_copy(update={"device": device})

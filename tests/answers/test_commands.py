@@ -1,4 +1,4 @@
-"""The answers from a shell: what is printed, as text and as JSON, and the exit codes."""
+"""Explanations on the command line: output as text and as JSON, and exit codes."""
 
 from __future__ import annotations
 

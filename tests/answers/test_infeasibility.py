@@ -1,4 +1,5 @@
-"""Why nothing fits: the set is minimal, each way out was planned and fits, the time is kept."""
+"""Explanations of infeasible requests: the conflict is minimal, suggested fixes were planned and fit, time is
+bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.sample_plan import sample_plan
 
 @pytest.fixture(scope="module")
 def refused(traced: TracedModel) -> PlanQuery:
-    """Microbatches of 32 without recomputation have no room; either alone has. kernels and tp do not matter."""
+    """Requests microbatches of 32 without recomputation: only together too large. `kernels` and `tp` are irrelevant."""
     asked = PlanQuery(
         traced, 1, nodes_of_four(), 64, fix={"tp": 1, "kernels": "fused", "micro": 32, "recompute": "none"}
     )
@@ -76,7 +77,7 @@ def test_text(found: Conflict):
 
 
 class Scripted(PlanQuery):
-    """Answers by rule instead of planning; counts questions."""
+    """Query that answers by rule instead of planning, and counts the questions."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
 

@@ -1,4 +1,4 @@
-"""Why an op lies as it does, and two plans compared term by term."""
+"""Alternatives of one op's placement, and two plans compared term by term."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def linear(traced: TracedModel, planned: Plan) -> OpAlternatives:
 
 
 def linear_name(traced: TracedModel, planned: Plan) -> str:
-    """A parameter that is split in the plan."""
+    """Return the name of a parameter that the plan splits."""
     return next(n for n, text in planned.splits.parameters.items() if text.startswith("S") and "0" in n)
 
 
 def test_the_plans_own_choice_is_free_and_the_rest_is_not_cheaper(linear: OpAlternatives):
-    """The splits are the optimum of the same program, so nothing is cheaper than the plan's own."""
+    """The plan's splits are the optimum of the same integer program, so no alternative is cheaper."""
     assert [a.chosen for a in linear.alternatives].count(True) == 1
     assert linear.alternatives[0].chosen and linear.alternatives[0].label == linear.slot.chosen
     totals = [a.total_s for a in linear.alternatives if a.total_s is not None]
@@ -49,7 +49,7 @@ def test_the_plans_own_choice_is_free_and_the_rest_is_not_cheaper(linear: OpAlte
 def test_an_alternative_costs_what_the_placement_fixed_by_hand_costs(
     traced: TracedModel, planned: Plan, linear: OpAlternatives
 ):
-    """The same by another road: a plan with the parameter placed so, and its splits ILP."""
+    """Fixing the alternative placement in a plan and solving its splits costs what the explanation reported."""
     other = next(a for a in linear.alternatives if not a.chosen and a.total_s is not None)
     name = linear.slot.name
     by_hand = PlanQuery(traced, 4, nodes_of_four(), 32, fix={**FIX, "splits": {name: other.label}}).plan()
@@ -117,7 +117,7 @@ def test_terms_sum_up_to_the_step(traced: TracedModel, fix: dict[str, Any]):
 
 
 def test_plans_are_compared_in_the_same_terms(traced: TracedModel, planned: Plan):
-    """Where one cannot tell forward from backward, neither does."""
+    """Neither plan's compute is split into forward and backward if one of them cannot be."""
     other = PlanQuery(traced, 4, nodes_of_four(), 32, fix={"dp": 4, "zero": 3}).plan()
     a, b = time_terms(planned, other)
     assert "forward_compute" in step_terms(planned)

@@ -1,4 +1,4 @@
-"""Time against memory, and how much a plan hangs on what is believed of the cluster."""
+"""Step time against memory, and the sensitivity of a plan to assumptions about the cluster."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_each_point_is_the_fastest_for_its_memory(found: tuple[PlanQuery, Fronti
         assert needed_bytes(budget_bytes) == needed_bytes(plan)
 
 
-def test_below_the_leanest_nothing_fits(found: tuple[PlanQuery, Frontier]):
+def test_below_the_most_memory_saving_plan_nothing_fits(found: tuple[PlanQuery, Frontier]):
     asked, curve = found
     assert curve.refused_bytes is not None and curve.refused_bytes < needed_bytes(curve.points[-1])
     with pytest.raises(DoesNotFit):
         asked.with_memory(curve.refused_bytes).plan()
 
 
-def test_a_spent_limit_is_told(found: tuple[PlanQuery, Frontier]):
+def test_a_spent_limit_is_reported(found: tuple[PlanQuery, Frontier]):
     ticks = iter(range(100))
     curve = frontier(found[0], time_limit_s=1.5, clock=lambda: float(next(ticks)))
     assert not curve.complete and len(curve.points) == 2
@@ -92,7 +92,7 @@ def test_variants_change_one_thing():
 
 
 def test_slower_links_between_nodes_change_what_hangs_on_them(asked: PlanQuery):
-    """With data parallel over slow links and little to compute, a rate between nodes decides the step."""
+    """Data parallelism over slow links with little compute: the rate between nodes decides the step time."""
     slow = asked.with_changes(cluster=nodes_of_four(inter=1e9), pp=1, tp=1)
     rows = {(row.what, row.factor): row for row in sensitivity(slow, slow.plan())}
     assert len(rows) == 5 * len(FACTORS)
@@ -120,7 +120,7 @@ def test_regret_by_hand():
     other = sample_plan(predicted=chosen.predicted.model_copy(update={"step_time_s": 0.2}), zero=0)
     assert Reaction("x", 0.8, chosen, other, 0.25).regret == pytest.approx(0.25)
     assert Reaction("x", 0.8, chosen, other, 0.25).changed == ("ZeRO 1 → 0",)
-    kept = Reaction("x", 0.8, chosen, other, 0.15)  # the search missed what was kept: that is the best known
+    kept = Reaction("x", 0.8, chosen, other, 0.15)  # the search missed the chosen plan, which is then the best known
     assert (kept.regret, kept.changed, kept.best_s) == (0.0, (), 0.15)
     refused = Reaction("x", 0.8, chosen, DoesNotFit("no"), None)
     assert (refused.best_s, refused.regret) == (None, None)

@@ -1,4 +1,4 @@
-"""Sweeps: each point is the plan that one would get by itself, and the numbers beside it are those of the formulas."""
+"""Sweeps: each point is the plan of a separate search, and the figures beside it follow their formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sample_plan import sample_plan
 
 
 def planned(world: int, tokens_per_s: float) -> Plan:
-    """The sample plan with `world` data-parallel ranks and a step of one second."""
+    """Return the sample plan with `world` data-parallel ranks and a step of one second."""
     plan = sample_plan()
     said = plan.predicted.model_copy(
         update={"tokens_per_s": tokens_per_s, "step_time_s": 1.0, "memory": plan.predicted.memory[:1]}

@@ -1,4 +1,4 @@
-"""The constants of the cost models: where they go, what they change, and that fitting finds what was put in."""
+"""Constants of the cost models: where they are stored, what they change, and that fitting recovers planted values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE: dict[str, Any] = {"vocab_size": 1000, "seq_len_tokens": 1024, "n_gpus": 1
 
 
 def of_its_kind(constant: Constant, device: str) -> bool:
-    """Whether a constant is the one that a device takes its value from."""
+    """Return whether `constant` is the one that `device` takes its value from (the longest matching prefix)."""
     own = [c for c in CONSTANTS if c.kind == constant.kind and device.startswith(c.device)]
     return bool(own) and max(own, key=lambda c: len(c.device)) is constant
 
@@ -51,7 +51,7 @@ def test_a_constant_is_read_back_where_it_was_written(constant: Constant) -> Non
 
 @pytest.mark.parametrize("constant", CONSTANTS, ids=lambda c: c.name)
 def test_devices_of_a_constant_have_one_value(constant: Constant) -> None:
-    """Else putting in what is present would change predictions."""
+    """Otherwise writing the current values back would change predictions."""
     values = {c.device.name: _KINDS[constant.kind][0](c.device) for c in GPUS if of_its_kind(constant, c.device.name)}
     assert set(values.values()) == {PRESENT[constant.name]}, values
 
@@ -106,7 +106,7 @@ def test_each_constant_says_what_it_was_fitted_on() -> None:
 
 @pytest.fixture(scope="module")
 def groups() -> dict[str, list[Case]]:
-    """Three kinds of runs on one A100, whose steps products, memory and launches share in different parts."""
+    """Three kinds of runs on one A100; products, memory and launches have different shares of the step time."""
     rows = [
         tiny(id="many:0", group="many", **WIDE, **ALONE, micro_batch_size_seqs=4, global_batch_size_seqs=4),
         tiny(id="many:1", group="many", **WIDE, **ALONE, micro_batch_size_seqs=2, global_batch_size_seqs=8),
@@ -118,7 +118,7 @@ def groups() -> dict[str, list[Case]]:
 
 
 def measured(groups: Mapping[str, list[Case]], values: Mapping[str, float], factor: float = 1.0) -> dict[str, Any]:
-    """The same runs with what the model says under these values in place of a measurement."""
+    """Return the same runs, with the model's prediction under `values` in place of the measured time."""
 
     def of(case: Case) -> Case:
         seconds = factor * under(case.plan, with_values(case.cluster, values)).seconds
@@ -149,7 +149,7 @@ def test_constants_that_made_the_measurements_are_found(groups: dict[str, list[C
 
 
 def test_fitting_comes_near_between_its_steps(groups: dict[str, list[Case]]) -> None:
-    """Constants may then stand in for each other a little, which runs as few as these cannot tell apart."""
+    """Constants may compensate for each other a little: so few runs cannot tell them apart."""
     changed = {"matmul rate, A100": 1 / 1.1, "host time of a launch, s": 1 / 1.15}
     truth = {name: value * changed.get(name, 1.0) for name, value in PRESENT.items()}
     runs = measured(groups, truth)
@@ -160,7 +160,7 @@ def test_fitting_comes_near_between_its_steps(groups: dict[str, list[Case]]) -> 
 
 
 def test_no_constant_leaves_its_range(groups: dict[str, list[Case]]) -> None:
-    fast = measured(groups, PRESENT, factor=0.75)  # faster than any rate below the peak makes those of products
+    fast = measured(groups, PRESENT, factor=0.75)  # faster than any product rate below the peak explains
     found = fit(fast, PRESENT, steps=(0.05,))
     assert all(found[c.name] <= c.most for c in CONSTANTS)
     assert 1 / 1.05 < found["matmul rate, A100"] <= 1
@@ -170,7 +170,7 @@ def test_an_outlier_is_clipped() -> None:
     def case(ratio: float) -> Any:
         return SimpleNamespace(ratio=lambda values, made: ratio)
 
-    # |log 1.1| and |log 1/1.1| are one group's mean; a run that is wrong a thousandfold counts 0.5, not 6.9
+    # |log 1.1| and |log 1/1.1| average to one group's mean; a run that is off by a factor of 1000 counts 0.5, not 6.9
     good, bad = math.log(1.1), 0.5
     assert loss({"a": [case(1.1), case(1 / 1.1)]}, {}) == pytest.approx(good)
     assert loss({"a": [case(1.1), case(1000.0)]}, {}) == pytest.approx((good + bad) / 2)

@@ -1,4 +1,4 @@
-"""Hand-tuned plans of published runs: none is predicted faster than what a search finds; what is said of a loss."""
+"""Hand-tuned plans of published runs: none is predicted faster than the search's plan; the report explains any loss."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_compact_set_names_its_sources_and_frameworks() -> None:
     assert len({row.framework for row in rows}) >= 5
 
 
-# ---- what is searched ----
+# ---- the search of a row ----
 
 
 def test_a_search_of_every_dimension_is_no_slower_than_of_those_that_were_used() -> None:
@@ -99,7 +99,7 @@ def test_a_run_that_is_not_predicted_says_why() -> None:
     assert lines_of(c) == [f"toy:0  not compared: {c.own}"]
 
 
-# ---- why a search lost ----
+# ---- explanations of a loss ----
 
 
 def _planner(row: Row) -> Planner:
@@ -132,7 +132,7 @@ def test_zero_and_shards_change_nothing_with_one_data_parallel_rank() -> None:
     alone = replace(MESH, dp=1, tp=8)
     assert search.differences(alone, replace(alone, zero=0)) == ()
     assert search.differences(MESH, replace(MESH, zero=0)) == ("zero",)
-    assert search.differences(MESH, replace(MESH, schedule="zero-bubble")) == ()  # without a pipeline
+    assert search.differences(MESH, replace(MESH, schedule="zero-bubble")) == ()  # no pipeline, so schedules are equal
 
 
 def test_a_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_the_command_takes_up_what_is_done(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main([str(runs), "--json", str(out), "--only-used"]) == 0
     assert "as it was written" in capsys.readouterr().out
-    assert main([str(runs), "--json", str(out)]) == 0  # with the search of every dimension, which it has not
+    assert main([str(runs), "--json", str(out)]) == 0  # asks for the search of every dimension, which the file lacks
     assert read_done(out)["toy:0"].free is not None
     lost = done.model_copy(update={"used": FREE.model_copy(update={"loss": "why"})})
     out.write_text(lost.model_dump_json() + "\n")

@@ -1,4 +1,4 @@
-"""The planning benchmark: what it runs, what it makes of what it measured."""
+"""The planning benchmark: its cases, and the figures that it derives from measurements."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_copy_with_few_layers(tmp_path: Path) -> None:
 
 
 def test_a_case_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
-    """A model that does not exist: the whole way but planning. And one that is stopped while it starts."""
+    """Run a model that does not exist (everything but planning), and one that is stopped while it starts."""
     refused = measure(Case("gtp2", 8))
     assert refused.code == 2 and not refused.answered and "gtp2" in refused.answer["error"]["what"]
     assert refused.wall_s > 0 and refused.peak_bytes > 1e7

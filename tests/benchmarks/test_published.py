@@ -1,4 +1,4 @@
-"""Published runs: models that train and trace, clusters and plans of rows, statistics, the report."""
+"""Published runs: models that train and trace, clusters and plans from rows, statistics, the report."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_spearman_by_hand() -> None:
 def test_regret_by_hand() -> None:
     assert regret([3, 1, 2], [2.0, 2.1, 4.0]) == pytest.approx(0.05)
     assert regret([1, 2, 3], [2.0, 2.1, 4.0]) == 0
-    assert regret([1, 1, 3], [2.0, 3.0, 4.0]) == 0.5  # two predicted equal: nothing prefers the better
+    assert regret([1, 1, 3], [2.0, 3.0, 4.0]) == 0.5  # the two best predictions tie: neither plan is preferred
 
 
 # ---- the report ----
@@ -211,7 +211,7 @@ def test_sets_hold_plans_of_one_problem() -> None:
         tiny(id="a:1", group="a", dp=8, tp=1, iteration_time_s=1.0),
         tiny(id="a:2", group="a", dp=4, tp=2, iteration_time_s=2.5),
         tiny(id="a:3", group="a", dp=2, tp=4, iteration_time_s=1.5),
-        tiny(id="a:4", group="a", dp=2, tp=4, iteration_time_s=2.9),  # the same plan again: 2.2 s
+        tiny(id="a:4", group="a", dp=2, tp=4, iteration_time_s=2.9),  # the same plan a second time: 2.2 s
         tiny(id="a:5", group="a", dp=4, tp=2, iteration_time_s=9.0, global_batch_size_seqs=16),  # another problem
     ]
     times = {8: 5.0, 4: 1.0, 2: 7.0}
@@ -226,14 +226,14 @@ def test_out_of_memory_is_confused_both_ways() -> None:
     report = compare(run(rows, predict=lambda row: predicted(1.0, fits=row.id in ("toy:0", "toy:3"))))
     assert report.fitting == Fitting(2, ("toy:0",), 2, ("toy:2",))
     assert [v.met for v in fitting_verdicts(report.fitting)] == [False, False]
-    assert report.lines[0].time.count == 3  # one that ran out of memory has no time
+    assert report.lines[0].time.count == 3  # a run that ran out of memory has no time
 
 
 def test_bars() -> None:
     met = errors([(1.05, 1.0)])
     assert [v.met for v in time_verdicts("vtrain_multi", met)] == [True]
     assert time_verdicts("vtrain_single", met) == []
-    assert [v.met for v in time_verdicts("torchtitan", None)] == [False]  # nothing shown is nothing met
+    assert [v.met for v in time_verdicts("torchtitan", None)] == [False]  # a verdict without data is not met
     assert [v.met for v in time_verdicts("all rows", errors([(1.07, 1.0)]))] == [False, True]
     ranked = PlanSet("vtrain_multi", "", 3, 0.89, 0.04)
     assert [v.met for v in set_verdicts(ranked)] == [False, True]
@@ -243,8 +243,8 @@ def test_bars() -> None:
 
 
 def test_nanotron_cuts_where_a_stage_has_more_than_its_share() -> None:
-    """By hand: the head of 131,072 rows weighs as four blocks of width 2,048, so that 16 are cut 11 and 5; one more
-    than half, since the eleventh is given before the sum is compared."""
+    """Cuts by hand: the head of 131,072 rows weighs as much as four blocks of width 2,048, so 16 blocks are cut 11 and
+    5: one more than half, since the eleventh is assigned before the sum is compared."""
     row = tiny(
         framework="nanotron",
         dp=2,

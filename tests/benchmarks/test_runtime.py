@@ -1,4 +1,4 @@
-"""What the runtime benchmark makes of a profiler's events."""
+"""Memory figures that the runtime benchmark derives from a profiler's events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from benchmarks.runtime.by_turns import most_alive
     ("events", "most"),
     [
         ([(1, 10), (2, 5), (1, -10), (3, 7)], 15),
-        ([(1, 10), (1, 10), (2, 5)], 15),  # the first was released by a thread that is not watched
-        ([(1, -10), (2, 5)], 5),  # what was there before
+        ([(1, 10), (1, 10), (2, 5)], 15),  # the first was released by an unwatched thread
+        ([(1, -10), (2, 5)], 5),  # allocated before the profile
         ([], 0),
     ],
 )

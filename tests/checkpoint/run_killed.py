@@ -1,4 +1,4 @@
-"""`torchrun … run_killed.py SCRIPT ACTION STEP FOLDER`: run a script; at its first attempt rank 1 dies in a step."""
+"""`torchrun … run_killed.py SCRIPT ACTION STEP FOLDER`: run a script; at the first attempt rank 1 dies in a step."""
 
 from __future__ import annotations
 

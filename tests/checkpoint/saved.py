@@ -1,4 +1,4 @@
-"""Plans of one model on eight ranks that have little in common, and a worker's part in saving and loading them."""
+"""Very different plans of one model on eight ranks, and the code by which a worker saves and loads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoptd.plans.model import Plan
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
 
-SIZES = GPTSizes(vocab=66, max_seq=8, width=24, layers=3, heads=4)  # 66 words: not for 4 or 8 ranks
+SIZES = GPTSizes(vocab=66, max_seq=8, width=24, layers=3, heads=4)  # 66 words: divisible by neither 4 nor 8 ranks
 WORLD, BATCH = 8, 16
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "dp 8": {"dp": 8, "tp": 1, "pp": 1, "zero": 1, "micro": 2},
@@ -52,7 +52,7 @@ OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
 @dataclass(frozen=True)
 class Made:
-    """What a worker needs of a plan; picklable."""
+    """Everything that a worker needs to run a plan; picklable."""
 
     plan: Plan
     layout: Layout
@@ -62,7 +62,7 @@ class Made:
 
 @cache
 def source() -> TracedModel:
-    """Its second layer is frozen."""
+    """Trace the model, whose second layer is frozen."""
     torch.manual_seed(0)
     model = NanoGPT(SIZES)
     for name, parameter in model.named_parameters():
@@ -75,7 +75,7 @@ def made(name: str) -> Made:
     fix = dict({**PLANS, **OTHERS}[name])
     world = fix["dp"] * fix["tp"] * fix["pp"] * fix.get("cp", 1)
     parallel = autoptd.parallelize(source(), world=world, batch=BATCH, cluster="dgx-h100", fix=fix)
-    layout = replace(parallel.layout, bucket_elements=1000)  # so that a rank has parts of many parameters
+    layout = replace(parallel.layout, bucket_elements=1000)  # so that a rank has shards of many parameters
     return Made(parallel.plan, layout, parallel.program, parallel.initial_values())
 
 
@@ -94,7 +94,7 @@ def session_of(trainer: Trainer, plan: Plan) -> Session:
 
 
 def still(trainer: Trainer) -> frozenset[str]:
-    """Names of the frozen parameters."""
+    """Return the names of the frozen parameters."""
     return frozenset(name for name, spec in trainer.layout.parameters.items() if not spec.trainable)
 
 
@@ -115,7 +115,7 @@ def write(c: Communicators, job: Made, root: str, steps: int) -> None:
 
 
 def load_and_compare(c: Communicators, job: Made, roots: Mapping[str, str]) -> list[str]:
-    """Load each checkpoint and compare this rank's elements with the whole tensors in it; what differs."""
+    """Load each checkpoint and return this rank's tensors that differ from the whole tensors in it."""
     trainer = trainer_of(c, job)
     session, wrong = session_of(trainer, job.plan), []
     for name, root in roots.items():
@@ -131,7 +131,7 @@ def load_and_compare(c: Communicators, job: Made, roots: Mapping[str, str]) -> l
 
 @cache
 def whole_of(root: str) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint of step 2; read once per process."""
+    """Return every tensor of the checkpoint of step 2; read once per process."""
     return contents.read_whole(Path(root) / "step-00000002")
 
 

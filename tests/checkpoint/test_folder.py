@@ -1,4 +1,4 @@
-"""`latest` names whole checkpoints alone, wherever a writer dies."""
+"""`latest` names only complete checkpoints, wherever a writer dies."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_a_run_that_went_back_writes_its_own(tmp_path: Path) -> None:
 
 
 class Died(BaseException):
-    """The process was killed here."""
+    """The process is killed here."""
 
 
 def dying(at: int) -> tuple[Callable[[str, Callable[..., Any]], Callable[..., Any]], list[str]]:
-    """A wrapper of file operations that lets `at` of them happen."""
+    """Return a wrapper of file operations that lets `at` of them succeed and then dies, and the list of those seen."""
     seen: list[str] = []
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def dying(at: int) -> tuple[Callable[[str, Callable[..., Any]], Callable[..., An
 def test_killed_before_any_file_operation_the_latest_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """With and without an older checkpoint of the same step in the way."""
+    """`again`: an older checkpoint of the same step is already there."""
     operations = [(Path, "rename"), (Path, "replace"), (Path, "mkdir"), (os, "fsync"), (shutil, "rmtree")]
     at, done = 0, False
     while not done:
@@ -93,7 +93,7 @@ def test_killed_before_any_file_operation_the_latest_is_whole(
         found = folder.find(root)
         assert is_whole(found), (at, seen)
         at += 1
-        assert is_whole(write(root, 4))  # and the next writer is not in the way of what is left
+        assert is_whole(write(root, 4))  # the next writer is not blocked by leftovers
     assert at > 6
 
 

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders, read by slices and written so that `from_pretrained` loads them."""
+"""Weights of Hugging Face folders, read slice by slice, and written so that `from_pretrained` loads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_tok
 
 @cache
 def model_of(kind: str) -> PreTrainedModel:
-    """GPT-2 ties its head to its embedding, this Llama does not."""
+    """Make a tiny model: GPT-2 ties its head to its embedding, this Llama does not."""
     torch.manual_seed(3)
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=66, n_positions=16, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT))
@@ -79,7 +79,7 @@ def test_the_command_writes_the_type_that_is_asked_for(tmp_path: Path, capsys: p
 
 
 def test_each_rank_reads_its_own_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parity with the model in memory, and no rank reads more of a split parameter than its part."""
+    """Training matches the model in memory, and no rank reads more of a split parameter than its part."""
     source = folder_of("llama", tmp_path)
     fix = {"dp": 1, "tp": 2, "pp": 2, "micro": 2}
     plan = {**ALONE, "world": 4, "fix": fix, "optimizer": "sgd"}
@@ -110,7 +110,7 @@ def test_a_slice_is_that_of_the_whole(dim: int, groups: int) -> None:
 
 
 def test_files_of_the_bare_model(tmp_path: Path) -> None:
-    """As the GPT-2 that everybody downloads: names without the prefix of the whole model."""
+    """Files of the model without its head, as of the released GPT-2: names lack the prefix of the whole model."""
     bare = model_of("gpt2").transformer
     bare.save_pretrained(tmp_path)
     weights = Weights(tmp_path, model_of("gpt2"))

@@ -1,5 +1,5 @@
-"""Real processes, killed with no warning in the middle of a save: the last checkpoint is whole, and training goes on
-from it to the bit."""
+"""Real processes are killed without warning in the middle of a save: the last checkpoint is complete, and training
+resumes from it bit by bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.checkpoint.saved import batch, made, session_of, trainer_of
 pytestmark = pytest.mark.ranks
 
 NAME = "dp 2"
-PHASES = {  # where rank 0 or 1 dies
+PHASES = {  # the phase of saving in which rank 0 or 1 dies
     "while tensors are written": (1, dcp._CheckpointWriter, "resolve_data"),
     "before the files are sealed": (0, Saver, "_finish"),
     "before it is committed": (0, folder, "commit"),
@@ -34,7 +34,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def train(c: Communicators, job: Any, root: str, phase: str | None) -> list[float]:
-    """Two steps, a save, two steps, and in the second save somebody dies; or all that is left of four steps."""
+    """Train two steps, save, train two more and die at `phase` of the second save; or finish a run of four steps."""
     trainer = trainer_of(c, job)
     session, first = session_of(trainer, job.plan), 0
     if phase is None and Path(root).exists():
@@ -54,14 +54,14 @@ def train(c: Communicators, job: Any, root: str, phase: str | None) -> list[floa
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[ProcessPool]:
-    """Two processes; after a failed job two others."""
+    """Pool of two processes; replaced after a failed job."""
     with ProcessPool(2, timeout_s=60) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def whole(pair: ProcessPool) -> list[float]:
-    """Losses of a run that nobody interrupts."""
+    """Losses of an uninterrupted run."""
     return pair.run(made(NAME).layout.mesh, train, made(NAME), "nowhere", None)[0]
 
 

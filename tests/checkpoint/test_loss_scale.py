@@ -1,4 +1,4 @@
-"""A run in fp16 goes on with the scale that it had, also after a first step that was skipped."""
+"""A resumed fp16 run continues with its loss scale, also after a first step that was skipped."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def roots(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A checkpoint of two steps under each plan."""
+    """Save a checkpoint of two steps under each plan."""
     found = {}
     for name in PLANS:
         root = str(tmp_path_factory.mktemp("checkpoints"))
@@ -25,7 +25,7 @@ def roots(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 FIELDS = ("dp", "tp", "pp", "cp", "zero", "micro", "shards", "schedule")
-# who writes and who reads: each has every pair of a field of the one and a field of the other
+# (writer, reader): every value of a field of the one occurs with every value of a field of the other
 READ = pairwise(product(PLANS, PLANS), lambda pair: [PLANS[name].get(field) for name in pair for field in FIELDS])
 
 
@@ -37,7 +37,7 @@ def test_what_any_plan_wrote_is_read_to_the_bit(name: str, pool: ProcessPool, ro
 
 
 def test_every_plan_wrote_the_same_tensors(roots: dict[str, str]) -> None:
-    """Nothing of a plan is in them: names, shapes and, but for rounding, values agree."""
+    """Checkpoints do not depend on the plan: names, shapes and, up to rounding, values agree."""
     first, *others = (whole_of(root) for root in roots.values())
     assert {name.split(".")[0] for name in first} == {"model", "optimizer", "counts"}
     for other in others:

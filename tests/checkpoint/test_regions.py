@@ -1,4 +1,4 @@
-"""Boxes of a shard: every element once, where it belongs, in any shape, range and split."""
+"""Boxes of a shard cover every element once, at its place, for any shape, range and split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoptd.ops.tp_axis import own_slice
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[tuple[int, ...], Split | None, int, int, list[int]]:
-    """A whole shape, its split, and the borders of the shards of its local tensor."""
+    """Draw a whole shape, its split, and the borders of the shards of its local tensor."""
     shape = draw(st.lists(st.integers(1, 5), max_size=4))
     ranks, rank, split = 1, 0, None
     if shape and draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Training that is started again goes on as if nothing had happened: under torchrun, and by hand."""
+"""Restarted training continues as if uninterrupted: under torchrun, and by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAULTED = Path(__file__).with_name("run_killed.py")
 
 
 def uninterrupted(_: Communicators, script: str, folder: str) -> None:
-    """A worker's part of what torchrun starts, in its process group."""
+    """Run the script in this worker's process group, as torchrun would start it."""
     runpy.run_path(script)["main"](folder)
 
 

@@ -1,4 +1,4 @@
-"""Training goes on from a checkpoint as if it had never stopped; what does not fit is refused and changes nothing."""
+"""Training resumed from a checkpoint continues as if it had never stopped; a mismatch is refused without effect."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, precision: str) -> None:
-    """With dropout, a schedule of learning rates, and the checkpoint written while training went on."""
+    """Resume with dropout, a learning-rate schedule, and a checkpoint that was written in the background."""
     first, second = made(precision=precision), made(precision=precision)
     rates = [MultiStepLR(p.optimizer, [1, 3]) for p in (first, second)]
     losses = []
@@ -113,7 +113,7 @@ WIDER = GPTSizes(vocab=32, max_seq=8, width=24, layers=1, heads=2)
 DEEPER = GPTSizes(vocab=32, max_seq=8, width=16, layers=2, heads=2)
 GROUPS = {"parameter_groups": [{"names": "*norm*", "weight_decay": 0.0}]}
 Refusal = tuple[Callable[[Path], None], dict[str, Any], dict[str, Any], str]
-REFUSALS: dict[str, Refusal] = {  # harm to the checkpoint, the other run, keywords of load, what is said
+REFUSALS: dict[str, Refusal] = {  # damage to the checkpoint, the other run, keywords of load, the expected message
     "a flipped bit": (flip, {}, {}, "__0_0.distcp is damaged"),
     "a missing file": (lambda path: (path / PROGRESS).unlink(), {}, {}, "progress.pt is missing"),
     "another width": (
@@ -148,11 +148,11 @@ def test_what_went_wrong_beside_training_is_raised_by_the_next_call(tmp_path: Pa
     parallel.save(tmp_path / "file", wait=False)
     with pytest.raises(CheckpointError, match="cannot be written"):
         parallel.finish_saving()
-    parallel.save(tmp_path / "folder")  # and only once
+    parallel.save(tmp_path / "folder")  # a folder can be saved to only once
     assert find(tmp_path / "folder").name == "step-00000001"
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot be written") as caught:
         made().resume(tmp_path / "file")
@@ -185,11 +185,11 @@ def test_torch_reads_it_without_us(tmp_path: Path) -> None:
     found = {f"model.{name}": torch.zeros_like(x) for name, x in parallel.state_dict().items() if name != "head.weight"}
     torch.distributed.checkpoint.load(found, checkpoint_id=find(tmp_path), no_dist=True)
     for name, x in parallel.state_dict().items():
-        assert name == "head.weight" or torch.equal(found[f"model.{name}"], x)  # which is tied to the embedding
+        assert name == "head.weight" or torch.equal(found[f"model.{name}"], x)  # the head is tied to the embedding
 
 
 def test_another_model_is_refused_by_ranks_that_lack_nothing(tmp_path: Path) -> None:
-    """The first stage has all it needs in a checkpoint of fewer layers; it must not wait for what the others read."""
+    """The first stage finds all it needs in a checkpoint of fewer layers; it must not wait for the ranks that fail."""
     first = made()
     step(first)
     first.save(tmp_path)

@@ -1,4 +1,4 @@
-"""`autoptd export`: what goes where, as text and as JSON."""
+"""`autoptd export`: destinations, and output as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault of ours in a command: one error and exit code 2, never 1, which is an answer; the traceback on request."""
+"""A bug of autoptd in a command: one error and exit code 2, never 1, which is an answer; the traceback on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import autoptd.cli.main as cli
 from tests.sample_plan import sample_plan
 
-# command line, and where something goes wrong
+# command line, and where it is made to fail
 COMMANDS = [
     (["plan", "gpt2", "--world", "8"], "autoptd.models.load.load_model"),
     (["explain", "PLAN"], "autoptd.plans.model.Plan.load"),

@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it fails, what it must not import."""
+"""The command line: its output, its errors, and what it must not import."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> str:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Stands where the planner is: keeps what it was asked, answers with the sample plan."""
+    """Stand in for the planner: record the requests, answer with the sample plan."""
     asked: list[dict[str, Any]] = []
     traced: list[dict[str, Any]] = []
 
@@ -154,7 +154,7 @@ def test_no_is_1(run: Run, api: list[dict[str, Any]]):
     assert error == told
 
 
-def test_an_impossible_wish_is_2(run: Run, api: list[dict[str, Any]]):
+def test_an_impossible_constraint_is_2(run: Run, api: list[dict[str, Any]]):
     assert run("plan", "nanogpt", "--world", "7")[0] == 2
 
 

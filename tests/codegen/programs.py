@@ -69,7 +69,7 @@ def program_of(
     policy: str = "full",
     length: int = LENGTH,
 ) -> Program:
-    """As many segments per stage as can be; those in `recompute` run again as `policy` says."""
+    """Emit a program with segments spread evenly over `pp` stages; those in `recompute` are recomputed by `policy`."""
     symbols = {s: n for s, n in {BATCH: 1, SEQUENCE: length}.items() if s in folded.traced.sizes}
     sharding = Tensors(folded, Cluster.load("dgx-h100"), tp, symbols, microbatches=8).solve().sharding
     count = len(folded.segments)
@@ -79,7 +79,7 @@ def program_of(
 
 
 def text_of(program: Program) -> str:
-    """All files as one text."""
+    """Return all files as one text."""
     return "".join(f"{'=' * 20} {name}\n{source}" for name, source in program.files.items())
 
 

@@ -1,4 +1,4 @@
-"""Emitted programs: what they say, literally; that ruff accepts them; that they are the same every time."""
+"""Emitted programs: golden text, accepted by ruff, and reproducible."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def program(case: str) -> Program:
 
 @pytest.mark.parametrize("case", ["gpt2_tp2_pp2", "llama_tp2_pp2", "llama_selective", "llama_ops"])
 def test_golden(case: str, rewrite_golden: bool) -> None:
-    """Run with --rewrite-golden after a change that is meant; read the difference."""
+    """After an intended change run with --rewrite-golden, and read the difference."""
     path, text = GOLDEN / f"{case}.txt", text_of(program(case))
     if rewrite_golden:
         path.write_text(text, encoding="utf-8")
@@ -104,7 +104,7 @@ class Alone:
 
 @pytest.mark.parametrize("case", CASES)
 def test_names_are_words(case: str) -> None:
-    """No node numbers: a suffix only tells two variables of one name apart."""
+    """Names contain no node numbers: a suffix only separates two variables of one name."""
     for source in program(case).files.values():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Name) and (match := re.search(r"_(\d+)$", node.id)):
@@ -143,7 +143,7 @@ def test_dropout_is_keyed_by_place() -> None:
     "name", ['"""\nraise SystemExit', "\0", "ends in \\", 'ends in "', "\ud800", "größer 模型"], ids=ascii
 )
 def test_a_model_s_name_is_text_and_nothing_else(name: str, tmp_path: Path) -> None:
-    """It stands in a plan file, which may come from anywhere."""
+    """The name comes from a plan file, which may have any origin."""
     made = program_of(folded("gpt2"), name, tp=1, pp=1)
     for text in made.files.values():
         first, *rest = ast.parse(text).body

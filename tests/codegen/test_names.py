@@ -1,4 +1,4 @@
-"""Variables are called what the user calls them, and never clash with anything."""
+"""Variables are named as in the user's code, and never clash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 8
 
 
 class Odd(nn.Module):
-    """Assignments of every form, to names that emitted code must not take as they are."""
+    """Assignments of every form, to names that emitted code must not use unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_long_lines_are_broken_at_arguments() -> None:
 
 
 class Unknown(nn.Module):
-    """Ops that no rule is written for."""
+    """Ops without a rule."""
 
     def __init__(self) -> None:
         super().__init__()

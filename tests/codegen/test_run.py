@@ -1,4 +1,4 @@
-"""Models of uncommon form, planned, written, run on all ranks: equal to one process."""
+"""Models of uncommon form, planned, emitted and run on all ranks: equal to one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def traced(model: nn.Module) -> TracedModel:
 
 
 def trained(model: nn.Module | TracedModel, **mesh: object) -> tuple[Plan, list[str]]:
-    """The plan, and what differs from one process."""
+    """Train under a plan; return the plan, and the differences from one process."""
     source, data = model if isinstance(model, TracedModel) else traced(model), batches()
     sizes = {"dp": 1, "tp": 1, "pp": 1} | mesh
     world = sizes["dp"] * sizes["tp"] * sizes["pp"]  # type: ignore[operator]
@@ -61,7 +61,7 @@ def trained(model: nn.Module | TracedModel, **mesh: object) -> tuple[Plan, list[
 
 
 class Unknown(nn.Module):
-    """Ops without a row in the rule table: one that is elementwise, one that splits nowhere, one that gives complex."""
+    """Ops without a row in the rule table: an elementwise one, one that splits nowhere, one with a complex result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks and a loss without weights; optionally the first output is read again at the end."""
+    """Blocks, and a loss without weights; optionally the first output is read a second time at the end."""
 
     def __init__(self, blocks: Sequence[nn.Module], skip: bool = False) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_a_stage_may_hold_nothing_but_the_loss() -> None:
 
 
 class InPlace(nn.Module):
-    """Writes that functionalisation rewrites, on split tensors too."""
+    """Writes in place that functionalisation rewrites, on split tensors too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Clusters: every shipped file is plausible and round-trips; mistakes in a person's file are named by field."""
+"""Clusters: every shipped file is plausible and round-trips; mistakes in a user's file are named by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/clusters.md: its example is a cluster, its error is the one given, its table says what the files say."""
+"""docs/clusters.md: its example is a valid cluster, its error is the real one, its table agrees with the files."""
 
 from __future__ import annotations
 

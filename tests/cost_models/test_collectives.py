@@ -1,4 +1,4 @@
-"""Collectives: sums done by hand, measured curves, what NCCL would choose, and what must hold for any cluster."""
+"""Collectives: costs by hand, measured curves, NCCL's choices, and properties that hold for any cluster."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_sum_in_the_switch_by_hand():
 
 
 def shared_nics(**changes: float) -> Cluster:
-    """Nodes of 8 GPUs with 4 NICs of 12.5 GB/s."""
+    """Make nodes of 8 GPUs with 4 NICs of 12.5 GB/s."""
     inner, outer = TWO.levels
     outer = outer.model_copy(update={"bytes_per_s": 6.25e9, "port_bytes_per_s": 12.5e9, **changes})
     return TWO.model_copy(update={"name": "shared", "levels": (inner, outer)})

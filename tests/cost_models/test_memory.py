@@ -1,4 +1,4 @@
-"""Bytes of the training state, by hand and against what torch's own optimizers keep."""
+"""Bytes of the training state, by hand and against those of torch's own optimizers."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_gradients_of_both_types(zero: int, gradients: int):
     options = {"precision": "bf16", "optimizer": "adamw", "zero": zero, "dp": 4, "whole_numel": 100}
     both, main, compute = (model_state([1000], gradients=kind, **options) for kind in ("both", "main", "compute"))
     assert both.gradients == gradients
-    if zero < 3:  # which adds up in the main type alone
+    if zero < 3:  # ZeRO 3 accumulates in the main dtype only
         assert both.gradients == main.gradients + compute.gradients
     assert both.parameters == main.parameters and both.optimizer == main.optimizer
 

@@ -1,4 +1,4 @@
-"""Roofline by hand, and that nothing gets quicker by doing more."""
+"""Roofline times by hand, and monotonicity: doing more is never quicker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICE = Device(
 
 
 def product(m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> OpWork:
-    """Of operands and a result in 2 bytes an element."""
+    """Return the work of a matmul whose operands and result have 2 bytes an element."""
     return OpWork("matmul", 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n), dtype, m, n, k, batch)
 
 
@@ -80,7 +80,7 @@ def test_a_larger_product_is_never_quicker_nor_below_the_roofline(
 
 
 @settings(deadline=None)
-@given(SIDES, SIDES, st.integers(4096, 50_000), st.integers(1, 4000))  # all splits are open to both
+@given(SIDES, SIDES, st.integers(4096, 50_000), st.integers(1, 4000))  # all splits are available to both
 def test_a_longer_k_is_never_quicker(m: int, n: int, k: int, by: int):
     assert matmul_s(TILED, product(m, n, k)) <= matmul_s(TILED, product(m, n, k + by)) * (1 + 1e-9)
 

@@ -43,7 +43,7 @@ def test_the_trace_is_well_formed(kind: str, virtual: int, overlap: Overlap):
     compute = Counter(f"{e['pid']} {e['name']}" for e in slices if e["cat"] == "compute")
     assert compute == Counter(f"{r} {a}" for r, actions in enumerate(schedule) for a in actions if a.kind in KINDS)
 
-    for stream in {(e["pid"], e["tid"]) for e in slices}:  # nothing on a thread runs while something else does
+    for stream in {(e["pid"], e["tid"]) for e in slices}:  # slices of one thread do not overlap
         own = sorted((e["ts"], e["dur"]) for e in slices if (e["pid"], e["tid"]) == stream)
         assert all(a + d <= b + 1e-3 for (a, d), (b, _) in pairwise(own)), STREAMS[stream[1]]
     for names, key in ((("process_name",), ("pid",)), (("thread_name",), ("pid", "tid"))):
@@ -61,7 +61,7 @@ def test_communication_that_overlaps_not_takes_its_seconds_on_its_own_thread():
         seconds[event["cat"]] += event["dur"] / 1e6
     assert seconds["dp"] == pytest.approx(3 * (3 + 2))
     assert seconds["tp"] == pytest.approx(3 * 2 * 6 * 0.75)
-    messages = 6 * (3 * 2 - 1)  # of each microbatch, one between any two of six stages
+    messages = 6 * (3 * 2 - 1)  # of each microbatch, one between any two neighbours of six stages
     assert seconds["send forward"] == seconds["receive forward"] == pytest.approx(messages * 0.125)
     assert seconds["send backward"] == seconds["receive backward"] == pytest.approx(messages * 0.0625)
 

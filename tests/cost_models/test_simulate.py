@@ -1,4 +1,4 @@
-"""Simulation: pictures drawn by hand, the closed form, and schedules that cannot finish."""
+"""Simulation: timelines drawn by hand, closed forms, and schedules that cannot finish."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoptd.schedule import Action, step_lists
 def one(
     forward_s: float, backward_s: float, send_forward_s: float = 0, send_backward_s: float = 0, **end: float
 ) -> StageTimes:
-    """A rank with one chunk."""
+    """Make the times of a rank with one chunk."""
     chunk = ChunkTimes(forward_s, backward_s, send_forward_s=send_forward_s, send_backward_s=send_backward_s)
     return StageTimes((chunk,), **end)
 
@@ -34,7 +34,7 @@ class Act:
 
 
 def lists(*lines: str) -> list[list[Act]]:
-    """`lists("F0 SF0", "RF0 F0")`: one line of actions per stage."""
+    """Parse one line of actions per stage: `lists("F0 SF0", "RF0 F0")`."""
 
     def act(word: str) -> Act:
         if found := re.fullmatch(r"([A-Z]+?)(\d+)(?:\.(\d+))?", word):
@@ -61,7 +61,7 @@ def one_f_one_b(stages: int, microbatches: int) -> list[list[Act]]:
 
 
 def picture(timeline: Timeline, stages: int) -> list[str]:
-    """A row per stage, a column per second."""
+    """Draw a row per stage, a column per second."""
     grid = [["."] * round(timeline.makespan_s) for _ in range(stages)]
     for stage, action, start_s, end_s, _ in timeline.events:
         if action.kind in ("F", "B", "W"):
@@ -209,9 +209,9 @@ def steps(kind: str, stages: int, microbatches: int, virtual: int = 1) -> list[l
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (8, 8), (4, 32)])
 def test_bubbles_in_closed_form(stages: int, microbatches: int):
-    """(p - 1)(F + B) for 1F1B and GPipe, a v-th of it interleaved, (p - 1)(F + B - 2 W) zero-bubble, B holding W.
+    """(p - 1)(F + B) for 1F1B and GPipe, 1/v of it interleaved, (p - 1)(F + B - 2 W) for zero-bubble, B including W.
 
-    (Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2, where B is without W.)
+    (Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2, where B excludes W.)
     """
     f, b, w = 1.0, 2.0, 1.0
     work = microbatches * (f + b)
@@ -227,7 +227,7 @@ def test_bubbles_in_closed_form(stages: int, microbatches: int):
 
 
 def test_zero_bubble_drawn_by_hand():
-    """F, B and W of 1 s each, 2 stages: only W0 of the last stage is put off, behind F1 and B1."""
+    """F, B and W of 1 s each, 2 stages: only W0 of the last stage is delayed, to after F1 and B1."""
     timeline = simulate(steps("zero-bubble", 2, 3), [StageTimes((ChunkTimes(1, 2, 1),))] * 2)
     assert picture(timeline, 2) == [
         "F0 F1 .  B0 W0 F2 B1 W1 B2 W2",
@@ -243,7 +243,7 @@ def test_weight_gradients_stay_in_the_backward_of_other_schedules():
 
 
 def test_interleaved_by_hand():
-    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, one microbatch would go 0 1 0 1; chunk 1 takes 2 s forward."""
+    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, so a microbatch goes 0 1 0 1; chunk 1 takes 2 s forward."""
     chunks = (ChunkTimes(1, 1, send_forward_s=3), ChunkTimes(2, 1, send_backward_s=5))
     timeline = simulate(
         lists("F0 SF0 RF0.1 F0.1 SF0.1", "RF0 F0 SF0 RF0.1 F0.1"), [StageTimes(chunks), StageTimes(chunks)]
@@ -295,7 +295,7 @@ END = "REDUCE STEP GATHER"
 
 
 def last_backward(reduce_s: float, buckets: int | None, overlap: Overlap) -> Timeline:
-    """F and B of 2 and 4 s, twice: the last backward runs from 8 to 12."""
+    """Simulate F and B of 2 and 4 s, twice: the last backward runs from 8 to 12."""
     times = StageTimes((ChunkTimes(2, 4),), reduce_s=reduce_s, step_s=1, buckets=buckets)
     return simulate(lists(f"F0 B0 F1 B1 {END}"), [times], overlap)
 
@@ -305,7 +305,7 @@ def last_backward(reduce_s: float, buckets: int | None, overlap: Overlap) -> Tim
     [
         (3, None, 12),  # hidden
         (6, None, 14),  # from 8 on
-        (6, 1, 18),  # starts when all is computed
+        (6, 1, 18),  # starts after all computation
         (6, 2, 16),  # first half at 10 to 13, second to 16
         (2, 2, 13),  # first half at 10 to 11, second at 12
         (6, 4, 15),  # from 9 on
@@ -319,7 +319,7 @@ def test_reduction_beside_the_last_backward(reduce_s: float, buckets: int | None
 
 
 def test_chunks_reduce_one_after_the_other():
-    """The reduction is split 3 : 1 as the backwards are; chunk 1 is reduced while chunk 0 still computes."""
+    """The reduction is split 3 : 1 like the backward passes; chunk 1 is reduced while chunk 0 still computes."""
     times = StageTimes((ChunkTimes(1, 3), ChunkTimes(1, 1)), reduce_s=8)
     timeline = simulate(lists("F0 F0.1 B0.1 B0 REDUCE"), [times], Overlap(dp=True))
     # B0.1 from 2 to 3, its part of 2 s from 2 to 4; B0 from 3 to 6, its part of 6 s from 4 to 10

@@ -1,4 +1,4 @@
-"""Steps of many microbatches, of which few are played: as long as if all were, to rounding."""
+"""Steps of many microbatches, of which few are simulated: equal to a full simulation, up to rounding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EQUAL = 1e-10
 
 
 def step_of(seed: int) -> tuple[str, int, int, int, list[StageTimes], Overlap]:
-    """(kind, ranks, chunks, microbatches, times, overlap): equal, nearly equal and unequal stages, cheap and dear
-    messages, parameters that are gathered for longer than many rounds take."""
+    """Make (kind, ranks, chunks, microbatches, times, overlap): equal, nearly equal and unequal stages, cheap and
+    expensive messages, gathers of parameters that outlast many rounds."""
     rng = random.Random(seed)
     kind, ranks = rng.choice(KINDS), rng.choice([2, 3, 4, 6])
     virtual = row_of(kind).chunks or rng.choice([2, 3])
@@ -39,7 +39,7 @@ def step_of(seed: int) -> tuple[str, int, int, int, list[StageTimes], Overlap]:
 
 
 def compared(seed: int) -> tuple[float, float]:
-    """Seconds as reckoned, and as played in full."""
+    """Return the seconds by extrapolation, and by full simulation."""
     kind, ranks, virtual, microbatches, times, overlap = step_of(seed)
     route, period = route_of(kind, ranks, virtual), period_of(kind, ranks)
     played = simulate(step_lists(kind, ranks, microbatches, virtual), times, overlap, route).makespan_s
@@ -71,7 +71,7 @@ def test_few_microbatches_are_played(kind: str) -> None:
 
 
 def test_a_cycle_of_several_microbatches_is_found() -> None:
-    """Four ranks, messages of 5 s: of every four microbatches one goes there and back alone."""
+    """Four ranks, messages of 5 s: one in four microbatches makes the round trip alone."""
     times = [StageTimes(forward_s=1.0, backward_s=2.0, send_forward_s=5.0, send_backward_s=5.0)] * 4
     asked: list[int] = []
     for microbatches in (1000, 1001, 1002, 1003):

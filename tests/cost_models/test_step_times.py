@@ -1,4 +1,4 @@
-"""Times of a step: their text form, and what is no set of times."""
+"""Times of a step: their text form, and invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoptd doctor`: every check has its failure planted, and says what to do about it."""
+"""`autoptd doctor`: the failure of every check is planted, and the report says what to do about it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ PLANTED: list[tuple[MachineFacts, str]] = [
 
 
 @pytest.mark.parametrize(("spoilt", "said"), PLANTED, ids=[said for _, said in PLANTED])
-def test_what_is_wrong_with_a_machine_is_said(spoilt: MachineFacts, said: str):
+def test_faults_of_a_machine_are_reported(spoilt: MachineFacts, said: str):
     ranks = [NODE, spoilt] if spoilt.host != NODE.host or said.startswith("FAIL") else [spoilt]
     found = [line for line in lines(ranks).splitlines() if said in line]
     assert found, lines(ranks)
@@ -198,7 +198,7 @@ def test_clocks_are_compared():
 
 
 def checks_between(_: Communicators, folder: str, port: int) -> list[str]:
-    """One rank of two; the folder is another one on rank 1, whose clock is ten seconds behind."""
+    """Run the checks as one rank of two; rank 1 has another folder, and a clock that is ten seconds behind."""
     group = dist.new_group(backend="gloo")
     rank = dist.get_rank()
     own = Path(folder) / str(rank)

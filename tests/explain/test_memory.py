@@ -1,4 +1,4 @@
-"""The formulas of a plan's memory, as text and as data."""
+"""Formulas of a plan's memory, as text and as data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_data_are_formulas_with_their_values(planned: tuple[Plan, TracedModel, S
 
 
 def test_formulas_are_those_of_the_method() -> None:
-    """What is gathered, activations and weights, stays or does not."""
+    """Gathered activations and weights count as saved with `gathers` "kept", and not with "again"."""
     batch, source = 1024, autoptd.trace(gpt2(), seq=64)
     fix: dict[str, Any] = {"tp": 2, "pp": 1, "dp": 1, "recompute": "none", "micro": batch}
     found = []
@@ -58,7 +58,7 @@ def test_formulas_are_those_of_the_method() -> None:
 
 
 def test_formulas_of_a_cp_rank() -> None:
-    """Half the tokens of everything; of scores half the rows."""
+    """A rank of cp 2 has half of all tokens, and half the rows of the scores."""
     config = transformers.BertConfig(
         hidden_size=64, num_attention_heads=8, num_hidden_layers=2, vocab_size=640, attn_implementation="eager"
     )

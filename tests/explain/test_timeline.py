@@ -1,4 +1,4 @@
-"""`autoptd simulate`: what it prints, the trace it writes, how it fails."""
+"""`autoptd simulate`: its output, the trace it writes, its errors."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def test_chunks_share_the_work_of_their_rank():
         for name in ("forward_s", "backward_s", "weight_s", "forward_tp_s", "backward_tp_s"):
             assert sum(getattr(c, name) for c in cut.chunks) == pytest.approx(getattr(whole.chunks[0], name))
         assert (cut.reduce_s, cut.step_s, cut.gather_s) == (whole.reduce_s, whole.step_s, whole.gather_s)
-    # the last rank sent nothing on; now its first chunk does
+    # the last rank sent nothing forward; now its first chunk does
     assert [chunk.send_forward_s for rank in times for chunk in rank.chunks] == [0.0005] * 3 + [0.0]
 
 
 def test_messages_between_two_ranks_take_what_they_took():
-    """Three ranks, of which the second and third talk over a slow link; so do the last and first, as far as known."""
+    """Three ranks; the second and third communicate over a slow link, and so do the last and first, as far as known."""
     old = (0.001, 0.005, 0.0)
     times = tuple(StageTimes(forward_s=0.01, backward_s=0.02, send_forward_s=x) for x in old)
 
@@ -119,7 +119,7 @@ def test_messages_between_two_ranks_take_what_they_took():
         return ahead[:-1]
 
     assert sends("interleaved", 2) == [0.001, 0.005, 0.005, 0.001, 0.005]
-    down, (_, *up) = sends("zero-bubble-v", 2)[:2], sends("zero-bubble-v", 2)[2:]  # it turns on a rank
+    down, (_, *up) = sends("zero-bubble-v", 2)[:2], sends("zero-bubble-v", 2)[2:]  # the V turns on one rank
     assert (down, up) == ([0.001, 0.005], [0.005, 0.001])
 
 

@@ -1,4 +1,4 @@
-"""Plans made by hand for models of known names: what the search would write, without the search."""
+"""Hand-made plans for models with known parameter names, as the search would write them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def plan_of(
     sequence: bool = False,
     **changes: Any,
 ) -> Plan:
-    """A plan whose stages begin at the segments 0 and `cuts`; `changes` replace fields; recompute=(…) is by segment."""
+    """Return a plan with stages that begin at segments 0 and `cuts`; `recompute` is by segment, `changes` replace
+    fields."""
     again = changes.pop("recompute", ())
     virtual = (len(cuts) + 1) // mesh.pp
     bounds = (0, *cuts, len(segments))
@@ -81,7 +82,7 @@ VOCAB, WIDTH, HEADS, KV_HEADS, FFN = 32, 16, 4, 2, 24
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with positions by rotation; counts its heads as it finds them."""
+    """Grouped-query attention with rotary positions; infers its number of heads from its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [b, s] to logits [b, s, vocab]."""
+    """Llama from tokens [b, s] to logits [b, s, vocab]."""
 
     def __init__(self, layers: int = 4, tied: bool = False) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ def llama_plan(
     tied: bool = False,
     **changes: Any,
 ) -> Plan:
-    """Of `Llama(layers, tied)`; norms see a part of the sequence where `sequence` says so."""
+    """Return a plan of `Llama(layers, tied)`; with `sequence`, norms are sequence-parallel."""
     norm = "Bp" if sequence else "B"
     rows = {name: norm if "norm" in name else text for name, text in LLAMA_SPLITS.items()} | (splits or {})
     if mesh.tp == 1:
@@ -208,7 +209,7 @@ GPT_SPLITS = {
 
 
 def gpt3_plan(cuts: tuple[int, ...], *, mesh: MeshSizes, layers: int = 96, **changes: Any) -> Plan:
-    """Of gpt3-175b, whose halves of layers are segments: 0 and 1 the embeddings, 2 + 2 i and 3 + 2 i layer i."""
+    """Return a plan of gpt3-175b. Segments 0 and 1 are the embeddings, 2 + 2i and 3 + 2i the halves of layer i."""
     halves = (f"transformer.h.{i}.{{{part}}}" for i in range(layers) for part in ("ln_1,attn", "ln_2,mlp"))
     segments = ("transformer.wte", "transformer.{wpe,drop}", *halves, "transformer.ln_f", "lm_head")
     parameters = {"transformer.wte.weight": "S0", "transformer.wpe.weight": "B"}

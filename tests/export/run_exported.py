@@ -1,8 +1,7 @@
-"""Exported programs on a world of 4 gloo ranks: a train step in float64, its gradients made whole.
+"""Run exported programs on 4 gloo ranks: one train step in float64, with gathered gradients.
 
-`python -m tests.export.run_exported FOLDER PORT`: FOLDER holds programs `*.py`; rank r leaves
-`r.pt` there, program -> its results.
-A process of its own, which imports torch once and forks the ranks.
+`python -m tests.export.run_exported FOLDER PORT`: FOLDER holds programs `*.py`; rank r writes `r.pt` there, program
+-> its results. This process imports torch once and forks the ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def batch(samples: int, seq: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def alone(layers: int, tied: bool, samples: int) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the whole batch in this process."""
+    """Return loss and gradients of the whole batch in this process."""
     model = build(layers, tied)
     x, y = batch(samples)
     loss = loss_fn(model(x), y)
@@ -61,7 +60,7 @@ def load(path: Path) -> ModuleType:
 
 
 def run(path: Path) -> tuple[float | None, dict[str, Tensor], list[str]]:
-    """(loss where the last stage is, whole gradients of this rank's stages, names that lie split on this rank)."""
+    """Return (loss on the last stage, whole gradients of this rank's stages, names split on this rank)."""
     program: Any = load(path)
     tied = bool(program.TIED)
     parallel = program.parallelize(build(LAYERS, tied), loss_fn, "cpu")

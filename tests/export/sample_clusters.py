@@ -1,4 +1,4 @@
-"""A cluster for plans made by hand."""
+"""A cluster for hand-made plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole layers of a plan: who owns a segment, where a stage then begins, and what is refused."""
+"""Whole layers of a plan: the layer that owns a segment, the layer at which a stage begins, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as Megatron-LM's arguments: golden text, the layout read back, and what is said to differ."""
+"""Plans as Megatron-LM's arguments: golden text, the layout read back, and the reported differences."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ MEGATRON_ARGS=(
 
 
 def test_llama_golden():
-    """Even chunks, everything as Megatron-LM does it: the plan's model is not given."""
+    """Even chunks without differences from Megatron-LM; the plan's model is not given."""
     plan = llama_plan(
         (3, 5, 7), mesh=MeshSizes(dp=2, tp=2, pp=2, cp=2), sequence=True, method=AS_MEGATRON, recompute=range(1, 9)
     )
@@ -148,7 +148,7 @@ def test_shapes_of_llama():
 
 
 def read_layout(text: str) -> list[str]:
-    """Stages with every layer written out: groups first, then single letters, commas mean nothing."""
+    """Return the stages with every layer written out: groups first, then single letters; commas are ignored."""
     text = text.replace(",", "")
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), text)
     return re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), text).split("|")
@@ -176,7 +176,7 @@ def test_layouts_golden(cuts: tuple[int, ...], text: str):
     assert layout(read_layers(llama_plan(cuts, mesh=MeshSizes(dp=1, tp=1, pp=len(cuts) + 1)))) == text
 
 
-# --- what differs -------------------------------------------------------------------------------------------------
+# --- reported differences -----------------------------------------------------------------------------------------
 
 TP2 = MeshSizes(dp=1, tp=2, pp=1)
 
@@ -199,7 +199,7 @@ TP2 = MeshSizes(dp=1, tp=2, pp=1)
         (llama_plan(mesh=TP2, recompute=(9, 10)), "before or after the layers"),
     ],
 )
-def test_what_megatron_cannot_say_is_said(plan: Plan, said: str):
+def test_differences_from_megatron_are_reported(plan: Plan, said: str):
     assert [line for line in megatron(plan).differs if said in line], megatron(plan).differs
 
 
@@ -229,8 +229,8 @@ def test_mixed_recomputation_is_whole_layers():
 
 
 @pytest.mark.parametrize(("gathers", "differs"), [(1, False), (2, True)])
-def test_a_layer_that_communicates_otherwise_is_said(gathers: int, differs: bool):
-    """Weights gathered where they are used leave their placements as they are."""
+def test_a_layer_that_communicates_otherwise_is_reported(gathers: int, differs: bool):
+    """Weights that are gathered for use keep their placements."""
     halves = {
         f"layers.*.{{{part}}}": Collectives(count=4, forward={"all_gather": n, "reduce_scatter": 1}, backward={})
         for part, n in (("input_norm,attention", gathers), ("post_norm,mlp", 1))

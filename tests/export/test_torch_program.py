@@ -1,4 +1,4 @@
-"""Exported programs as text: golden constants, that they are Python, and what is refused or said to differ."""
+"""Exported programs as text: golden constants, valid Python, and refusals and reported differences."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ REDUCE_DTYPE: torch.dtype | None = torch.float32"""
 
 
 def test_gpt3_is_split_as_far_as_dtensor_goes():
-    """Fused layers of transformers' kind have no style: the table alone is split, and all else is said."""
+    """Fused layers of transformers have no DTensor style: only the table is split, and the rest is reported."""
     plan = gpt3_plan((), mesh=TP2)
     program = torch_program(plan, load_model("gpt3-175b")[0])
     styles = constants(program.text).partition("TENSOR_PARALLEL")[2].partition("}")[0]
@@ -196,7 +196,7 @@ def test_schedules_are_built(kind: Any, cuts: tuple[int, ...], virtual: int, exp
 
 
 def test_stages_of_a_model_are_cut_out_of_it():
-    """One after the other they compute what the whole does."""
+    """The stages in sequence compute what the whole model does."""
     plan = llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=4))
     program = loaded(torch_program(plan, Llama()).text)
     torch.manual_seed(0)
@@ -274,6 +274,6 @@ def test_stages_that_hand_on_two_tensors_are_refused():
         ({"mesh": TP2, "precision": "fp64"}, "torch.float64"),
     ],
 )
-def test_what_torch_cannot_say_is_said(changes: dict[str, Any], said: str):
+def test_differences_from_torch_are_reported(changes: dict[str, Any], said: str):
     found = torch_program(llama_plan(changes.pop("cuts", ()), **changes), Llama()).differs
     assert [line for line in found if said in line], found

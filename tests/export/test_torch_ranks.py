@@ -1,4 +1,4 @@
-"""Exported programs, run by real processes: their loss and gradients are those of one."""
+"""Exported programs run by real processes: loss and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank: case -> (loss, gradients, names of what lies split)."""
+    """Results by rank: case -> (loss, gradients, names of split values)."""
     folder = tmp_path_factory.mktemp("exported")
     for name, options in CASES.items():
         (folder / f"{name}.py").write_text(torch_program(planned(name), Llama(tied=options.get("tied", False))).text)
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_one_process(name: str, results: list[dict[str, A
 
 
 @pytest.mark.parametrize("name", ["pipeline", "chunks"])
-def test_what_the_plan_splits_lies_split(name: str, results: list[dict[str, Any]]) -> None:
+def test_tensors_that_the_plan_splits_are_split(name: str, results: list[dict[str, Any]]) -> None:
     split = {parameter for parameter in results[0][name][2] if parameter.startswith("layers.0.")}
     assert split == {f"layers.0.{leaf}" for leaf, text in LLAMA_SPLITS.items() if text != "B"}
 

@@ -1,4 +1,4 @@
-"""Spoil files and load each as a user does.
+"""Corrupt files and load each as a user does.
 
     python -m tests.fuzz --files 10000 --seed 0
 
@@ -6,8 +6,8 @@
     a cluster    Cluster.load(path), then a plan of a tiny model on it
     a checkpoint (--checkpoints N)  inspected, checked, exported, and loaded
 
-Each must load, and then be consistent, or be refused by an error of autoptd that names a field, or a line. Anything
-else is printed with the number of the file, and `--only N` makes that one again. No process group may start.
+Each must load and then be consistent, or be refused by an autoptd error that names a field or a line. Anything else is
+printed with the number of the file, and `--only N` reproduces that one. No process group may start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.fuzz.loading import Outcome, guarded, load
 
 
 def run(files: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
-    """How many files ended how, and those that ended wrongly."""
+    """Return counts by outcome, and the files with a wrong outcome."""
     ends: Counter[str] = Counter()
     wrong = []
     with tempfile.TemporaryDirectory() as folder, guarded():
@@ -42,7 +42,7 @@ def run(files: int, seed: int, only: int | None = None) -> tuple[Counter[str], l
 
 
 def run_checkpoints(count: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
-    """The same of checkpoints, each with one spoilt file."""
+    """Like `run`, for checkpoints with one corrupted file each."""
     ends: Counter[str] = Counter()
     wrong = []
     with tempfile.TemporaryDirectory() as folder:

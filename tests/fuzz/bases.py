@@ -1,4 +1,4 @@
-"""The plans that are spoilt: one of each way to run, of tiny models, traced once."""
+"""Plans to corrupt: one for each way to run, of tiny models, traced once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def nanogpt() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    """Its embedding is its head too: the first and the last stage share a parameter."""
+    """Make a model whose embedding is also its head: the first and the last stage share a parameter."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": SEQ}
@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"nanogpt": nanogpt, "tied": tied, 
 
 @dataclass(frozen=True)
 class Base:
-    """A model and the choices that its plan is held to."""
+    """A model and the constraints of its plan."""
 
     model: str
     fix: Mapping[str, Any]

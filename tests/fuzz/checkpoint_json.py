@@ -1,10 +1,10 @@
-"""Spoil the JSON of a checkpoint: its manifest, and its index.
+"""Corrupt the JSON of a checkpoint: its manifest and its index.
 
     python -m tests.fuzz.checkpoint_json --count 25000 --seed 0
 
-Fields, text and bytes are spoilt; of most files the digests are made to fit afterwards, so that what is behind them is
-tried too. Each must be read, and then be consistent, or be refused by one error that says where: within a second of the
-processor, and with no more memory than a few times the files.
+Fields, text and bytes are corrupted. The digests of most files are recomputed afterwards, so that the checks behind
+them are reached too. Each must be read and then be consistent, or be refused by one error that names the place, within
+a second of processor time and with memory of a few times the files.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.fuzz.mutations import spoil_bytes, spoil_data, written
 from tests.hostile.checkpoints import running
 
 _LONG_S, _LARGE = 1.0, 200 << 20
-_FIT = 0.8  # share of the files whose digests are made to fit
-_LARGEST = 40  # bits of a number that an index may well have
+_FIT = 0.8  # share of the files whose digests are recomputed
+_LARGEST = 40  # bits of a number that is plausible in an index
 
 
 def nudge_rows(data: Any, rng: random.Random) -> None:
-    """A number of a row of the index, of which nothing else is wrong."""
+    """Change one number in a row of the index, which is otherwise valid."""
     tensor = data["tensors"][rng.choice(sorted(data["tensors"]))]
     row = rng.choice(tensor["chunks"])
     place = rng.choice([row, row, row[3], row[4], tensor["shape"]])
@@ -62,7 +62,7 @@ def spoilt(text: str, is_index: bool, rng: random.Random) -> bytes:
 
 
 def fitting(raw: bytes) -> bytes:
-    """A manifest with the digest of its own content, if it is one."""
+    """Return a manifest with its own digest recomputed; other data unchanged."""
     try:
         data = json.loads(raw)
         data["sha256"] = folder._own_digest(data)
@@ -72,7 +72,7 @@ def fitting(raw: bytes) -> bytes:
 
 
 def listing(manifest: str, index: bytes) -> bytes:
-    """The manifest, of this index."""
+    """Return the manifest with the digest of this index."""
     data = json.loads(manifest)
     data["files"][folder.INDEX] = {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()}
     data["sha256"] = folder._own_digest(data)
@@ -80,7 +80,7 @@ def listing(manifest: str, index: bytes) -> bytes:
 
 
 def holds_all(saved: SavedTensor) -> bool:
-    """Element by element."""
+    """Return whether the chunks of a tensor cover every element; checked element by element."""
     times = torch.zeros(saved.shape, dtype=torch.int64)
     for chunk in saved.chunks:
         times[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
@@ -88,7 +88,7 @@ def holds_all(saved: SavedTensor) -> bool:
 
 
 def read(where: Path) -> str:
-    """Read a manifest and the index as every command does: how it ends."""
+    """Read a manifest and the index as every command does, and return the outcome."""
     start = time.process_time()
     try:
         manifest = folder.read_manifest(where)
@@ -106,7 +106,7 @@ def read(where: Path) -> str:
 
 
 def run(count: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[str]]:
-    """How many ended how, and what went wrong."""
+    """Return counts by outcome, and descriptions of the wrong ones."""
     ends: Counter[str] = Counter()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""A small checkpoint, spoilt file by file; each is looked at, proved and loaded as a user does."""
+"""A small checkpoint, corrupted file by file; each is inspected, checked, exported and loaded as a user does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.fuzz.mutations import spoil_bytes, spoil_data, spoil_path, written
 
 @cache
 def running() -> autoptd.Parallel:
-    """A world of one, in this process, one step on its way."""
+    """Return a world of one in this process after one training step."""
     torch.manual_seed(0)
     made = autoptd.parallelize(nanogpt(), world=1, cluster="dgx-h100", batch=2, seq=SEQ, precision="fp32")
     ids = torch.zeros(2, SEQ, dtype=torch.int64)
@@ -34,14 +34,14 @@ def running() -> autoptd.Parallel:
 
 
 def pristine(root: Path) -> Path:
-    """A folder with one checkpoint, written once."""
+    """Return a folder with one checkpoint; written once."""
     if not root.exists():
         running().save(root)
     return root
 
 
 def spoilt_checkpoint(good: Path, at: Path, seed: int, number: int) -> str:
-    """A copy with one file spoilt; half of the time its digest in the manifest is that of what it is now. Its name."""
+    """Copy the checkpoint and corrupt one file, every other time with a matching digest; return its name."""
     rng = random.Random(f"checkpoint {seed} {number}")
     shutil.rmtree(at, ignore_errors=True)
     shutil.copytree(good, at)
@@ -65,7 +65,7 @@ def spoilt_checkpoint(good: Path, at: Path, seed: int, number: int) -> str:
 def _spoilt_bytes(raw: bytes, rng: random.Random) -> bytes:
     try:
         return spoil_bytes(raw, rng)
-    except UnicodeDecodeError:  # no text, which has no other encoding
+    except UnicodeDecodeError:  # binary files have no other text encoding
         return raw[::-1]
 
 
@@ -77,7 +77,7 @@ def _signed(step: Path, path: Path) -> None:
 
 
 def load_checkpoint(root: Path) -> Outcome:
-    """Inspect, check, export, then go on from it."""
+    """Inspect, check and export the checkpoint, then resume from it."""
     for words in (["inspect"], ["check"], ["export", "--out", str(root.parent / "exported")]):
         out, err = io.StringIO(), io.StringIO()
         shutil.rmtree(root.parent / "exported", ignore_errors=True)

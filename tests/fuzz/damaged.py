@@ -1,12 +1,12 @@
-"""Damage a checkpoint at random; checking and loading must both find it, or it must prove harmless.
+"""Damage a checkpoint at random; checking and loading must both find the damage, or it must prove harmless.
 
     python -m tests.fuzz.damaged --count 1000 --seed 0
 
-Two processes write the checkpoint. One thing is done to it each time: bits flipped, bytes overwritten, cut off, added
-or moved, a file removed, emptied, renamed, replaced by another one, by that of another step or by no file at all, two
-files swapped, a field of a JSON file changed, a file added. Digests are left as they are: this is chance, not an
-attacker. Harmless means that it is loaded with the same bits of parameters, buffers and moments, and the same options,
-step and seed. A refused load must leave the running model as it was.
+Two processes write the checkpoint. Each time one change is made: bits flipped, bytes overwritten, cut off, added or
+moved, a file removed, emptied, renamed, replaced by another one, by that of another step or by something that is not a
+file, two files swapped, a field of a JSON file changed, a file added. Digests are left as they are: this models chance,
+not an attacker. Harmless means that loading gives the same bits of parameters, buffers and moments, and the same
+options, step and seed. A refused load must leave the running model as it was.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tests.fuzz.checkpoints import running
 from tests.fuzz.mutations import spoil_data, spoil_path, written
 from tests.hostile.checkpoints import same, state
 
-STEPS = (3, 4)  # the checkpoint is that of the last; files of the first take their places
+STEPS = (3, 4)  # the checkpoint under test is of the last step; files of the first replace its files
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
 def write(c: Communicators, job: Made, root: str) -> None:
-    """A worker's part: train and save."""
+    """Train and save, in a worker."""
     trainer = trainer_of(c, job)
     session = session_of(trainer, job.plan)
     ids = torch.arange(2 * SEQ).view(2, SEQ).tensor_split(2)[c.dp.rank] % 64
@@ -70,7 +70,7 @@ def by_two_processes(root: Path) -> None:
 
 
 def by_one_process(root: Path) -> None:
-    """To several files all the same."""
+    """Write a checkpoint by one process that still consists of several files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp.dcp, "FileSystemWriter", partial(dcp.dcp.FileSystemWriter, thread_count=2))
         running().save(root)
@@ -126,7 +126,7 @@ def leave_out(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def move(path: Path, rng: random.Random, other: Path) -> None:
-    """Two runs of equal length change places."""
+    """Exchange two runs of bytes of equal length."""
 
     def change(data: bytearray) -> None:
         n = rng.randrange(1, max(2, min(500, len(data) // 2)))
@@ -162,7 +162,7 @@ def copied_over(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def swapped(path: Path, rng: random.Random, other: Path) -> None:
-    """Two files change names; of shards, those of two ranks."""
+    """Exchange the names of two files; for shards, those of two ranks."""
     shards = sorted(path.parent.glob("__*"))
     one, two = rng.sample(shards if rng.random() < 0.6 else sorted(path.parent.iterdir()), 2)
     between = path.with_name("between")
@@ -176,7 +176,7 @@ def added(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def edited(path: Path, rng: random.Random, other: Path) -> None:
-    """A JSON file: another value of a field, or another spelling of the same."""
+    """Edit a JSON file: another value of a field, or another spelling of the same value."""
     path = path.with_name(rng.choice([folder.MANIFEST, folder.MANIFEST, folder.INDEX, folder.PLAN]))
     data = json.loads(path.read_text())
     if rng.random() < 0.15:
@@ -188,7 +188,7 @@ def edited(path: Path, rng: random.Random, other: Path) -> None:
 
 
 def other_step(path: Path, rng: random.Random, other: Path) -> None:
-    """The folder has another number."""
+    """Rename the folder to another step."""
     step = path.parent
     step.rename(step.with_name("step-00000099"))
     (step.parent / folder.LATEST).write_text("step-00000099")
@@ -204,7 +204,7 @@ KINDS += [copied_over, swapped, swapped, added, edited, edited, edited, other_st
 
 
 def damaged(good: Path, at: Path, seed: int, number: int) -> str:
-    """A copy of the last checkpoint with one thing done to it, which is returned."""
+    """Make a copy of the last checkpoint with one change; return a description of the change."""
     rng = random.Random(f"damage {seed} {number}")
     shutil.rmtree(at, ignore_errors=True)
     first, last = folder.checkpoints(good)
@@ -235,7 +235,7 @@ def check(root: Path) -> None:
 
 
 def judge(root: Path, expected: dict[str, Any]) -> str:
-    """`found`, `harmless`, or what is wrong."""
+    """Return `found`, `harmless`, or a description of what is wrong."""
     parallel = running()
     zeros = {name: torch.zeros_like(x) for name, x in parallel.state_dict().items()}
     parallel._running.load_parameters(zeros)
@@ -258,7 +258,7 @@ def judge(root: Path, expected: dict[str, Any]) -> str:
 
 
 def run(count: int, seed: int, make: Callable[[Path], None], only: int | None = None) -> tuple[Counter[str], list[str]]:
-    """How many ended how, and what went wrong."""
+    """Return counts by outcome, and descriptions of the wrong ones."""
     ends: Counter[str] = Counter()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as name:

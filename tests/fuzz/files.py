@@ -1,4 +1,4 @@
-"""A spoilt file for each number, the same for the same seed; and many of them, each read as far as data is.
+"""Corrupt files by number (reproducible from the seed), and check that reading each treats it as data.
 
     python -m tests.fuzz.files --count 75000 --seed 0
 
@@ -36,7 +36,7 @@ from tests.fuzz.bases import BASES, planned
 from tests.fuzz.mutations import spoil_bytes, spoil_data, spoil_lines, spoil_path, spoil_tokens, written
 
 CLUSTERS = Cluster.names()
-_BYTES, _PATHS = 0.08, 0.01  # shares of the files whose bytes are spoilt, and of those that are none
+_BYTES, _PATHS = 0.08, 0.01  # shares of the files whose bytes are corrupted, and of paths that are not files
 _LONGEST_S, _MOST_BYTES, _LONGEST = 10.0, 2 * 10**9, 10_000
 
 _SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -57,7 +57,7 @@ INDEX = {"metadata": {"total_size": 32}, "weight_map": {"a.weight": _PARTS[0], "
 
 
 def spoilt(folder: Path, seed: int, number: int) -> tuple[str, Path]:
-    """(name of the base, path): two of three are plans, in turn of each."""
+    """Return (name of the base, path); two of three are plans, which take turns."""
     rng = random.Random(f"{seed} {number}")
     kind = CLUSTERS[number // 3 % len(CLUSTERS)] if number % 3 == 2 else list(BASES)[number * 2 // 3 % len(BASES)]
     path = folder / ("cluster.toml" if kind in CLUSTERS else "plan.json")
@@ -74,7 +74,7 @@ def spoilt(folder: Path, seed: int, number: int) -> tuple[str, Path]:
 
 
 def spoilt_any(folder: Path, seed: int, number: int) -> tuple[str, Path]:
-    """(plan, cluster, config or index; path), spoilt by structure, by tokens or by bytes."""
+    """Return (plan, cluster, config or index; path), corrupted by structure, by tokens or by bytes."""
     rng = random.Random(f"any {seed} {number}")
     sort = ("plan", "cluster", "config", "index")[number % 4]
     bases = {"plan": list(BASES)[:1], "cluster": list(CLUSTERS), "config": list(CONFIGS), "index": [""]}[sort]
@@ -127,7 +127,7 @@ def _remove(path: Path) -> None:
 
 
 def read(sort: str, path: Path, number: int) -> None:
-    """As far as a file of that sort is data."""
+    """Read the file and use its contents as far as that needs no training."""
     if sort == "plan":
         _read_plan(path, number)
     elif sort == "cluster":
@@ -174,7 +174,7 @@ def _read_index(path: Path) -> None:
 
 
 def judged(sort: str, path: Path, number: int) -> tuple[str, str]:
-    """(`read`, `refused` or what is wrong; the text of it)."""
+    """Return (`read`, `refused` or what is wrong; the error's text)."""
     start = time.process_time()
     try:
         read(sort, path, number)
@@ -191,7 +191,7 @@ def judged(sort: str, path: Path, number: int) -> tuple[str, str]:
 
 
 def run(count: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[str]]:
-    """How many files ended how, and those that ended wrongly."""
+    """Return counts by outcome, and descriptions of the wrong ones."""
     import torch
     from safetensors.torch import save_file
     from transformers.utils import logging
@@ -216,7 +216,7 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter[str], l
 
 
 def main() -> int:
-    """Print how many ended how, and all that ended wrongly."""
+    """Print counts by outcome, and every wrong outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Load a file as a user does, and judge how that ends."""
+"""Load a file as a user does, and judge the outcome."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from autoptd.plans.model import Plan
 from autoptd.schedule import prove, training_step
 from tests.fuzz.bases import BASES, traced
 
-_LONG_S = 8.0  # of the processor: no search is needed, or one of a tiny model
+_LONG_S = 8.0  # processor seconds: there is no search, or that of a tiny model
 _LONGEST = 2500  # characters of a message
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`end`: loaded, refused, or what went wrong."""
+    """Outcome of loading a file. `end`: loaded, refused, or what went wrong."""
 
     end: str
     text: str = ""
@@ -41,7 +41,7 @@ class GroupStarted(Exception):
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """No process group can be started."""
+    """Make starting a process group an error."""
 
     def refuse(*_: object, **__: object) -> None:
         raise GroupStarted
@@ -52,7 +52,7 @@ def guarded() -> Iterator[None]:
 
 
 def load(kind: str, path: Path) -> Outcome:
-    """Load a plan of a base, or a cluster."""
+    """Load a plan for the base model `kind`, or a cluster."""
     start = time.process_time()
     outcome = _loaded(kind, path)
     took_s = time.process_time() - start
@@ -96,7 +96,7 @@ def _load_cluster(path: Path) -> None:
 
 
 def _flaw(error: AutoptdError, kind: str) -> str:
-    """What the refusal lacks."""
+    """Return what the refusal lacks, or ""."""
     if not error.where:
         return "no place"
     if not error.fix:
@@ -107,5 +107,5 @@ def _flaw(error: AutoptdError, kind: str) -> str:
 
 
 def readable(text: str) -> bool:
-    """Neither endless nor with characters that a terminal would take as commands."""
+    """Return whether the text is of bounded length and free of characters that a terminal would take as commands."""
     return len(text) <= _LONGEST and all(c.isprintable() or c == "\n" for c in text)

@@ -1,4 +1,4 @@
-"""How a file is spoilt: its fields, its text, its bytes, or the thing that lies at its path."""
+"""Corruption of a file: of its fields, its text, its bytes, or of the object at its path."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OTHERS = ["null", "true", "false", "[]", "{}", "[[]]", "[null]", '{"": null}', "
 
 
 class Raw(str):
-    """Text that stands in the file as it is, where JSON would quote it."""
+    """Text written to the file verbatim, where JSON would quote it."""
 
 
 def junk(rng: random.Random) -> Any:
-    """A value of another type, or one that the field is not ready for."""
+    """Return a value of another type, or an extreme one."""
     kind = rng.randrange(4)
     if kind == 0:
         return Raw(rng.choice(NUMBERS))
@@ -38,13 +38,13 @@ def junk(rng: random.Random) -> Any:
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of all that lies in a JSON value."""
+    """Return the paths of all values in a JSON value."""
     inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [path] * bool(path) + [found for key, value in inside for found in places(value, (*path, key))]
 
 
 def pick(data: Any, rng: random.Random) -> tuple[Any, Any]:
-    """A container and a key of it: first a field of the file at random, then on downwards, so that none is rare."""
+    """Return a container and a key of it: a top-level field first, then a random descent, so that no field is rare."""
     while True:
         key = rng.choice(list(data) if isinstance(data, dict) else range(len(data)))
         inner = data[key]
@@ -71,7 +71,7 @@ def replace(data: Any, rng: random.Random) -> None:
 
 
 def nudge(data: Any, rng: random.Random) -> None:
-    """Another value of the same type, such as the field may well have."""
+    """Replace a value by a plausible one of the same type."""
     holder, key = pick(data, rng)
     old = holder[key]
     match old:
@@ -87,14 +87,14 @@ def nudge(data: Any, rng: random.Random) -> None:
 
 
 def swap(data: Any, rng: random.Random) -> None:
-    """Two values change places."""
+    """Exchange two values."""
     holder, key = pick(data, rng)
     other = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
     holder[key], holder[other] = holder[other], holder[key]
 
 
 def stretch(data: Any, rng: random.Random) -> None:
-    """A list is shortened, lengthened, repeated or emptied."""
+    """Shorten, lengthen, repeat or empty a list."""
     lists = [x for x in (_at(data, path) for path in places(data)) if isinstance(x, list) and x]
     if not lists:
         return
@@ -111,7 +111,7 @@ def stretch(data: Any, rng: random.Random) -> None:
 
 
 def transplant(data: Any, rng: random.Random) -> None:
-    """A value takes the place of another, of any type."""
+    """Overwrite a value by another one of the file, of any type."""
     holder, key = pick(data, rng)
     source, name = pick(data, rng)
     holder[key] = json.loads(json.dumps(source[name]))
@@ -133,14 +133,14 @@ DATA: list[Callable[[Any, random.Random], None]] = [
 
 
 def spoil_data(data: Any, rng: random.Random) -> None:
-    """One to three mistakes in place; mostly one, since a file with many is refused for the first that is found."""
+    """Make one to three mistakes in place; mostly one, since a file is refused for the first that is found."""
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if data:
             rng.choice(DATA)(data, rng)
 
 
 def written(data: Any) -> str:
-    """As JSON, with what is raw as it is."""
+    """Return `data` as JSON, with `Raw` text verbatim."""
     match data:
         case Raw():
             return data
@@ -156,7 +156,7 @@ def written(data: Any) -> str:
 
 
 def spoil_lines(text: str, rng: random.Random) -> str:
-    """Lines removed, doubled, moved, renamed, or with another value: of TOML, where a line is a field."""
+    """Remove, double, move or rename lines, or change their values; for TOML, where a line is a field."""
     lines = text.splitlines()
     i = rng.randrange(len(lines))
     how = rng.randrange(7)
@@ -187,7 +187,7 @@ _TOKEN = re.compile(r'"[^"\n]*"|[\w.+-]+|\s+|.')
 
 
 def spoil_tokens(text: str, rng: random.Random) -> str:
-    """Words, strings and brackets removed, doubled, swapped, or replaced by others: of any language."""
+    """Remove, double, swap or replace words, strings and brackets; for any language."""
     tokens = _TOKEN.findall(text)
     for _ in range(rng.choice([1, 1, 2, 4, 8])):
         i, j = rng.randrange(len(tokens)), rng.randrange(len(tokens))
@@ -211,7 +211,7 @@ def spoil_tokens(text: str, rng: random.Random) -> str:
 
 
 def spoil_bytes(raw: bytes, rng: random.Random) -> bytes:
-    """Torn, flipped, doubled, in another encoding, with a mark at the front, or empty."""
+    """Return the bytes truncated, flipped, doubled, in another encoding, with a byte-order mark, or empty."""
     at, how = rng.randrange(len(raw)), rng.randrange(9)
     if how == 0:
         return raw[:at]
@@ -236,7 +236,7 @@ def spoil_bytes(raw: bytes, rng: random.Random) -> bytes:
 
 
 def spoil_path(path: Path, rng: random.Random) -> None:
-    """Not a file at all: a folder, nothing, a link to itself, a file that may not be read."""
+    """Replace the file by a folder, nothing, a link to itself, or a file without read permission."""
     path.unlink()
     how = rng.randrange(4)
     if how == 0:

@@ -1,12 +1,12 @@
 # ruff: noqa: E501  lines of drawn programs
-"""Random small models, on random meshes: each trains as on one process, or is refused in words of our own.
+"""Random small models on random meshes: each trains as on one process, or is refused by an error of autoptd.
 
-    python -m tests.fuzz.programs --count 2000 --seed 0        a table of what became of them
-    python -m tests.fuzz.programs --seed 1234 --show           one of them, as a program that can be read
+    python -m tests.fuzz.programs --count 2000 --seed 0        print a table of the outcomes
+    python -m tests.fuzz.programs --seed 1234 --show           print one of them as a readable program
 
-A program is drawn line by line: each reads tensors made before it and makes a new one, by an op of the rule table, a
-move by indices, or a reduction, over samples too. Its last lines are a loss. Nothing is left out because it mixes
-samples: such programs are there to be refused.
+A program is drawn line by line: each line reads tensors made before it and makes a new one, by an op of the rule
+table, a move by indices, or a reduction, over samples too. Its last lines are a loss. Programs that mix samples are
+not left out: they must be refused.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ _LOSSES = [
 
 @dataclass
 class Program:
-    """Lines of a forward pass over x [b, s, d], ids [b, s], labels [b, s] and mask [b, s]; how it is trained."""
+    """Forward pass over x [b, s, d], ids [b, s], labels [b, s] and mask [b, s], and the way it is trained."""
 
     seed: int
     lines: list[str] = field(default_factory=list)
-    layers: list[str] = field(default_factory=list)  # what __init__ makes
+    layers: list[str] = field(default_factory=list)  # statements of __init__
     fix: dict[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Program:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed."""
+    """Draw the program of a seed."""
     rng, program = random.Random(seed), Program(seed)
     names = ["x"]
     for i in range(rng.randint(2, 7)):
@@ -143,7 +143,7 @@ def _mesh(rng: random.Random) -> dict[str, object]:
 
 
 def model_of(program: Program) -> nn.Module:
-    """The module that the lines say."""
+    """Build the module from the program's lines."""
     layers = "\n".join(f"        self.{line}" for line in program.layers)
     body = "\n".join(f"        {line}" for line in program.lines)
     text = (
@@ -160,7 +160,7 @@ def model_of(program: Program) -> nn.Module:
 
 
 def batch_of(seed: int, samples: int = SAMPLES) -> dict[str, Tensor]:
-    """Ragged labels and masks."""
+    """Make a batch with ragged labels and masks."""
     rng = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (samples, TOKENS), generator=rng)
     labels[torch.rand(samples, TOKENS, generator=rng) < 0.3] = -100
@@ -172,7 +172,7 @@ def batch_of(seed: int, samples: int = SAMPLES) -> dict[str, Tensor]:
 
 
 def outcome(program: Program) -> str:
-    """`equal`, `refused: …`, `no numbers` (of the plain model), `off by …` or `raw: …`; the last two are faults."""
+    """Return `equal`, `refused: …`, `no numbers` (of the plain model), or a fault: `off by …` or `raw: …`."""
     model, batch = model_of(program), batch_of(program.seed)
     options = {"optimizer": "sgd", "optimizer_options": {"lr": 0.01}}
     try:
@@ -180,7 +180,7 @@ def outcome(program: Program) -> str:
     except RuntimeError as error:
         return f"no program: {str(error).splitlines()[0][:80]}"
     numbers = [*alone.losses, *(float(g.sum()) for g in alone.gradients.values())]
-    if not all(abs(x) < 1e12 for x in numbers):  # NaN is not
+    if not all(abs(x) < 1e12 for x in numbers):  # also true of NaN
         return "no numbers"
     if alone.norms[0] < 1e-10:
         return "no gradient but rounding"
@@ -205,7 +205,7 @@ def outcome(program: Program) -> str:
 
 
 def run(seeds: Sequence[int], say: Callable[[str], object] = print) -> Counter[str]:
-    """What became of the programs of these seeds; faults are told as they are found."""
+    """Return counts by outcome of the programs of these seeds; faults are reported as they are found."""
     found: Counter[str] = Counter()
     warnings.simplefilter("ignore")
     for seed in seeds:

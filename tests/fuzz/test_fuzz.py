@@ -1,6 +1,6 @@
-"""Spoilt plans, clusters and checkpoints load, or are refused by the path of a field: some hundred of each sort.
+"""Corrupted plans, clusters and checkpoints load, or are refused by the path of a field: some hundred of each sort.
 
-`python -m tests.fuzz --files 10000` does the same with as many as one likes. What it once found stands below.
+`python -m tests.fuzz --files 10000` tries more of them. Below are regression tests for past findings.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.fuzz.files import cluster_text
 from tests.fuzz.loading import guarded, load
 
 
-def test_spoilt_plans_and_clusters():
+def test_corrupted_plans_and_clusters():
     ends, wrong = run(180, seed=7)
     assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
     assert min(ends[f"{kind} {end}"] for kind in ("plan", "cluster") for end in ("loaded", "refused")) > 4
 
 
-def test_spoilt_files_of_every_sort_are_data():
+def test_corrupted_files_of_every_sort_are_data():
     """`python -m tests.fuzz.files --count 75000` reads more of them."""
     ends, wrong = data_files.run(300, seed=7)
     assert wrong == []
@@ -37,7 +37,7 @@ def test_spoilt_files_of_every_sort_are_data():
 
 
 def test_a_file_that_is_no_data_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The judge itself."""
+    """The judge itself reports a file that is not treated as data."""
 
     def fail(*_: object) -> None:
         raise MemoryError
@@ -48,26 +48,26 @@ def test_a_file_that_is_no_data_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert data_files.judged("plan", tmp_path, 0)[0] == "slow"
 
 
-def test_spoilt_checkpoints():
+def test_corrupted_checkpoints():
     ends, wrong = run_checkpoints(35, seed=7)
     assert [f"{number}: {outcome.text}" for number, outcome in wrong] == []
     assert sum(count for end, count in ends.items() if "refused" in end) > 15
 
 
 def test_damage_to_a_checkpoint_is_found_or_harmless():
-    """`python -m tests.fuzz.damaged --count 1000` does more."""
+    """`python -m tests.fuzz.damaged --count 1000` runs more cases."""
     ends, wrong = damaged.run(44, 7, damaged.by_one_process)
     assert wrong == [] and ends["added harmless"] > 0 and sum(ends[f"{kind} found"] for kind in ("flip", "swapped")) > 5
 
 
-def test_spoilt_json_of_a_checkpoint():
-    """`python -m tests.fuzz.checkpoint_json --count 25000` does more."""
+def test_corrupted_json_of_a_checkpoint():
+    """`python -m tests.fuzz.checkpoint_json --count 25000` runs more cases."""
     ends, wrong = checkpoint_json.run(200, 7)
     assert wrong == [] and min(ends.values()) > 10 and len(ends) == 4
 
 
-def test_damage_that_nobody_finds_is_seen(monkeypatch: pytest.MonkeyPatch):
-    """The judges themselves: with digests that nobody compares, and an index that nobody checks."""
+def test_undetected_damage_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """The judges themselves: faults are reported if digests are not compared, or the index is not checked."""
     with monkeypatch.context() as patch:
         patch.setattr(damaged.folder, "damage", lambda *_: "")
         patch.setattr(damaged, "KINDS", [damaged.flip, damaged.of_another_step])
@@ -77,7 +77,7 @@ def test_damage_that_nobody_finds_is_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_file_that_starts_a_group_or_ends_in_a_traceback_is_seen(monkeypatch: pytest.MonkeyPatch):
-    """The judge itself."""
+    """The judge itself reports a started group, a traceback, and refusals that lack something."""
     monkeypatch.setattr(loading, "_load_cluster", lambda _: loading.dist.init_process_group("gloo"))
     ends, _ = run(3, seed=7)
     assert ends["cluster a traceback"] == 1
@@ -90,7 +90,7 @@ def test_a_file_that_starts_a_group_or_ends_in_a_traceback_is_seen(monkeypatch: 
     assert loading._flaw(ClusterError("bad", where="levels[0]", fix="mend it"), "dense") == "another error"
 
 
-# --- what it found ------------------------------------------------------------------------------------------------
+# --- regressions --------------------------------------------------------------------------------------------------
 
 
 def refused(kind: str, text: str, folder: Path) -> str:
@@ -108,7 +108,7 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> str:
     return json.dumps(data)
 
 
-LAST = "blocks.2.up.weight"  # of a block that is not the first of its kind
+LAST = "blocks.2.up.weight"  # the block is not the first of its kind
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ _MODULES = ["transformers.modeling_utils", "autoptd.verification.verdict", "auto
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code, what it wrote, and what it took beyond an idle process."""
+    """Outcome of a command: exit code, output, and time and memory beyond those of an idle process."""
 
-    code: int | None  # None: it was ended, or died
+    code: int | None  # None: it was killed, or died
     out: str = ""
     err: str = ""
     seconds: float = 0.0
@@ -45,19 +45,19 @@ class Ended:
 
     @property
     def within(self) -> bool:
-        """Whether it ended by itself, in its time and memory."""
+        """Return whether the command ended by itself, within its time and memory."""
         return self.code is not None and self.seconds < LONGEST_S and self.peak_bytes < MOST_BYTES
 
     @property
     def flaw(self) -> str:
-        """What is wrong with how it ended; an answer or one error of ours, both readable, is as it should be."""
+        """Return what is wrong with the outcome; "" for a readable answer or a single readable error of autoptd."""
         if not self.within:
             return f"{self.seconds:.1f} s, {self.peak_bytes / 1e9:.1f} GB, code {self.code}: {self.err[-2000:]}"
         if not plain(self.out + self.err):
             return f"not printable: {(self.out + self.err)[:2000]!r}"
         if "Traceback" in self.err or "unexpected " in self.err:
             return f"a traceback: {self.err[-2000:]}"
-        if self.code == 2 and not self.err:  # --json
+        if self.code == 2 and not self.err:  # with --json, errors go to stdout
             return "" if list(json.loads(self.out)) == ["error"] else f"not one error: {self.out[-2000:]!r}"
         if self.code == 2 and not (
             re.findall(r"^autoptd: ", self.err, re.MULTILINE) == ["autoptd: "] and self.err.startswith("autoptd")
@@ -67,12 +67,12 @@ class Ended:
 
 
 def plain(text: str) -> bool:
-    """Whether a terminal shows the text as it is."""
+    """Return whether a terminal shows the text unchanged."""
     return all(c.isprintable() or c == "\n" for c in text)
 
 
 def refused(*argv: str | Path) -> str:
-    """The error of a command that must refuse what it reads."""
+    """Return the error of a command that must refuse its input."""
     ended = run(*argv)
     assert not ended.flaw, ended.flaw
     assert ended.code == 2, ended
@@ -80,7 +80,7 @@ def refused(*argv: str | Path) -> str:
 
 
 def run(*argv: str | Path) -> Ended:
-    """One command of autoptd."""
+    """Run one command of autoptd."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *_MODULES])
     mine, theirs = context.Pipe(duplex=False)
@@ -111,6 +111,6 @@ def _work(pipe: Connection, argv: Sequence[str]) -> None:
     except BaseException:  # noqa: BLE001  whatever left the command is the finding
         code = None
         err.write(traceback.format_exc())
-    took_s = time.process_time() - start  # of the processor: how busy a machine is, is no property of a file
+    took_s = time.process_time() - start  # processor time: independent of the load of the machine
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.send(Ended(code, out.getvalue(), err.getvalue(), took_s, peak))

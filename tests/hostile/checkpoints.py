@@ -1,4 +1,4 @@
-"""A checkpoint, its older form, and what an attacker does to them: every digest is made to fit afterwards."""
+"""A checkpoint, its older form, and attacks on them: every digest is recomputed afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch() -> dict[str, Tensor]:
 
 @cache
 def running() -> autoptd.Parallel:
-    """A world of one, a step on its way."""
+    """Return a world of one after one training step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), Scaled(), nn.Linear(16, 4))
     model.config = Config()  # type: ignore[assignment]  as models of transformers have
@@ -41,7 +41,7 @@ def running() -> autoptd.Parallel:
 
 
 class Scaled(nn.Module):
-    """Has a buffer."""
+    """Module with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Config:
 
 
 def state(parallel: autoptd.Parallel) -> dict[str, Any]:
-    """All that a load changes."""
+    """Return everything that a load changes."""
     optimizer = parallel.optimizer.state_dict()
     kept = {f"{n} {key}": x for n, each in optimizer["state"].items() for key, x in each.items()}
     found: dict[str, Any] = {name: x.clone() for name, x in parallel.state_dict().items()}
@@ -71,14 +71,14 @@ def state(parallel: autoptd.Parallel) -> dict[str, Any]:
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """To the bit, but for nothing."""
+    """Return whether two states are equal bit by bit."""
     return a.keys() == b.keys() and all(
         torch.equal(x, b[name]) if isinstance(x, Tensor) else x == b[name] for name, x in a.items()
     )
 
 
 def sealed(where: Path, change: Callable[[dict[str, Any]], Any] | None = None) -> None:
-    """Write the manifest anew: sizes and digests of what is there now, then a change, then its own digest."""
+    """Rewrite the manifest: sizes and digests of the present files, then a change, then its own digest."""
     path = where / folder.MANIFEST
     data = json.loads(path.read_text())
     for name in data["files"]:
@@ -93,7 +93,7 @@ def sealed(where: Path, change: Callable[[dict[str, Any]], Any] | None = None) -
 
 
 def aged(where: Path) -> None:
-    """The form that checkpoints had before they had an index of their own."""
+    """Turn the checkpoint into the older form, before there was an index."""
     saved = (where / folder.PROGRESS).read_bytes()
     (where / folder.PROGRESS).write_bytes(saved[:-66] + bytes(2))
     (where / folder.INDEX).unlink()
@@ -117,7 +117,7 @@ def with_index(where: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def with_progress(where: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change what is no tensor."""
+    """Change the values that are not tensors."""
     raw = (where / folder.PROGRESS).read_bytes()
     data = load(io.BytesIO(raw), len(raw))
     change(data)
@@ -126,7 +126,7 @@ def with_progress(where: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def call(module: str, name: str, *args: Any, how: str = "GLOBAL") -> bytes:
-    """The instructions of a pickle that calls something, by one of the ways that pickles know."""
+    """Return the instructions of a pickle that calls a function, by one of the ways that pickles offer."""
     given = pickle.dumps(args, 2)[2:-1]
     spelled = f"{module}\n{name}\n".encode()
     match how:
@@ -154,7 +154,7 @@ def a_pickle(instructions: bytes) -> bytes:
 
 
 def archive(pickled: bytes, records: Mapping[str, bytes] = {}, how: int = zipfile.ZIP_STORED) -> bytes:
-    """A file of `torch.save` with this pickle."""
+    """Return a file of `torch.save` with this pickle."""
     blob = io.BytesIO()
     with zipfile.ZipFile(blob, "w", how) as made:
         for name, raw in {"data.pkl": pickled, "byteorder": b"little", **records}.items():
@@ -163,12 +163,12 @@ def archive(pickled: bytes, records: Mapping[str, bytes] = {}, how: int = zipfil
 
 
 def digested(raw: bytes) -> bytes:
-    """An archive with the comment that `progress.pt` ends with."""
+    """Return an archive with the comment that `progress.pt` ends with."""
     return raw[:-2] + (64).to_bytes(2, "little") + hashlib.sha256(raw).hexdigest().encode()
 
 
 def metadata_of(where: Path) -> Any:
-    """Torch's index, changed where a test wants it, by torch's own classes."""
+    """Return torch's index, read by torch's own classes, for tests to change."""
     with (where / METADATA).open("rb") as file:
         return pickle.load(file)
 

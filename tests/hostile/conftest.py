@@ -41,7 +41,7 @@ def plan_file(config_file: Path) -> Path:
 
 @pytest.fixture
 def spoilt(plan_file: Path, tmp_path: Path) -> Callable[[Callable[[Any], Any]], Path]:
-    """Writes the plan with a change, given as a function that changes its data or returns other text."""
+    """Return a writer of the plan with a change: a function that edits its data or returns other text."""
 
     def write(change: Callable[[Any], Any]) -> Path:
         data = json.loads(plan_file.read_text())

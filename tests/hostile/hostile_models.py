@@ -1,4 +1,4 @@
-"""Text that would run or write something if it entered a program as it is, and models that are called by it."""
+"""Text that would run or write something if it entered a program unescaped, and models whose names contain it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.sharding.tensors import Tensors
 
 WIDTH, LENGTH = 8, 4
-MARK = "mark"  # the file that a payload makes where it is run; none of them needs a dot, which names cannot hold
+MARK = "mark"  # the file that a payload creates when run; no payload needs a dot, which names cannot hold
 CALL = f'open("{MARK}", "w")'
 PAYLOADS = {
     "double quote": 'a"b',
@@ -68,7 +68,7 @@ KINDS = ("module", "parameter", "buffer", "class", "stack", "input")
 
 
 class Made(nn.Module):
-    """A block all of whose names are given: of its parameters, its buffer and its child."""
+    """Block whose parameters, buffer and child all have given names."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Made(nn.Module):
 
 
 def model_of(names: Mapping[str, str], blocks: int = 3) -> nn.Module:
-    """A model with names by KINDS."""
+    """Build a model with these names, by KINDS."""
     block = type(names["class"], (Made,), {})
 
     class Model(nn.Module):
@@ -104,12 +104,12 @@ def model_of(names: Mapping[str, str], blocks: int = 3) -> nn.Module:
 
 
 def harmless(kind: str, text: str = "a") -> str:
-    """A name of the same form as a text: where that is none for Python, this is none either."""
+    """Return a harmless name of the same form: a Python identifier if and only if `text` is one."""
     return f"plain_{kind}" if is_name(text) else f"plain-{kind}"
 
 
 def planned(names: Mapping[str, str]) -> tuple[Folded, Sharding]:
-    """A model by these names, traced and split over two tp ranks."""
+    """Trace a model with these names and split it over two tp ranks."""
     inputs = {names["input"]: torch.ones(4, LENGTH, WIDTH)}
     folded = fold(normalise(trace(model_of(names), inputs, precision="fp32")))
     symbols = {s: n for s, n in {BATCH: 1, SEQUENCE: LENGTH}.items() if s in folded.traced.sizes}
@@ -117,16 +117,16 @@ def planned(names: Mapping[str, str]) -> tuple[Folded, Sharding]:
 
 
 def written(folded: Folded, sharding: Sharding, title: str) -> Program:
-    """In two stages, a segment of each recomputed."""
+    """Emit two stages, one segment of each recomputed."""
     last = len(folded.segments) - 1
     stages = [StageSpec(0, last // 2, {0: "full"}), StageSpec(last // 2 + 1, last, {last: "full"})]
     return emit_program(folded, sharding, stages, title)
 
 
 def renamed(folded: Folded, sharding: Sharding, given: Mapping[str, str]) -> tuple[Folded, Sharding]:
-    """The plan of a model that was traced by other names: `given` leads from those to new ones.
+    """Rename a traced model and its plan; `given` maps old names to new ones.
 
-    What a trace of it would give, without the time that it takes. Stacks of modules are changed in place.
+    Equals a trace of the renamed model, without the time of tracing. Stacks of modules are changed in place.
     """
 
     def new(text: str) -> str:

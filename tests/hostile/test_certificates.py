@@ -1,4 +1,4 @@
-"""Certificates: what was changed is refused, wherever it was changed; a signature tells who made one."""
+"""Certificates: any change is refused, wherever it is made; a signature identifies the author."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parallel(plan: Plan | None = None, **options: Any) -> Parallel:
 
 @cache
 def verified() -> Plan:
-    """A plan with the certificate that it would get."""
+    """Return a plan with a valid certificate."""
     made = parallel()
     certificate = Certificate(
         plan=made.plan.digest,
@@ -66,7 +66,7 @@ def test_a_certificate_says_what_it_proves():
     assert "anybody who can write this file can write a certificate" in data["proves"]
     assert "signature" not in data
     assert Plan.from_json(verified().to_json()) == verified()
-    del data["proves"]  # of an earlier version
+    del data["proves"]  # as in an earlier version
     older = json.loads(verified().to_json()) | {"certificate": data}
     assert Plan.from_json(json.dumps(older)) == verified()
 
@@ -100,7 +100,7 @@ Keys = tuple[Path, Path]
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Callable[[str], Keys]:
-    """Files of a private and a public key."""
+    """Return a function that writes the files of a private and a public key."""
     pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -130,7 +130,7 @@ def test_a_signed_plan_is_run_and_read_back(keys: Callable[[str], Keys], tmp_pat
     assert again.digest == verified().digest
     out = parallel(again, signed_by=public).emit(tmp_path / "out")
     assert Plan.load(out / "plan.json") == plan
-    parallel(again)  # without a key nobody asks
+    parallel(again)  # without a key, signatures are not checked
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_another_s_signature_and_none_are_refused(keys: Callable[[str], Keys]):
         with pytest.raises(PlanFileError, match=what):
             parallel(plan, signed_by=public)
     with pytest.raises(PlanFileError, match="the plan has no certificate"):
-        parallel(signed_by=public)  # one that was searched just now
+        parallel(signed_by=public)  # a plan that was just searched has no certificate
 
 
 def test_a_signature_of_one_plan_is_none_of_another(keys: Callable[[str], Keys]):

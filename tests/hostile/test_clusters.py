@@ -1,4 +1,4 @@
-"""Cluster files that were made to mislead, to hang or to fill a machine."""
+"""Cluster files made to mislead, to hang, or to exhaust a machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replaced(pattern: str, by: str) -> str:
 
 
 def wired(gpus: int, links: int) -> str:
-    """A unit without a switch, all of its GPUs wired to each other."""
+    """Return a unit without a switch, all of its GPUs connected pairwise."""
     rows = ", ".join(str([links * (i != j) for j in range(gpus)]) for i in range(gpus))
     head, _, levels = re.sub(r"(?ms)^\[levels\.in_switch\].*?(?=^\[)", "", TEXT).partition("[[levels]]")
     levels = re.sub(r"ranks = \d+", f"ranks = {gpus}\nwiring = [{rows}]", levels, count=1)
@@ -97,7 +97,7 @@ def test_wiring_is_answered_soon_or_refused(gpus: int, links: int, config_file: 
 
 
 def test_rings_of_units_that_are_wired_all_to_all() -> None:
-    """n GPUs have (n - 1) / 2 rings without a common link (Walecki 1892), each way round."""
+    """n GPUs have (n - 1) / 2 rings without a common link (Walecki 1892), in both directions."""
     for gpus, links, rings in ((4, 1, 1), (7, 1, 3), (8, 1, 3), (8, 2, 7), (5, 3, 6)):
         table = tuple(tuple(links * (i != j) for j in range(gpus)) for i in range(gpus))
         assert wiring.parallel_rings(table, tuple(range(gpus))) == 2 * rings
@@ -108,7 +108,7 @@ def test_rings_of_units_that_are_wired_all_to_all() -> None:
 @pytest.mark.parametrize(
     "words", ["--world 1000000000000", "--world 100000000 --batch 1000000000000", f"--batch {10**15}"]
 )
-def test_worlds_and_batches_that_nobody_has(words: str, config_file: Path) -> None:
+def test_implausible_worlds_and_batches(words: str, config_file: Path) -> None:
     world = [] if "--world" in words else ["--world", "8"]
     message = refused("plan", config_file, *words.split(), *world)
     assert "give at most" in message

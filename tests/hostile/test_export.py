@@ -1,4 +1,4 @@
-"""What is exported for other systems: programs of torch, arguments for a shell, tables."""
+"""Exports for other systems: torch programs, shell arguments, tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WRITABLE = {name: text for name, text in PAYLOADS.items() if text.encode(errors=
 
 @pytest.fixture(autouse=True)
 def no_mark_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever runs here, no payload has."""
+    """No payload has run by the end of a test."""
     monkeypatch.chdir(tmp_path)
     yield
     assert not (tmp_path / MARK).exists()
@@ -58,7 +58,7 @@ def model(stack: str, child: str) -> nn.Module:
 
 
 def plan(stack: str = "h", child: str = "fc", **changes: Any) -> Plan:
-    """Of the model; stage 1 begins within a layer, and a part of another one is recomputed."""
+    """Return a plan of the model; stage 1 begins within a layer, and part of another layer is recomputed."""
     names = [f"{stack}.{i}.{child}" for i in range(LAYERS)]
     segments = ("embed", *(part for name in names for part in (name, f"{name}2")), "head")
     splits = {f"{name}.weight": "S0" for name in names} | {f"{name}2.weight": "S1" for name in names}
@@ -85,7 +85,7 @@ def loaded(text: str) -> Any:
 
 
 def ours(text: str) -> str:
-    """All but the docstring, whose lines say what differs."""
+    """Return the text without its docstring, whose lines list the differences."""
     tree = ast.parse(text)
     assert isinstance(tree.body.pop(0), ast.Expr)
     return ast.unparse(tree)
@@ -104,7 +104,7 @@ def test_modules_of_a_torch_program_are_literals(text: str):
     for stack, child in (("h", text), (text, "fc"), (f"a{text}", f"b{text}")):
         try:
             found = torch_program(plan(stack, child), model(stack, child))
-        except AutoptdError as error:  # names that segments cannot be told by
+        except AutoptdError as error:  # names that do not identify a segment
             assert set(text) & set("{}") or text.isdecimal(), error
             continue
         lost = any("is not a module: it is not recomputed" in what for what in found.differs)
@@ -124,7 +124,7 @@ def test_modules_of_a_torch_program_are_literals(text: str):
 
 @pytest.mark.parametrize("text", WRITABLE.values(), ids=WRITABLE)
 def test_a_shell_reads_arguments_and_comments_alone(text: str, tmp_path: Path):
-    """Names of segments stand in comments; the plan's own name is refused where it is not one line."""
+    """Names of segments appear in comments only; the plan's own name is refused if it is not one line."""
     said = megatron(plan(child=text)).to_text()
     assert (
         any(text[:1].isprintable() and printable(text) in line for line in said.splitlines()) or not text.isprintable()
@@ -155,7 +155,7 @@ def test_a_plan_s_model_is_one_line(text: str):
 
 @pytest.mark.parametrize("text", WRITABLE.values(), ids=WRITABLE)
 def test_what_a_plan_shows_is_printable(text: str):
-    """Segments, parameters, notes and modules of stages may be called anything; a terminal obeys none of it."""
+    """Segments, parameters, notes and modules of stages may have any name; no terminal escapes are printed."""
     named = plan(child=text, notes=(f"a note \x1b]0;{text}",))
     for shown in (named.explain(all=True), named.compare(named)):
         assert all(line.isprintable() for line in shown.split("\n"))
@@ -164,7 +164,7 @@ def test_what_a_plan_shows_is_printable(text: str):
 
 
 class Config:
-    """A model's configuration, which a file may hold."""
+    """A model's configuration as stored in a file."""
 
     model_type = "gpt2"
     n_layer, n_embd, n_head, n_inner, n_positions = 2, 8, 2, None, 16

@@ -1,4 +1,4 @@
-"""Hugging Face folders that were made to read other files, to fetch or run code, or to fill a machine."""
+"""Hugging Face folders made to read other files, to fetch or run code, or to exhaust a machine."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def test_models_of_very_many_modules_are_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(ModelError, match="more than 20 modules"):
         from_config(tmp_path / "config.json")
     monkeypatch.undo()
-    assert from_config(tmp_path / "config.json") is not None  # and no hook is left
+    assert from_config(tmp_path / "config.json") is not None  # no hook is left behind
 
 
 def test_nothing_is_fetched_while_a_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a class of transformers asks the hub for when it is made."""
+    """No model class of transformers can access the hub while it is constructed."""
     import transformers
     from huggingface_hub import HfApi, constants
 
@@ -171,7 +171,7 @@ class Tiny(torch.nn.Module):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of two files and their index, beside a file that is not meant to be read."""
+    """Folder of two files and their index, beside a file that must not be read."""
     made = tmp_path / "model"
     made.mkdir()
     for name, file in zip(("a.weight", "b.weight"), PARTS, strict=True):
@@ -216,7 +216,7 @@ def test_files_of_an_index_are_names_in_the_folder(case: str, folder: Path) -> N
 
 @pytest.mark.parametrize("name", [*PARTS, INDEX, ONE])
 @pytest.mark.parametrize("what", ["out", "far out", "loop", "pipe", "folder", "device"])
-def test_files_of_a_folder_lie_in_it(what: str, name: str, folder: Path) -> None:
+def test_files_of_a_folder_are_inside_it(what: str, name: str, folder: Path) -> None:
     path = folder / name
     if name == ONE:
         (folder / INDEX).unlink()
@@ -298,14 +298,14 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_spoilt_safetensors_are_refused(case: str, folder: Path) -> None:
+def test_corrupted_safetensors_are_refused(case: str, folder: Path) -> None:
     (folder / PARTS[0]).write_bytes(HEADERS[case])
     with pytest.raises(ModelError):
         read(folder)
 
 
 class Mark:
-    """A pickle that leaves a file behind when it is read."""
+    """Pickle that creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""Checkpoints made by an attacker: whatever is in them, nothing runs, nothing outside is touched, nothing waits.
+"""Checkpoints made by an attacker: whatever they contain, no code runs, no outside file is touched, nothing hangs.
 
-Digests never help here: all of them are made to fit. Every case must be refused by checking and by loading, with one
-error that says where; inspecting and exporting may do their work if they need nothing of what is wrong.
+Digests never help here: all of them are recomputed. Every case must be refused by checking and by loading, with one
+error that names the place; inspecting and exporting may succeed if they do not need the damaged part.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.hostile.checkpoints import (
 )
 
 Harm = Callable[[Path, Path], Any]
-LONG_S, LARGE = 1.0, 1 << 30  # of the processor to refuse, and bytes of memory beyond what there is
+LONG_S, LARGE = 1.0, 1 << 30  # processor seconds for a refusal, and bytes of additional memory
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +59,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def where(good: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint."""
+    """Copy of the checkpoint."""
     shutil.copytree(good, tmp_path / "in" / "checkpoints")
     return folder.find(tmp_path / "in" / "checkpoints")
 
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Path]:
-    """A file outside of the folder; memory is bounded meanwhile."""
+    """File outside of the folder; memory is limited while the test runs."""
     path = tmp_path / "outside"
     path.write_bytes(b"secret" * 1000)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -77,10 +77,10 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 
 def refused(do: Callable[[], Any], kind: type[AutoptdError] = CheckpointError) -> bool:
-    """Whether it ends, soon, in one error of ours that says where; any other is raised."""
+    """Return whether `do` ends quickly in one autoptd error with a place; other errors are raised."""
     start = time.process_time()
     try:
-        with without_collector():  # which would look through what other tests left
+        with without_collector():  # the garbage collector would traverse what other tests left
             do()
     except kind as error:
         text, took_s = str(error), time.process_time() - start
@@ -97,7 +97,7 @@ def damaged(where: Path) -> None:
 
 
 def hold(where: Path, outside: Path) -> None:
-    """Refused by all that read, in time; no mark, and nothing outside is touched."""
+    """Assert that every reader refuses in time, no payload runs, and nothing outside is touched."""
     tree = sorted(path.relative_to(where.parents[2]) for path in where.parents[2].rglob("*"))
     before = state(running())
     assert refused(lambda: damaged(where)), "checking it finds nothing"
@@ -110,8 +110,8 @@ def hold(where: Path, outside: Path) -> None:
     assert same(state(running()), before), "a refused checkpoint changed the model"
 
 
-def test_a_checkpoint_that_nobody_changed_is_fine_in_both_forms(where: Path, tmp_path: Path) -> None:
-    """Else every refusal below would prove nothing."""
+def test_an_unchanged_checkpoint_is_fine_in_both_forms(where: Path, tmp_path: Path) -> None:
+    """Otherwise the refusals below would prove nothing."""
     for form in ("new", "old"):
         if form == "old":
             aged(where)
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_nobody_changed_is_fine_in_both_forms(where: Path, tmp
 
 
 def test_a_shard_that_reads_back_damaged_is_one_error(where: Path) -> None:
-    """Raised as CheckpointError, which all ranks raise together; anything else would leave them waiting."""
+    """Raised as CheckpointError, which all ranks raise together; another error would leave them waiting."""
     shard = where / "__0_0.distcp"
     whole = shard.read_bytes()
     for damaged_bytes in (whole[: len(whole) // 2], b"", whole.replace(b"data/0", b"data?0"), bytes(len(whole))):
@@ -201,7 +201,7 @@ WAYS = ("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "NEWOBJ_EX", "INST", "OBJ", "BUILD",
 
 
 def command(name: tuple[Any, ...], outside: Path, how: str = "GLOBAL") -> bytes:
-    """A pickle that does it."""
+    """Return a pickle that runs this command."""
     there = str(outside.with_name("mark"))
 
     def placed(given: Any) -> Any:
@@ -226,7 +226,7 @@ def into_progress(where: Path, raw: bytes) -> None:
 
 
 def into_shard(where: Path, raw: bytes) -> None:
-    """Of the older form, which says only where torch's archives are."""
+    """Put a payload into a shard of the older form, whose index gives only the places of torch's archives."""
     aged(where)
     metadata = metadata_of(where)
     place = next(iter(metadata.storage_data.values()))
@@ -261,7 +261,7 @@ def test_every_way_that_a_pickle_can_call(how: str, place: str, where: Path, out
 
 
 def test_plain_torch_checkpoints_are_read_as_data_too(tmp_path: Path, outside: Path) -> None:
-    """Without a manifest nothing is verified, and nothing runs."""
+    """Checkpoints without a manifest are not verified, and no code runs."""
     tensors = {"a": torch.arange(12.0).view(4, 3).t(), "b": {"c": torch.tensor([True, False])}, "rate": 0.1}
     tensors["d"] = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     tensors["e"] = torch.arange(6)[2:4]
@@ -280,7 +280,7 @@ def test_plain_torch_checkpoints_are_read_as_data_too(tmp_path: Path, outside: P
 
 
 def tuples_of_tuples() -> bytes:
-    """As a key: hashing it takes 2⁶⁰ steps."""
+    """Return a pickle whose dict key takes 2⁶⁰ steps to hash."""
     return b"}" + b")\x86".replace(b")", b"))") + b"q\x00h\x00\x86" * 60 + b"Ns"
 
 
@@ -324,8 +324,8 @@ def test_a_pickle_that_grows(name: str, place: str, where: Path, outside: Path) 
 
 
 @pytest.mark.parametrize("name", [name for name in BOMBS if "again and again" in name])
-def test_copying_one_argument_again_and_again_ends_early(name: str) -> None:
-    """Not when memory does."""
+def test_repeated_copies_of_one_argument_end_early(name: str) -> None:
+    """Refused early, not when memory runs out."""
     with pytest.raises(ValueError, match="builds far more data than it holds"):
         read_pickle(BOMBS[name], torch_files._VALUES)
 
@@ -360,7 +360,7 @@ def fifo(path: Path, outside: Path) -> None:
 
 
 def link(path: Path, outside: Path) -> None:
-    """To the very same bytes, elsewhere."""
+    """Replace the file by a link to the very same bytes elsewhere."""
     away = outside.with_name(f"away{path.name}")
     shutil.move(path, away)
     path.symlink_to(away)
@@ -417,7 +417,7 @@ def of_index(change: Callable[[dict[str, Any]], Any]) -> Harm:
 
 
 def to_file(name: str) -> Harm:
-    """The index reads the first tensor from there, and the manifest lists it."""
+    """Make the index read the first tensor from `name`, and list it in the manifest."""
 
     def harm(where: Path, outside: Path) -> None:
         told = name.replace("OUTSIDE", str(outside))
@@ -433,7 +433,7 @@ def swapped_rows(data: dict[str, Any]) -> None:
 
 
 def overlapping(data: dict[str, Any]) -> None:
-    """Two boxes of as many elements as the whole, the second on top of the first."""
+    """Make two boxes with as many elements as the whole tensor, the second overlapping the first."""
     file, at, size, _, (rows, columns) = chunk(data)
     half = [file, at, size // 2, [0, 0], [rows // 2, columns]]
     data["tensors"][KEY]["chunks"] = [half, [file, at + size // 2, size // 2, [1, 0], [rows // 2, columns]]]
@@ -523,7 +523,7 @@ INDEXES: dict[str, Harm] = {
 @pytest.mark.parametrize("name", INDEXES)
 def test_an_index_that_claims(name: str, where: Path, outside: Path) -> None:
     if name in ("another type of the same size", "a moment of another shape", "a lost moment", "a lost count"):
-        INDEXES[name](where, outside)  # whole in itself, and not of this model
+        INDEXES[name](where, outside)  # consistent in itself, but not this model's
         assert refused(lambda: running().load(where))
         return
     INDEXES[name](where, outside)
@@ -533,7 +533,7 @@ def test_an_index_that_claims(name: str, where: Path, outside: Path) -> None:
 def test_sizes_that_the_manifest_claims_too_are_refused_before_anything_is_allocated(
     where: Path, outside: Path
 ) -> None:
-    """A quarter of a terabyte for each tensor, in a shard of a few kilobytes."""
+    """The manifest claims a quarter of a terabyte for each tensor, in a shard of a few kilobytes."""
     large = 2**38
 
     def claim(data: dict[str, Any]) -> None:
@@ -545,12 +545,12 @@ def test_sizes_that_the_manifest_claims_too_are_refused_before_anything_is_alloc
     listed(bytes=10 * large)(where, outside)
     hold(where, outside)
     assert refused(lambda: contents.read_whole(where))
-    os.truncate(where / SHARD, 10 * large)  # a hole makes a file as long as one likes
+    os.truncate(where / SHARD, 10 * large)  # a sparse file can be arbitrarily long
     assert refused(lambda: contents.read_whole(where))
 
 
 def test_an_index_is_refused_by_itself() -> None:
-    """Before anything is read: what lies beyond its file, and what shares bytes."""
+    """Refused before data is read: ranges beyond the end of a file, and overlapping bytes."""
     box = index.Chunk("a", 0, 16, (0,), (4,))
     tensor = index.SavedTensor(torch.float32, (4,), (box,))
     index.check({"x": tensor}, {"a": 16})
@@ -560,7 +560,7 @@ def test_an_index_is_refused_by_itself() -> None:
 
 
 def test_what_an_attacker_left_for_the_next_save(where: Path, outside: Path) -> None:
-    """Links and FIFOs by the names that saving writes to."""
+    """Links and FIFOs with the names that saving writes to."""
     root = where.parent
     (root / ".latest.part").symlink_to(outside)
     (root / ".trial-of-rank-0").symlink_to(outside)
@@ -632,7 +632,7 @@ def option(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda data: data["optimizer"]["groups"][0].update({name: value})
 
 
-PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # and what is said of it when it is loaded
+PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # the change, and the message when it is loaded
     "another step": (lambda data: data.update(step=0), "is of step 0, the manifest of step 1"),
     "a rate that is none": (option("lr", math.nan), "has lr = nan"),
     "an infinite rate": (option("lr", math.inf), "has lr = inf"),
@@ -700,7 +700,7 @@ def test_the_commands_say_one_thing(name: str, where: Path, outside: Path, capsy
 
 
 def test_what_is_not_finite_is_reported(good: Path, where: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of parameters and moments; a buffer may be infinite."""
+    """Parameters and moments that are not finite are reported; a buffer may be infinite."""
     found = index.read_index(where, {path.name: path.stat().st_size for path in where.iterdir()})
     raw = bytearray((where / SHARD).read_bytes())
     names = (KEY, "optimizer.3.bias.exp_avg", "model.2.scale")

@@ -1,4 +1,4 @@
-"""Files that are written go where they should and nowhere else; those of other users are not read back."""
+"""Output files are written where they should be and nowhere else; files of other users are not read back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM = Program(FILES, (("stage_0.py", "Stage0"),))
 
 
 def command(*arguments: str) -> Callable[[Path], None]:
-    """A command with the file as its last argument. Raises PlanFileError where it says that it cannot write it."""
+    """Run a command with the file as its last argument; raise PlanFileError if it reports that it cannot write it."""
 
     def run(path: Path) -> None:
         plan = path.parent / "source.json"

@@ -1,4 +1,4 @@
-"""Plans that were made to mislead, to hang or to fill a machine: shown harmlessly, answered soon, or refused."""
+"""Plans made to mislead, to hang, or to exhaust a machine: shown harmlessly, answered quickly, or refused."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_strings_are_shown_as_they_are_written(
         shown += said.out + said.err
     assert plain(shown)
     assert not re.search(r"^autoptd: the plan is verified", shown, re.MULTILINE)
-    hidden = place in ("device of a stage", "segment")  # shown by --json alone
-    assert 2 in codes or hidden or re.search(r"x\\+(x1b|u202e|n)", shown)  # nothing is left out in silence
+    hidden = place in ("device of a stage", "segment")  # shown by --json only
+    assert 2 in codes or hidden or re.search(r"x\\+(x1b|u202e|n)", shown)  # nothing is dropped silently
 
 
 def test_a_notebook_shows_no_markup_of_a_plan() -> None:
@@ -87,7 +87,7 @@ def test_a_notebook_shows_no_markup_of_a_plan() -> None:
 
 
 def steps(count: int) -> Change:
-    """So many microbatches, and the batch that they are."""
+    """Set this number of microbatches, and the matching batch."""
 
     def change(data: dict[str, Any]) -> None:
         data["schedule"]["microbatches"] = count
@@ -184,7 +184,7 @@ def test_with_its_model_it_costs_no_more(
 
 
 def wide(fields: str) -> Change:
-    """A text that begins as a plan does, and goes on so."""
+    """Return a text that begins like a plan and continues with `fields`."""
     return lambda d: f'{{"format": "autoptd-plan", "version": 1, {fields}}}'
 
 
@@ -245,7 +245,7 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_large_plan_of_many_parameters_is_still_read(spoilt: Spoilt) -> None:
-    """The bounds are far from what a model of a thousand layers needs."""
+    """The limits are far above the needs of a model of a thousand layers."""
     path = spoilt(table(50_000, lambda i: f"model.layers.{i // 50}.mlp.experts.{i % 50}.weight"))
     assert len(Plan.load(path).splits.parameters) > 50_000
     ended = run("explain", path)

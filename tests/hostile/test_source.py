@@ -1,4 +1,4 @@
-"""Emitted and exported programs hold nothing but what autoptd writes, however models, plans and files are called."""
+"""Emitted and exported programs contain only code of autoptd, whatever the names of models, plans and files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .hostile_models import CALL, KINDS, MARK, PAYLOADS, harmless, planned, rena
 
 @pytest.fixture(autouse=True)
 def no_mark_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever runs here, no payload has."""
+    """No payload has run by the end of a test."""
     monkeypatch.chdir(tmp_path)
     yield
     assert not (tmp_path / MARK).exists()
@@ -50,7 +50,7 @@ def test_a_payload_that_is_run_leaves_its_mark(tmp_path: Path):
 
 @cache
 def plain(form: tuple[bool, ...]) -> tuple[Folded, Sharding]:
-    """A model whose names are harmless, each a name for Python or not."""
+    """Model with harmless names, each a Python identifier or not as `form` says."""
     return planned({kind: harmless(kind, "a" if good else "-") for kind, good in zip(KINDS, form, strict=True)})
 
 
@@ -58,7 +58,7 @@ ALL_NAMES = (True,) * len(KINDS)
 
 
 def program_called(names: dict[str, str], title: str = "title") -> tuple[Program, Program]:
-    """That of a model with these names, and the same with harmless names."""
+    """Return the program of a model with these names, and that of the same model with harmless names."""
     folded, sharding = plain(ALL_NAMES)
     formed = {harmless(kind): harmless(kind, names.get(kind, "a")) for kind in KINDS}
     usual = written(*renamed(folded, sharding, formed), "title")
@@ -67,7 +67,7 @@ def program_called(names: dict[str, str], title: str = "title") -> tuple[Program
 
 
 def shape(source: str) -> Counter[str]:
-    """The nodes of a syntax tree, names and texts left out that a model gives."""
+    """Return the nodes of a syntax tree, without names and texts given by the model."""
     found: Counter[str] = Counter()
     for node in ast.walk(ast.parse(source)):
         text = type(node).__name__
@@ -80,7 +80,7 @@ def shape(source: str) -> Counter[str]:
 
 
 def check(made: Program, usual: Program) -> None:
-    """Same shape, and it can be imported."""
+    """Assert that both programs have one shape and that the program can be imported."""
     assert made.files.keys() == usual.files.keys()
     for name, source in made.files.items():
         assert shape(source) == shape(usual.files[name]), name
@@ -133,7 +133,7 @@ def test_any_names_at_once(names: dict[str, str], title: str):
 
 
 def test_a_real_trace_with_names_of_every_kind():
-    """Names as torch hands them on, which makes plain ones of some."""
+    """Names as torch's tracer passes them on; it turns some into plain identifiers."""
     names = {
         "module": PAYLOADS["call"],
         "parameter": PAYLOADS["call in a docstring"],
@@ -166,7 +166,7 @@ def test_a_plain_name_is_one_or_nothing(text: str):
 
 
 class Loud(str):
-    """A string whose own text is a call."""
+    """String whose repr is a call."""
 
     __slots__ = ()
 
@@ -203,7 +203,7 @@ def test_an_object_is_refused(value: Any):
 
 @pytest.mark.parametrize("text", PAYLOADS.values(), ids=PAYLOADS)
 def test_own_functions_are_imported_by_names_alone(text: str, monkeypatch: pytest.MonkeyPatch):
-    """A class in a module of any name, under any name in it, in a file of any name."""
+    """The class may be in a module of any name, under any name in it, in a file of any name."""
     sources = []
     for home, name in ((f"m{text}", "Own"), ("hostile_home", text), ("hostile_home", f"Own{text}")):
         module = ModuleType("hostile_home")
@@ -218,5 +218,5 @@ def test_own_functions_are_imported_by_names_alone(text: str, monkeypatch: pytes
         tree = ast.parse(sources[-1])
         kinds = {type(node) for node in tree.body}
         assert kinds <= {ast.Expr, ast.Import, ast.Assign, ast.FunctionDef}
-        assert sum(isinstance(node, ast.Expr) for node in tree.body) == 1  # the docstring
+        assert sum(isinstance(node, ast.Expr) for node in tree.body) == 1  # only the docstring
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in ("open", "touch")]

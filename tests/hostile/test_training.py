@@ -1,4 +1,4 @@
-"""Models with names that Python reads otherwise, or not at all, train as on one process."""
+"""Models with names that Python parses differently, or not at all, train as on one process."""
 
 from __future__ import annotations
 

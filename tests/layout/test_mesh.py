@@ -17,7 +17,7 @@ def test_coordinates_and_rank_are_inverse() -> None:
     assert [mesh.rank(*mesh.coordinates(rank)) for rank in range(mesh.world)] == list(range(24))
 
 
-def test_ranks_that_share_tokens_lie_next_to_tp() -> None:
+def test_ranks_that_share_tokens_are_next_to_tp() -> None:
     mesh = Mesh(dp=2, tp=2, pp=2, cp=2)
     assert mesh.groups("tp") == [(i, i + 1) for i in range(0, 16, 2)]
     assert mesh.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]

@@ -1,4 +1,4 @@
-"""Flat buffers: every element has one place, shards partition buckets, padding is only at a bucket's end."""
+"""Flat buffers: every element has one place, shards partition buckets, padding is only at the end of a bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_element_has_one_place(sizes: list[int], ranks: int, bucket_elemen
     buckets = pack([(str(i), n) for i, n in enumerate(sizes)], ranks, bucket_elements)
     slots = [slot for bucket in buckets for slot in bucket.slots]
     assert [(s.name, s.stop - s.start) for s in slots] == [(str(i), n) for i, n in enumerate(sizes)]
-    end, unit = 0, ranks * ALIGN if ranks > 1 else 1  # one rank has no shards to be equal
+    end, unit = 0, ranks * ALIGN if ranks > 1 else 1  # a single rank has no shards to align
     for bucket in buckets:
         assert bucket.start == end and (bucket.stop - bucket.start) % unit == 0
         assert bucket.slots[0].start == bucket.start

@@ -1,4 +1,4 @@
-"""Predicted bytes of parameters, gradients and optimizer against what the runtime allocates: equal, to the byte."""
+"""Predicted bytes of parameters, gradients and optimizer state equal the runtime's allocations, to the byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoptd.testing.process_pool import ProcessPool
 from tests.pairwise import pairwise
 from tests.runtime import tiny_model as tiny
 
-ODD = {  # odd sizes, two buckets of the split class, a frozen parameter
+ODD = {  # odd sizes, two buckets of tp-split parameters, a frozen parameter
     "a": TensorSpec(Split(0), (14, 77)),
     "b": TensorSpec(B, (33,)),
     "c": TensorSpec(BP, (101,)),
@@ -39,7 +39,7 @@ ODD = {  # odd sizes, two buckets of the split class, a frozen parameter
 
 
 class Sum(Stage):
-    """Its loss reads every parameter."""
+    """Stage whose loss reads every parameter."""
 
     inputs = ("x",)
     is_last = True
@@ -49,18 +49,18 @@ class Sum(Stage):
 
 
 def storages(tensors: Any) -> int:
-    """Bytes of distinct ones."""
+    """Return the bytes of distinct storages."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
 
 
 def allocated(trainer: Trainer) -> tuple[int, int, int]:
-    """Bytes of distinct storages: parameters (frozen ones too), gradients, optimizer state and main copy."""
+    """Return bytes of distinct storages: parameters (frozen ones too), gradients, optimizer state and main copy."""
 
     buffers = trainer._buffers._buffers
     state = [t for s in trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]
     main = [b.main for b in buffers]
     parameters = [p for stage in trainer.stages for p in stage.parameters()]
-    sharded = trainer.layout.zero == 3  # then the main copy is the parameters
+    sharded = trainer.layout.zero == 3  # the main copy is the parameters themselves
     return (
         storages(parameters + main if sharded else parameters),
         storages([b.grad for b in buffers]),
@@ -111,7 +111,7 @@ def test_stages_with_tied_parameters(mesh: Mesh, zero: int, bucket: int) -> None
 
     for stage, rank, idle, found in run_lockstep(mesh, body):
         expected = state_bytes(layout, stage, "adamw", rank)
-        moments = expected.optimizer - 2 * 8 * idle  # made at the first gradient, which this one never gets
+        moments = expected.optimizer - 2 * 8 * idle  # moments are made at the first gradient; idle ones get none
         assert found == (expected.parameters, expected.gradients, moments)
 
 
@@ -133,7 +133,7 @@ WHOLE = pairwise(product((2, 3), (300, 10**6), ((True, "main"), (False, "main"),
 
 @pytest.mark.parametrize(("zero", "bucket", "ahead", "gradients"), [(z, b, *how) for z, b, how in WHOLE])
 def test_what_is_whole_at_a_time(zero: int, ahead: bool, gradients: str, bucket: int) -> None:
-    """Blocks of 400, 480 and 360 elements: 448, 512 and 384 with padding; 20 of the stage itself: 64."""
+    """Blocks of 400, 480 and 360 elements (448, 512 and 384 with padding); 20 of the stage itself (64)."""
     specs = {"scale": TensorSpec(B, (20,))}
     specs |= {f"blocks.{i}.weight": TensorSpec(B, (n, 20), block=f"blocks.{i}") for i, n in enumerate((20, 24, 18))}
     mesh = Mesh(dp=2)
@@ -217,12 +217,12 @@ def test_the_first_rank_steps_most(dp: int) -> None:
 
 
 def gpt() -> nn.Module:
-    """Tied embeddings over a vocabulary that no tp divides, a width that is no multiple of an alignment."""
+    """Make a model with tied embeddings over a vocabulary that no tp divides, and a width that is not aligned."""
     return NanoGPT(GPTSizes(vocab=61, max_seq=16, width=36, layers=2, heads=4, bias=True))
 
 
 class Odd(nn.Module):
-    """Odd widths; one layer that every block shares, one that is frozen, a parameter that nobody reads."""
+    """Odd widths; one layer that every block shares, one frozen layer, one unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def rank_bytes(
     batch: dict[str, torch.Tensor],
     optimizer: str,
 ) -> tuple[int, tuple[int, int, int]]:
-    """(pipeline rank, bytes of storages that are there after a step) in a worker."""
+    """Return (pipeline rank, bytes of the storages alive after a step), in a worker."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
         cut = tokens_axis(layout, communicators.cp)
@@ -336,6 +336,6 @@ def test_a_plan_s_state_is_what_processes_hold(
         kept, most = (state_bytes(made.layout, stage, optimizer, fullest=whole) for whole in (False, True))
         assert fullest[:2] == (kept.parameters, kept.gradients), stage
         assert fullest[2] == predicted["optimizer"], stage
-        # what is whole at a time is gone after a step
+        # gathered parameters and full gradients are freed after a step
         assert (most.parameters, most.gradients) == (predicted["parameters"], predicted["gradients"]), stage
         assert zero >= 2 or kept == most

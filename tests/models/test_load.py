@@ -1,4 +1,4 @@
-"""Shipped models have the published sizes; everything else that names a model is found or refused."""
+"""Shipped models have the published sizes; every other way to name a model is resolved or refused."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def test_the_sequence_of_a_shipped_model(name: str, seq: int):
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_sequence_that_nobody_gave_is_at_most_what_the_help_says(name: str):
+def test_a_default_sequence_is_at_most_what_the_help_says(name: str):
     assert default_sequence(load_model(name)[0]) <= min(LIMITS[name] or 4096, 4096)
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "bert-large"])
 def test_inputs_are_separate_and_give_a_loss(name: str):
     model, _ = load_model(name)
-    model.to(torch.bfloat16)  # on meta, torch multiplies by experts in no other type
+    model.to(torch.bfloat16)  # on meta, torch multiplies grouped experts in no other type
     inputs = example_inputs(model, batch=2, seq=8)
     assert len({id(value) for value in inputs.values()}) == len(inputs) >= 2
     assert all(value.is_meta and value.shape[0] == 2 for value in inputs.values())
@@ -118,7 +118,7 @@ def test_inputs_are_separate_and_give_a_loss(name: str):
 
 
 def test_inputs_of_a_masked_language_model(tmp_path: Path):
-    """On the CPU: with an attention mask the model looks at its values, which meta tensors lack."""
+    """Traced on the CPU: with an attention mask the model reads its values, which meta tensors lack."""
     sizes = {
         "hidden_size": 8,
         "num_hidden_layers": 1,

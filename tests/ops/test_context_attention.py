@@ -1,4 +1,4 @@
-"""Attention over tokens cut over ranks is torch's own attention, forward and backward."""
+"""Attention over tokens split over ranks equals torch's own attention, forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 @dataclass(frozen=True)
 class Case:
-    """What attention is given. `mask`: of what kind, and of which shape but for the sizes of q."""
+    """Arguments of attention. `mask`: its kind, and its shape in terms of the sizes of q."""
 
     tokens: int = 24
     heads: int = 4
@@ -40,7 +40,7 @@ class Case:
 
 
 def made(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """(q, k, v), mask, gradient of the result."""
+    """Return (q, k, v), mask, gradient of the result."""
     draw = torch.Generator().manual_seed(5)
 
     def random(*shape: int) -> Tensor:
@@ -62,7 +62,7 @@ def made(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
             mask = random(case.heads, s, s)
         case "lowest":
             mask = torch.zeros(2, 1, s, s, dtype=case.dtype).masked_fill(~padding, torch.finfo(case.dtype).min)
-            mask[0, :, 2] = torch.finfo(case.dtype).min  # a row that sees nothing: its softmax is even
+            mask[0, :, 2] = torch.finfo(case.dtype).min  # a fully masked row: its softmax is uniform
         case _:
             mask = None
     return [q, k, v], mask, grad
@@ -74,7 +74,7 @@ def options(case: Case) -> dict[str, object]:
 
 
 def whole(case: Case, precision: torch.dtype | None = None) -> list[Tensor]:
-    """Result and gradients of torch's own, or with dropout of one rank's."""
+    """Return result and gradients of torch's attention, or, with dropout, of one rank's."""
     operands, mask, grad = made(case)
     leaves = [x.to(precision or case.dtype).requires_grad_() for x in operands]
     mask = mask.to(leaves[0].dtype) if mask is not None and mask.is_floating_point() else mask
@@ -83,7 +83,7 @@ def whole(case: Case, precision: torch.dtype | None = None) -> list[Tensor]:
 
 
 def cut(case: Case, ranks: int, way: str, zigzag: bool) -> list[Tensor]:
-    """The same of `ranks` ranks, put together again."""
+    """Return result and gradients computed by `ranks` ranks, joined."""
     operands, mask, grad = made(case)
 
     def body(c: Communicators) -> list[Tensor]:
@@ -125,7 +125,7 @@ CASES = {
     ("ranks", "way", "zigzag"), [(2, "ring", True), (3, "ring", False), (4, "ring", True), (4, "ulysses", False)]
 )
 def test_cut_attention_is_attention(case: Case, ranks: int, way: str, zigzag: bool) -> None:
-    with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernel loses the sum of a row that the lowest number masks
+    with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernel loses the sum of a row masked by the lowest finite number
         expected_ones = whole(case)
     if way == "ulysses" and case.mask == "lowest":
         expected_ones = whole(case)
@@ -135,7 +135,7 @@ def test_cut_attention_is_attention(case: Case, ranks: int, way: str, zigzag: bo
 
 @pytest.mark.parametrize(("mask", "ranks", "most"), [("", 8, 2**0.5), ("causal and padding", 4, 1.1)])
 def test_sums_are_in_float32(mask: str, ranks: int, most: float) -> None:
-    """bfloat16 operands: as near to the truth as torch's own, which sums in float32.
+    """The result in bfloat16 is as accurate as torch's own, which sums in float32.
 
     Fused tiles are rounded once more each, which adds at most as much variance as the rounding of the result.
     """
@@ -147,7 +147,7 @@ def test_sums_are_in_float32(mask: str, ranks: int, most: float) -> None:
 
 
 def test_fused_tiles_are_asked_for_as_the_kernels_of_a_gpu_want_it() -> None:
-    """Shapes and types alone: no GPU computes."""
+    """Shapes and types alone are checked: no GPU computes."""
     with FakeTensorMode():
         q, k = (torch.empty(2, heads, 64, 32, dtype=torch.bfloat16, device="cuda") for heads in (8, 2))
         out, sums = fused.forward(q, k, k, True, 0.3)

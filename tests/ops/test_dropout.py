@@ -1,4 +1,4 @@
-"""Masks are functions of elements: of no slice, microbatch or chunk of work; and they are good random numbers."""
+"""Dropout masks depend on the element only, not on slice, microbatch or chunk; and they are good random numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_slice_is_the_whole_s(dim: int, groups: int, ranks: int) -> None:
 
 
 def test_a_slice_of_a_slice_is_the_whole_s() -> None:
-    """As where the sequence is cut over two axes: the inner cut is named first."""
+    """A sequence split over two axes: the inner split is listed first."""
     whole = mask((2, 24, 5))
     for outer, inner in itertools.product(range(3), range(2)):
         local = own_slice(own_slice(whole, 1, 2, 3, outer), 1, 1, 2, inner)
@@ -54,7 +54,7 @@ def test_an_axis_says_which_slice_is_its_own() -> None:
 
 @pytest.mark.parametrize(("dim", "outer", "inner"), [(0, 1, 1), (0, 1, 3), (1, 4, 1), (1, 4, 3), (2, 1, 2)])
 def test_a_microbatch_is_part_of_the_batch(dim: int, outer: int, inner: int) -> None:
-    """Wherever samples stand: at the head of a dim, at its end, between other factors."""
+    """Samples may be at the head of a dim, at its end, or between other factors."""
     shape = [4, 5, 6]
     shape[dim] = outer * 8 * inner
     where, at = Samples(dim, outer, inner), dim + 1
@@ -74,7 +74,7 @@ def test_a_microbatch_is_part_of_the_batch(dim: int, outer: int, inner: int) -> 
 
 
 def test_samples_and_a_slice_in_one_dim() -> None:
-    """(s b), of which each rank has a part of s."""
+    """A dim (s b), of which each rank has a part of s."""
     whole = mask((8 * 3, 5), samples=Samples(0, outer=8))
     local = mask((4 * 3, 5), samples=Samples(0, outer=8), parts=[Slice(0, 1, 2, 1)])
     assert torch.equal(local, whole[12:])
@@ -97,7 +97,7 @@ def test_work_in_pieces_is_the_same_work(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_arithmetic_is_that_of_the_published_generators() -> None:
-    """SplitMix64 from state 0 begins so (its authors' test value); both mixers against plain integers."""
+    """First outputs of SplitMix64 from state 0 (its authors' test value); both mixers against plain integers."""
     zero = torch.zeros((), dtype=torch.int64)
     first = randomness._fold(zero, zero)
     assert int(first) & (2**64 - 1) == 0xE220A8397B1DCDAF
@@ -113,19 +113,19 @@ def test_the_arithmetic_is_that_of_the_published_generators() -> None:
         assert int(found[i, j]) & 0xFFFFFFFF == lowbias(x, int(rows[1, i]) & 0xFFFFFFFF)
 
 
-# ---- as random numbers; the bounds are five standard deviations ----
+# ---- statistics; the bounds are five standard deviations ----
 
 BIG = (64, 128, 64)
 SIGNS = math.prod(BIG)
 
 
 def signs(**given: object) -> Tensor:
-    """±1 with mean 0, float64."""
+    """Return the mask as ±1 with mean 0, in float64."""
     return mask(BIG, 0.5, **given).double() * 2 - 1  # type: ignore[arg-type]
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations."""
+    """Return the correlation in standard deviations."""
     return abs(float((a * b).sum())) / math.sqrt(a.numel())
 
 
@@ -134,7 +134,7 @@ def test_the_share_that_is_dropped(p: float) -> None:
     kept = mask(BIG, p).double()
     deviation = math.sqrt(p * (1 - p))
     assert abs(float(kept.mean()) - (1 - p)) < 5 * deviation / math.sqrt(SIGNS)
-    for dim in range(3):  # and along every line of every dim
+    for dim in range(3):  # and along every dim
         means = kept.movedim(dim, 0).flatten(1).mean(1)
         assert float((means - (1 - p)).abs().max()) < 5.5 * deviation / math.sqrt(SIGNS / BIG[dim])
 
@@ -150,7 +150,7 @@ def test_neighbours_samples_steps_ops_and_seeds_are_unrelated() -> None:
 
 
 def test_no_dim_is_a_pattern_laid_over_another() -> None:
-    """Corners of rectangles: four signs whose product is 1 where the mask of a row is that of another, turned."""
+    """The product of four signs at the corners of a rectangle is 1 if the mask of one row is another row's, shifted."""
     x = signs()
     for a, b in ((0, 1), (0, 2), (1, 2)):
         for step in (1, 16):
@@ -168,6 +168,6 @@ def test_runs_of_eight_are_all_equally_frequent(dim: int) -> None:
 
 
 def test_masks_of_different_probabilities_are_nested() -> None:
-    """One number per element, compared with p: what is dropped at 0.1 is dropped at 0.2."""
+    """One number per element is compared with p: elements dropped at 0.1 are dropped at 0.2."""
     assert not (mask(BIG, 0.2) & ~mask(BIG, 0.1)).any()
     assert mask(BIG, 1e-12).all()

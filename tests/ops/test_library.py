@@ -1,4 +1,4 @@
-"""Ops with implementations of their own against torch's, and keyed randomness."""
+"""Library ops against torch's, and keyed randomness."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_vocab_cross_entropy(size: int, ignore: int, scale: float, in_place: boo
 
 
 def test_vocab_cross_entropy_bears_minus_infinity_and_all_ignored() -> None:
-    """Padded columns of −inf take no gradient; no valid label gives zero, not NaN."""
+    """Padded columns of −inf get no gradient; without a valid label the result is zero, not NaN."""
     logits = random(2, 4, V)
     logits[..., 9:] = -torch.inf
     labels = LABELS.clamp(max=8)
@@ -105,7 +105,7 @@ def test_narrow_logits_are_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_loss_in_place_takes_no_room_of_the_logits_size(smoothing: float) -> None:
+def test_a_loss_in_place_allocates_nothing_of_the_logits_size(smoothing: float) -> None:
     leaf = random(2, 4, V).requires_grad_()
     expected = F.cross_entropy(leaf.flatten(0, 1), LABELS.flatten(), label_smoothing=smoothing, reduction="sum")
     (wanted,) = torch.autograd.grad(expected * 1.7, leaf)
@@ -151,7 +151,7 @@ def test_dropout_depends_on_its_key_alone() -> None:
 
 
 def test_recompute_replays_dropout() -> None:
-    """Another microbatch's forward runs in between, as in 1F1B."""
+    """Another microbatch's forward pass runs in between, as in 1F1B."""
     rng = DropoutKey(seed=1)
     x = torch.ones(100, requires_grad=True)
 
@@ -187,9 +187,9 @@ def test_attention(mask: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "additive"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_attention_with_dropout_in_stretches(mask: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and all gradients are those of the formula written out, however few queries are taken at once."""
+    """Values and all gradients equal those of the formula written out, for any number of queries per chunk."""
     keep = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) > 0.3
-    keep[1, :, 2] = False  # a query that may look at nothing
+    keep[1, :, 2] = False  # a query that may attend to nothing
     keys = 5 if mask == "causal" else 7
     leaves = [random(2, 4, 5, 6), *(random(2, kv_heads, keys, 6, seed=i) for i in (1, 2)), random(4, 5, 7, seed=3)]
     rng, grad = DropoutKey(1, sample=3), random(2, 4, 5, 6, seed=4)

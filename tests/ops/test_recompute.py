@@ -1,4 +1,4 @@
-"""`recompute` and `keep`: the same gradients, to the bit; what is kept, what runs again, and when it stops."""
+"""`recompute` and `keep`: bitwise equal gradients; what is saved, what is recomputed, and where recomputation stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gradients(run: Fn) -> list[Tensor]:
 
 
 class Block:
-    """A norm, two products of which the first may be kept, a gated unit; counts how often each runs."""
+    """A norm, two products of which the first may be saved, a gated unit; counts how often each runs."""
 
     def __init__(self, kept: bool = False) -> None:
         self.kept = kept
@@ -53,7 +53,7 @@ def test_gradients_are_the_same_bits(kept: bool) -> None:
     block = Block(kept)
     found = gradients(lambda x, w: recompute(block, x, w))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    # the second product saves its operands before it computes: the second run ends there
+    # the second product saves its operands before it computes: recomputation ends there
     assert block.calls == {"first": 1 if kept else 2, "second": 2, "end": 1}
 
 

@@ -1,4 +1,4 @@
-"""Every row of the conversion table, by execution: its value, and its gradient against the whole function's."""
+"""Every row of the conversion table, executed: its value, and its gradient against that of the whole function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = (4, 12, 8)
 
 
 def lay(x: Tensor, placement: Placement, size: int, seed: int) -> list[Tensor]:
-    """What each rank holds of a value; random partial values for PartialSum."""
+    """Return each rank's tensor of a value with this placement; random partial values for PartialSum."""
     match placement:
         case Split(dim, groups):
             return [own_slice(x, dim, groups, size, r).contiguous() for r in range(size)]
@@ -37,12 +37,12 @@ def lay(x: Tensor, placement: Placement, size: int, seed: int) -> list[Tensor]:
 
 
 def conjugate(placement: Placement) -> Placement:
-    """How the gradient of a value lies."""
+    """Return the placement of the gradient of a value."""
     return {B: B, BP: P, P: B}.get(placement, placement)
 
 
 def join(parts: list[Tensor], placement: Placement) -> Tensor:
-    """The value that the ranks hold; ranks that should agree must."""
+    """Return the whole value from the ranks' tensors; replicated ones must agree."""
     if placement == P:
         return torch.stack(parts).sum(0)
     if isinstance(placement, Split):
@@ -78,7 +78,7 @@ def test_conversion_holds(source: Placement, target: Placement, size: int) -> No
 
     results = run_lockstep(Mesh(tp=size), body)
     torch.testing.assert_close(join([r[0] for r in results], target), x, rtol=0, atol=1e-14)
-    # the map is the identity on the whole value, so its gradient is the identity on the whole gradient
+    # conversion is the identity on the whole value, so its gradient is the identity on the whole gradient
     torch.testing.assert_close(join([r[1] for r in results], conjugate(source)), grad, rtol=0, atol=1e-14)
 
 
@@ -108,7 +108,7 @@ def test_a_slice_that_does_not_divide_is_named() -> None:
 
 @pytest.mark.parametrize("wrong", ["_sum", "_first", "_gather"])
 def test_planted_faults_are_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map that forgets its communication, or the rank, breaks at least one row."""
+    """A conversion that omits its communication, or ignores the rank, breaks at least one row."""
     if wrong == "_gather":
         monkeypatch.setattr(
             Axis, wrong, lambda self, x, dim, groups: lambda t: torch.cat([t] * self.size, dim % x.ndim)

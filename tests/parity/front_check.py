@@ -1,4 +1,4 @@
-"""A model, a batch and a loss, as a person hands them to `autoptd.parallelize`, against one process."""
+"""A model, a batch and a loss, as users pass them to `autoptd.parallelize`, against one process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autoptd.passes.trace.loss import Targets
 from autoptd.testing.parity import train_alone, train_in_lockstep
 from tests.parity.parity_check import OPTIONS, complaints
 
-WIDTH, SAMPLES = 16, 15  # of 16 planned: the last microbatch of the last rank is short
+WIDTH, SAMPLES = 16, 15  # of 16 planned samples: the last microbatch of the last rank is short
 CUBE = (2, 2, 2)  # dp, tp, pp
 MESHES = ((2, 1, 1), (1, 2, 1), (1, 1, 2), CUBE)
 
 
 class Plain(nn.Module):
-    """Three layers, whose outputs are no loss."""
+    """Three layers that return an output, not a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Plain(nn.Module):
 
 
 class Scored(Plain):
-    """The same, returning a loss."""
+    """`Plain` that returns a loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()
@@ -53,7 +53,7 @@ def planned(
     mesh: tuple[int, int, int] = CUBE,
     **options: Any,
 ) -> Parallel:
-    """What `parallelize` gives for this mesh; only two samples of inputs and targets are shown to it."""
+    """Parallelize the model for this mesh; only two samples of inputs and targets are used for tracing."""
     dp, tp, pp = mesh
     some = targets[:2] if isinstance(targets, Tensor) else targets and {n: t[:2] for n, t in targets.items()}
     options = {"precision": "fp64", "optimizer": "sgd", "optimizer_options": OPTIONS["sgd"]} | options
@@ -73,7 +73,7 @@ def wrong(
     plain: nn.Module | None = None,
     **options: Any,
 ) -> list[str]:
-    """What differs from one process after two steps in float64. `plain`: what that one trains; the model, left out."""
+    """Return the differences from one process after two steps in float64. `plain`: the reference, default `model`."""
     made = planned(model, inputs, loss, targets, mesh, **options)
     named = {"targets": targets} if isinstance(targets, Tensor) else dict(targets or {})
     batches = [{n: t.roll(step, 0) for n, t in {**inputs, **named}.items()} for step in range(2)]

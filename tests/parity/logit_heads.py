@@ -1,4 +1,4 @@
-"""Heads whose logits somebody else reads as well, or that are views: what a loss in place must not spoil.
+"""Heads whose logits have other readers as well, or are views: an in-place loss must not overwrite these.
 
 A row of `HEADS` is a function of (model, hidden states [b, s, h], labels [b, s]) that gives a loss.
 """
@@ -17,7 +17,7 @@ Head = Callable[["Model", Tensor, Tensor], Tensor]
 
 
 def entropy(logits: Tensor, labels: Tensor, **options: float) -> Tensor:
-    """The mean cross entropy of logits [..., v]."""
+    """Return the mean cross entropy of logits [..., v]."""
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **options)  # type: ignore[arg-type]
 
 
@@ -43,7 +43,7 @@ def transposed_in_two(m: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def one_of_two(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """The only one that is read of several views."""
+    """Only one of several views is read."""
     first, _ = m.wide(x).chunk(2, -1)
     return entropy(first, labels)
 
@@ -59,13 +59,13 @@ def two_losses(m: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def shifted_twice(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """The next token and the one after it, of the same logits."""
+    """Two losses of the same logits: the next token, and the one after it."""
     logits = m.head(x)
     return entropy(logits[:, :-1], labels[:, 1:]) + 0.3 * entropy(logits[:, :-2], labels[:, 2:])
 
 
 def shared_table(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """Two heads, the second a change of the first one's logits."""
+    """Two heads, the second a modification of the first one's logits."""
     logits = m.head(x)
     return entropy(logits + m.bias, labels) + entropy(logits, labels.flip(1))
 
@@ -83,7 +83,7 @@ def exponential(m: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def normalised(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """A norm keeps its operand, of which the first loss is."""
+    """A norm saves its operand, which is also the operand of the first loss."""
     logits = m.head(x)
     return entropy(logits, labels) + entropy(F.layer_norm(logits, (VOCAB,)), labels)
 
@@ -104,13 +104,13 @@ def z_loss_before(m: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def penalty_after(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """Linear in the logits: nobody keeps them, but they are read after the loss."""
+    """Linear in the logits: no op saves them for backward, but they are read after the loss."""
     logits = m.head(x)
     return entropy(logits, labels) + 0.1 * logits.mean()
 
 
 def weighed_by_detached(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """What is read without gradient."""
+    """The logits are read without gradient."""
     logits = m.head(x)
     loss = entropy(logits, labels)
     return loss + 0.1 * (x.sum(-1) * logits.detach().amax(-1)).mean()
@@ -129,25 +129,25 @@ def smoothed(m: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def cast(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """A cast to the type that the logits have is no copy."""
+    """A cast to the logits' own dtype is not a copy."""
     logits = m.head(x)
     return entropy(logits.double(), labels) + 0.1 * entropy(logits.to(x.dtype), labels.flip(1))
 
 
 def choice(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """Multiple choice: a score per token, reshaped to one row per sample, and read once more."""
+    """Multiple choice: a score per token, reshaped to one row per sample, and read a second time."""
     scores = m.pair(x)[..., :1]
     rows = scores.view(-1, labels.shape[1])
     return F.cross_entropy(rows, labels[:, 0].abs() % TOKENS) + 0.1 * scores.pow(2).mean()
 
 
 def spread(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """One row of logits for all tokens of a sample: no element has a place of its own."""
+    """One row of logits expanded to all tokens of a sample: elements share memory."""
     return entropy(m.head(x.mean(1, keepdim=True)).expand(-1, labels.shape[1], -1), labels)
 
 
 def turned(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """A reshape that copies or not, by the number of samples."""
+    """A reshape that copies or not, depending on the number of samples."""
     logits = m.head(x)
     rows = logits.transpose(0, 1).reshape(-1, VOCAB)
     return F.cross_entropy(rows, labels.t().reshape(-1)) + 0.1 * logits.pow(2).mean()
@@ -158,12 +158,12 @@ def by_einsum(m: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def straight(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """Nobody else reads them."""
+    """The logits have no other reader."""
     return entropy(m.head(x) / 1.5, labels)
 
 
 def received(m: Model, x: Tensor, labels: Tensor) -> Tensor:
-    """Hidden states that are logits themselves."""
+    """The hidden states are the logits."""
     return entropy(x, labels % WIDTH * (labels >= 0) - 100 * (labels < 0))
 
 
@@ -178,7 +178,7 @@ HEADS: dict[str, Head] = {
 
 
 class Model(nn.Module):
-    """Layers whose results are kept, and a head. Without layers nothing repeats, and a head may be recomputed."""
+    """Layers whose results are saved, and a head. Without layers nothing repeats, and a head may be recomputed."""
 
     def __init__(self, head: Head, layers: int = 2) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Model(nn.Module):
 
 
 def headed(name: str, layers: int = 2) -> Case:
-    """A model with the head of this name."""
+    """Return a model with the head of this name."""
     torch.manual_seed(0)
     ids, labels = tokens()
     return Case(randomised(Model(HEADS[name], layers)), {"ids": ids, "labels": labels})

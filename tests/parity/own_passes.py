@@ -1,4 +1,4 @@
-"""Backward passes that users write, and a small model to put them into."""
+"""Custom backward passes as users write them, and a small model to use them in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 16
 
 
 class Net(nn.Module):
-    """Blocks h -> h, each given its own linear layer and a vector; ends in a mean over samples."""
+    """Blocks h -> h, each with its own linear layer and a vector; ends in a mean over samples."""
 
     def __init__(self, body: Callable[[nn.Module, Tensor], Tensor], blocks: int = 3) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Round(Function):
-    """A straight-through estimator: its forward alone has gradient 0."""
+    """Straight-through estimator: its forward alone has gradient 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, steps: int = 8) -> Tensor:
@@ -53,7 +53,7 @@ class Round(Function):
         return grad, None
 
 
-apply_round = Round.apply  # looked up long before any trace
+apply_round = Round.apply  # bound long before any trace
 
 
 class Reverse(Function):
@@ -68,7 +68,7 @@ class Reverse(Function):
 
 
 class Clip(Function):
-    """Clips each element of the gradient."""
+    """Clip each element of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Clip(Function):
 
 
 class ClipNorm(Clip):
-    """Clips the gradient of the batch by its norm, where that is large."""
+    """Clip the gradient of the batch by its norm."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -94,7 +94,7 @@ class Centred(Clip):
 
 
 class PerSample(Clip):
-    """Divides by the number of samples."""
+    """Divide by the number of samples."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -114,7 +114,7 @@ class Branch(Clip):
 
 
 class Gelu(Function):
-    """Split into forward and setup_context; differentiable once."""
+    """GELU with separate forward and setup_context; differentiable once."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Gelu(Function):
 
 
 class Several(Function):
-    """Three results, the last without gradient; reads a parameter, and tells that a wrong gradient is its own."""
+    """Three results, the last without gradient; reads a parameter. Its gradient differs from autograd's on purpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Any:
@@ -161,7 +161,7 @@ class Product(Function):
 
 
 class Quantised(Function):
-    """A weight, by rows, straight through."""
+    """Quantise a weight by rows, straight through."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bits: int) -> Tensor:
@@ -174,7 +174,7 @@ class Quantised(Function):
 
 
 class Bits(Function):
-    """Drops the last bits of numbers in float32, straight through."""
+    """Drop the last bits of float32 numbers, straight through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Noise(Clip):
 
 
 class Positive(Clip):
-    """Keeps some samples: how many depends on the data."""
+    """Select some samples: their number depends on the data."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class Positive(Clip):
 
 
 def straight_sign(factor: float) -> type[Function]:
-    """A class that cannot be imported by its name; all of them have one name."""
+    """Make a class that cannot be imported by name; all of them have one name."""
 
     class Sign(Function):
         @staticmethod
@@ -260,7 +260,7 @@ def straight_sign(factor: float) -> type[Function]:
 
 @torch.library.custom_op("autoptd_tests::running", mutates_args=())
 def running(x: Tensor, scale: Tensor) -> Tensor:
-    """Sums along each row."""
+    """Sum along each row."""
     return (x * scale).cumsum(-1)
 
 
@@ -279,7 +279,7 @@ running.register_autograd(_running_backward, setup_context=lambda ctx, inputs, o
 
 
 def library_op(name: str, backward: Callable[..., Any] | None, **options: Any) -> Callable[[Tensor], Tensor]:
-    """An op that copies x."""
+    """Make an op that copies x."""
 
     def copied(x: Tensor) -> Tensor:
         return x * 1.0

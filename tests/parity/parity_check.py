@@ -1,4 +1,4 @@
-"""One model on one mesh against one process: what is planned, and what must agree."""
+"""One model on one mesh against one process: the plan, and what must agree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autoptd.testing.parity import Trained, differences, train_alone, train_in_l
 from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, WITH_TABLES, Case
 
 TOLERANCE = 1e-10
-STEPS = 2  # the second sees what the first left behind; a few tests go on for longer
+STEPS = 2  # the second step sees the effects of the first; a few tests run more
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.05, "momentum": 0.9},
     "adamw": {"lr": 3e-3, "weight_decay": 0.1},
@@ -41,14 +41,14 @@ assert len(MESHES) == 10
 
 @dataclass(frozen=True)
 class Variant:
-    """How a mesh is used."""
+    """Options of a plan on a mesh."""
 
     zero: int = 1
     recompute: str = "none"
     micro: int = 2
     clip_norm: float | None = None
     sequence_parallel: bool = True
-    splits: tuple[tuple[str, str], ...] = ()  # parameters placed by hand
+    splits: tuple[tuple[str, str], ...] = ()  # parameters with a fixed placement
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per rank
     overlap: tuple[str, ...] = ("p2p",)
@@ -57,11 +57,11 @@ class Variant:
     context: str = "ring"  # attention over cp ranks
     loss: str = "auto"
     gathers: str = "kept"
-    bulk: bool = False  # plan as for sizes where latencies are nothing: as the literature splits large models
+    bulk: bool = False  # plan as for large models, whose latencies are negligible
 
 
 def bulk(cluster: Cluster) -> Cluster:
-    """The same rates without latencies: what tensors cost whose size matters, which here none has."""
+    """Return the cluster without latencies: tiny tensors are planned like large ones."""
     device = cluster.device.model_copy(update={"launch_s": 0.0, "dispatch_s": 0.0, "multiprocessors": None})
     prompt = {"latency_s": 0.0, "in_switch": None, "protocols": ("plain",)}
     levels = tuple(level.model_copy(update=prompt) for level in cluster.levels)
@@ -121,7 +121,7 @@ def parallel(name: str, plan: Plan, optimizer: str, clip_norm: float | None = No
 
 
 def batches(name: str, steps: int = STEPS) -> list[dict[str, Tensor]]:
-    """The case's batch, rolled by one sample per step: other neighbours every time."""
+    """Return the case's batch, rolled by one sample per step, so that microbatches differ in every step."""
     return [{n: x.roll(step, 0) for n, x in case(name).batch.items()} for step in range(steps)]
 
 
@@ -140,13 +140,13 @@ def alone(name: str, optimizer: str, clip_norm: float | None = None, steps: int 
 
 
 def float32_loss(name: str) -> bool:
-    """Whether the model computes its loss in float32 whatever its own precision."""
+    """Return whether the model computes its loss in float32 whatever its own precision."""
     return name in ("gpt2", "mpt")
 
 
 def complaints(name: str, found: Trained, expected: Trained) -> list[str]:
-    """All that differs by more than it may."""
-    # sums of float32 numbers in another order: the gradients of their partial values do not notice
+    """List all values that differ by more than their tolerance."""
+    # float32 numbers are summed in another order; gradients are not affected
     loose = 1e-6 if float32_loss(name) else TOLERANCE
     wrong = []
     for what, mine, theirs, limit in (
@@ -167,7 +167,7 @@ def complaints(name: str, found: Trained, expected: Trained) -> list[str]:
 
 
 def check(name: str, mesh: Mesh, variant: Variant, optimizer: str, steps: int = STEPS) -> list[str]:
-    """Train both ways and compare."""
+    """Train both ways and return the differences."""
     plan = planned(name, mesh, variant)
     assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) == (mesh.dp, mesh.tp, mesh.pp, mesh.cp)
     made = parallel(name, plan, optimizer, variant.clip_norm)
@@ -176,7 +176,7 @@ def check(name: str, mesh: Mesh, variant: Variant, optimizer: str, steps: int = 
 
 
 def with_files(made: Parallel, files: Mapping[str, str]) -> Parallel:
-    """The same plan with other sources."""
+    """Return the same plan with other sources."""
     return Parallel(
         made.plan,
         made._source,
@@ -189,12 +189,12 @@ def with_files(made: Parallel, files: Mapping[str, str]) -> Parallel:
 
 
 def spoil_ring(monkeypatch: pytest.MonkeyPatch, pattern: str, by: str) -> None:
-    """Ring attention with its source edited; something must change."""
+    """Patch ring attention with its source edited; at least one place must change."""
     text = Path(ring.__file__).read_text()
     spoilt = re.sub(pattern, by, text)
     assert spoilt != text, "nothing was planted"
     module = types.ModuleType("spoilt")
-    monkeypatch.setitem(sys.modules, "spoilt", module)  # where dataclasses look for theirs
+    monkeypatch.setitem(sys.modules, "spoilt", module)  # dataclasses look up their module there
     exec(compile(spoilt, "spoilt", "exec"), module.__dict__)
     monkeypatch.setattr(ops, "ring_attention", module.ring_attention)
 

@@ -1,7 +1,7 @@
-"""Models for parity, tiny, each with something that distributed training gets wrong; all in float64, train mode.
+"""Tiny models for parity, each with a feature that distributed training gets wrong; all in float64, train mode.
 
-`MODELS[name]()` gives a `Case`: the module with random values everywhere (a zero bias hides what happens to it), a
-batch of 16 samples with ragged labels, and the loss where `forward` gives none.
+`MODELS[name]()` gives a `Case`: the module with random values everywhere (a zero bias would hide its mistreatment),
+a batch of 16 samples with ragged labels, and the loss if `forward` gives none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Case:
 
 
 def randomised(model: nn.Module) -> nn.Module:
-    """In float64, every parameter moved off its initial value."""
+    """Return the model in float64, every parameter moved off its initial value."""
     model = model.double().train()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -40,22 +40,23 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 def tokens(ignore: int = -100) -> tuple[Tensor, Tensor]:
-    """Ids and labels [samples, tokens]; no two neighbouring samples have as many valid labels, some have none."""
+    """Return ids and labels [samples, tokens]; neighbouring samples differ in the number of valid labels; some have
+    none."""
     ids = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
     for i in range(SAMPLES):
         labels[i, : (i * 5) % (TOKENS + 1)] = ignore
-    labels[2:4] = ignore  # a microbatch without any, even of two samples
+    labels[2:4] = ignore  # a microbatch of two samples without any valid label
     return ids, labels
 
 
 def float64_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    """The causal loss of transformers, but not in float32."""
+    """Causal loss of transformers, without its cast to float32."""
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1), ignore_index=-100)
 
 
 def gpt2(*, dropout: float = 0.0) -> Case:
-    """Tied embeddings, Conv1D; its loss is computed in float32."""
+    """GPT-2: tied embeddings, Conv1D; its loss is computed in float32."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -77,7 +78,7 @@ def gpt2(*, dropout: float = 0.0) -> Case:
 
 
 def llama(kv_heads: int = 4) -> Case:
-    """Grouped-query attention, rotary positions, norms in float32; the loss in float64."""
+    """Llama: grouped-query attention, rotary positions, norms in float32; the loss in float64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -97,11 +98,11 @@ def llama(kv_heads: int = 4) -> Case:
 
 
 def mixtral() -> Case:
-    """Experts: rows that are sorted, multiplied in groups and put back; the router in float32; the loss in float64."""
+    """Mixtral: rows sorted by expert, multiplied in groups and put back; the router in float32; the loss in float64."""
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.integrations import moe
 
-    moe._can_use_grouped_mm = lambda *_: False  # torch's kernel knows no float64; transformers' own loop does
+    moe._can_use_grouped_mm = lambda *_: False  # torch's kernel has no float64; use transformers' own loop
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=VOCAB,
@@ -121,7 +122,7 @@ def mixtral() -> Case:
 
 
 def t5() -> Case:
-    """An encoder that all layers of the decoder read, position biases that all layers add, labels that are shifted."""
+    """T5: an encoder read by all decoder layers, position biases shared by all layers, shifted labels."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -143,7 +144,7 @@ def t5() -> Case:
 
 
 def mpt() -> Case:
-    """Position biases from the end of a table, as long as the longest sequence: more tokens cannot be."""
+    """MPT: position biases from the end of a table as long as the longest sequence, which limits the tokens."""
     from transformers import MptConfig, MptForCausalLM
 
     torch.manual_seed(0)
@@ -153,7 +154,7 @@ def mpt() -> Case:
 
 
 def bert(*, dropout: float = 0.0) -> Case:
-    """Padding masks, ragged labels, a tied decoder with a bias, a parameter that is not used (the pooler has none)."""
+    """BERT: padding masks, ragged labels, a tied decoder with a bias, an unused parameter (in the pooler)."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
@@ -178,7 +179,7 @@ def bert(*, dropout: float = 0.0) -> Case:
 
 
 def vit() -> Case:
-    """A convolution, a class token that is expanded and prepended."""
+    """ViT: a convolution, a class token that is expanded and prepended."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
@@ -198,7 +199,7 @@ def vit() -> Case:
 
 
 def nanogpt(*, dropout: float = 0.0) -> Case:
-    """Fused qkv; a tied head; the loss from `forward`, ignoring -1."""
+    """nanoGPT: fused qkv; a tied head; the loss from `forward`, ignoring -1."""
     torch.manual_seed(0)
     sizes = GPTSizes(vocab=VOCAB, max_seq=16, width=WIDTH, layers=4, heads=8, dropout=dropout, bias=True)
     ids, labels = tokens(ignore=-1)
@@ -206,7 +207,7 @@ def nanogpt(*, dropout: float = 0.0) -> Case:
 
 
 class OddMLP(nn.Module):
-    """Prime widths: nothing divides by any tp."""
+    """Perceptron of prime widths, divisible by no tp."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class OddMLP(nn.Module):
 
 
 def odd_mlp() -> Case:
-    """Nothing here can be split."""
+    """Model in which no parameter can be split."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
@@ -230,7 +231,7 @@ def odd_mlp() -> Case:
 
 
 class Level(nn.Module):
-    """As many residual layers as keep a U-Net's skip connections apart."""
+    """Enough residual layers to keep a U-Net's skip connections in different stages."""
 
     def __init__(self, depth: int = 9) -> None:
         super().__init__()
@@ -265,12 +266,12 @@ class SkipMLP(nn.Module):
 
 
 def squared_error(out: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """A loss that is handed in: its count is that of the elements."""
+    """Loss passed by the user: its count is the number of elements."""
     return F.mse_loss(out, inputs["x"].flip(-1))
 
 
 def skip_mlp() -> Case:
-    """Relays over many stages, a regression, and a batch that is one sample short."""
+    """Skip connections relayed over many stages, a regression, and a batch that is one sample short."""
     torch.manual_seed(0)
     x = torch.randn(SAMPLES - 1, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     return Case(randomised(SkipMLP()), {"x": x}, squared_error)
@@ -292,7 +293,7 @@ class Layer(nn.Module):
 
 
 class Oddities(nn.Module):
-    """A parameter for all layers, one that is frozen, one that nobody reads, a module called twice, many buffers."""
+    """Model with a parameter of all layers, a frozen one, an unused one, a module called twice, and many buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +324,7 @@ def oddities() -> Case:
 
 
 class FoldedLayer(nn.Module):
-    """Drops where a dim counts samples among others, on either side of them, and where none does."""
+    """Dropout on dims that merge samples with other dims on either side, and on one without samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +343,7 @@ class FoldedLayer(nn.Module):
 
 
 class Folded(nn.Module):
-    """See `FoldedLayer`; a dropout of a table, and one of a number per sample."""
+    """See `FoldedLayer`; also dropout of an embedding table, and of one number per sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,14 +360,14 @@ class Folded(nn.Module):
 
 
 def folded_dropout() -> Case:
-    """See `Folded`; one sample short of a round number."""
+    """See `Folded`; the batch is one sample short."""
     torch.manual_seed(0)
     ids, labels = tokens()
     return Case(randomised(Folded()), {"ids": ids[1:], "labels": labels[1:]})
 
 
 class WrittenLayer(nn.Module):
-    """Attention as two products and a softmax, whose probabilities are dropped."""
+    """Attention as two products and a softmax, with dropout of the probabilities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,14 +399,14 @@ class Written(nn.Module):
 
 
 def written_dropout() -> Case:
-    """See `Written`: over cp ranks keys and values are gathered before what is dropped."""
+    """See `Written`: over cp ranks keys and values are gathered before the dropout."""
     torch.manual_seed(0)
     ids, labels = tokens()
     return Case(randomised(Written()), {"ids": ids, "labels": labels})
 
 
 class OneLayerManyTimes(nn.Module):
-    """As in ALBERT: every layer is the same module."""
+    """One module called as every layer, as in ALBERT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,14 +422,14 @@ class OneLayerManyTimes(nn.Module):
 
 
 def one_layer() -> Case:
-    """All parameters of the layers are held by every stage."""
+    """Every stage holds all parameters of the layers."""
     torch.manual_seed(0)
     ids, labels = tokens()
     return Case(randomised(OneLayerManyTimes()), {"ids": ids, "labels": labels})
 
 
 class AwkwardLayer(nn.Module):
-    """Attributes that an emitted block has too."""
+    """Attributes with the names that an emitted block uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +443,7 @@ class AwkwardLayer(nn.Module):
 
 
 class Awkward(nn.Module):
-    """Names that emitted code wants for itself: inputs, sizes, attributes."""
+    """Inputs, sizes and attributes with the names that emitted code uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -470,7 +471,7 @@ def awkward() -> Case:
 
 
 def llama_2_kv() -> Case:
-    """Fewer key heads than most tp sizes."""
+    """Llama with fewer key heads than most tp sizes."""
     return llama(kv_heads=2)
 
 
@@ -488,12 +489,12 @@ MODELS: dict[str, Callable[[], Case]] = {
     "awkward": awkward,
 }
 
-OFTEN = ("gpt2", "llama", "bert", "vit", "nanogpt")  # trained in every way; the others in some
+OFTEN = ("gpt2", "llama", "bert", "vit", "nanogpt")  # trained with every variant; the others with some
 
-# Held to on one mesh: what they add to the others shows there.
+# Trained on one mesh only, which covers what they add to the others.
 FEW_MESHES: dict[str, Callable[[], Case]] = {"mixtral": mixtral, "t5": t5}
 
-# Held to once, by a test of its own.
+# Trained once, by a test of its own.
 WITH_TABLES: dict[str, Callable[[], Case]] = {"mpt": mpt}
 
 DROPOUT: dict[str, Callable[[], Case]] = {

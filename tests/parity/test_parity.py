@@ -16,7 +16,7 @@ from tests.parity.parity_check import MESHES, Variant, alone, batches, case, che
 from tests.parity.parity_models import FEW_MESHES, MODELS, OFTEN
 
 PLAIN = Variant()
-# by one optimizer a mesh is used plainly, by the other in one of these ways, which goes round
+# each mesh is used plainly with one optimizer, and with the other in one of these variants, in turn
 VARIANTS = (
     Variant(bulk=True),
     Variant(zero=0, micro=1),
@@ -29,16 +29,16 @@ VARIANTS = (
 
 
 def variants(name: str, mesh: Mesh) -> tuple[Variant, Variant]:
-    """For SGD, for AdamW: a plain one and another, in turn."""
+    """Return the variants for SGD and for AdamW: the plain one and another, in turn."""
     index = list(MODELS).index(name) + MESHES.index(mesh)
     plain, other = (few_microbatches(v, mesh) for v in (PLAIN, VARIANTS[index % len(VARIANTS)]))
-    if name == "skip_mlp":  # its last microbatch is one sample short, which takes two
+    if name == "skip_mlp":  # its last microbatch is one sample short, so it needs two
         other = replace(other, micro=max(2, other.micro))
     return (plain, other) if index // len(VARIANTS) % 2 else (other, plain)
 
 
 def few_microbatches(variant: Variant, mesh: Mesh) -> Variant:
-    """At most two for each pipeline rank, of 16 samples: what more of them do is done again."""
+    """Limit a variant to two microbatches of the 16 samples per pipeline rank: more only repeat the same work."""
     return replace(variant, micro=max(variant.micro, 16 // mesh.dp // (2 * mesh.pp)))
 
 
@@ -75,12 +75,12 @@ def test_mixtures_and_encoder_decoders(name: str) -> None:
 
 
 def test_a_table_that_limits_the_sequence() -> None:
-    """Sizes such as min(16, s), which no op has at the large sizes at which ops are looked at otherwise."""
+    """Sizes such as min(16, s), which do not occur at the large sizes at which ops are otherwise examined."""
     assert not check("mpt", Mesh(2, 2, 2), Variant(bulk=True, recompute="selective"), "sgd")
 
 
 def test_every_way_of_communicating_occurs() -> None:
-    """Plans for tiny models use the same collectives and vocabulary-parallel ops as those for large ones."""
+    """Plans for these tiny models use the same collectives and vocabulary-parallel ops as those for large ones."""
     missing = {"all_gather", "all_gather_whole", "all_reduce", "reduce_scatter", "all_to_all", "slice", "pad"}
     missing |= {"vocab_embedding", "vocab_cross_entropy"}
     for name, mesh in product(("gpt2", "nanogpt", "bert"), [mesh for mesh in MESHES if mesh.tp > 1]):
@@ -110,7 +110,7 @@ def test_parameters_placed_by_hand(name: str, splits: dict[str, str]) -> None:
     assert not check(name, Mesh(2, 2, 2), variant, "sgd")
 
 
-def test_what_nobody_uses_or_may_change_stays_put() -> None:
+def test_unused_and_frozen_parameters_do_not_change() -> None:
     made = parallel("oddities", planned("oddities", Mesh(2, 2, 2), PLAIN), "adamw")
     found = train_in_lockstep(made, batches("oddities"))
     before = case("oddities").model.state_dict()
@@ -122,7 +122,7 @@ def test_what_nobody_uses_or_may_change_stays_put() -> None:
 
 
 def test_the_plan_s_own_text_is_enough() -> None:
-    """A plan that was written down and read back trains the same bits."""
+    """A plan that was written and read back trains to the same bits."""
     plan = planned("nanogpt", Mesh(2, 2, 2), PLAIN)
     again = type(plan).from_json(plan.to_json())
     runs = [train_in_lockstep(parallel("nanogpt", p, "sgd"), batches("nanogpt")) for p in (plan, again)]

@@ -1,4 +1,4 @@
-"""Blocks through torch.compile: the same training, each class compiled once, nothing again after the first step."""
+"""Blocks under torch.compile: the same training; each class is compiled once, and never after the first step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def graphs() -> int:
 
 
 def test_compiled_blocks_train_like_one_process() -> None:
-    """Collectives, recomputation, parameters gathered late; then again with other stages of the same classes."""
+    """Collectives, recomputation, late parameter gathers; then other stages of the same classes."""
     name = "nanogpt"
     made = of(name, Mesh(1, 2, 2), LATER)
     found = train_in_lockstep(made, batches(name))
@@ -54,7 +54,7 @@ def test_compiled_blocks_train_like_one_process() -> None:
 
 
 def test_compiled_blocks_find_gathered_parameters() -> None:
-    """Graphs take parameters whose storage comes and goes (ZeRO 3)."""
+    """Graphs take parameters whose storage is freed and allocated (ZeRO 3)."""
     made = of("nanogpt", Mesh(2, 1, 1), replace(BULK, zero=3))
     found = train_in_lockstep(made, batches("nanogpt"))
     assert graphs() and not complaints("nanogpt", found, alone("nanogpt", "sgd"))
@@ -62,13 +62,13 @@ def test_compiled_blocks_find_gathered_parameters() -> None:
 
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 def test_compiled_blocks_over_cut_tokens(context: str) -> None:
-    """The ring, and which tokens a rank has, stay outside."""
+    """The ring, and the choice of a rank's tokens, stay outside of the graphs."""
     found = train_in_lockstep(of("nanogpt", Mesh(cp=2), replace(BULK, context=context, micro=8)), batches("nanogpt"))
     assert graphs() and not complaints("nanogpt", found, alone("nanogpt", "sgd"))
 
 
 def test_compiled_blocks_drop_over_cut_tokens() -> None:
-    """What eager blocks drop, in the ring and beside it."""
+    """Compiled blocks drop the same elements as eager ones, in the ring and outside of it."""
     name, run = "nanogpt_dropout", (Mesh(cp=2), replace(BULK, micro=8))
     found, plain = (train_in_lockstep(of(name, *run, backend), batches(name)) for backend in ("aot_eager", ""))
     wrong = differences(found.gradients, plain.gradients)
@@ -76,7 +76,7 @@ def test_compiled_blocks_drop_over_cut_tokens() -> None:
 
 
 def test_a_class_is_compiled_once_and_a_ragged_microbatch_once_more() -> None:
-    """Dropout as well: its key moves with step and microbatch, and no graph must know."""
+    """Dropout included: its key changes with step and microbatch, and must not be a constant of a graph."""
     name, counted = "nanogpt_dropout", []
     made = of(name, Mesh(), replace(BULK, micro=4))
     plain = of(name, Mesh(), replace(BULK, micro=4), "")

@@ -1,4 +1,4 @@
-"""Sequences cut over cp ranks: what one plain process computes, and the mistakes that must not pass."""
+"""Sequences split over cp ranks: equal to one plain process; planted mistakes are detected."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_heads_must_divide_for_ulysses() -> None:
 
 
 def of_length(tokens: int) -> list[dict[str, Tensor]]:
-    """A batch for each step, of another length than the one that was traced."""
+    """Return a batch for each step, of another length than the traced one."""
     draw = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 64, (STEPS, 16, tokens), generator=draw)
     return [{"idx": x, "targets": x.roll(-1, 1)} for x in ids]
@@ -86,7 +86,7 @@ def of_length(tokens: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, cp=2), Mesh(tp=2, cp=2)], ids=str)
 def test_other_lengths_than_the_traced_one(mesh: Mesh) -> None:
-    """Blocks, wires and rings read their sizes off what they are given."""
+    """Blocks, messages and rings take their sizes from their inputs."""
     made = parallel("nanogpt", planned("nanogpt", mesh, BULK), "sgd")
     found = train_in_lockstep(made, of_length(4))
     expected = train_alone(case("nanogpt").model, of_length(4), optimizer="sgd", optimizer_options=OPTIONS["sgd"])
@@ -117,7 +117,7 @@ def sound(name: str, mesh: Mesh = RING) -> Parallel:
     return parallel(name, planned(name, mesh, WHOLE), "sgd")
 
 
-def test_the_unspoilt_program_passes() -> None:
+def test_the_unchanged_program_passes() -> None:
     assert not verdict("nanogpt", sound("nanogpt"))
 
 
@@ -144,7 +144,7 @@ def test_the_unspoilt_program_passes() -> None:
             "return cp.all_reduce(div)",
             "loss of step 0",
             marks=pytest.mark.fault("a loss for each cp rank"),
-        ),  # each rank's is the whole
+        ),  # each rank's loss is taken for the whole
         pytest.param(
             "nanogpt",
             r"/ counts\[0\]",
@@ -197,14 +197,14 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
         ),
         pytest.param(
             r"here >= there", "here > there", "loss", marks=pytest.mark.fault("mask off the diagonal")
-        ),  # the diagonal's block
+        ),  # the diagonal block
         pytest.param(r"here >= there", "here >= there - 1", "loss", marks=pytest.mark.fault("mask off the diagonal")),
         pytest.param(
             r"_unpacked\(arriving\.wait\(\)\)",
             "_unpacked(sums)",
             "gradient",
             marks=pytest.mark.fault("gradients of keys stay"),
-        ),  # the last gradients of keys stay away
+        ),  # the last gradients of keys are not returned
         pytest.param(r"mine \+= theirs", "pass", "gradient", marks=pytest.mark.fault("gradients of keys stay")),
         (r" \+ total\.log\(\)", "", "gradient"),
     ],
@@ -221,7 +221,7 @@ def test_an_edited_ring_is_seen(monkeypatch: pytest.MonkeyPatch, pattern: str, b
         pytest.param(
             lambda c: replace(c, data=c.dp), "gradient", marks=pytest.mark.fault("gradients of one cp rank")
         ),  # not summed over cp
-        (lambda c: replace(c, dp=c.data), "rank"),  # batches cut over cp as well: not as many samples as planned
+        (lambda c: replace(c, dp=c.data), "rank"),  # batches split over cp as well: fewer samples than planned
     ],
 )
 def test_wrong_groups_are_seen(

@@ -1,4 +1,4 @@
-"""Backward passes of the user's own: kept to the last digit of one process, or refused with their place.
+"""Custom backward passes of the user: equal to one process up to rounding, or refused with their place.
 
 14 samples for two data-parallel ranks in microbatches of two, so that the last one of each is ragged.
 """
@@ -84,7 +84,7 @@ def made(
 
 
 def wrong(model: nn.Module, given: Mapping[str, Tensor], part: Parallel) -> list[str]:
-    """What two steps give otherwise than on one process."""
+    """Return the differences from one process after two steps."""
     steps = [given, {n: x.roll(1, 0) for n, x in given.items()}]
     found = train_in_lockstep(part, steps)
     wanted = train_alone(model, steps, optimizer="sgd", optimizer_options=OPTIONS["sgd"])
@@ -100,7 +100,7 @@ def net(body: Body, blocks: int = 3) -> nn.Module:
 
 
 def hooked(*hooks: Callable[[Tensor], Any]) -> Body:
-    """A block with hooks on what its layer gives."""
+    """Return a block with these hooks on its layer's output."""
 
     def body(self: Any, h: Tensor) -> Tensor:
         out = self.layer(h)
@@ -123,14 +123,14 @@ def removed(self: Any, h: Tensor) -> Tensor:
 
 
 def hook_then_in_place(self: Any, h: Tensor) -> Tensor:
-    """A hook sees the gradient of the tensor as it was."""
+    """The hook gets the gradient of the tensor before the in-place change."""
     out = self.layer(h)
     out.register_hook(clamp)
     return out.mul_(2).tanh()
 
 
 def written_through_views(self: Any, h: Tensor) -> Tensor:
-    """What torch has to functionalise."""
+    """Writes through views, which torch has to functionalise."""
     out = own.Gelu.apply(self.layer(h))
     out[:, 0] = 0.5
     out.register_hook(clamp)
@@ -212,7 +212,7 @@ def test_kept_however_it_is_carried_out(variant: Variant) -> None:
 
 
 class Tokens(nn.Module):
-    """Samples of tokens, whose rows are one dim for the function where `flat`; its logits are read twice."""
+    """Samples of tokens, merged into one dim for the function if `flat`; the logits are read twice."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], flat: bool = False) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def test_kept_over_tokens(function: Callable[[Tensor], Tensor], flat: bool, mesh
 
 
 class Summed(nn.Module):
-    """A loss of the user's own beside the usual one."""
+    """A custom loss function beside the usual one."""
 
     def __init__(self, own_loss: Any) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_parametrisations_are_kept() -> None:
 
 
 def test_gradient_checkpointing_of_transformers_is_left_to_the_plan() -> None:
-    """The same graph with and without, either way."""
+    """The traced graph is the same with and without checkpointing, reentrant or not."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
@@ -295,7 +295,7 @@ def test_gradient_checkpointing_of_transformers_is_left_to_the_plan() -> None:
 
 
 def test_functions_that_cannot_be_imported_are_handed_over() -> None:
-    """Two classes of one name and one text: each program calls its own. None of them can be written elsewhere."""
+    """Two classes with the same name and source: each program calls its own. Neither program can be written to disk."""
     for factor in (0.5, 2.0):
         sign = own.straight_sign(factor)
         model = net(lambda self, h, sign=sign: sign.apply(self.layer(h)) + self.layer(h).tanh(), 2)
@@ -388,7 +388,7 @@ def on_weight(function: Any) -> Body:
     return lambda self, h: F.linear(h, function.apply(self.layer.weight)).tanh()
 
 
-BODY = "blocks.0 (own_passes.py"  # a place in the graph is a line of forward
+BODY = "blocks.0 (own_passes.py"  # places in the graph are lines of forward
 REFUSED: dict[str, tuple[Body, str, str]] = {  # body, what, where
     "batch_norm_of_gradient": (lambda self, h: own.ClipNorm.apply(self.layer(h)), "ClipNorm mixes samples", BODY),
     "centred_gradient": (lambda self, h: own.Centred.apply(self.layer(h)), "Centred mixes samples", BODY),
@@ -480,7 +480,7 @@ def test_scaled_gradients_must_not_be_clipped() -> None:
 
 
 def planted(body: Body) -> list[str]:
-    """What parity says; a program that breaks is as good."""
+    """Return the differences that parity finds, or the error of a program that fails."""
     model = net(body, 2)
     try:
         return wrong(model, batch(), made(model, batch()))

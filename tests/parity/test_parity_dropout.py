@@ -1,4 +1,4 @@
-"""Dropout is a function of the element: any two plans drop the same, as one process does with the whole batch."""
+"""Dropout depends on the element only: any two plans drop the same elements as one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ VARIANTS = (  # in turn over meshes and models
 
 @cache
 def trained(name: str, mesh: Mesh, variant: Variant = PLAIN, seed: int = 0, again: int = 0) -> Trained:
-    """`again` only tells runs apart."""
+    """Train a plan; different `again` give separate runs under the cache."""
     return train_in_lockstep(parallel(name, planned(name, mesh, variant), "sgd", seed=seed), batches(name))
 
 
 @cache
 def alone(name: str) -> Trained:
-    """One process with the whole batch at once."""
+    """Train one process with the whole batch at once."""
     return trained(name, Mesh(1, 1, 1), Variant(micro=16))
 
 
@@ -51,21 +51,21 @@ def apart(one: Trained, other: Trained) -> float:
 
 
 def is_alone(name: str, found: Trained) -> bool:
-    """The loss of gpt2 is in float32: gradients and parameters do not notice."""
+    """Return whether a run equals one process; the loss of gpt2 is in float32, gradients and parameters are not."""
     tensors = differences(found.gradients, alone(name).gradients) | differences(found.state, alone(name).state)
     close = torch.tensor(found.losses).sub(torch.tensor(alone(name).losses)).abs().max() < 1e-6
     return not found.diverged and bool(close) and max(tensors.values()) <= 1e-10
 
 
 def in_turn() -> list[tuple[str, Mesh]]:
-    """Each model on two meshes of 8."""
+    """List each model with two meshes of 8 ranks."""
     return [(name, mesh) for i, name in enumerate(DROPOUT) for mesh in MESHES[i + 1 :: 5]]
 
 
 @pytest.mark.parametrize(("name", "mesh"), in_turn(), ids=str)
 def test_every_mesh_drops_what_one_process_drops(name: str, mesh: Mesh) -> None:
     variant = VARIANTS[(list(DROPOUT).index(name) + MESHES.index(mesh)) % len(VARIANTS)]
-    if name == "folded_dropout":  # its last microbatch is one sample short, which takes two
+    if name == "folded_dropout":  # its last microbatch is one sample short, so it needs two
         variant = replace(variant, micro=2)
     assert is_alone(name, trained(name, mesh, variant))
 
@@ -81,7 +81,7 @@ def test_backward_in_two_halves_plays_no_part() -> None:
     assert is_alone("nanogpt_dropout", trained("nanogpt_dropout", CUBE, zero_bubble))
 
 
-TOKENS = [  # cut over cp ranks
+TOKENS = [  # split over cp ranks
     ("nanogpt_dropout", Mesh(dp=2, tp=2, cp=2), replace(PLAIN, micro=4)),
     ("nanogpt_dropout", Mesh(pp=2, cp=4), replace(PLAIN, micro=8, recompute="full")),
     ("gpt2_dropout", Mesh(tp=2, pp=2, cp=2), replace(PLAIN, micro=4)),
@@ -111,7 +111,7 @@ def test_seed_and_dropout_matter(name: str) -> None:
 
 
 def test_every_step_and_sample_draws_anew() -> None:
-    """All samples alike and nothing learnt: what differs comes from dropout alone."""
+    """All samples are equal and the learning rate is 0: losses differ by dropout only."""
     name = "nanogpt_dropout"
     alike = {n: x[15:].expand(16, *x.shape[1:]) for n, x in case(name).batch.items()}
     made = parallel(name, planned(name, Mesh(1, 1, 1), Variant(micro=1)), "sgd")
@@ -133,7 +133,7 @@ def test_shares_need_not_be_equal() -> None:
 
 
 def test_every_place_of_samples_is_met() -> None:
-    """The program of `folded_dropout` says where samples lie, where they are not the first dim."""
+    """The program of `folded_dropout` states the dim of the samples wherever it is not the first."""
     made = parallel("folded_dropout", planned("folded_dropout", Mesh(1, 4, 1), PLAIN), "sgd")
     text = "".join(made.program.files.values())
     places = set(re.findall(r"samples=(?:ops\.Samples\(([^)]*)\)|(None|ops\.MICROBATCH))", text))
@@ -145,7 +145,7 @@ def test_every_place_of_samples_is_met() -> None:
 
 
 def edited(name: str, edit: Callable[[str], str], mesh: Mesh = CUBE, variant: Variant = PLAIN) -> Parallel:
-    """A program with every Python file edited; at least one must change."""
+    """Return a program with every Python file edited; at least one must change."""
     made = parallel(name, planned(name, mesh, variant), "sgd")
     files = {n: edit(text) if n.endswith(".py") else text for n, text in made.program.files.items()}
     assert files != made.program.files, "nothing was planted"
@@ -205,7 +205,7 @@ def test_an_edited_place_is_seen(name: str, pattern: str, by: str) -> None:
 
 
 def no_samples(sizes: Iterable[int]) -> Iterator[int]:
-    """Where each microbatch begins, if all begin anew."""
+    """Yield 0 as the first sample of every microbatch."""
     return (0 for _ in sizes)
 
 
@@ -302,7 +302,7 @@ def test_an_edited_ring_is_seen(pattern: str, by: str, monkeypatch: pytest.Monke
 
 @pytest.mark.fault("masks of conversions")
 def test_keys_that_count_conversions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values are gathered before the probabilities are dropped: positions after the cut are others."""
+    """Keys and values are gathered before the probabilities are dropped, which shifts the positions of later ops."""
     right = _SegmentWriter._op
     monkeypatch.setattr(_SegmentWriter, "_op", lambda self, node, _, tp: right(self, node, len(self.nodes), tp))
     name, mesh = "written_dropout", Mesh(cp=2)

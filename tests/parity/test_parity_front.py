@@ -1,4 +1,4 @@
-"""Losses given from outside, with targets that `forward` never sees: as in one process, or one error."""
+"""Loss functions passed by the user, with targets that `forward` never sees: as in one process, or one error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Learned(nn.Module):
 
 
 class Weighed(nn.Module):
-    """A loss with a constant alone."""
+    """A loss with a constant only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def of_both(logits: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
 
 
 class Owner(Plain):
-    """A model that holds its loss, as Lightning's modules do."""
+    """A model that holds its loss, as Lightning modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_inputs_that_are_made_leave_out_what_is_a_target() -> None:
     assert list(traced.folded.traced.inputs.values()) == ["idx", "targets"]
 
 
-def test_a_batch_names_its_targets_and_is_told_so() -> None:
+def test_a_batch_without_named_targets_is_refused() -> None:
     made = planned(randomised(Plain()), x(), nn.MSELoss(), values(), mesh=(1, 1, 1))
     batch = {**x(), "targets": values()}
     assert float(made.train_step(batch)) > float(made.eval_step(batch)) > 0
@@ -220,7 +220,7 @@ def test_a_batch_names_its_targets_and_is_told_so() -> None:
         made.train_step({**x(), "y": values()})
 
 
-# ---- wrong ones ----
+# ---- refused losses ----
 
 
 def refusal(loss: Any = None, targets: Any = None, model: nn.Module | None = None, **inputs: Tensor) -> InputsError:

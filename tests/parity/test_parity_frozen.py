@@ -1,4 +1,4 @@
-"""Frozen parameters under ZeRO 0 to 3: the numbers of one process, the bytes that are predicted."""
+"""Frozen parameters under ZeRO 0 to 3: the numbers of one process, and the predicted bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.parity.parity_models import VOCAB, WIDTH, Case, randomised, tokens
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank change beside it (Hu et al. 2021, LoRA), a norm that is frozen too."""
+    """Frozen linear layer with a low-rank adapter (Hu et al. 2021, LoRA), and a frozen norm."""
 
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Adapted(nn.Module):
 
 
 class Lora(nn.Module):
-    """Frozen tied tables, adapted layers; one frozen layer that every block reads, one that nobody does."""
+    """Frozen tied tables, adapted layers; a frozen layer that every block reads, and an unused frozen parameter."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Lora(nn.Module):
 
 
 class Encoded(nn.Module):
-    """A frozen encoder, behind which no gradient goes, a trained decoder on it, and a frozen head behind that."""
+    """Frozen encoder, which gets no gradient, a trained decoder on it, and a frozen head behind the decoder."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Encoded(nn.Module):
 
 
 class Quantised(nn.Module):
-    """Frozen weights of 8 bits with a scale, beside trained ones."""
+    """Frozen 8-bit weights with a scale, beside trained ones."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def made(name: str, fix: dict[str, Any]) -> Parallel:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What is freed holds nothing that anybody could have meant."""
+    """Fill freed storage with values that break any result which reads them."""
     if "bytes" in request.node.name:
         return
 
@@ -184,7 +184,7 @@ def frozen(name: str) -> dict[str, Tensor]:
 
 
 def values(case: tuple[str, int, int]) -> tuple[object, ...]:
-    """What a model on a way under a stage of ZeRO is drawn by."""
+    """Return the values whose pairs the sample of cases must cover."""
     name, way, zero = case
     return name, zero, *(WAYS[way].get(key) for key in ("dp", "tp", "pp", "schedule", "virtual", "recompute", "shards"))
 
@@ -193,7 +193,7 @@ def ids(cases: list[tuple[str, int, int]]) -> list[str]:
     return [f"{name}-{WAYS[way]}-{zero}" for name, way, zero in cases]
 
 
-# every way under ZeRO 3, and each in turn under another stage
+# every way under ZeRO 3, and every second one also under another stage, in turn
 RUNS = [(name, i, zero) for name in MODELS for i in range(len(WAYS)) for zero in (3, i % 3) if zero == 3 or i % 2]
 RUNS = pairwise(RUNS, values)
 HELD = pairwise(product(MODELS, range(len(WAYS)), (0, 2, 3)), values)
@@ -211,14 +211,14 @@ def test_frozen_parameters_train_like_one_process(name: str, way: int, zero: int
 
 
 def storages(tensors: Any) -> int:
-    """Bytes of distinct ones."""
+    """Return the bytes of distinct storages."""
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 @pytest.mark.fault("frozen parameters whole")
 @pytest.mark.parametrize(("name", "way", "zero"), HELD, ids=ids(HELD))
 def test_bytes_of_frozen_parameters(name: str, way: int, zero: int) -> None:
-    """What every rank holds between steps is what the plan predicts, and under ZeRO 3 a part of each of them."""
+    """Every rank holds the predicted bytes between steps, and under ZeRO 3 only its shard of each parameter."""
     shared = {key: value for key, value in WAYS[way].items() if zero or key != "shards"}
     parallel = made(name, {**shared, "zero": zero})
     values = parallel.initial_values()
@@ -249,7 +249,7 @@ def test_bytes_of_frozen_parameters(name: str, way: int, zero: int) -> None:
                 if not s.trainable
             )
             buckets = {s.unit for s in specs if not s.trainable}
-            padding = 2 * 3 * len(buckets) * 32 * 8 * layout.mesh.dp  # of each class over tp, and each dtype
+            padding = 2 * 3 * len(buckets) * 32 * 8 * layout.mesh.dp  # per class (split over tp or not) and dtype
             assert whole == 0 or still <= (whole + padding) // layout.sharing
     for stage, predicted in enumerate(parallel.plan.predicted.memory):
         most = state_bytes(layout, stage, "sgd", fullest=True)

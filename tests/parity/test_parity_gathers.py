@@ -1,4 +1,4 @@
-"""What tp gathers for products and gathers again for their gradients: the numbers of one process, fewer bytes kept."""
+"""Operands that tp gathers for products and re-gathers in backward: the numbers of one process, fewer bytes saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parity.test_parity_recompute import KINDS, made_for, measured, predic
 
 CUBE = Mesh(2, 2, 2)
 AGAIN = Variant(bulk=True, gathers="again")
-NOT_BY_SEQUENCE = ("vit",)  # tp does not divide its sequence
+NOT_BY_SEQUENCE = ("vit",)  # tp does not divide their sequence
 CASES = [
     ("gpt2", CUBE, replace(AGAIN, zero=3)),
     ("gpt2", Mesh(1, 2, 1), replace(AGAIN, micro=16)),  # weights are gathered as well
@@ -48,7 +48,7 @@ def test_gathering_again_changes_no_number(name: str, mesh: Mesh, variant: Varia
 
 
 class Sums(nn.Module):
-    """What tp gathers is read by a sum, which is no call, and by a product."""
+    """A tensor that tp gathers is read by a product, and by an addition, which is not a call in the emitted source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ def test_kept_bytes_are_those_predicted(name: str, policy: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "by"),
     [
-        (r"recompute\(core, ", "core("),  # what was gathered stays
-        (r"spare\(F\.linear, ", "keep(F.linear, "),  # results are held beside those that others keep
+        (r"recompute\(core, ", "core("),  # the gathered operand is saved
+        (r"spare\(F\.linear, ", "keep(F.linear, "),  # results are saved beside those that others save
     ],
 )
 def test_an_edited_gather_is_seen_in_bytes(pattern: str, by: str) -> None:

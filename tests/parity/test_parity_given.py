@@ -1,4 +1,4 @@
-"""Models as people set them: modes, types, bare parameters, wrappers. As in one process, or one error beforehand."""
+"""Models in any state: modes, dtypes, bare parameters, wrappers. As in one process, or one error beforehand."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_module_of_many_alike_in_eval_mode() -> None:
     ids = {name: torch.randint(0, 40, (2, 8)) for name in ("idx", "targets")}
     made = planned(model, ids, mesh=(1, 1, 1))
     assert any(note.startswith("passed in eval mode: drop, blocks.1, blocks.3:") for note in made.plan.notes)
-    assert sources(made).count("ops.dropout(") == 2  # of the two blocks left, one class
+    assert sources(made).count("ops.dropout(") == 2  # of the two blocks in training mode, one class
 
 
 def test_verify_leaves_out_layers_and_keeps_the_modes_of_the_others() -> None:
@@ -144,7 +144,7 @@ def test_float_inputs_of_a_float_model(precision: str) -> None:
 
 
 class Timed(Scored):
-    """Something is computed of an input before a layer takes it."""
+    """Uses an input in arithmetic before a layer reads it."""
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return (

@@ -1,4 +1,4 @@
-"""Parameter groups by name: under any plan each parameter is stepped as its own group says."""
+"""Parameter groups by name: under any plan each parameter is updated with the options of its own group."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_groups_are_stepped_as_they_say(name: str, mesh: Mesh) -> None:
 
 
 def test_every_rank_has_every_group() -> None:
-    """A scheduler or a log looks at groups by their place."""
+    """Schedulers and logs index groups by position."""
     groups = read_groups([{**NORMS, "names": "*.bias"}, TABLES], ["embed.weight", "a.bias"])
     given = grouped([("a.bias", nn.Parameter(torch.ones(2)))], groups)
     made = make_optimizer("adamw", given, lr=1e-3, weight_decay=0.1)

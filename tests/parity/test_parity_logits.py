@@ -1,4 +1,4 @@
-"""A loss in place beside others that read its logits: the numbers of one process, whoever they are."""
+"""An in-place loss beside other readers of its logits: the numbers of one process, whoever they are."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.parity.logit_heads import HEADS, headed
 from tests.parity.parity_check import OPTIONS, complaints
 from tests.parity.parity_models import VOCAB, WIDTH, randomised, tokens
 
-MIXED = {"split_in_two", "unbound", "selected", "transposed_in_two", "choice"}  # classes are positions: not over cp
-OPS: tuple[int, dict[str, Any]] = (0, {"tp": 2, "recompute": "ops"})  # (layers, fix): without layers heads run again
+MIXED = {"split_in_two", "unbound", "selected", "transposed_in_two", "choice"}  # classes are positions, so not over cp
+OPS: tuple[int, dict[str, Any]] = (0, {"tp": 2, "recompute": "ops"})  # (layers, fix); recomputes the heads
 IN_TURN: list[tuple[int, dict[str, Any]]] = [
     (2, {"dp": 2, "tp": 2, "sequence_parallel": False}),
     (2, {"cp": 2}),
@@ -58,7 +58,7 @@ def alone(name: str, layers: int) -> Trained:
 
 
 def made(name: str, layers: int, fix: dict[str, Any]) -> Parallel:
-    """With a loss in place, whatever it is asked to spare."""
+    """Plan with an in-place loss and these constraints."""
     origin, backend = source(name, layers), fix.get("compile", "")
     fix = {"micro": 2, "loss": "in_place", **{n: x for n, x in fix.items() if n != "compile"}}
     world = 1
@@ -91,13 +91,13 @@ COPIES = {"capped": 0, "by_einsum": 0, "straight": 0, "distilled": 0, "two_losse
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_is_made_where_somebody_reads(name: str) -> None:
+def test_a_copy_is_made_for_other_readers(name: str) -> None:
     text = "".join(made(name, 0, {"tp": 2}).program.files.values())
     assert text.count(".clone()") == COPIES[name]
 
 
 class Dropped(nn.Module):
-    """A dropout hands on its operand where it is off, as in an evaluation."""
+    """Dropout that is off returns its operand itself, as in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()

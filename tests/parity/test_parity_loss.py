@@ -1,4 +1,4 @@
-"""A cross entropy that overwrites its logits: the numbers of one process, and nothing overwritten that others read."""
+"""An in-place cross entropy: the numbers of one process, and no logits are overwritten that have other readers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_cut_vocabulary_s_loss_is_in_place_by_itself(tp: int, loss: str, says:
 
 
 class Twice(nn.Module):
-    """Two losses of the same logits, which the op before them keeps as well where `capped`."""
+    """Two losses of the same logits, which the op before them saves as well if `capped`."""
 
     def __init__(self, capped: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Twice(nn.Module):
 
 
 def trained(capped: bool) -> tuple[str, list[str]]:
-    """The program's text, and what is wrong with its training."""
+    """Return the program's text, and what is wrong with its training."""
     torch.manual_seed(0)
     ids, labels = tokens()
     model, batch = randomised(Twice(capped)), {"ids": ids, "labels": labels}
@@ -82,7 +82,7 @@ def trained(capped: bool) -> tuple[str, list[str]]:
 def test_logits_that_others_read_are_copied(capped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     text, wrong = trained(capped)
     assert not wrong
-    # the second may have them where no op before it keeps them
+    # the second loss may overwrite them unless the op before saves them
     assert (text.count("in_place=True"), text.count(".clone()")) == (2, 2 if capped else 1)
     monkeypatch.setattr(overwriting, "writes_logits", lambda *_, **__: True)
     with pytest.raises(RuntimeFault, match="modified by an inplace operation"):

@@ -27,7 +27,7 @@ LOSSES = {**EXACT, **RATIOS, **FUNCTIONS}
 
 
 def made(model: nn.Module, batch: dict[str, Tensor], **options: object) -> Parallel:
-    """Three samples on each of two data-parallel ranks: a microbatch of two and one of one."""
+    """Parallelize over two data-parallel ranks of three samples: a microbatch of two and one of one."""
     fix = {"dp": 2, "tp": 1, "pp": 1, "micro": 2, **options.pop("fix", {})}  # type: ignore[dict-item]
     world, step = int(fix["dp"]) * int(fix["tp"]) * int(fix["pp"]), int(fix["dp"]) * int(fix["micro"])
     examples = {n: x[:2] for n, x in batch.items()}
@@ -38,7 +38,7 @@ def made(model: nn.Module, batch: dict[str, Tensor], **options: object) -> Paral
 
 
 def off(parallel: Parallel, model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """The largest relative difference of the loss, the norm and any gradient or parameter."""
+    """Return the largest relative difference of the loss, the norm and any gradient or parameter."""
     found = train_in_lockstep(parallel, [batch])
     alone = train_alone(model, [batch], optimizer="sgd", optimizer_options={"lr": 0.05})
     pairs = [*zip(found.losses, alone.losses, strict=True), *zip(found.norms, alone.norms, strict=True)]
@@ -56,7 +56,7 @@ def test_as_on_one_process(name: str) -> None:
 
 
 class Deep(Model):
-    """The same losses behind layers that a pipeline can be cut into, with a term that an early one makes."""
+    """Losses behind layers that can be cut into pipeline stages, with a term from an early layer."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
@@ -180,7 +180,7 @@ def test_a_loss_that_is_exact_is_so_whatever_may_be_averaged() -> None:
     assert parallel.plan.loss_averaging == "global" and off(parallel, model, batch) <= TOLERANCE
 
 
-def test_an_unknown_averaging_is_told() -> None:
+def test_an_unknown_averaging_is_refused() -> None:
     with pytest.raises(InputsError, match="loss_averaging is 'per-token'") as caught:
         made(model_of(EXACT["mean"]), ragged(), loss_averaging="per-token")
     assert "per-microbatch" in caught.value.fix
@@ -220,7 +220,7 @@ def own_sums(self: LossOfSums, own: Tensor) -> None:
 
 @pytest.mark.fault("sums of a rank")
 def test_sums_of_the_microbatches_so_far_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the forward passes ahead."""
+    """Skip the extra forward passes that complete the sums first."""
     model, batch = model_of(FUNCTIONS["root"]), ragged()
     parallel = made(model, batch, fix={"schedule": "1f1b"})
     monkeypatch.setattr(parallel, "layout", replace(parallel.layout, sums_ahead=False))

@@ -1,4 +1,4 @@
-"""16 bits: a plan may be no further from the truth in double precision than three times one process in 16 bits."""
+"""16 bits: a plan's distance from double precision is at most three times that of one process in 16 bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = (
 
 
 def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Of the whole gradient, relative."""
+    """Return the relative error of the whole gradient."""
     off = sum(float((found[n].double() - x).square().sum()) for n, x in truth.items())
     return (off / sum(float(x.square().sum()) for x in truth.values())) ** 0.5
 
@@ -84,9 +84,9 @@ def test_as_near_the_truth_as_one_process(name: str, precision: str, meshes: tup
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_of_the_compute_type_are_widened_to_step(zero: int) -> None:
-    """What is added to nothing and summed with nobody is the same in both types; sums of microbatches are not.
+    """A gradient that is neither accumulated nor reduced is equal in both dtypes; sums of microbatches differ.
 
-    ZeRO 3 adds them up in the main type in any case, as FSDP does: what is narrow there is what dp ranks sum.
+    ZeRO 3 accumulates in the main dtype anyway, as FSDP does: only the sum over dp ranks is narrow.
     """
 
     def trained(gradients: str, micro: int) -> Trained:

@@ -1,4 +1,4 @@
-"""Parity sees the classic silent mistakes: each is planted in an emitted file or in what the runtime is told."""
+"""Parity detects classic silent mistakes, planted in an emitted file or in the arguments of the runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUBE = Mesh(2, 2, 2)
 
 
 def verdict(name: str, made: Parallel) -> list[str]:
-    """What parity says; a refusal to run is as good."""
+    """Return the differences that parity finds, or the error of a plan that is refused."""
     try:
         return complaints(name, train_in_lockstep(made, batches(name)), alone(name, "sgd"))
     except AutoptdError as error:
@@ -32,7 +32,7 @@ def sound(name: str, mesh: Mesh = CUBE, variant: Variant = BULK) -> Parallel:
 
 
 def edited(made: Parallel, edit: Callable[[str], str]) -> Parallel:
-    """The program with every Python file edited; at least one must change."""
+    """Return a program with every Python file edited; at least one must change."""
     files = {n: edit(text) if n.endswith(".py") else text for n, text in made.program.files.items()}
     assert files != made.program.files, "nothing was planted"
     return with_files(made, files)
@@ -100,7 +100,7 @@ def test_swapped_stages_are_refused() -> None:
 
 
 def test_swapped_layers_are_seen() -> None:
-    """Two layers take each other's values."""
+    """Two layers get each other's values."""
     made = sound("nanogpt")
     values = made.initial_values()
     names = {n: n.replace("blocks.0.", "blocks.x.").replace("blocks.1.", "blocks.0.") for n in values}
@@ -110,7 +110,7 @@ def test_swapped_layers_are_seen() -> None:
 
 
 def plant(made: Parallel, name: str, **changes: object) -> None:
-    """Tell the runtime something else of one parameter."""
+    """Change the runtime's specification of one parameter."""
     layout = made.layout
     spec = replace(layout.parameters[name], **changes)
     made.__dict__["layout"] = replace(layout, parameters={**layout.parameters, name: spec})

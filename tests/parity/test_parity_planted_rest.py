@@ -1,4 +1,4 @@
-"""More of what parity must see: randomness, first values, buffers, and sizes that tp does not divide."""
+"""More mistakes that parity must detect: randomness, initial values, buffers, and sizes that tp does not divide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.parity.parity_check import Variant, alone, batches, check, complaints
 BULK = Variant(bulk=True)
 Patch = pytest.MonkeyPatch
 
-# ---- dropout: keys that are spoilt, whatever makes numbers of them ----
+# ---- dropout: changed keys, whatever generates the numbers ----
 
 
 def trained(mesh: Mesh, variant: Variant = BULK, steps: int = 2) -> Trained:
@@ -41,7 +41,7 @@ def apart(one: Trained, other: Trained) -> float:
 
 
 def spoil(patch: Patch, suffix: Callable[[], str], change: Callable[[Any], Any] = lambda rng: rng) -> None:
-    """Every key gets a suffix, and its randomness is changed."""
+    """Append a suffix to every key, and change its randomness."""
     for name in ("dropout", "attention"):
         whole = getattr(ops, name)
 
@@ -54,7 +54,7 @@ def spoil(patch: Patch, suffix: Callable[[], str], change: Callable[[Any], Any] 
 
 
 def rank() -> int:
-    """Of this thread's rank."""
+    """Return the rank of this thread."""
     return int(threading.current_thread().name.removeprefix("rank "))
 
 
@@ -75,7 +75,7 @@ def test_masks_that_know_their_stage_are_caught(monkeypatch: Patch) -> None:
 
 @pytest.mark.fault("masks drawn anew")
 def test_recomputation_that_draws_anew_is_caught(monkeypatch: Patch) -> None:
-    """The loss of the first step is as it was: only gradients tell."""
+    """The loss of the first step is unchanged: only the gradients differ."""
     again = replace(BULK, recompute="full")
     assert apart(trained(Mesh(), again), trained(Mesh())) < 1e-12
     numbers = count()
@@ -96,7 +96,7 @@ def test_recomputation_that_draws_anew_is_caught(monkeypatch: Patch) -> None:
 
 @pytest.mark.fault("masks that repeat")
 def test_masks_that_are_the_same_in_every_step_are_caught(monkeypatch: Patch) -> None:
-    """The same batch again, and nothing learnt: what differs between steps comes from dropout alone."""
+    """The batch is repeated and the learning rate is 0: losses of two steps differ by dropout only."""
     name = "nanogpt_dropout"
     made = parallel(name, planned(name, Mesh(), BULK), "sgd")
     made._optimizer_options = {"lr": 0.0}
@@ -133,7 +133,7 @@ def test_first_values_that_depend_on_the_cut_are_caught(monkeypatch: Patch) -> N
 @pytest.mark.fault("buffers of another stage")
 @pytest.mark.parametrize("name", ["layers.3.scale", "layers.3.shift"])
 def test_a_buffer_that_lost_its_values_is_seen(name: str) -> None:
-    """One that checkpoints hold, and one that they do not."""
+    """One buffer is in checkpoints, one is not."""
     made = parallel("oddities", planned("oddities", Mesh(1, 1, 2), BULK), "sgd")
     values = made.initial_values()
     assert not complaints("oddities", train_in_lockstep(made, batches("oddities")), alone("oddities", "sgd"))
@@ -147,7 +147,7 @@ def test_a_buffer_that_lost_its_values_is_seen(name: str) -> None:
 
 @pytest.mark.fault("key heads of a neighbour")
 def test_key_heads_of_other_queries_are_seen() -> None:
-    """Two key heads on four ranks: each is repeated for four queries in a row, not for every other."""
+    """Two key heads on four ranks: each serves four queries in a row, not every other one."""
     name = "llama_2_kv"
     made = parallel(name, planned(name, Mesh(1, 4, 1), BULK), "sgd")
     pattern = r"(key_states\w*)\.unsqueeze\(2\)\.expand\(b, 2, 4,"
@@ -159,7 +159,7 @@ def test_key_heads_of_other_queries_are_seen() -> None:
 
 @pytest.mark.fault("a vocabulary that does not divide")
 def test_a_vocabulary_that_does_not_divide_is_not_split() -> None:
-    """Nothing is padded: asked for, it is refused; else the table lies in another way."""
+    """Tables are never padded: a fixed split is refused; otherwise the table is placed another way."""
     with torch.device("meta"):
         model = NanoGPT(GPTSizes(vocab=63, max_seq=16, width=32, layers=2, heads=4))
     asked: dict[str, Any] = {"world": 2, "batch": 4, "precision": "fp32"}
@@ -170,7 +170,7 @@ def test_a_vocabulary_that_does_not_divide_is_not_split() -> None:
 
 @pytest.mark.fault("experts by another group")
 def test_experts_that_another_rank_counts_too_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts are split over tp as all parameters are; each element has one rank that counts it."""
+    """Experts are split over tp like all parameters; each element is counted by one rank."""
     mesh, variant = Mesh(2, 2, 1), Variant()
     assert check("mixtral", mesh, variant, "sgd") == []
     whole = trainer.squared_norm

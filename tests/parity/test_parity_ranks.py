@@ -50,7 +50,7 @@ def train_rank(
     optimizer: str,
     clip_norm: float | None,
 ) -> Trained:
-    """A worker's job: what `Parallel` does, from files, layout and values alone, so that no worker traces a model."""
+    """Do what `Parallel` does, from files, layout and values only, so that no worker traces a model."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
         cut = tokens_axis(layout, communicators.cp)
@@ -81,5 +81,5 @@ def test_processes_are_one_process(pool: ProcessPool, name: str, mesh: Mesh, var
         assert max(differences(found.gradients, lockstep.gradients).values()) <= TOLERANCE, rank
         assert max(differences(found.state, {n: lockstep.state[n] for n in found.state}).values()) <= TOLERANCE, rank
     first = results[0]
-    whole = replace(first, state=lockstep.state | first.state)  # buffers, which no step changes
+    whole = replace(first, state=lockstep.state | first.state)  # buffers do not change in a step
     assert not complaints(name, whole, alone(name, optimizer, variant.clip_norm))

@@ -1,4 +1,4 @@
-"""Blocks that run again in part: the numbers of one process, and kept for the backward pass what was predicted."""
+"""Partly recomputed blocks: the numbers of one process, and the predicted bytes saved for backward."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_runs_again_drops_the_same(name: str, mesh: Mesh, variant: Variant)
 
 
 def mixed(name: str, length: int) -> Plan:
-    """A plan whose layers take all policies in turn, each for `length` segments of a layer."""
+    """Return a plan whose layers take all policies in turn, each for `length` segments of a layer."""
     plan = planned(name, Mesh(2, 2, 1), SELECTIVE)
     unit = max(read_source(name).folded.units, key=lambda u: u.count)
     assert unit.length == 2
@@ -114,7 +114,7 @@ def test_a_layer_has_one_policy() -> None:
 
 
 class Alive(TorchDispatchMode):
-    """The storages that ops make, while they live."""
+    """Tracks the storages that ops allocate, while they are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Alive(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and _storage(x) not in given:  # no view, and nobody else's
+            if isinstance(x, Tensor) and _storage(x) not in given:  # neither a view nor an existing storage
                 storage = x.untyped_storage()
                 self.made[_storage(x)] = StorageWeakRef(storage), storage.nbytes()
         return out
@@ -165,7 +165,7 @@ def llama() -> nn.Module:
 
 
 def eager_bert() -> nn.Module:
-    """Scores are written out, masked and dropped: a core of many ops."""
+    """Make a BERT whose scores are written out, masked and dropped: a core of many ops."""
     from transformers import BertConfig, BertForMaskedLM
 
     sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 8}
@@ -209,7 +209,7 @@ def made_for(name: str, tp: int, policy: str, cp: int = 1, gathers: str = "kept"
 
 
 def predicted(name: str, made: Parallel, policy: str) -> int:
-    """Bytes that the last layer keeps, but for what it hands on."""
+    """Return the bytes that the last layer saves, less its output."""
     folded, mesh = source(name).folded, made.plan.mesh
     sharding = read_sharding(source(name), made.plan)
     unit = max(folded.units, key=lambda u: (u.count, u.length))
@@ -224,7 +224,7 @@ def predicted(name: str, made: Parallel, policy: str) -> int:
 
 
 def measured(name: str, made: Parallel, whole: bool) -> int:
-    """What is alive after the last layer's forward pass, on one rank."""
+    """Return the bytes alive after the last layer's forward pass, on one rank."""
     values = made.initial_values()
     made.stage_module(0, 0)
 
@@ -252,10 +252,10 @@ def measured(name: str, made: Parallel, whole: bool) -> int:
 
 @pytest.mark.parametrize(("name", "policy", "cp"), pairwise(product(KINDS, POLICIES, (1, 2))))
 def test_kept_bytes_are_those_predicted(name: str, policy: str, cp: int) -> None:
-    """But, on a cp rank, for what the model leaves out: a ring keeps a maximum and a sum of each row, not their
-    log-sum-exp alone.
+    """Exact, except on a cp rank, for a term that the model omits: a ring saves a maximum and a sum of each row, not
+    only their log-sum-exp.
 
-    Attention written out keeps the keys and values that it gathered where it does not run again.
+    Attention written out saves the keys and values that it gathered unless it is recomputed.
     """
     made = made_for(name, 2, policy, cp=cp)
     rows = 2 * 4 * TOKENS // 2  # samples, a rank's heads and tokens
@@ -268,10 +268,10 @@ def test_kept_bytes_are_those_predicted(name: str, policy: str, cp: int) -> None
 # ---- planted ----
 
 EDITS = [
-    ("llama", "selective", r"recompute\(core, ", "core("),  # the core keeps what it should run again
+    ("llama", "selective", r"recompute\(core, ", "core("),  # the core saves what it should recompute
     ("eager_bert", "selective", r"recompute\(core, ", "core("),
-    ("llama", "ops", r"keep\(F\.linear, ", "F.linear("),  # nothing is kept of what should be
-    ("llama", "ops", r"= F\.linear\(", "= keep(F.linear, "),  # all products are
+    ("llama", "ops", r"keep\(F\.linear, ", "F.linear("),  # nothing is saved of what should be
+    ("llama", "ops", r"= F\.linear\(", "= keep(F.linear, "),  # all products are saved
     ("nanogpt", "ops", r"keep\(\s*ops\.attention,", "ops.attention("),
 ]
 

@@ -1,5 +1,5 @@
-"""Every schedule computes what one plain process does, with chunks that go round the ranks and backward passes in two
-halves as well."""
+"""Every schedule computes what one plain process does, also with several chunks per rank and split backward (B and
+W)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ PIPELINES = (Mesh(2, 2, 2), Mesh(1, 2, 4), Mesh(4, 1, 2))
 
 
 def fitting(name: str, mesh: Mesh, variant: Variant) -> Variant:
-    """The last microbatch of one model is a sample short, which takes two; 16 of one sample are more than is asked."""
+    """Use microbatches of two where the last one is a sample short, or where 16 of one sample are more than needed."""
     return replace(variant, micro=2) if name == "skip_mlp" or mesh.dp == 1 else variant
 
 
 def turn(name: str, way: str) -> tuple[Mesh, str, Variant]:
-    """Meshes and optimizers go round."""
+    """Return mesh, optimizer and variant in turn."""
     at = list(MODELS).index(name) + list(WAYS).index(way)
     mesh = PIPELINES[at % len(PIPELINES)]
     return mesh, ("sgd", "adamw")[at % 2], fitting(name, mesh, WAYS[way])
@@ -72,7 +72,7 @@ def test_mixtures_and_encoder_decoders(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["interleaved", "zero-bubble", "vee"])
 def test_one_rank_and_no_other(way: str) -> None:
-    """Chunks that hand over to each other on one rank; nobody to send gradients to."""
+    """Chunks that hand over to each other on one rank, without another rank to send gradients to."""
     assert not check("nanogpt", Mesh(8, 1, 1), WAYS[way], "sgd")
 
 
@@ -86,7 +86,7 @@ def test_a_tied_parameter_on_two_chunks_of_a_rank() -> None:
 
 
 def test_most_of_the_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were all done at once, the schedule would be 1F1B with another name."""
+    """W passes that all ran with their B passes would make the schedule 1F1B under another name."""
     put_off: set[int] = set()
     call = WeightBackward.__call__
     monkeypatch.setattr(
@@ -136,18 +136,18 @@ def test_gradients_that_never_come_are_caught(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.fault("gradients counted at every node")
 def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's own gradient passes on to the next node that the parameter hangs on, and is counted there again."""
+    """A node's own gradient is also passed on to the next node of the parameter, and counted there a second time."""
     honest = halves._branch
 
     def twice(node, spine, leads_to):  # type: ignore[no-untyped-def]
-        return {key + id(node): p for key, p in honest(node, spine, leads_to).items()}  # never seen twice
+        return {key + id(node): p for key, p in honest(node, spine, leads_to).items()}  # keys that are never seen twice
 
     monkeypatch.setattr(halves, "_branch", twice)
     assert found_wrong("oddities", "zero-bubble")
 
 
-def test_gradients_that_are_addends_are_not_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `Bp` each rank holds a partial gradient."""
+def test_partial_gradients_are_not_sent_by_scatter_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank holds a partial gradient under placement `Bp`, which scatter-gather P2P must not slice."""
     monkeypatch.setattr(Wire, "is_whole", lambda self, *, gradient: self.placement in ("B", "Bp"))
     assert found_wrong("llama", "slices") or found_wrong("gpt2", "slices")
 
@@ -167,7 +167,7 @@ def test_a_loop_where_a_vee_is_planned_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_swapped_channels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations and gradients that go the same way between two ranks, each on the channel of the others."""
+    """Activations and gradients that go the same way between two ranks are swapped on their channels."""
     honest = executor.channel_of
 
     def swapped(rank: int, action: Action, route: StageMap) -> Channel:
@@ -181,7 +181,7 @@ def test_swapped_channels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_before_their_backward_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the rank's list alone: the proof would not let it pass."""
+    """Swapped in the rank's list only, since the proof would refuse the schedule."""
     honest = trainer.training_step
 
     def early(*args: Any) -> Schedule:

@@ -1,7 +1,7 @@
 """Shards of gradients (ZeRO 2) and of parameters (ZeRO 3) compute what one plain process does.
 
-What is freed is NaN until it is gathered again, and so is new room for gradients, padding included: nobody may read
-either. `tests/runtime` has the storage given back for real.
+Freed parameters are NaN until they are re-gathered, and so are new gradient buffers, padding included: no rank may
+read either. `tests/runtime` covers real release of the storage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAYS: tuple[tuple[Mesh, Variant], ...] = (
     (Mesh(2, 1, 2), Variant(zero=3, micro=1, recompute="full", schedule="zero-bubble")),
     (Mesh(2, 1, 2), Variant(zero=3, micro=1, schedule="zero-bubble-v", virtual=2)),
 )
-# what ZeRO 2 does, ZeRO 3 does too, but for whole parameters
+# ZeRO 3 does everything that ZeRO 2 does, but for whole parameters
 LESS: tuple[tuple[str, Mesh, Variant], ...] = (
     ("gpt2", Mesh(2, 1, 2), Variant(zero=2, micro=1, schedule="zero-bubble", clip_norm=0.7)),
     ("oddities", Mesh(2, 2, 2), Variant(zero=2, micro=1, schedule="zero-bubble-v", virtual=2, bulk=True)),
@@ -57,7 +57,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sharded_parameters_train_like_one_process(name: str) -> None:
     turn = list(MODELS).index(name)
     mesh, variant = WAYS[turn % len(WAYS)]
-    if name == "skip_mlp":  # its last microbatch is a sample short, which takes two
+    if name == "skip_mlp":  # its last microbatch is one sample short, so it needs two
         variant = replace(variant, micro=2)
     wrong = check(name, mesh, variant, ("sgd", "adamw")[turn % 2])
     assert not wrong, (mesh, variant, wrong)
@@ -69,7 +69,7 @@ def test_sharded_gradients_train_like_one_process(name: str, mesh: Mesh, variant
 
 
 def test_the_blocks_of_a_model_are_gathered_one_by_one() -> None:
-    """Buckets are of one block, or of what the stage itself reads."""
+    """Each bucket belongs to one block, or to the stage's own parameters."""
     mesh, variant = Mesh(4, 1, 1), Variant(zero=3, micro=1, bulk=True, recompute="full")
     made = parallel("llama", planned("llama", mesh, variant), "sgd")
     blocks = {spec.block for spec in made.layout.parameters.values()}
@@ -82,7 +82,7 @@ def test_the_blocks_of_a_model_are_gathered_one_by_one() -> None:
         mine = {
             spec for live in {*self._holders, *self._in_flight} for spec in map(made.layout.parameters.get, live.names)
         }
-        if self._pass is not None:  # not for `state_dict`
+        if self._pass is not None:  # not in `state_dict`
             most.append(len({spec.block for spec in mine if spec} - {""}))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,7 @@ def test_parameters_that_backward_passes_do_not_gather_are_caught(monkeypatch: p
 
 
 def test_parameters_that_are_freed_too_early_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the gradient of a block's output is there."""
+    """Parameters are freed as soon as the gradient of the block's output arrives."""
     hold = gathering.Gathering.hold
 
     def brief(self: Any, unit: Any) -> None:
@@ -163,7 +163,7 @@ def test_parameters_that_are_freed_too_early_are_caught(monkeypatch: pytest.Monk
 
 
 def test_parameters_of_the_step_before_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gather that finds its target filled, and leaves it."""
+    """The gather finds its target filled, and does nothing."""
     start = storage.Buffer.start_gather
     kept: dict[int, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""The layer of Korthikanti et al. 2022: norms first, one query-key-value projection, attention spelt out, dropout."""
+"""The layer of Korthikanti et al. 2022: pre-norm, one query-key-value projection, attention written out, dropout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Gpt(nn.Module):
 
 
 def traced(fused: bool = False, p: float = 0.1) -> Folded:
-    """On meta, in bf16."""
+    """Trace the model on meta, in bf16."""
     with torch.device("meta"):
         model = Gpt(p, fused)
     ids = {n: torch.empty(2, 40, dtype=torch.long, device="meta") for n in ("ids", "labels")}
@@ -73,7 +73,7 @@ def traced(fused: bool = False, p: float = 0.1) -> Folded:
 
 
 class WholeTokens(Tensors):
-    """Tensor parallelism without sequence parallelism: partial results are summed, and never split."""
+    """Tensor parallelism without sequence parallelism: partial results are summed, never split."""
 
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
         return tuple(p for p in super()._edge_placements(tensor) if isinstance(p, Broadcast))
@@ -85,7 +85,7 @@ class WholeTokens(Tensors):
 
 
 def solved(folded: Folded, tp: int, sequence_parallel: bool = True) -> tuple[Tensors, Sharded]:
-    """The splits that the planner finds."""
+    """Return the splits that the planner finds."""
     kind = Tensors if sequence_parallel or tp == 1 else WholeTokens
     values = {BATCH: 1, SEQUENCE: 2048}
     tensors = kind(folded, Cluster.load("dgx-h100"), tp, values, microbatches=64, sequence_parallel=sequence_parallel)
@@ -93,7 +93,7 @@ def solved(folded: Folded, tp: int, sequence_parallel: bool = True) -> tuple[Ten
 
 
 def block(folded: Folded) -> tuple[Segment, ...]:
-    """One layer from the middle of the stack."""
+    """Return one layer from the middle of the stack."""
     unit = max(folded.units, key=lambda u: u.count)
     assert unit.count == 3
     first = unit.first + unit.length

@@ -1,4 +1,4 @@
-"""Run a normalised graph on real tensors, as the judge of what the passes made of it."""
+"""Run a normalised graph on real tensors, to judge what the passes made of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def normalised(model: nn.Module, batch: Batch, **options: object) -> Traced:
 
 
 def names_of(traced: Traced) -> list[str]:
-    """The ops of the graph, by their short names."""
+    """Return the short names of the graph's ops."""
     return [
         str(n.target._schema.name).split("::")[1] if isinstance(n.target, torch._ops.OpOverload) else n.target.__name__
         for n in traced.graph.graph.nodes
@@ -32,13 +32,13 @@ def names_of(traced: Traced) -> list[str]:
 
 
 def run(traced: Traced, state: Mapping[str, Tensor], batch: Batch, counts: Sequence[Tensor] = ()) -> list[Tensor]:
-    """[share of the loss or its partial values, count 0, count 1, …] of one microbatch; missing global counts are 1."""
+    """Return [share of the loss or its partial values, count 0, count 1, …] of one microbatch; missing counts are 1."""
     sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
     return run_graph(traced.graph.graph, lambda name: _given(traced, name, state, batch, counts), sizes)
 
 
 def run_graph(graph: fx.Graph, given: Callable[[str], Tensor], sizes: Mapping[sympy.Symbol, int]) -> list[Tensor]:
-    """What a graph gives for these placeholders."""
+    """Return the outputs of a graph for these placeholders."""
     values: dict[object, object] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -55,7 +55,7 @@ def run_graph(graph: fx.Graph, given: Callable[[str], Tensor], sizes: Mapping[sy
 
 
 def _check(promised: object, made: object, sizes: Mapping[sympy.Symbol, int]) -> None:
-    """What the graph says of a tensor is what comes out."""
+    """Assert that a tensor has the shape and dtype that the graph promised."""
     if isinstance(promised, tuple):
         for p, m in zip(promised, made, strict=True):  # type: ignore[call-overload]
             _check(p, m, sizes)
@@ -91,7 +91,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole(model: nn.Module, batch: Batch) -> Outcome:
-    """What one process computes on the whole batch, by the model's own forward."""
+    """Run the model's own forward and backward on the whole batch in one process."""
     model.zero_grad()
     out = model(**batch)
     loss = out if isinstance(out, Tensor) else out["loss"] if isinstance(out, dict) else out.loss
@@ -100,7 +100,7 @@ def whole(model: nn.Module, batch: Batch) -> Outcome:
 
 
 def in_microbatches(model: nn.Module, traced: Traced, batch: Batch, pieces: Sequence[int]) -> Outcome:
-    """The same from the normalised graph, the batch cut into `pieces` samples each; shares are added."""
+    """Run the normalised graph on pieces of the batch, `pieces` samples each, and add up the shares."""
     split = {n: x.split(list(pieces)) for n, x in batch.items()}
     micro = [{n: x[i] for n, x in split.items()} for i in range(len(pieces))]
     state, form = _state(model), loss_form(traced.graph)
@@ -120,7 +120,7 @@ def in_microbatches(model: nn.Module, traced: Traced, batch: Batch, pieces: Sequ
 
 
 def _counts(traced: Traced, state: Mapping[str, Tensor], micro: Sequence[Batch]) -> list[Tensor]:
-    """Of the whole batch, round by round."""
+    """Return the global counts, computed round by round."""
     form = loss_form(traced.graph)
     shapes = [
         n.meta["info"].shape for n in traced.graph.graph.nodes if n.op == "placeholder" and n.name.startswith(COUNT)
@@ -159,7 +159,7 @@ def assert_same(a: Outcome, b: Outcome, tolerance: float = 1e-12) -> None:
 
 
 def assert_unchanged(model: nn.Module, batch: Batch, pieces: Sequence[int] = (1, 3, 2)) -> Traced:
-    """Trace and normalise; the graph computes what the model does, in one piece and in unequal ones."""
+    """Trace and normalise; assert that the graph computes what the model does, for the whole batch and pieces."""
     traced = normalised(model, batch)
     wanted = whole(model, batch)
     assert_same(in_microbatches(model, traced, batch, [sum(pieces)]), wanted)

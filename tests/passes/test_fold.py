@@ -1,4 +1,4 @@
-"""Folding reads structure off the graph: what is the same is one kind, what differs anywhere is another."""
+"""Folding derives structure from the graph: equal segments are of one kind, any difference makes another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """x + mlp(norm(x)), with a table of its own, read or not."""
+    """Residual MLP, x + mlp(norm(x)), with a table of its own that is read or not."""
 
     def __init__(self, eps: float = 1e-5, p: float = 0.0, hidden: int = 16, table: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def folded(model: nn.Module, **inputs: Tensor) -> Folded:
 
 
 def kinds(found: Folded) -> list[str]:
-    """The kind of each segment, as a letter in order of appearance."""
+    """Return the kind of each segment, as a letter in order of appearance."""
     letters: dict[str, str] = {}
     return [letters.setdefault(s.kind, chr(ord("a") + len(letters))) for s in found.segments]
 
@@ -118,7 +118,7 @@ def test_tables_of_each_layer_fold_and_stay_apart() -> None:
 
 
 def test_a_long_chain_without_gradient_folds() -> None:
-    """The bug: its text was made by recursion, which ends at a few hundred ops. Chains of other lengths differ."""
+    """Regression: the text of a chain was made recursively, which fails at a few hundred ops. Other lengths differ."""
 
     class Scaled(Block):
         def __init__(self, length: int) -> None:
@@ -132,7 +132,7 @@ def test_a_long_chain_without_gradient_folds() -> None:
             return super().forward(x * scale)
 
     found = folded(Stack([Scaled(300), Scaled(300), Scaled(300), Scaled(299), Scaled(300)]))
-    first, second, other = (s.kind for s in found.segments[1:4])  # each scales what the next block takes
+    first, second, other = (s.kind for s in found.segments[1:4])  # each scales the input of the next block
     assert first == second != other
 
 
@@ -152,7 +152,7 @@ def test_sharing_within_a_block_is_structure() -> None:
 
 
 class Skips(nn.Module):
-    """A U: the first block's output is read again at the end."""
+    """A U-Net: the first block's output is read a second time at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_skip_connection_crosses_every_cut() -> None:
 
 
 class CrossBlock(nn.Module):
-    """Self-attention, attention to a memory, and an MLP, each with a norm before."""
+    """Self-attention, attention to a memory, and an MLP, each behind a norm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which inputs are cast to the type of a model's parameters."""
+"""Inputs that are cast to the dtype of a model's parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoptd.passes.normalise.input_types import inputs_to_cast
 
 
 class Read(nn.Module):
-    """A product of `x` after `times` rounds of copies that join again; `t` is computed with before its own."""
+    """Multiplies `x` after `times` rounds of copies that are joined; `t` is used in arithmetic before its product."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Read(nn.Module):
 
 @pytest.mark.parametrize("times", [0, 1, 20])
 def test_an_input_is_cast_where_a_product_takes_it_moved_at_most(times: int) -> None:
-    """The bug: each round doubled the ways back to the input, and all of them were walked."""
+    """Regression: each round doubled the paths back to the input, and all of them were walked."""
     found = torch.export.export(Read(times), (torch.ones(6, 4), torch.ones(6, 4))).graph
     start = time.process_time()
     assert inputs_to_cast(found, {"x": "x", "t": "t"}, [torch.float32], torch.float32) == {"x"}

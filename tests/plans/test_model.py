@@ -1,4 +1,4 @@
-"""The plan file: what it keeps, what it refuses, and how it reads."""
+"""The plan file: what it stores, what it refuses, and how it reads."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ PLACES = places(as_data())
 def test_a_mutated_plan_is_refused_or_still_round_trips(mutations: list[tuple[tuple[Any, ...], str, Any]]):
     data = as_data()
     for path, how, junk in mutations:
-        mutate(data, path, how, deepcopy(junk))  # a second mutation may reach into the first's
+        mutate(data, path, how, deepcopy(junk))  # a second mutation may change the first one's value
     loads_or_refuses(json.dumps(data))
 
 
@@ -338,7 +338,7 @@ def test_layers_are_folded_and_every_parameter_appears():
     assert "transformer.h.0." not in text
 
 
-def test_tensors_of_a_module_that_lie_alike_are_one_line():
+def test_tensors_of_a_module_with_one_placement_are_one_line():
     parameters = {f"h.{i}.fc.{leaf}": "S0" for i in range(3) for leaf in ("weight", "bias")} | {"norm.weight": "Bp"}
     text = explain(sample_plan(splits=Splits(parameters=parameters, activations={})))
     assert "h.{0..2}.fc.{bias,weight}  S0" in text

@@ -1,4 +1,4 @@
-"""Profiling: processes measure, constants of synthetic points are found again, files are kept."""
+"""Profiling: processes measure, the constants of synthetic measurements are recovered, files are stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoptd.profile.report import predicted_s, rows
 from autoptd.profile.search import best_rate, best_two
 from autoptd.profile.toml import cluster_toml
 
-# Nobody's device, so that no datasheet is taken; peaks and sustained fractions only count as products.
+# No existing device, so that no datasheet applies; only products of peaks and sustained fractions matter.
 DEVICE = Device(
     name="Nobody's GPU",
     memory_bytes=2**36,
@@ -50,7 +50,7 @@ TRUE = Cluster(name="true", device=DEVICE, levels=LEVELS)
 
 
 def record(cluster: Cluster, world: int = 8, noise: float = 0.0, kind: str = "cuda") -> ProfileRecord:
-    """What would be measured if the models were right, off by the factor 1 ± noise in turn."""
+    """Return the measurements that the models predict, off by factors 1 + noise and 1 - noise alternately."""
     series = [*op_series(kind), *network_series(world, 4, "bf16")]
     cases = [case for cases in series for case in cases]
     points = []
@@ -75,7 +75,7 @@ def record(cluster: Cluster, world: int = 8, noise: float = 0.0, kind: str = "cu
 
 
 def constants(cluster: Cluster) -> dict[str, float]:
-    """What the models use: products of peaks and fractions."""
+    """Return the quantities that the models use: products of peaks and fractions."""
     device = cluster.device
     peak = device.matmul_flops_per_s
     found = {
@@ -107,7 +107,7 @@ def test_the_fit_finds_the_constants_that_made_the_points():
 
 
 def test_other_constants_give_other_answers():
-    """The test above can fail: the fit follows the points, constant by constant."""
+    """The test above can fail: the fit follows the measurements, constant by constant."""
     halved = DEVICE.model_copy(update={"memory_sustained": Sustained(fraction=0.4), "k_overhead": 300.0})
     slower = LEVELS[0].model_copy(update={"bytes_per_s": 50e9})
     other = TRUE.model_copy(update={"device": halved, "levels": (slower, LEVELS[1])})
@@ -125,7 +125,7 @@ def test_noise_and_outliers_do_not_move_it():
         for index, point in enumerate(noisy.points)
     )
     found, true = constants(fit(noisy.model_copy(update={"points": spoilt}))), constants(TRUE)
-    for values in (found, true):  # fraction and overhead of attention are told apart only by two head sizes
+    for values in (found, true):  # only two head sizes separate fraction and overhead of attention
         values["attention"] /= 1 + values["head"] / 128
     for name in ("memory", "bf16", "attention", "rate 0", "rate 1"):
         assert found[name] == pytest.approx(true[name], rel=0.15), name
@@ -203,7 +203,7 @@ def test_groups_of_several_nodes():
 
 
 def test_time_is_shared_out():
-    """A clock that only measuring moves: every series has its turn, and its smallest case however short the time."""
+    """A clock that only measuring advances: every series is measured, at least at its smallest case, in any time."""
     series = [
         [Case(family="matmul", op="linear", dtype="fp32", m=n, n=n, k=n) for n in (64, 128, 256, 512, 1024)],
         [Case(family="memory", op="copy", dtype="fp32", n=n, bytes_moved=8 * n) for n in (2**14, 2**16, 2**18)],
@@ -291,7 +291,7 @@ def test_two_processes_measure_and_the_file_plans(tmp_path: Path, capsys: pytest
         (["--processes", "0"], "'0' is not a whole number from 1"),
     ],
 )
-def test_bad_usage_is_told_before_anything_is_measured(
+def test_bad_usage_is_refused_before_anything_is_measured(
     words: list[str],
     said: str,
     tmp_path: Path,
@@ -313,7 +313,7 @@ def test_interrupted_it_writes_nothing(tmp_path: Path):
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore SIGINT
     )
     time.sleep(6)
     process.send_signal(signal.SIGINT)
@@ -323,7 +323,7 @@ def test_interrupted_it_writes_nothing(tmp_path: Path):
 
 
 @pytest.mark.ranks
-def test_a_process_that_cannot_start_is_told_of(
+def test_a_process_that_cannot_start_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     from autoptd.errors import RuntimeFault
@@ -355,7 +355,7 @@ def test_a_process_that_fails_says_why_and_ends_the_others(capfd: pytest.Capture
 
 
 def listening() -> bool:
-    """Whether the store of these processes answers at another address of this machine."""
+    """Return whether the store of these processes answers at another address of this machine."""
     with socket.socket() as asking:
         asking.settimeout(2)
         return asking.connect_ex(("127.0.0.2", int(os.environ["MASTER_PORT"]))) == 0
@@ -382,7 +382,7 @@ def test_single_gpu_runs_tiny_shapes_on_the_cpu(tmp_path: Path, capsys: pytest.C
     (row,) = json.loads(out.read_text("utf-8"))["results"]
     assert row["predicted_s"] > 0
     assert row["measured_s"] > 0
-    assert row["loss"] == pytest.approx(math.log(512), rel=0.2)  # of tokens drawn evenly
+    assert row["loss"] == pytest.approx(math.log(512), rel=0.2)  # tokens are drawn uniformly
     assert "eager: time off by" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert single_gpu.main(words) == 1

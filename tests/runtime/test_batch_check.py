@@ -1,4 +1,4 @@
-"""A batch that is wrong on one rank ends the step on all of them, with one error; nobody waits and nothing changes."""
+"""A batch that is wrong on one rank ends the step on all ranks with one error; no rank hangs and nothing changes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def on_ranks(plan: str, body: Callable[[autoptd.Parallel, Communicators], Any]) 
 
 
 def told(plan: str, faulty: Callable[[int, int], bool], spoil: Callable[[Batch], Any], how: str = "train_step") -> str:
-    """The one error of all ranks; a step before and one after must leave what they leave without it."""
+    """Return the one error of all ranks; a step before and one after must have the losses that they have without it."""
 
     def body(parallel: autoptd.Parallel, c: Communicators) -> tuple[str, float, float]:
         first = float(parallel.train_step(share(parallel, 0)))
@@ -82,7 +82,7 @@ def told(plan: str, faulty: Callable[[int, int], bool], spoil: Callable[[Batch],
 
 @cache
 def clean(plan: str) -> tuple[float, float]:
-    """Losses of the two right steps by themselves."""
+    """Return the losses of the two valid steps alone."""
 
     def body(parallel: autoptd.Parallel, _: Communicators) -> tuple[float, float]:
         return float(parallel.train_step(share(parallel, 0))), float(parallel.train_step(share(parallel, 2)))
@@ -164,7 +164,7 @@ def test_a_digest_tells_samples_their_order_and_their_type_apart() -> None:
 
 
 def test_ranks_that_keep_their_error_to_themselves_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bug: each rank that sees a wrong batch raises at once, and the others wait for it."""
+    """Fault: a rank that sees a wrong batch raises at once, and the others wait for it."""
     monkeypatch.setattr(agreement, "stand_in", lambda *_: {})
     with pytest.raises(Exception) as caught:
         told("stages", one_rank, lambda _: None)

@@ -37,7 +37,7 @@ WIRES = (wire("skip", grad=True), wire("picks", torch.int64), wire("mask", torch
 
 
 class First(Stage):
-    """Sends a tensor that only the last stage reads, an integer, a boolean, and one that the middle works on."""
+    """Sends a tensor that only the last stage reads, an integer, a boolean, and one that the middle stage processes."""
 
     inputs = ("x",)
     sends = WIRES
@@ -74,7 +74,7 @@ def spec(frozen: tuple[str, ...]) -> dict[str, TensorSpec]:
 @pytest.mark.parametrize("frozen", [(), ("first",), ("middle",), ("first", "middle"), ("first", "middle", "last")])
 @pytest.mark.parametrize("samples", [6, 5])
 def test_all_kinds_of_wires(frozen: tuple[str, ...], samples: int) -> None:
-    """Values and gradients through relays, integers and frozen stages; a stage without anything to train."""
+    """Values and gradients through relays, integers and frozen stages; a stage without trainable parameters."""
     mesh = Mesh(pp=3)
     layout = Layout(
         mesh, 2, 3, ("x",), spec(frozen), {"table": TensorSpec(B, (3,), (0,))}, precision="fp64", bucket_elements=1
@@ -132,7 +132,7 @@ def test_a_stage_that_sends_another_shape_is_named() -> None:
 
 
 def test_dropout_does_not_depend_on_the_cut_and_changes_with_the_step() -> None:
-    """Same dp, tp and microbatches: any pp gives the same losses, another seed others; tp ranks stay in agreement."""
+    """Any pp gives the same losses for equal dp, tp and microbatches, another seed gives others; tp ranks agree."""
 
     def losses(pp: int, seed: int = 5) -> list[float]:
         mesh = Mesh(dp=2, tp=2, pp=pp)
@@ -157,7 +157,7 @@ def test_dropout_does_not_depend_on_the_cut_and_changes_with_the_step() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 3), (7,), (5, 3), (1,), ()], ids=str)
 def test_slices_make_up_the_whole(shape: tuple[int, ...]) -> None:
-    """Also where ranks do not divide it, or are more than its elements."""
+    """Ranks need not divide the tensor, and may outnumber its elements."""
 
     def body(c: Communicators) -> bool:
         x = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -187,7 +187,7 @@ def test_recompute_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("kind", RUNNABLE)
 def test_activations_die_with_their_backward(kind: str) -> None:
-    """Never more alive than the schedule's bound, which memory is predicted by, and nothing after the step."""
+    """Activations alive never exceed the schedule's bound, which predicts memory; none outlive the step."""
     virtual = row_of(kind).chunks or 2
     mesh = Mesh(pp=4 // virtual, virtual=virtual, way=row_of(kind).shape)
     most, made = [0] * mesh.pp, [list[weakref.ref[Tensor]]() for _ in range(mesh.pp)]

@@ -1,4 +1,4 @@
-"""Faults that distributed training makes in silence, planted one by one: each must break parity or be refused."""
+"""Silent faults of distributed training, planted one by one: each must break parity or be refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parity(zero: int = 1, **kwargs: Any) -> None:
 
 
 def mean_of_means(patch: Patch) -> None:
-    """Each microbatch divides by its own valid tokens, then by their number."""
+    """Divide each microbatch by its own valid tokens, then by the number of microbatches."""
     whole = executor._StepState.forward
 
     def forward(self: Any, action: Any) -> None:
@@ -50,7 +50,7 @@ def mean_of_means(patch: Patch) -> None:
 
 
 def count_of_one_rank(patch: Patch) -> None:
-    """The valid tokens of this dp rank instead of the global batch."""
+    """Use the valid tokens of this dp rank instead of those of the global batch."""
     whole = trainer.Trainer._global_counts
 
     def counts(self: Any, microbatches: Any) -> Any:
@@ -65,7 +65,7 @@ def count_of_one_rank(patch: Patch) -> None:
 
 
 def average_over_dp(patch: Patch) -> None:
-    """A factor applied twice: the loss divides by the global count, the reduction by dp again."""
+    """Apply a factor twice: the loss divides by the global count, the reduction by dp as well."""
     whole = buffers.Buffers.finish_reduction
 
     def finish(self: Any) -> None:
@@ -87,7 +87,7 @@ def norm_of(rule: Callable[[Any, int, int, int], bool]) -> Callable[[Patch], Non
 
 
 def no_reduction_of_partial_gradients(patch: Patch) -> None:
-    """Sequence-parallel scales and biases keep their own partial value."""
+    """Leave sequence-parallel scales and biases with their own partial value."""
     whole = buffers.Buffer.allocate
 
     def allocate(self: Any, *args: Any) -> None:
@@ -107,7 +107,7 @@ def no_sum_over_tied_stages(patch: Patch) -> None:
 
 
 def stale_gradients(patch: Patch) -> None:
-    """The flat gradient is never overwritten: steps accumulate."""
+    """Never overwrite the flat gradient: steps accumulate."""
     whole = reduction.Reduction.start_step
 
     def start_step(self: Any) -> None:
@@ -119,7 +119,7 @@ def stale_gradients(patch: Patch) -> None:
 
 
 def lost_flat_view(patch: Patch) -> None:
-    """The optimizer's gradient is a copy from before the reduction."""
+    """Give the optimizer a copy of the gradient from before the reduction."""
     whole = buffers.Buffer.pieces
 
     def pieces(self: Any, counts: bool) -> list[storage.ParameterShard]:
@@ -129,7 +129,7 @@ def lost_flat_view(patch: Patch) -> None:
 
 
 def last_microbatch_only(patch: Patch) -> None:
-    """Every microbatch overwrites the gradient of the one before."""
+    """Overwrite the gradient of the previous microbatch."""
     whole = reduction.Reduction.expect
 
     def expect(self: Any, chunk: int, last: bool) -> None:
@@ -141,7 +141,7 @@ def last_microbatch_only(patch: Patch) -> None:
 
 
 def reduced_too_early(patch: Patch) -> None:
-    """Readiness counted from the first microbatch on."""
+    """Count readiness from the first microbatch on."""
     whole = buffers.Buffers.expect_gradients
     patch.setattr(buffers.Buffers, "expect_gradients", lambda self, chunk, _: whole(self, chunk, True))
 
@@ -151,7 +151,7 @@ def no_gather(patch: Patch) -> None:
 
 
 def gather_into_gradients(patch: Patch) -> None:
-    """The gather's target is the gradient buffer."""
+    """Gather into the gradient buffer."""
 
     def start_gather(self: Any, bucket: flat.Bucket) -> Any:
         target = self.grad[bucket.start : bucket.stop]
@@ -161,7 +161,7 @@ def gather_into_gradients(patch: Patch) -> None:
 
 
 def shards_of_the_wrong_group(patch: Patch) -> None:
-    """Shards cut for twice as many ranks: a half that nobody updates."""
+    """Cut shards for twice as many ranks: half of the elements are never updated."""
     whole = flat.Bucket.shard
     patch.setattr(flat.Bucket, "shard", lambda self, rank, ranks: whole(self, rank, 2 * ranks))
 
@@ -178,7 +178,7 @@ def swapped_receives(patch: Patch) -> None:
 
 
 def clipped_by_its_own_norm(patch: Patch) -> None:
-    """Norm per rank instead of global."""
+    """Clip by the rank's norm instead of the global norm."""
     whole = trainer.squared_norm
     patch.setattr(trainer, "squared_norm", lambda pieces: whole(pieces) * MESH.world)
 
@@ -218,7 +218,7 @@ def test_planted_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Pa
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeFault)) as caught:
         parity()
-    mistakes = (AttributeError, NameError, TypeError)  # of the planting, not of what was planted
+    mistakes = (AttributeError, NameError, TypeError)  # bugs of the test itself, not detections of the fault
     assert not isinstance(caught.value.__cause__, mistakes), caught.value.__cause__
 
 
@@ -232,7 +232,7 @@ def test_norm_over_all_dp_ranks_without_sharding_is_caught(monkeypatch: Patch) -
 
 @pytest.mark.fault("padding in the norm")
 def test_padding_in_the_norm_is_caught(monkeypatch: Patch) -> None:
-    """A piece that reaches into the padding."""
+    """One piece extends into the padding."""
     whole = buffers.Buffer.pieces
 
     def pieces(self: Any, counts: bool) -> list[storage.ParameterShard]:
@@ -246,14 +246,14 @@ def test_padding_in_the_norm_is_caught(monkeypatch: Patch) -> None:
 
 @pytest.mark.fault("the unused stepped")
 def test_stepping_unused_parameters_is_caught(monkeypatch: Patch) -> None:
-    """Weight decay and moments for what nobody used."""
+    """Apply weight decay and moments to parameters that were not used."""
     monkeypatch.setattr(buffers.Buffers, "used", lambda self: set(self._buffer_of))
     with pytest.raises((AssertionError, RuntimeFault)):
         test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(1)
 
 
-def test_room_of_gradients_that_did_not_come_is_caught(monkeypatch: Patch) -> None:
-    """A parameter that this backward pass did not use has whatever is where its gradient would be."""
+def test_stale_memory_of_missing_gradients_is_caught(monkeypatch: Patch) -> None:
+    """A parameter not used in this backward pass gets stale memory as its gradient."""
     room, start = storage.Buffer.empty_gradient, reduction.BucketState.start_sum
     monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
     test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
@@ -263,7 +263,7 @@ def test_room_of_gradients_that_did_not_come_is_caught(monkeypatch: Patch) -> No
 
 
 def test_padding_of_shards_in_the_norm_is_caught(monkeypatch: Patch) -> None:
-    """A piece that reaches into the padding, of gradients and parameters that are shards."""
+    """One piece extends into the padding, where gradients and parameters are shards."""
     room, whole = storage.Buffer.empty_gradient, buffers.Buffer.pieces
     monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
     parity(zero=3)

@@ -1,4 +1,4 @@
-"""A model on meta starts as one that was built on the CPU, and the same one under every plan."""
+"""A model on meta gets the initial values of one built on the CPU, and the same values under every plan."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_spread_is_that_of_a_model_built_on_the_cpu(name: str):
         assert (mine.shape, mine.dtype) == (value.shape, value.dtype), tensor
         if not value.is_floating_point() or value.numel() < 2000:
             continue
-        # of n draws the deviation is within sigma / sqrt(2 n) of its own: five of those
+        # the sample deviation of n draws is within sigma / sqrt(2 n) of the true one; allow five of those
         margin = 5 * math.sqrt(1 / value.numel()) * float(value.std())
         assert float(mine.std()) == pytest.approx(float(value.std()), abs=max(margin, 1e-9)), tensor
         assert float(mine.mean()) == pytest.approx(float(value.mean()), abs=max(2 * margin, 1e-9)), tensor
@@ -115,7 +115,7 @@ def test_the_spread_is_that_of_a_model_built_on_the_cpu(name: str):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_not_drawn_is_exact(name: str):
-    """Norms, biases, rotary tables, position ids: everything that two seeds agree on."""
+    """Norms, biases, rotary tables, position ids: all values on which two seeds agree."""
     model = on_meta(name)
     a, b = (values_for(model, list(tensors(model)), seed) for seed in (0, 1))
     real = tensors(build(name))
@@ -129,7 +129,7 @@ def test_what_is_not_drawn_is_exact(name: str):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_these_values_runs(name: str):
-    """The loss of the filled meta model is that of a real module which loads the values: nothing is missing."""
+    """The loss of the filled meta model equals that of a real module which loads the values: none is missing."""
     meta, real = on_meta(name), build(name).train(False)
     values = values_for(meta, list(tensors(meta)), seed=3)
     filled = meta.to_empty(device="cpu").train(False)
@@ -141,7 +141,7 @@ def test_a_model_with_these_values_runs(name: str):
     losses = [loss if isinstance(loss, Tensor) else loss.loss for loss in losses]
     assert losses[0].isfinite()
     assert torch.equal(losses[0], losses[1])
-    if name in ("gpt2", "llama", "bert"):  # a model that knows nothing: every word is as likely
+    if name in ("gpt2", "llama", "bert"):  # an untrained model: all words are equally likely
         vocabulary = 512 if name == "gpt2" else 256
         assert float(losses[0]) == pytest.approx(math.log(vocabulary), abs=0.3)
 
@@ -191,7 +191,7 @@ def test_values_that_are_there_are_kept():
 
 
 class Own(nn.Module):
-    """Parameters and a buffer that nobody initialises, as a constructor on meta leaves them."""
+    """Parameters and a buffer without an initialiser, as a constructor on meta leaves them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,12 +241,12 @@ def test_an_initialiser_of_its_own_makes_up_for_it():
 
 
 def trained(mesh: dict[str, int]) -> dict[str, Tensor]:
-    """The state of a meta model after no step, gathered from all ranks of a plan."""
+    """Return the state of a meta model before the first step, gathered from all ranks of a plan."""
     model = on_meta("nanogpt")
     options: dict[str, Any] = {"cluster": "dgx-h100", "batch": 8, "precision": "fp32", "fix": mesh, "seed": 5}
     parallel = autoptd.parallelize(model, world=8, **options)
     values = parallel.initial_values()
-    for stage in range(parallel.plan.mesh.pp):  # imported here, not by eight threads at once
+    for stage in range(parallel.plan.mesh.pp):  # import here, not in eight threads at once
         parallel.stage_module(stage * parallel.plan.mesh.dp * parallel.plan.mesh.tp)
 
     def body(communicators: Any) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Steps that are not finite: all ranks do the same, and the loss scale of fp16 moves as torch's does."""
+"""Steps that are not finite: all ranks act alike, and the loss scale of fp16 moves as torch's does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoptd.runtime.zero import param_buffers as buffers
 from tests.runtime import test_trainer
 from tests.runtime import tiny_model as tiny
 
-OVERFLOWS = (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0)  # growth after every third step without
+OVERFLOWS = (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0)  # the scale grows after three steps without overflow
 MESHES = (Mesh(), Mesh(dp=3), Mesh(dp=2, tp=2))
 
 
@@ -53,7 +53,7 @@ def linear(c: Communicators, precision: str = "fp16", microbatches: int = 1, **k
 
 
 def batch(c: Communicators, overflow: int, value: float = 64.0) -> dict[str, Tensor]:
-    """The last dp rank's samples may overflow: 64 · 2**16 / 16 is more than float16 holds."""
+    """Make a batch; the last dp rank's samples may overflow: 64 · 2**16 / 16 is more than float16 holds."""
     x = torch.full((1, 4), 2.0**-10, dtype=torch.float16)
     if overflow and c.dp.rank == c.dp.size - 1:
         x[0, 3] = value
@@ -121,7 +121,7 @@ def test_the_scale_goes_on_where_it_was() -> None:
 
 @pytest.mark.fault("overflow of one rank")
 def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each looks at its own gradients."""
+    """Each rank checks its own gradients only."""
     whole = trainer.Trainer._finish
 
     def alone(self: Trainer, share: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.fault("norm of scaled gradients")
 def test_a_scale_that_stays_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norm and update are those of one process whatever the scale."""
+    """Norm and update equal those of one process at any scale."""
 
     def body(c: Communicators, scale: float) -> tuple[float, Tensor]:
         made = linear(c)
@@ -165,7 +165,7 @@ def test_a_scale_that_stays_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.fault("narrow sums")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sums_in_16_bits_are_caught(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1, then 16 times what is a quarter of its last bit."""
+    """Sum 1 and 16 terms of a quarter of its last bit each."""
     little = 2.0**-9 if precision == "bf16" else 2.0**-12
     x = torch.cat((torch.full((1, 4), 16.0), torch.full((16, 4), 16 * little)))
 
@@ -183,7 +183,7 @@ def test_sums_in_16_bits_are_caught(precision: str, monkeypatch: pytest.MonkeyPa
     whole = buffers.Buffer.allocate
 
     def narrow(self: buffers.Buffer, dtype: torch.dtype, device: torch.device) -> None:
-        self._in_compute = True  # as nobody asked for
+        self._in_compute = True  # force the compute dtype
         whole(self, dtype, device)
 
     monkeypatch.setattr(buffers.Buffer, "allocate", narrow)
@@ -242,6 +242,6 @@ def test_fp16_that_overflows_at_any_scale_is_an_error() -> None:
     run_lockstep(Mesh(dp=2), body)
 
 
-def test_wrong_wishes() -> None:
+def test_wrong_options() -> None:
     with pytest.raises(PlanError, match="unknown non_finite 'skp'"):
         Finite("skp", None)

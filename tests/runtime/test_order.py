@@ -1,4 +1,4 @@
-"""What is simulated is what runs: the executor does, rank by rank, what the simulation has, and in its order."""
+"""Simulation and execution agree: each rank runs the simulated actions, in the simulated order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDS = {"finish_reduction": "REDUCE", "_finish": "STEP", "gather_parameters": "G
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """(pipeline rank, action) in the order in which the ranks of this process finished them."""
+    """List (pipeline rank, action) in the order in which the ranks of this process finished them."""
     done: list[tuple[int, str]] = []
 
     def recorded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: s
         assert [action for rank, action in order if rank == stage] == simulated
         starts = [e.start_s for e in timeline.events if e.stage == stage]
         assert starts == sorted(starts)
-    # and across ranks: a message is received only after it was sent, in both
+    # across ranks too: both receive a message only after it was sent
     for message in timeline.messages:
         computed, received = str(message.sent).removeprefix("S"), str(message.received)
         assert order.index((message.source, computed)) < order.index((message.target, received))

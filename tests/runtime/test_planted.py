@@ -1,4 +1,4 @@
-"""More faults that are silent, planted one by one in small programs: see `faults`."""
+"""More silent faults, planted one by one in small programs: see `faults`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.runtime import test_executor, test_trainer
 from tests.runtime import tiny_model as tiny
 
 Patch = pytest.MonkeyPatch
-MISTAKES = (AttributeError, NameError, TypeError, KeyError)  # of the planting, not of what was planted
+MISTAKES = (AttributeError, NameError, TypeError, KeyError)  # bugs of the test itself, not detections of the fault
 
 
 def seen(check: Callable[[], None]) -> bool:
-    """Whether a check fails for what was planted."""
+    """Return whether `check` fails because of the planted fault."""
     try:
         check()
     except (AssertionError, RuntimeFault) as error:
@@ -47,7 +47,7 @@ ODD = Mesh(dp=3)
 
 
 def odd_parity() -> None:
-    """Three data-parallel ranks, five samples each in microbatches of two, ragged; one has no valid label."""
+    """Three data-parallel ranks, five samples each in ragged microbatches of two; one has no valid label."""
     batches = [tiny.batch(15, 1)]
     batches[0]["labels"][6:8] = -100
     reference = tiny.train_plain(torch.optim.SGD, batches, lr=0.1)
@@ -66,7 +66,7 @@ def odd_parity() -> None:
 
 
 class Ones(Stage):
-    """The mean of x·w over all elements of x: with x all ones, every gradient is 1/width exactly; b is Bp."""
+    """The mean of x·w over all elements of x: with x all ones, every gradient is exactly 1/width; b is Bp."""
 
     inputs = ("x",)
     is_last = True
@@ -82,7 +82,7 @@ class Ones(Stage):
 
 
 def closed_form() -> None:
-    """Sizes that are no powers of two: a factor that is applied twice, or never, is not rounded away."""
+    """Sizes that are not powers of two: a factor that is applied twice, or never, is not hidden by rounding."""
     mesh, width, per_rank = Mesh(dp=3, tp=2), 6, 5
     specs = {"w": TensorSpec(B, (width,)), "b": TensorSpec(BP, (width,))}
     layout = Layout(mesh, 1, per_rank, ("x",), specs, precision="fp64")
@@ -102,7 +102,7 @@ def closed_form() -> None:
 
 
 def mean_over_microbatches(patch: Patch) -> None:
-    """Each microbatch counts its own, and is one of m."""
+    """Count each microbatch's own tokens, and average over the m microbatches."""
     whole = executor._StepState.forward
 
     def forward(self: Any, action: Any) -> None:
@@ -163,7 +163,7 @@ MESH = Mesh(2, 1, 2)
 
 
 def parity(mesh: Mesh = MESH, after: Callable[[Trainer], None] = lambda _: None, **options: Any) -> None:
-    """Three steps of SGD with momentum; `after` each, something is done to the trainer."""
+    """Run three steps of SGD with momentum and compare; `after` each, change the trainer."""
     batches = test_trainer.batches(mesh)
     reference = tiny.train_plain(torch.optim.SGD, batches, lr=0.1, momentum=0.9)
 
@@ -188,7 +188,7 @@ def zero_grads(made: Trainer) -> None:
 
 
 def forgotten_with_grad(patch: Patch) -> None:
-    """A piece reads its gradient off `.grad`, which zero_grad sets to None."""
+    """Read a piece's gradient from `.grad`, which zero_grad sets to None."""
 
     class Held(storage.ParameterShard):
         @property
@@ -203,7 +203,7 @@ def forgotten_with_grad(patch: Patch) -> None:
 
 
 def heard_twice(patch: Patch) -> None:
-    """Every gradient is taken by two hooks."""
+    """Register every gradient hook twice."""
     whole = torch.Tensor.register_post_accumulate_grad_hook
 
     def register(self: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -219,7 +219,7 @@ def heard_twice(patch: Patch) -> None:
 
 
 class Shifted:
-    """A group of tied stages where the second adds other elements."""
+    """A group of tied stages in which the second rank is off by one element."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -243,13 +243,13 @@ def tied_shards_apart(patch: Patch) -> None:
 
 
 def never_ready(patch: Patch) -> None:
-    """A bucket waits for ever for the gradient of a parameter that nobody used, and those behind it too."""
+    """Wait forever for the gradient of an unused parameter, in its bucket and those after it."""
     whole = reduction._Round.take
     patch.setattr(reduction._Round, "take", lambda self, *, all: whole(self, all=False))
 
 
 def as_they_come(patch: Patch) -> None:
-    """Each rank sums its buckets in the order in which they are ready there."""
+    """Sum buckets in the order in which they become ready on each rank."""
 
     def take(self: Any, *, all: bool) -> Iterator[Any]:
         ready = [i for i, awaited in enumerate(self._pending) if awaited is not None and (all or not awaited)]
@@ -275,7 +275,7 @@ def round_parity() -> None:
 
 
 def untied(patch: Patch) -> None:
-    """The last chunk's copy is a tensor of its own, as after `to_empty`."""
+    """Make the last chunk's copy a separate tensor, as after `to_empty`."""
     whole = trainer.Trainer.__init__
 
     def init(self: Any, stages: Any, *args: Any, **named: Any) -> None:
@@ -321,13 +321,13 @@ def wires() -> None:
 
 
 def sized_by_the_first(patch: Patch) -> None:
-    """Receive buffers are those of the first microbatch."""
+    """Size receive buffers by the first microbatch."""
     whole, first = executor._sizes, dict[int, Any]()
     patch.setattr(executor, "_sizes", lambda stage, mb: first.setdefault(id(stage), whole(stage, mb)))
 
 
 def relay_without_gradient(patch: Patch) -> None:
-    """Of a tensor that goes through a stage, what the stages behind want is not passed back."""
+    """Do not pass on the gradient of a tensor that is relayed through a stage."""
     whole = executor._StepState._returned
 
     def returned(self: Any, i: int, chunk: int) -> tuple[Tensor, ...]:
@@ -338,7 +338,7 @@ def relay_without_gradient(patch: Patch) -> None:
 
 
 def gradients_of_integers(patch: Patch) -> None:
-    """Every tensor of an edge is taken to need a gradient."""
+    """Treat every tensor of an edge as requiring a gradient."""
     whole = test_executor.WIRES
     every = tuple(dataclasses.replace(wire, requires_grad=True) for wire in whole)
     for stage in (test_executor.First, test_executor.Middle):

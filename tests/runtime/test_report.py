@@ -1,4 +1,4 @@
-"""The line that a person reads while training: its numbers are those of the steps since the last one."""
+"""The progress line of training: its numbers are those of the steps since the previous line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks share each global batch; the batches are the same under every plan and from every step on."""
+"""Data-parallel ranks share each global batch; batches are the same under every plan, from any step on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoptd.runtime.sampler import ShareSampler
 
 
 def batches(ranks: int, *, samples: int = 50, batch: int = 8, epochs: int = 2, step: int = 0) -> list[list[int]]:
-    """Global batches as the ranks make them up together."""
+    """Return the global batches that the ranks make up together."""
     each = [ShareSampler(samples, batch, rank, ranks, seed=3, step=step) for rank in range(ranks)]
     shares = [[share for _ in range(epochs) for share in sampler] for sampler in each]
     return [[i for share in shares_of_step for i in share] for shares_of_step in zip(*shares, strict=True)]

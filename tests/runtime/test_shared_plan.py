@@ -1,4 +1,4 @@
-"""Under a launcher one rank searches, and all have its plan, or the error that it met."""
+"""Under a launcher one rank searches, and all ranks get its plan or its error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 def asked(c: Communicators, options: list[dict[str, Any]], breaks: bool = False) -> tuple[int, list[object]]:
-    """How often this rank searched for the plans asked for, one after the other, and them or the error of each."""
+    """Request plans one after the other; return how often this rank searched, and each plan or its error."""
     searches: list[int] = []
     honest = Planner.answer
 
@@ -77,7 +77,7 @@ def test_all_raise_the_one_error_that_rank_0_met(pool: ProcessPool) -> None:
     (_, errors), *others = pool.run(MESH, asked, [{"fix": {"headroom": 0.999999999}}, {"fix": {"tp": 2}}, {}])
     assert [kind for kind, *_ in errors[:2]] == ["DoesNotFit", "PlanError"]  # type: ignore[misc]
     assert "  where  " in str(errors[0]) or "  fix    " in str(errors[0])
-    assert all(found == (0, errors) for found in others)  # the third plan is that of the third call
+    assert all(found == (0, errors) for found in others)  # the third call returns the third plan
 
 
 def test_what_is_no_error_of_ours_reaches_all(pool: ProcessPool) -> None:

@@ -1,4 +1,4 @@
-"""Compiling blocks: what it costs, what stays outside, and what is caught when it does not."""
+"""Compiled blocks: number of compilations, parts that stay outside of graphs, and faults that are detected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def afresh() -> Iterator[None]:
 
 
 def trained(backend: Any, steps: int = 3, gather_later: bool = False) -> tuple[list[float], list[int]]:
-    """Losses, and frames compiled so far, after each step; the last microbatch has a sample less."""
+    """Return losses, and frames compiled so far, after each step; the last microbatch has one sample fewer."""
     spec = {"scale": TensorSpec(B, (WIDTH,))}
     spec |= {f"layers.{i}.w": TensorSpec(B, (WIDTH, WIDTH)) for i in range(LAYERS)}
     values = {
@@ -95,13 +95,13 @@ def trained(backend: Any, steps: int = 3, gather_later: bool = False) -> tuple[l
 
 
 def complaints(backend: Any = "eager") -> list[str]:
-    """What is wrong with three compiled steps."""
+    """List what is wrong with three compiled steps."""
     losses, graphs = trained(backend)
     expected, _ = trained("")
     wrong = [] if losses == pytest.approx(expected, rel=1e-12) else ["other losses"]
     wrong += [] if graphs[0] == graphs[-1] else ["compiled again after the first step"]
     wrong += [] if len(counters["frames"]) == 2 and counters["frames"]["ok"] == graphs[-1] else ["frames that failed"]
-    parts = 3  # around the all-reduce and the dropout
+    parts = 3  # before, between and after the all-reduce and the dropout
     return wrong + ([] if graphs[0] == 2 * parts else [f"{graphs[0]} frames instead of one set for each of two sizes"])
 
 
@@ -112,14 +112,14 @@ def test_each_class_is_compiled_once_for_each_kind_of_size() -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
 @pytest.mark.fault("compiled every step")
 def test_randomness_that_is_compiled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its key moves on with every microbatch and step."""
+    """The key of the randomness changes with every microbatch and step."""
     monkeypatch.setattr(compiled, "_stays_outside", lambda *_: False)
     assert any("frames instead of" in wrong for wrong in complaints())
 
 
 @pytest.mark.fault("compiled for every layer")
 def test_keys_that_graphs_know_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer's number is in them."""
+    """The graph contains the layer's number."""
     monkeypatch.setattr(compiled._DeferredKeys, "visit_Call", lambda self, node: node)
     assert any("frames instead of" in wrong for wrong in complaints())
 
@@ -144,7 +144,7 @@ def test_another_result_is_caught() -> None:
 
 @pytest.mark.fault("hooks lost in compiled blocks")
 def test_blocks_whose_hooks_do_not_run_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block waits for its own parameters, before it reads them, in every forward pass but the first step's."""
+    """Each block waits for its own parameters before it reads them, in every forward pass but the first step's."""
     waited: list[list[str]] = []
     waits = "autoptd.runtime.zero.param_buffers.Buffers.finish_gathers"
     monkeypatch.setattr(waits, lambda _, names=None: waited.append(list(names or ())))

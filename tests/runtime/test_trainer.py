@@ -35,7 +35,7 @@ def build(c: Communicators, layout: tiny.Layout, optimizer: Any = "sgd", **kwarg
 
 
 def share(whole: dict[str, Tensor], c: Communicators) -> dict[str, Tensor]:
-    """This dp rank's samples."""
+    """Return this dp rank's samples."""
     return {name: x.chunk(c.mesh.dp)[c.dp.rank] for name, x in whole.items()}
 
 
@@ -162,7 +162,7 @@ def test_every_parameter_but_idle_and_frozen_changes() -> None:
 
 
 def test_dp_ranks_that_evaluate_different_numbers_of_samples() -> None:
-    """Where parameters are gathered for each microbatch, nobody may stop earlier than the others."""
+    """No rank may stop earlier than the others if parameters are gathered for each microbatch."""
     mesh = Mesh(2, 1, 2)
     whole = tiny.batch(8, 3)
     expected = float(tiny.plain_loss(tiny.weights(), **whole))
@@ -176,7 +176,7 @@ def test_dp_ranks_that_evaluate_different_numbers_of_samples() -> None:
 
 def test_eval_step_is_the_loss_and_changes_nothing() -> None:
     mesh = Mesh(2, 2, 2)
-    whole = tiny.batch(14, 3)  # 7 per rank: another number of microbatches than training's, the last one ragged
+    whole = tiny.batch(14, 3)  # 7 per rank: another number of microbatches than in training, the last one ragged
     expected = float(tiny.plain_loss(tiny.weights(), **whole))
 
     def body(c: Communicators) -> tuple[float, dict[str, Tensor]]:
@@ -219,7 +219,7 @@ def test_padding_never_counts() -> None:
 @pytest.mark.parametrize(("zero", "shards"), [(0, 0), (1, 0), (3, 0), (2, 2)])
 @pytest.mark.parametrize("mesh", [Mesh(2, 1, 1), Mesh(2, 2, 2), Mesh(4, 1, 2)], ids=str)
 def test_each_logical_element_is_counted_once_and_updated_by_its_ranks(mesh: Mesh, zero: int, shards: int) -> None:
-    """Audit of ownership: (parameter, local index range) of the norm and of the update, over all ranks."""
+    """Collect (parameter, local index range) of the norm and of the update over all ranks."""
 
     def body(c: Communicators) -> list[tuple[str, bool, int]]:
         pieces = build(c, tiny.layout(mesh, zero=zero, shards=shards))._pieces
@@ -243,8 +243,8 @@ def test_each_logical_element_is_counted_once_and_updated_by_its_ranks(mesh: Mes
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_parameter_used_by_some_steps_and_some_ranks_only(zero: int) -> None:
-    """A gate that only dp rank 0 uses, in one microbatch, and not in the second step: AdamW's state for it must not
-    move then."""
+    """A gate is used by dp rank 0 only, in one microbatch, and not in the second step, in which AdamW's state for it
+    must not change."""
     mesh = Mesh(dp=2)
     spec = {"w": TensorSpec(B, (3,)), "gate": TensorSpec(B, (3,))}
     layout = Layout(mesh, 2, 2, ("x",), spec, precision="fp64", bucket_elements=2, zero=zero)
@@ -284,7 +284,7 @@ def test_a_parameter_used_by_some_steps_and_some_ranks_only(zero: int) -> None:
 
 
 def test_a_batch_without_any_valid_label_is_no_step() -> None:
-    """Its loss is no number, as in torch."""
+    """The loss is NaN, as in torch."""
     mesh = Mesh(2, 1, 2)
 
     def body(c: Communicators) -> None:
@@ -355,8 +355,8 @@ def test_optimizers() -> None:
 
 
 @pytest.mark.fault("another type of equal size")
-def test_neighbours_that_disagree_are_told_before_anything_is_sent() -> None:
-    """An equal number of bytes of another dtype."""
+def test_neighbours_that_disagree_are_refused_before_anything_is_sent() -> None:
+    """One neighbour sends as many bytes, in another dtype."""
     mesh = Mesh(pp=2)
 
     def body(c: Communicators) -> None:
@@ -401,7 +401,7 @@ def test_narrow_parameters_have_full_precision_copies(dtype: str) -> None:
 
 
 def test_full_tensors_survive_any_placement() -> None:
-    """load_parameters then state_dict, with grouped splits, another dtype, and a buffer split likewise."""
+    """Run load_parameters, then state_dict, with grouped splits, another dtype, and a split buffer."""
     mesh = Mesh(dp=2, tp=2, pp=2)
     specs = {
         "qkv": TensorSpec(Split(1, 3), (2, 12), (0,)),

@@ -1,8 +1,8 @@
-"""A small model twice: plain in one process, and by hand as pipeline stages in the emitted form.
+"""A small model in two forms: plain in one process, and hand-written pipeline stages in the emitted form.
 
 Tokens -> tied embedding + positions -> layers of x + down(gelu(up(x * scale))) + bias -> tied head -> cross entropy.
-Placements over tp: embedding S0 (vocabulary), positions B, up S0, down S1, scales and biases Bp (sequence-split use),
-`idle` is trainable and never used, `gain` is frozen.
+Placements over tp: embedding S0 (vocabulary), positions B, up S0, down S1, scales and biases Bp (sequence-split
+use), `idle` is trainable and never used, `gain` is frozen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INPUTS = ("ids", "labels")
 
 
 def specs(pp: int) -> dict[str, TensorSpec]:
-    """Every parameter in forward order."""
+    """Return the specs of every parameter in forward order."""
     last = pp - 1
     result = {
         "embed.weight": TensorSpec(Split(0), (V, H), tuple(sorted({0, last}))),
@@ -59,7 +59,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def batch(samples: int, seed: int) -> dict[str, Tensor]:
-    """Ragged labels: some samples have many ignored positions, one none valid."""
+    """Make a batch with ragged labels: some samples have many ignored positions, one has no valid one."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(V, (samples, S), generator=generator)
     labels = torch.randint(V, (samples, S), generator=generator)
@@ -69,7 +69,7 @@ def batch(samples: int, seed: int) -> dict[str, Tensor]:
 
 
 def plain_loss(w: dict[str, Tensor], ids: Tensor, labels: Tensor) -> Tensor:
-    """The model in one process: mean over valid labels."""
+    """Return the loss of the model in one process: the mean over valid labels."""
     x = (F.embedding(ids, w["embed.weight"]) + w["positions"]) * w["gain"]
     for i in range(LAYERS):
         p = f"layers.{i}."
@@ -80,12 +80,12 @@ def plain_loss(w: dict[str, Tensor], ids: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass
 class Reference:
-    """What one process computes over several steps."""
+    """Results of one process over several steps."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]  # of the first step
-    weights: dict[str, Tensor]  # after the last
+    weights: dict[str, Tensor]  # after the last step
 
 
 def train_plain(
@@ -110,7 +110,7 @@ def train_plain(
 def make_stage(
     tp: Axis, pp: int, index: int, rng: DropoutKey | None = None, p: float = 0.0, recompute: bool = False
 ) -> Stage:
-    """Stage `index` of `pp`, on meta; `recompute`: every layer keeps its input alone."""
+    """Return stage `index` of `pp`, on meta; with `recompute`, every layer saves only its input."""
     mine = [i for i in range(LAYERS) if i * pp // LAYERS == index]
     first, last = index == 0, index == pp - 1
     wire = Wire("x", torch.float64, lambda b: (b, S // tp.size, H), requires_grad=True)

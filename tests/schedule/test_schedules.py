@@ -1,4 +1,4 @@
-"""Schedules: golden text, the text form read back, the proof and what it catches."""
+"""Schedules: golden text, the text form read back, the proof and the faults it detects."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_gpipe_golden() -> None:
 
 
 def test_interleaved_golden() -> None:
-    """Microbatches in pairs, chunk by chunk; backwards from the last chunk to the first."""
+    """Microbatches in pairs, chunk by chunk; backward passes from the last chunk to the first."""
     assert text(interleaved(2, 4, 2)) == [
         "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
         "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
@@ -94,7 +94,7 @@ def test_interleaved_warms_up_as_megatron_does() -> None:
 
 
 def test_zero_bubble_golden() -> None:
-    """W lags as many microbatches behind as the stage's number."""
+    """W lags behind by as many microbatches as the stage's number."""
     assert text(zero_bubble(3, 4)) == [
         "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
         "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
@@ -149,8 +149,8 @@ def test_every_schedule_is_proved(kind: str, virtual: int, stages: int) -> None:
 
 
 def held(kind: str, stage: int, stages: int, microbatches: int, virtual: int) -> int:
-    """Activations alive at most, in closed form."""
-    if kind == "zero-bubble-v":  # 2 p - r - 1 of chunk 0 and r + 1 of chunk 1, where there are so many
+    """Return the maximum number of activations alive, in closed form."""
+    if kind == "zero-bubble-v":  # 2 p - r - 1 of chunk 0 and r + 1 of chunk 1, if there are so many
         return min(microbatches, 2 * stages - stage - 1) + min(microbatches, stage + 1)
     if virtual > 1:  # the warm-up, and the forward before the first backward
         return min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, virtual * microbatches)
@@ -185,7 +185,7 @@ def test_one_communicator_for_both_directions_is_stuck() -> None:
 
 
 def test_a_send_waits_for_the_oldest_one_under_way() -> None:
-    """Stage 0 holds at SF3 for SF2, stage 1 at SB1 for SB0: stuck with one message under way, fine with two."""
+    """Stage 0 blocks at SF3 for SF2, stage 1 at SB1 for SB0: a deadlock with one send in flight, none with two."""
     crossed = parse(
         [
             "F0 SF0 F1 SF1 F2 SF2 F3 SF3 RB0 B0 RB1 B1 RB2 B2 RB3 B3",

@@ -1,4 +1,4 @@
-"""The V-shaped schedule: golden text, who holds what, the proof over a grid, bubble and memory; planted faults."""
+"""The V-shaped schedule: golden text, in-flight microbatches, the proof, bubble and memory; planted faults."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_who_holds_what() -> None:
 
 @pytest.mark.parametrize("route", [StageMap(p, v, w) for p in (1, 2, 3, 5) for v in (1, 2, 3) for w in ("loop", "vee")])
 def test_both_ends_agree(route: StageMap) -> None:
-    """Every stage is on one rank; what one end sends the other receives, on a channel of these two alone."""
+    """Every stage is on one rank; each send has its receive, on a channel used by these two ranks only."""
     assert sorted(k for rank in range(route.ranks) for k in route.stages_of(rank)) == list(range(route.stages))
     users: dict[object, set[int]] = {}
     for rank, chunk, kind in product(range(route.ranks), range(route.virtual), (*SENDS, *RECEIVES)):
@@ -87,7 +87,8 @@ def test_evaluation_is_proved() -> None:
 
 
 def test_memory_is_at_most_that_of_1f1b() -> None:
-    """2 p chunks, half a stage each: 2 p - r - 1 and r + 1 of the rank's two at first, later one more and one fewer."""
+    """2 p chunks of half a stage: rank r holds 2 p - r - 1 and r + 1 of its two at first, later one more and one
+    less."""
     for stages, microbatches in GRID:
         most = 2 * max(sum(in_flight(actions)) for actions in one_f_one_b(stages, microbatches))
         for rank, actions in enumerate(zero_bubble_v(stages, microbatches)):
@@ -99,7 +100,7 @@ def test_memory_is_at_most_that_of_1f1b() -> None:
 
 
 def step_s(schedule: Schedule, passes: tuple[float, float, float]) -> float:
-    """Of equal stages."""
+    """Return the simulated step time for equal stages."""
     chunks = chunks_of(schedule)
     f, b, w = (seconds / chunks for seconds in passes)
     times = [StageTimes((ChunkTimes(f, b + w, w),) * chunks)] * len(schedule)
@@ -119,7 +120,7 @@ def test_the_bubble_is_no_larger_than_zero_bubbles() -> None:
 
 
 def test_equal_passes_leave_only_the_way_down() -> None:
-    """p - 1 passes of a chunk; no rank idles between its first and its last action."""
+    """The bubble is p - 1 passes of a chunk; no rank idles between its first and its last action."""
     for stages, microbatches in GRID:
         if microbatches >= 2 * stages - 1:
             schedule = step_lists(KIND, stages, microbatches, 2)
@@ -148,7 +149,7 @@ def test_the_other_placement_is_caught() -> None:
 
 
 def test_channels_of_two_streams_in_one_are_caught() -> None:
-    """Activations that go down and gradients that go down have an order each, but none together."""
+    """Activations and gradients that go down are each in order, but not together on one channel."""
     route = route_of(KIND, 4, 2)
 
     def shared(rank: int, action: Action) -> object:
@@ -161,7 +162,7 @@ def test_channels_of_two_streams_in_one_are_caught() -> None:
 
 
 def test_swapped_channels_are_caught() -> None:
-    """What goes down on the channel of what comes up, at one end of it."""
+    """Messages that go down are put on the channel of those that come up, at one end."""
     route = route_of(KIND, 3, 2)
 
     def swapped(rank: int, action: Action) -> object:
@@ -173,7 +174,7 @@ def test_swapped_channels_are_caught() -> None:
 
 
 def exchanged(schedule: Schedule, wanted: tuple[str, str]) -> Iterator[Schedule]:
-    """With two neighbouring actions of these kinds the other way round, for every such pair."""
+    """Yield the schedule with one pair of neighbouring actions of these kinds exchanged, for every such pair."""
     for rank, actions in enumerate(schedule):
         for at in range(len(actions) - 1):
             if (actions[at].kind, actions[at + 1].kind) == wanted:
@@ -189,7 +190,7 @@ def test_weights_before_their_backward_are_caught() -> None:
 
 
 def test_sends_in_another_order_are_caught() -> None:
-    """Two messages of a channel, exchanged where they are sent."""
+    """Exchange two messages of a channel at the sender."""
     route, schedule = route_of(KIND, 3, 2), [list(actions) for actions in step_lists(KIND, 3, 6, 2)]
     for rank, actions in enumerate(schedule):
         by_channel: dict[object, list[int]] = {}
@@ -203,13 +204,13 @@ def test_sends_in_another_order_are_caught() -> None:
             assert found(tuple(map(tuple, wrong)), route)
 
 
-# ---- who waits for whom ----
+# ---- deadlock reports ----
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        # rank 0 holds at its third send, rank 1 waits for a microbatch that comes after it
+        # rank 0 blocks at its third send, rank 1 waits for a later microbatch
         (
             [
                 "F0 SF0 F1 SF1 F2 SF2 F3 SF3 RB0 B0 RB1 B1 RB2 B2 RB3 B3",
@@ -225,15 +226,15 @@ def test_sends_in_another_order_are_caught() -> None:
         (["F0 SF0 RB0 B0", "RF0 F0 B0"], "rank 0 RB0 -> rank 1, which is done"),
     ],
 )
-def test_the_circle_is_said(lines: list[str], said: str) -> None:
+def test_the_cycle_is_reported(lines: list[str], said: str) -> None:
     with pytest.raises(StuckSchedule) as error:
         prove(parse(lines))
     assert said in str(error.value).splitlines()
     assert sum(" -> " in line for line in str(error.value).splitlines()) == 1
 
 
-def test_every_circle_and_every_wait_in_vain_is_said_once() -> None:
-    """Rank 4 waits for one of a circle, which tells of itself; rank 5 for one that is done."""
+def test_every_cycle_and_every_endless_wait_is_reported_once() -> None:
+    """Rank 4 waits for a rank of a reported cycle and is not reported itself; rank 5 waits for a rank that is done."""
     lines = ["RB0 F0 SF0 B0", "RF0 F0 B0 SB0", "RB0 F0 SF0", "RF0 F0 SB0", "RF0", "RB0", "F0"]
     with pytest.raises(StuckSchedule) as error:
         prove(parse(lines))
@@ -244,8 +245,8 @@ def test_every_circle_and_every_wait_in_vain_is_said_once() -> None:
     ]
 
 
-def test_a_circle_over_all_ranks() -> None:
-    """Round a loop of three: each waits for what the one before it sends only afterwards."""
+def test_a_cycle_over_all_ranks() -> None:
+    """A loop of three ranks: each waits for a message that the previous one sends only afterwards."""
     route = StageMap(3, 2)
     lines = ["RF0.1 F0 SF0", "RF0 F0.1 F0 SF0", "RF0 F0 SF0"]
     with pytest.raises(StuckSchedule) as error:

@@ -1,4 +1,4 @@
-"""All plans of a small task, one by one: every candidate, every cut, every way to recompute each block, simulated."""
+"""Exhaustive search over a small task: every candidate, every cut, every recomputation of each block, simulated."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def least_seconds(
     candidates: Iterable[Candidate] | None = None,
     keep: Callable[[Cuts], bool] = lambda cuts: True,
 ) -> tuple[float, int]:
-    """The least step time of all plans that fit, and how many were looked at. The search has no part in it.
+    """Return the least step time of all plans that fit, and the number of plans tried, independently of the search.
 
-    Of the ways in which a rank may recompute, only those are looked at that no other betters on all of its chunks (no
-    action that takes longer ever ends a step sooner), unless it is to be `thorough`. Only these `candidates`, and
-    those cuts of them that are to `keep`.
+    Dominated recomputations of a rank are skipped unless `thorough`: a longer action never ends a step sooner. Only
+    these `candidates` are tried, and those of their cuts that `keep` accepts.
     """
     best, count = math.inf, 0
     for candidate in planner.space() if candidates is None else candidates:
@@ -85,9 +84,10 @@ Seconds = tuple[float, ...]
 
 
 class ChunkWays:
-    """All ways to recompute the blocks of a run of segments: of each, seconds, bytes kept, and its fullest moment.
+    """Seconds, bytes saved and peak of all recomputations of the blocks of a run of segments.
 
-    Of ways that are alike in all three, the first."""
+    The first of those that are equal in all three.
+    """
 
     def __init__(self, stage_cost: StageCost, run: tuple[int, int]) -> None:
         self.blocks = list(stage_cost.blocks(*run))
@@ -121,8 +121,8 @@ def _of(way: RecomputeOption) -> tuple[int, int, float]:
 def _rank_choices(
     stages: Stages, rank: int, cuts: Cuts, chunks: Sequence[ChunkWays], thorough: bool
 ) -> Iterator[RankChoice]:
-    """All that fit, quickest first; of those with the same seconds one, and unless `thorough` none that another one
-    betters."""
+    """Yield all choices that fit, quickest first; one of those with equal seconds, and no dominated ones unless
+    `thorough`."""
     stage_cost, alive = stages.stage_cost(rank), stages.held(rank)
     mine = list(stages.candidate.route.of(cuts, rank))
     state, upcast = stages.chunks.state(mine, cuts), stages.chunks.upcast_bytes(mine)

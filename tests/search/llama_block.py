@@ -1,4 +1,4 @@
-"""A Llama-like block as a split problem, in numbers of one NVLink node: what a plan for a real model looks like."""
+"""A Llama-like block as a split problem, in numbers of one NVLink node: a realistic instance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROWWISE: tuple[Placement, ...] = (B, S1)
 
 
 class Block:
-    """Collects nodes; tensors are named by the node that gives them, `width[t]` is their last size."""
+    """Builder of nodes; tensors are named by the node that produces them, `width[t]` is their last size."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.width: dict[str, int] = {}
 
     def add(self, name: str, width: int, reads: list[str], rows: list[tuple[list[Placement], Placement, float]]) -> str:
-        """`rows`: (placements of what is read, of what is given, share of the work per rank)."""
+        """Add a node; `rows`: (placements of its operands, of its result, share of the work per rank)."""
         self.width[name] = width
         moved = 2 * TOKENS * (width + sum(self.width[t] for t in reads)) * 3
         self.nodes.append(
@@ -44,7 +44,7 @@ class Block:
         return self.add(name, width, [], [([], p, 0.0) for p in places])
 
     def linear(self, name: str, read: str, width: int) -> str:
-        """Column (its input kept by token and gathered again), row, by token, or whole."""
+        """Add a linear layer: column (input saved by token, re-gathered in backward), row, by token, or whole."""
         flop_s = 6 * TOKENS * self.width[read] * width / PEAK
         weight = 2.0 * self.width[read] * width
         self.width[name] = width
@@ -97,7 +97,7 @@ class Block:
 
 
 def block(layers: int = 1, **extra: object) -> SplitProblem:
-    """Attention with rotary embedding and a gated MLP, `layers` times; in and out are tied."""
+    """Return attention with rotary embedding and a gated MLP, `layers` times; input and output are tied."""
     b = Block()
     stream = b.source("in", HIDDEN, (B, S1, S2, P))
     for i in range(layers):

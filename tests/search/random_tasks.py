@@ -1,4 +1,4 @@
-"""Small models of several shapes, traced once, and random tasks of them."""
+"""Small models of several shapes, traced once, and random planning tasks for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEQ = 256
 
 
 class Uneven(nn.Module):
-    """Blocks that grow, and a wide head: nothing repeats."""
+    """Blocks of growing width, and a wide head: nothing repeats."""
 
     def __init__(self, widths: tuple[int, ...] = (64, 128, 128, 256), classes: int = 512) -> None:
         super().__init__()
@@ -53,17 +53,17 @@ def traced(name: str) -> autoptd.TracedModel:
 
 
 MODELS = ("gpt-1-256-512", "gpt-2-64-512", "gpt-2-128-4096", "gpt-3-512-512", "uneven")
-_PADDING = 2**16  # more than stages are taken to need, while they are being cut, beyond what they do
+_PADDING = 2**16  # more than stages are estimated to need beyond their true need, while they are being cut
 WORLDS = (1, 2, 4, 4, 6, 8)
 DEVICES = ("A100-SXM4-80GB", "H100-SXM5-80GB")
 
 
 def random_cluster(rng: random.Random) -> Cluster:
-    """Links and devices of all speeds."""
+    """Make links and devices of all speeds."""
     base = Cluster.of(
         rng.choice(DEVICES), rng.choice([1, 2, 4, 8]), 10 ** rng.uniform(9, 11.7), 10 ** rng.uniform(8, 11)
     )
-    slow = 10 ** rng.uniform(-3, 0)  # small models are all latency on a real device
+    slow = 10 ** rng.uniform(-3, 0)  # on a real device small models are all latency
     host = {"launch_s": base.device.launch_s * slow, "dispatch_s": base.device.dispatch_s * slow}
     return base.model_copy(update={"device": base.device.model_copy(update=host)})
 
@@ -71,7 +71,8 @@ def random_cluster(rng: random.Random) -> Cluster:
 def random_task(
     seed: int, models: Sequence[str] = MODELS, worlds: Sequence[int] = WORLDS, clusters: int | None = None
 ) -> tuple[autoptd.TracedModel, Task]:
-    """World up to 8, memory from far too little to plenty, any dimensions included; one of so many clusters, or any."""
+    """Make a task: up to 8 ranks, far too little to plenty of memory, any options; one of `clusters` clusters, or
+    any."""
     rng = random.Random(seed)
     model = traced(rng.choice(models))
     world = rng.choice(worlds)
@@ -92,14 +93,14 @@ def _with_memory(task: Task, nbytes: float) -> Task:
 
 
 def _any_bytes(rng: random.Random, model: autoptd.TracedModel, task: Task) -> float:
-    """By the parameters: from too little for their state to plenty."""
+    """Return a memory size by the parameters: from too little for their state to plenty."""
     communication = communicator_bytes((task.world,) * 5) if task.world > 1 else 0
     needed = 30 * sum(p.numel() for p in model.model.parameters()) * 10 ** rng.uniform(-0.7, 1)
     return task.cluster.device.context_bytes + communication + needed
 
 
 def _tight_bytes(rng: random.Random, model: autoptd.TracedModel, task: Task) -> float:
-    """About what the best plan would take, were there enough: with some of its blocks recomputing, or none."""
+    """Return about the memory of the best unconstrained plan, so that some of its blocks recompute, or none."""
     free = Planner(_with_memory(replace(task, effort=0), 2**50), Silent(), model.known)
     try:
         best = free.answer().staged

@@ -1,4 +1,4 @@
-"""The stage cut by the integer program is that of the dynamic program, on random lines and for whole plans."""
+"""Stage cuts of the integer program equal those of the dynamic program, on random problems and for whole plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.search.random_tasks import random_task
 
 
 def options(problem: Problem) -> Callable[[int, int, int], list[StageOption]]:
-    """Every set of segments that recompute, whether it fits or not."""
+    """Return every set of recomputed segments, whether it fits or not."""
     partitioning = problem.partitioning
 
     def ways(stage: int, first: int, last: int) -> list[StageOption]:
@@ -50,7 +50,7 @@ def options(problem: Problem) -> Callable[[int, int, int], list[StageOption]]:
 
 
 def wrong(seeds: range) -> int:
-    """Of random lines, how many the integer program cuts worse than the dynamic one, or not at all."""
+    """Count random problems that the integer program cuts worse than the dynamic program, or not at all."""
     different = 0
     for seed in seeds:
         problem = random_problem(seed)
@@ -80,19 +80,19 @@ def _dropped(*numbers: int) -> Callable[..., None]:
 def _is_caught(seed: int) -> bool:
     try:
         return wrong(range(seed, seed + 1)) > 0
-    except (AutoptdError, KeyError):  # no end to what is gained, or a stage without segments
+    except (AutoptdError, KeyError):  # unbounded, or a stage without segments
         return True
 
 
 @pytest.mark.parametrize("numbers", [(1, 3), (2,), (4,), (5,), (6,)], ids=str)
 def test_every_constraint_is_needed(numbers: tuple[int, ...]) -> None:
-    """(1) and (3) follow from one another where all runs of a stage line up with those of others."""
+    """Dropped one by one, but (1) and (3) together: either implies the other if all runs of a stage line up."""
     with mock.patch.object(cut_program.IntegerProgram, "demand", _dropped(*numbers)):
         assert any(map(_is_caught, range(40)))
 
 
 def test_the_way_to_recompute_is_chosen_by_what_fits_and_the_slowest_stage() -> None:
-    """Two segments on two stages: the first fits if it recomputes, at 5 s rather than 3 s."""
+    """Two segments on two stages: the first fits only if it is recomputed, at 5 s rather than 3 s."""
     runs = {(0, 0, 0): [StageOption(3.0, 1.2), StageOption(5.0, 0.9)], (1, 1, 1): [StageOption(4.0, 0.5)]}
     assert integer_cut(runs, 2, 10.0) == (pytest.approx(10 * 5 + 5 + 4), ((0, 0), (1, 1)))
     full = {(0, 0, 0): [StageOption(3.0, 1.2)], (1, 1, 1): [StageOption(4.0, 0.5)]}
@@ -102,7 +102,7 @@ def test_the_way_to_recompute_is_chosen_by_what_fits_and_the_slowest_stage() -> 
 
 
 def compared(task: Task, model: autoptd.TracedModel) -> int:
-    """Search with the integer program; how many cuts were made, each as good as that of the dynamic program."""
+    """Search with the integer program; return the number of cuts made, each as good as the dynamic program's."""
     count = 0
 
     def both(

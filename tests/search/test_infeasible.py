@@ -1,4 +1,4 @@
-"""What a refusal says of the stages that do not fit."""
+"""Error report on the stages that do not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def shortfall(*missing_gib: float) -> Shortfall:
     return Shortfall(Candidate(1, 1, len(stages), 1, 8, 1, "none"), stages, missing, 52.0 * GIB, recompute_fits=True)
 
 
-def test_what_is_missing_is_said_by_stage() -> None:
+def test_missing_bytes_are_reported_by_stage() -> None:
     error = shortfall(22.0, 0.0).error()
     assert isinstance(error, DoesNotFit)
     text = str(error)

@@ -1,4 +1,4 @@
-"""What experts do by hand, found by the search: on which clusters, and where not."""
+"""Layouts that experts choose by hand, found by the search: the clusters that call for them, and those that do not."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def found(model: autoptd.TracedModel, cluster: Cluster, world: int, batch: int, 
 
 @pytest.mark.parametrize(("world", "batch"), [(16, 32), (32, 64)])
 def test_wide_models_take_tp_inside_a_node_and_pp_across(world: int, batch: int) -> None:
-    """Eight layers as wide as GPT-3's (Narayanan et al. 2021, takeaway 1), on nodes of 8 A100 and quick links within:
-    tp does not leave the node, each node is a stage, and all that is left is dp."""
+    """Eight layers as wide as GPT-3's (Narayanan et al. 2021, takeaway 1), on nodes of 8 A100 with fast links
+    inside: tp stays within the node, each node is a stage, and the rest is dp."""
     chosen = found(gpt(8, 12288, 96), Cluster.load("p4d"), world, batch).staged.candidate
     assert 4 <= chosen.tp <= 8 and chosen.dp * chosen.tp <= 8
     assert chosen.pp == world // 8
@@ -63,14 +63,14 @@ def test_a_model_that_fills_its_nodes_takes_all_of_each() -> None:
 
 @pytest.mark.parametrize("cluster", ["dgx-a100-80gb", "dgx-h100"])
 def test_small_models_on_fast_links_are_data_parallel(cluster: str) -> None:
-    """GPT-2 of 124M: nothing but dp, with the optimizer's state shared out (Rajbhandari et al. 2020)."""
+    """GPT-2 of 124M: dp only, with sharded optimizer state (Rajbhandari et al. 2020)."""
     chosen = found(gpt(12, 768, 12, 50304, 1024), Cluster.load(cluster), 8, 64).staged.candidate
     assert (chosen.dp, chosen.tp, chosen.pp) == (8, 1, 1) and chosen.zero == 1
 
 
 def test_data_parallel_models_that_are_tight_shard_more() -> None:
-    """1.3B on eight A100 of 40 GB: still dp alone, with gradients (ZeRO 2), or parameters too, shared out; on less
-    memory parameters too (Zhao et al. 2023, FSDP)."""
+    """1.3B on eight A100 of 40 GB: still dp only, with sharded gradients (ZeRO 2) or parameters too; with less
+    memory parameters in any case (Zhao et al. 2023, FSDP)."""
     model, cluster = gpt(24, 2048, 16, 50304, 1024), Cluster.load("dgx-a100-40gb")
     chosen = found(model, cluster, 8, 64, include=("zero",)).staged.candidate
     assert (chosen.dp, chosen.tp, chosen.pp) == (8, 1, 1) and chosen.zero >= 1
@@ -86,14 +86,14 @@ def test_data_parallel_models_that_are_tight_shard_more() -> None:
 
 @pytest.mark.parametrize(("node", "intra"), [(8, 10e9), (2, 300e9), (1, 300e9)])
 def test_no_tp_across_slow_links(node: int, intra: float) -> None:
-    """PCIe between all GPUs of a node, or 1 GB/s between nodes of two or one: tp stays where NVLink is."""
+    """PCIe between all GPUs of a node, or 1 GB/s between nodes of two or one: tp stays within NVLink."""
     cluster = Cluster.of("A100-SXM4-80GB", node, intra, 1e9)
     chosen = found(gpt(8, 4096, 32, 32000), cluster, 8, 32).staged.candidate
     assert chosen.tp <= (1 if intra < 1e11 else node)
 
 
 def test_slow_links_between_nodes_are_crossed_by_stages() -> None:
-    """Nodes of eight, one GB/s between: gradients of dp would take seconds, activations of pp do not."""
+    """Nodes of eight with 1 GB/s between: the gradients of dp would take seconds, the activations of pp do not."""
     cluster = Cluster.of("A100-SXM4-80GB", 8, 300e9, 1e9)
     chosen = found(gpt(8, 4096, 32, 32000), cluster, 16, 64).staged.candidate
     assert chosen.pp >= 2 and chosen.dp * chosen.tp <= 8
@@ -101,7 +101,7 @@ def test_slow_links_between_nodes_are_crossed_by_stages() -> None:
 
 # ---- sequences ----
 
-# without the host's own time, which segments as a whole may take and the splits ILP, a sum over ops, does not see
+# without launch overhead, which the splits ILP (a sum over ops) does not see where whole segments are launch-bound
 _H100 = Cluster.load("dgx-h100")
 NODE = _H100.model_copy(update={"device": _H100.device.model_copy(update={"dispatch_s": 0.0})})
 
@@ -115,8 +115,8 @@ def layer_collectives(model: autoptd.TracedModel, tp: int, seq: int) -> Counter[
 
 
 def test_long_sequences_with_many_heads_go_all_to_all() -> None:
-    """Jacobs et al. 2023, DeepSpeed-Ulysses: tokens are shared out, and heads for attention alone: queries, keys and
-    values to heads and their mix back to tokens, each way."""
+    """DeepSpeed-Ulysses (Jacobs et al. 2023): tokens are split, and heads in attention only; queries, keys and
+    values move to heads and the result back to tokens, in forward and in backward."""
     long = layer_collectives(gpt(3, 1024, 32, 1024, 32768), 8, 32768)
     assert long["all_to_all"] == 4 and long["all_reduce"] == 0
     wide = layer_collectives(gpt(3, 4096, 32, 1024, 2048), 8, 2048)
@@ -127,7 +127,7 @@ def test_long_sequences_with_many_heads_go_all_to_all() -> None:
 
 
 def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
-    """128k words of 512: the head is as much work as ten of the twelve layers."""
+    """128k words of width 512: the head is as much work as ten of the twelve layers."""
     lengths = {}
     for vocab in (131072, 128):
         answer = found(gpt(12, 512, 8, vocab, 1024), Cluster.load("dgx-a100-80gb"), 4, 64, fix={"pp": 4, "tp": 1})
@@ -136,7 +136,7 @@ def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
     assert lengths[128][-1] > lengths[131072][-1] + 3
 
 
-# ---- more of anything ----
+# ---- monotonicity ----
 
 
 def _seconds(cluster: Cluster, world: int, batch: int, include: tuple[str, ...]) -> float:

@@ -67,7 +67,7 @@ def test_the_largest_microbatch_binds_unless_fixed() -> None:
         ({"tq": 8}, "'tq' cannot be fixed\n  where  fix['tq']\n  fix    did you mean 'tp'"),
     ],
 )
-def test_a_wish_that_cannot_be_met_names_what_is_wrong(fix: dict[str, int | str], message: str) -> None:
+def test_an_impossible_constraint_names_what_is_wrong(fix: dict[str, int | str], message: str) -> None:
     with pytest.raises(PlanError) as error:
         candidates(LIMITS, fix)
     assert message in str(error.value)
@@ -95,7 +95,7 @@ def test_divisors(number: int) -> None:
     assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
-# ---- dimensions that are asked for ----
+# ---- requested dimensions ----
 
 WIDE = MeshLimits(world=16, batch=32, segments=7, tp_sizes=(1, 2, 4), zeros=(1, 0, 2, 3), recomputes=("auto",))
 
@@ -118,7 +118,7 @@ def test_every_way_is_listed_once() -> None:
         m = 32 // dp // micro
         for zero, shards in itertools.product((0, 1, 2, 3), (0, 2, 4)):
             if dp * cp == 1 and zero != 1:
-                continue  # the first level stands for all
+                continue  # the first level represents all
             if shards and (zero == 0 or shards >= dp * cp or dp * cp % shards):
                 continue
             ways = [("1f1b", 1)]
@@ -141,7 +141,7 @@ def test_a_fixed_schedule_is_kept_without_a_pipeline() -> None:
 
 
 def test_fixed_chunks_are_listed_whatever_the_microbatches() -> None:
-    """With `micro` fixed, the refusal of the schedule is for the schedule to say."""
+    """The schedule raises the refusal itself if `micro` is fixed."""
     chunked = replace(WIDE, schedules=("interleaved",), virtuals=(2,))
     assert {c.microbatches for c in candidates(chunked, {"pp": 2, "tp": 4, "micro": 16})} == {1}
     assert all(c.microbatches % c.pp == 0 for c in candidates(chunked))

@@ -1,4 +1,4 @@
-"""The search against all plans there are, on random small tasks; `benchmarks/optimality.py` tries larger ones."""
+"""The search against all plans, on small random tasks; `benchmarks/optimality.py` tries larger ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.search.random_tasks import MODELS, random_task
 
 EQUAL = 1e-9
 TASKS = 120
-WORLDS, CLUSTERS = (1, 2, 2, 2, 3, 3, 4, 4), 4  # few, so that they share what tensors are split into
+WORLDS, CLUSTERS = (1, 2, 2, 2, 3, 3, 4, 4), 4  # few, so that they share split problems
 
 
 @cache
@@ -32,7 +32,7 @@ def task_of(seed: int) -> tuple[autoptd.TracedModel, Task]:
 
 
 def found_by(seed: int, **changes: object) -> tuple[float, float]:
-    """(seconds, gap) of the search; infinite where nothing fits."""
+    """Return (seconds, gap) of the search; infinite if nothing fits."""
     model, task = task_of(seed)
     try:
         answer = Planner(replace(task, **changes), Silent(), model.known).answer()  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def found_by(seed: int, **changes: object) -> tuple[float, float]:
 
 @cache
 def best_of(seed: int) -> float | None:
-    """The least seconds of all plans; None where the world has no mesh for this batch, or plans are too many."""
+    """Return the least seconds of all plans; None if the batch fits no mesh, or there are too many plans."""
     model, task = task_of(seed)
     if {"recompute", "virtual"} <= task.constraints.include:  # minutes of ways to recompute the chunks of a rank
         return None
@@ -80,7 +80,7 @@ def test_the_tasks_are_of_all_kinds() -> None:
 
 @pytest.mark.parametrize("effort", [0, 2])
 def test_a_gap_is_never_smaller_than_the_true_one(effort: int) -> None:
-    """Of a search that looks at few cuts of each candidate."""
+    """A search limited to few cuts of each candidate reports a gap that covers its loss."""
     gaps = []
     for seed in SOME:
         best = best_of(seed)
@@ -93,7 +93,7 @@ def test_a_gap_is_never_smaller_than_the_true_one(effort: int) -> None:
 
 
 def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a search that has more choices than it looks at, and then recomputes all that it can."""
+    """A search with too many choices to try all recomputes everything, and reports a gap that covers its loss."""
 
     def all_of_it(groups: Sequence[menus.Group], _: object) -> Iterator[menus.Counts]:
         leanest = [min(menu, key=lambda way: way.peak.kept) for menu, _ in groups]
@@ -116,7 +116,7 @@ def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.
 
 
 def _bad(seeds: range) -> bool:
-    """Whether there is a task whose answer is not the best, or that claims more than is true."""
+    """Return whether some task's answer is not optimal, or claims a smaller gap than the true one."""
     for seed in seeds:
         best = best_of(seed)
         if best is not None:

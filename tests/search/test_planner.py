@@ -1,4 +1,4 @@
-"""The whole search against trying every candidate, and what it says when nothing fits."""
+"""The whole search against trying every candidate, and its error when nothing fits."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_the_answer_is_of_its_own_prediction(gpt: autoptd.TracedModel) -> None:
     answer = planner(gpt, roomy(80.0)).answer()
     staged = answer.staged
     assert 0 <= answer.gap < 1
-    # the cut may be another than the first one of this candidate
+    # the cut may differ from the first one of this candidate
     assert staged.seconds <= planner(gpt, roomy(80.0)).predict(staged.candidate).seconds
     assert staged.seconds == simulated(staged).seconds
     assert all(memory.needed <= 80 * 2**30 for memory in staged.memory)
 
 
 def test_a_search_that_is_cut_short_says_so(gpt: autoptd.TracedModel) -> None:
-    """With no time at all there is a plan still, and what it may be short of is in its gap."""
+    """A search without any time still returns a plan, whose gap covers what it may lack."""
     cluster = roomy(4.0, 2e9)
     best = planner(gpt, cluster, effort=None).answer()
     assert best.gap == pytest.approx(0.0, abs=1e-9)

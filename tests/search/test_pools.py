@@ -18,7 +18,7 @@ from tests.search.random_tasks import random_task, traced
 
 
 def mixed(cluster: Cluster, ranks: int, speed: float, memory: float) -> Cluster:
-    """With so many devices of another type: so much quicker, with so much more memory for training."""
+    """Replace `ranks` devices by a type that is `speed` times as quick, with `memory` times the memory for training."""
     own = cluster.device
     flops = own.matmul_flops_per_s.model_copy(
         update={name: value * speed for name, value in own.matmul_flops_per_s.model_dump().items() if value}
@@ -45,7 +45,7 @@ def random_mixed(seed: int) -> tuple[autoptd.TracedModel, Task]:
 
 def test_no_plan_is_better() -> None:
     compared = 0
-    for seed in range(4, 18):  # the first has as many plans as all others
+    for seed in range(4, 18):  # the first seed has as many plans as all others together
         if random_task(seed)[1].world not in (2, 4):
             continue
         model, task = random_mixed(seed)
@@ -92,8 +92,8 @@ def test_each_stage_fits_its_own_device() -> None:
     assert "assign ranks to nodes in this order" in " ".join(plan.notes)
 
 
-def test_others_must_leave_room_and_make_whole_stages() -> None:
+def test_device_types_must_leave_ranks_and_make_whole_stages() -> None:
     with pytest.raises(ClusterError, match="is too small for 4 devices of other types"):
         planned(mixed(slow_links(), 4, 1.0, 1.0))
     with pytest.raises(PlanError):
-        planned(mixed(slow_links(), 1, 1.0, 1.0))  # 3 and 1 devices make no two stages of two
+        planned(mixed(slow_links(), 1, 1.0, 1.0))  # 3 and 1 devices cannot form two stages of two

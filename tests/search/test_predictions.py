@@ -1,4 +1,4 @@
-"""Plans whose every choice is fixed: products, even cuts, chunks, and what each way of carrying a plan out changes."""
+"""Plans with every choice fixed: products, even cuts, chunks, and the effect of each execution option."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
     assert search.predict(candidate).seconds == planned(traced).predicted.step_time_s
 
 
-# ---- what a method changes ----
+# ---- effect of an execution option ----
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ CHOICES += [("overlap", streams) for streams in ((), ("dp",), ("p2p",), ("tp",),
 
 @pytest.mark.parametrize(("name", "value"), CHOICES, ids=str)
 def test_what_is_only_predicted_is_what_does_not_run(traced: autoptd.TracedModel, name: str, value: Any) -> None:
-    """But for the attention that runs, which nobody has to name: `assume` takes it as well."""
+    """Options are only predicted if they cannot run; `assume` also accepts the attention that runs anyway."""
     how = {"fix": BASE | {name: value}} if not only_predicted(name, value) else {"fix": BASE, "assume": {name: value}}
     plan = autoptd.plan(traced, world=8, cluster=NODE, batch=32, **how)
     assert bool(plan.not_runnable) == (only_predicted(name, value) and value != "flash")
@@ -270,7 +270,7 @@ def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) ->
     shown, hidden = (chunks(traced, **fix, overlap=o)[0].chunk(0, last, {}) for o in ([], ["dp"]))
     own, _ = chunks(traced, **fix | {"zero": 1})
     trained = own.numel(0, last)[1]
-    # gathered for the forward pass and again for the backward pass, in bf16; gradients scattered in fp32; last blocks
+    # gathered for the forward and for the backward pass, in bf16; gradients scattered in fp32; last blocks
     gather = last * collective_s("all_gather", trained * 2 / last, NODE, 8)
     scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
     assert shown.sharding_s == pytest.approx(2 * gather + scatter)
@@ -279,7 +279,7 @@ def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) ->
 
 
 def test_frozen_parameters_are_gathered_and_not_summed() -> None:
-    """Behind a frozen encoder no gradient comes: its parameters are gathered in the forward pass alone."""
+    """No gradient passes behind a frozen encoder: its parameters are gathered in the forward pass only."""
     model = gpt()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(("tokens", "positions", "blocks.0", "blocks.3")))
@@ -299,7 +299,7 @@ def test_frozen_parameters_are_gathered_and_not_summed() -> None:
 
 def test_exposed_by_hand() -> None:
     assert exposed_s(10.0, 100.0, 5) == 2.0  # the first piece
-    assert exposed_s(10.0, 3.0, 5) == 2.0 + 8.0 - 3.0  # and what is longer than the compute
+    assert exposed_s(10.0, 3.0, 5) == 2.0 + 8.0 - 3.0  # plus the time beyond the compute
 
 
 def test_keys_and_values_go_round_a_ring(traced: autoptd.TracedModel) -> None:
@@ -320,11 +320,11 @@ def test_attention_that_runs_again_asks_the_ring_again(traced: autoptd.TracedMod
     (segment,) = {s.kind: s.index for s in ring.folded.segments if ring.cost(s.index).work.ring_bytes}.values()
     cost, kept = ring.cost(segment), again.cost(segment)
     assert ring.recompute_s(segment, "selective") == cost.recompute_s["selective"] + ring._ring_s(cost)
-    assert again.recompute_s(segment, "ops") == kept.recompute_s["ops"] > 0  # its result is kept
+    assert again.recompute_s(segment, "ops") == kept.recompute_s["ops"] > 0  # its result is saved
 
 
 def test_scores_of_a_cp_rank_have_all_columns() -> None:
-    """Of attention written out: half the rows, so half the operations and half the bytes."""
+    """Attention written out has half the rows, so half the operations and half the bytes."""
     config = transformers.BertConfig(
         hidden_size=64, num_attention_heads=8, num_hidden_layers=2, vocab_size=512, attn_implementation="eager"
     )

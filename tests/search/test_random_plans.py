@@ -1,4 +1,4 @@
-"""Random small models on random clusters: what is planned is valid, fits, and trains as one process does."""
+"""Random small models on random clusters: plans are valid, fit, and train as one process does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Perceptron(nn.Module):
 
 
 def random_model(rng: random.Random, samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """With a batch of so many samples; everything in double precision."""
+    """Return a random model in double precision, and a batch of `samples` samples."""
     torch.manual_seed(rng.randrange(2**16))
     if rng.random() < 0.5:
         heads = rng.choice([2, 3, 4])
@@ -60,7 +60,7 @@ def random_model(rng: random.Random, samples: int) -> tuple[nn.Module, dict[str,
 
 
 def slow_devices(rng: random.Random) -> Cluster:
-    """On which a toy is as much work as a large model is elsewhere, or as little as it is: so that all meshes occur."""
+    """Return a cluster slow enough that a toy can be as much work as a large model, so that all meshes occur."""
     cluster, slower = random_cluster(rng), 10 ** rng.uniform(0, 5)
     own = cluster.device
     rates = {name: rate / slower for name, rate in own.matmul_flops_per_s.model_dump().items()}
@@ -85,7 +85,7 @@ def holding(cluster: Cluster, nbytes: float) -> Cluster:
 
 
 def planned(traced: autoptd.TracedModel, cluster: Cluster, world: int, batch: int, tight: float, fix: Fix) -> Plan:
-    """Where there is a plan with less memory than the best one needs, that one."""
+    """Return a plan for less memory than the best plan needs, if there is one, and otherwise the best plan."""
     plan = autoptd.plan(
         traced, world=world, cluster=holding(cluster, 2**36), batch=batch, precision="fp64", optimizer="sgd"
     )
@@ -123,7 +123,7 @@ def test_any_plan_trains_as_one_process(seed: int, world: int, batch: int, tight
     traced = autoptd.trace(model, inputs={n: x[:2] for n, x in data.items()}, precision="fp64")
     try:
         plan = planned(traced, slow_devices(rng), world, batch, tight, fix)
-    except PlanError:  # a world that nothing of this model divides, or not as was asked for
+    except PlanError:  # the world does not divide anything of this model, or not as requested
         return
     check_form(plan, world, batch)
     batches = [{n: x.roll(step, 0) for n, x in data.items()} for step in range(STEPS)]

@@ -1,4 +1,4 @@
-"""The solver: relaxation first, the same answer from either program, limits and failures told."""
+"""The solver: relaxation first, equal answers from both programs, limits and failures reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Costs = dict[pulp.LpVariable, float]
 
 
 def knapsack(items: int, seed: int = 0) -> tuple[IntegerProgram, Costs]:
-    """Cover a need at the least cost: fractional in the relaxation."""
+    """Return a covering problem (a demand at least cost) whose relaxation is fractional."""
     rng, program = random.Random(seed), IntegerProgram("knapsack")
     costs = {program.variable(whole=True): rng.uniform(50, 60) for _ in range(items)}
     sizes = {variable: rng.uniform(50, 60) for variable in costs}
@@ -91,7 +91,7 @@ def _fails(program: IntegerProgram, time_limit_s: float) -> solver.Outcome:
 
 
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
-def test_a_missing_solver_is_replaced_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_solver_is_replaced_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     best = minimise(*knapsack(12)).objective
     monkeypatch.setitem(solver._SOLVERS, "HiGHS", _fails)
     outcome = minimise(*knapsack(12))

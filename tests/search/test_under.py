@@ -1,4 +1,4 @@
-"""The same plan under other constants: what changes, and that nothing else does."""
+"""One plan under other constants: what changes, and that nothing else does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def traced() -> autoptd.TracedModel:
     return autoptd.trace(gpt(), seq=SEQ)
 
 
-# a host that launches in no time: else it decides how long a model as small as this takes
+# a host without dispatch time, which would dominate for a model as small as this
 BUSY = NODE.model_copy(update={"device": NODE.device.model_copy(update={"dispatch_s": 0.0})})
 
 

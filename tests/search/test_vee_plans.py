@@ -1,4 +1,4 @@
-"""Plans of a V: what is asked for is planned, by the lists that run, and found where it is the quickest."""
+"""Plans of V-shaped schedules: fixed ones are planned with the lists that run, and found where they are quickest."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_what_is_asked_for_is_planned(traced: autoptd.TracedModel, tmp_path: Pat
     assert "2 chunks per rank as a V" in " ".join(plan.explain().split())
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    # its first rank has the embedding and the head
+    # the first rank has the embedding and the head
     first, *_ = (plan.route.of(plan.stages, rank) for rank in range(4))
     assert (first[0].first, first[1].last) == (0, plan.stages[-1].last)
-    # what is told is what its own lists take
+    # the reported time is that of its own action lists
     schedule, timeline = simulate_plan(plan)
     assert timeline.makespan_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
     assert len(schedule) == 4
@@ -47,12 +47,12 @@ def test_what_is_asked_for_is_planned(traced: autoptd.TracedModel, tmp_path: Pat
 
 
 def test_the_first_rank_holds_most_of_its_first_chunk(traced: autoptd.TracedModel) -> None:
-    """7 + 1 or 8 + 0 microbatches of its two chunks, of which the second keeps the logits."""
+    """The rank holds 7 + 1 or 8 + 0 microbatches of its two chunks, of which the second saves the logits."""
     plan = autoptd.plan(traced, **ASKED, fix={"schedule": "zero-bubble-v", "recompute": "none", **PIPELINE})
     one = autoptd.plan(traced, **ASKED, fix={"schedule": "1f1b", "recompute": "none", **PIPELINE})
     activations = [row["activations"] for row in plan.predicted.memory]
     assert alive(0, 4, 16, "zero-bubble-v", 2) == Alive(((7, 1), (8, 0)))
-    # logits of one microbatch, not of four: less than a rank of 1F1B that kept them so often
+    # logits of one microbatch, not of four: less than a 1F1B rank that saves them for all four
     assert max(activations) < 1.2 * max(row["activations"] for row in one.predicted.memory)
 
 
@@ -63,7 +63,7 @@ def test_a_search_that_includes_it_finds_it(traced: autoptd.TracedModel) -> None
 
 
 class Transposed(nn.Linear):
-    """Its weight lies [in, out], as in GPT-2's Conv1D."""
+    """Linear with its weight stored [in, out], as in GPT-2's Conv1D."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -94,7 +94,7 @@ def test_weights_may_be_put_off_however_they_are_stored() -> None:
 
 
 def test_memory_predicted_for_too_few_is_refused(traced: autoptd.TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the head's rank had to hold its chunk of one microbatch only, and nothing of the other one besides."""
+    """Count only one microbatch of the head's chunk, and none of the rank's other chunk beside it."""
     evaluate.prove_schedule.cache_clear()
     monkeypatch.setattr(evaluate, "alive", lambda rank, p, m, *_: Alive(((2 * p - rank - 1, rank),)))
     with pytest.raises(UncountedActivations, match="rank 0 holds activations of 7"):

@@ -43,7 +43,7 @@ def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_collective(c: Communicators) -> dict[str, Tensor]:
-    """Each method of each group on integers of several dtypes, so that sums are exact in any order."""
+    """Run each method of each group on integers of several dtypes, so that sums are exact in any order."""
     results: dict[str, Tensor] = {}
     groups: dict[str, Group] = {"tp": c.tp, "dp": c.dp, "pp": c.pp, "world": c.world}
     for name, group in groups.items():
@@ -77,7 +77,7 @@ def every_collective(c: Communicators) -> dict[str, Tensor]:
 
 
 def several_at_once(c: Communicators) -> dict[str, Tensor]:
-    """Collectives of several groups, waited for by some ranks in one order and by others in another."""
+    """Run collectives of several groups, waited for in different orders on different ranks."""
     rows = (torch.arange(c.dp.size * 40_003, dtype=torch.float32) + c.rank).remainder(1000)
     own = rows[:40_003].clone()
     first, second, whole, gathered = own.clone(), own.clone(), rows.clone(), rows.clone()
@@ -101,7 +101,7 @@ def test_what_is_waited_for_in_another_order(pool: ProcessPool) -> None:
 
 
 def sums(c: Communicators) -> list[Tensor]:
-    """Of numbers whose sum depends on the order."""
+    """Sum numbers whose sum depends on the order."""
     draw = torch.Generator().manual_seed(c.rank)
     given = [torch.randn(2000, generator=draw, dtype=torch.float32) for _ in range(3)]
     return [c.world.all_reduce(x) for x in given]
@@ -160,6 +160,6 @@ def answer_with_a_lock(c: Communicators) -> object:
     return threading.Lock()
 
 
-def test_an_answer_that_cannot_be_sent_is_told(pool: ProcessPool) -> None:
+def test_a_result_that_cannot_be_pickled_is_reported(pool: ProcessPool) -> None:
     with pytest.raises(RuntimeFault, match="cannot pickle"):
         pool.run(Mesh(8), answer_with_a_lock)

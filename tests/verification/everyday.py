@@ -1,4 +1,4 @@
-"""Everyday models, tiny, one for each kind of input and each way to run; `CASES` says how each is planned."""
+"""Tiny everyday models, one for each kind of input and each way to run; `CASES` lists how each is planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS, FLAGS, REAL = torch.int64, torch.bool, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs by shape and type (dim 0 the samples), and how it is planned."""
+    """A model, its inputs by shape and dtype (dim 0 the samples), and the options of its plan."""
 
     build: Callable[[], nn.Module]
     inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -25,7 +25,7 @@ class Case:
     loss: Callable[..., Tensor] | None = None
 
     def examples(self, samples: int = 2) -> dict[str, Tensor]:
-        """Empty tensors on meta."""
+        """Return empty tensors on meta."""
         return {n: torch.empty(samples, *shape, dtype=t, device="meta") for n, (shape, t) in self.inputs.items()}
 
 
@@ -42,12 +42,12 @@ class Perceptron(nn.Module):
 
 
 def perceptron(loss: Callable[..., Tensor], **options: Any) -> Callable[[], nn.Module]:
-    """Keywords of `forward` are those of the loss."""
+    """Make a perceptron whose `forward` has the keywords of the loss."""
     return lambda: Perceptron(loss, **options)
 
 
 class Attention(nn.Module):
-    """Fused qkv; the mask is what scaled_dot_product_attention takes."""
+    """Fused qkv; the mask is passed to scaled_dot_product_attention."""
 
     def __init__(self, heads: int = 2) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Text(nn.Module):
 
 
 def lengths(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """A mask of the number of tokens of each sample."""
+    """Return a mask from the number of tokens of each sample."""
     assert mask is not None
     return (torch.arange(ids.shape[1], device=ids.device)[None] < mask[:, None])[:, None, None]
 
@@ -104,7 +104,7 @@ class TorchEncoder(nn.Module):
 
 
 class TwoLengths(nn.Module):
-    """An encoder and a decoder whose sequences are of different lengths."""
+    """An encoder and a decoder with sequences of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Image(nn.Module):
 
 
 class Constants(nn.Module):
-    """A table that is no buffer, a number as a tensor, positions of the default type, a frozen layer."""
+    """A table that is not a buffer, a number as a tensor, positions of the default dtype, a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Constants(nn.Module):
 
 
 class Tied(nn.Module):
-    """One table at both ends, dropout, label smoothing, a penalty."""
+    """One table as embedding and head, dropout, label smoothing, a penalty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,12 +163,12 @@ class Tied(nn.Module):
 
 
 def squared(out: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """A loss that is handed in."""
+    """Loss passed by the user."""
     return F.mse_loss(out, inputs["y"])
 
 
 class Plain(nn.Module):
-    """No loss of its own."""
+    """Model without a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Plain(nn.Module):
 
 
 def no_mask(ids: Tensor, mask: Tensor | None) -> None:
-    """Every token sees every other."""
+    """Every token attends to every other."""
 
 
 X, Y = ((WIDTH,), REAL), ((), IDS)

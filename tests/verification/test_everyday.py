@@ -1,4 +1,4 @@
-"""Every kind of input and way to run is verified; inputs are uneven; what cannot be verified with is an error."""
+"""Every kind of input and way to run is verified, with uneven inputs; models that cannot be verified give an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def verified(case: Case) -> Verdict:
 
 @cache
 def made(name: str) -> dict[str, Tensor]:
-    """The first batch that is tried for a case, of 12 samples in microbatches of two."""
+    """Return the first batch tried for a case: 12 samples in microbatches of two."""
     case = CASES[name]
     source = read_model(
         case.build(),
@@ -70,7 +70,7 @@ def test_every_precision_and_enough_kinds_are_tried() -> None:
     assert len(CASES) >= 20
 
 
-# --- what inputs hold ---------------------------------------------------------------------------------------------
+# --- values of inputs ---------------------------------------------------------------------------------------------
 
 
 def test_what_counts_is_uneven_and_one_microbatch_has_none() -> None:
@@ -92,7 +92,7 @@ def test_labels_stay_within_their_classes_but_for_the_one_that_is_left_out() -> 
 
 
 def to_positions(out: Tensor, y: Tensor) -> Tensor:
-    """The label that is left out is a size, as in question answering."""
+    """The ignored label is a size, as in question answering."""
     return nn.functional.cross_entropy(out.transpose(1, 2)[:, 0], y.clamp(0, out.shape[1]), ignore_index=out.shape[1])
 
 
@@ -134,7 +134,7 @@ def needs_positive(out: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 
 def test_inputs_that_a_graph_does_not_explain_are_found_by_trying() -> None:
-    """log(w + 1) of normal numbers is NaN somewhere: the plain model says so."""
+    """Inputs without a constraint in the graph are tried: log(w + 1) of normal numbers is NaN for the plain model."""
     found = verified(Case(perceptron(needs_positive), {**NUMBERS, "w": ((), REAL)}, PAIR))
     assert found.agrees, told(found)
     assert "w: between 0 and 1" in found.made
@@ -159,7 +159,7 @@ def test_an_input_without_samples_is_refused(shape: tuple[int, ...]) -> None:
 
 
 class Restarted(nn.Module):
-    """Checkpointed by torch, with dropout inside, and a dropout that nothing reads."""
+    """Checkpointed by torch, with dropout inside, and a dropout without readers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_a_dropout_that_the_graph_does_not_have_turns_dropout_off_on_both_sides(
 
 
 def test_marks_that_do_not_suit_the_model_are_left_out() -> None:
-    """Labels that are looked up as well cannot be -100."""
+    """Labels that are also used for a look-up cannot be -100."""
 
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -1,6 +1,5 @@
-"""Faults of the passes, planted again: `verify` holds every plan to the user's own model, and says where the graph is
-not that model.
-"""
+"""Faults of the passes, planted one by one: `verify` compares every plan with the user's own model, and locates the
+difference."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Patch = pytest.MonkeyPatch
 
 
 def weigh_by_samples(graph: fx.Graph, traced: Traced) -> None:
-    """Each microbatch's mean over its own valid tokens counts as much as it has samples."""
+    """Weigh each microbatch's mean over its own valid tokens by its number of samples."""
     output = next(n for n in graph.nodes if n.op == "output")
     total, *counts = output.args
     whole = next(n for n in graph.nodes if n.op == "placeholder" and n.name == "loss_count_0")
@@ -69,7 +68,7 @@ def test_a_mean_that_is_weighed_by_samples_is_found(case: Case, monkeypatch: Pat
 
 
 class Neighbour(nn.Module):
-    """Every sample also sees the one before it, by numbers."""
+    """Every sample also sees the previous one, by computed numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class Neighbour(nn.Module):
 
 
 class Ranked(Neighbour):
-    """Samples are sorted by a number that was computed, and not put back."""
+    """Samples are sorted by a computed number, and not put back."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
@@ -105,7 +104,7 @@ def test_an_index_move_over_the_batch_is_found(monkeypatch: Patch) -> None:
 
 
 class Round(torch.autograd.Function):
-    """Rounds; its gradient goes straight through."""
+    """Rounding with a straight-through gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class Round(torch.autograd.Function):
 
 
 class Straight(nn.Module):
-    """A straight-through estimator, of which the tracer keeps what `kept` says: nothing but its forward pass."""
+    """A straight-through estimator; the tracer sees its forward pass only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +139,7 @@ class Halved(Straight):
 
 
 class Changed(Straight):
-    """Another activation is traced than is run."""
+    """The traced activation differs from the one that runs."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         act = torch.relu if torch.compiler.is_exporting() else torch.tanh
@@ -166,7 +165,7 @@ def test_a_graph_with_other_values_than_the_model_is_found() -> None:
 
 
 def hooked(kind: str) -> nn.Module:
-    """A model that can be made narrower from its configuration, with a hook that halves a gradient."""
+    """Make a model that its configuration can make narrower, with a hook that halves a gradient."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, max_position_embeddings=32))
     if kind == "parameter":
@@ -179,7 +178,7 @@ def hooked(kind: str) -> nn.Module:
 
 
 class Reversed(nn.Module):
-    """Another module in the place of one; of the forward pass the tracer sees nothing new."""
+    """Wrapper of a module; the tracer sees the same forward pass."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -247,12 +246,12 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_verdict_is_what_training_says(name: str) -> None:
-    """Whether the plan is right is measured here, on another batch: in float64, all ranks against one process."""
+    """The truth is measured on another batch, in float64: all ranks against one process."""
     try:
         found = verified(LOSSES[name])
         truth = _trains_alike(LOSSES[name])
     except autoptd.AutoptdError:
-        return  # refused: nobody trains it wrongly
+        return  # a refused model is never trained wrongly
     assert found.agrees == truth, told(found)
 
 

@@ -1,4 +1,4 @@
-"""Faults of plans and code, planted one by one: `autoptd verify` must see each, and say where it is."""
+"""Faults of plans and code, planted one by one: `autoptd verify` must detect each, and locate it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_right_plan_is_verified_and_no_line_of_it_is_blamed(name: str) -> None
     assert first_line(trial(name), trial(name).parallel(1.0)) is None
 
 
-TEXTS = [  # plan, the emitted text, what is planted in its place, what the first fault says
+TEXTS = [  # plan, the emitted text, the planted text in its place, the message of the first fault
     ("tensors", "tp.all_reduce_both(out)", "out", rf"blocks\.0.*Bp on ranks \[0, 1\].*\n{BLOCK}out = out"),
     ("tensors", "tp.all_reduce_both(down)", "tp.all_reduce(down)", r"gradient of its result.*\n.*blocks\.py"),
     ("tensors", "tp.pad(self.down.bias, dim=0)", "torch.cat([self.down.bias] * 2)", rf"{BLOCK}down"),
@@ -87,7 +87,7 @@ def a_parameter_nobody_updates(patch: Patch) -> None:
 
 
 def stale_gather(patch: Patch) -> None:
-    """Updated shards stay where they are."""
+    """Do not gather updated shards."""
 
     def start_gather(self: Any, bucket: Bucket) -> Any:
         own = self.own_part(self.whole(bucket), bucket)
@@ -99,7 +99,7 @@ def stale_gather(patch: Patch) -> None:
 
 
 def not_reduced(patch: Patch) -> None:
-    """Each dp rank keeps its own partial value."""
+    """Leave each dp rank with its own partial value."""
 
     def alone(self: Any, whole: Tensor, own: Tensor) -> Any:
         return type("Done", (), {"wait": lambda _: None})()
@@ -108,7 +108,7 @@ def not_reduced(patch: Patch) -> None:
 
 
 def stale_gradients(patch: Patch) -> None:
-    """The first partial value of a step is added to what the step before left."""
+    """Add the first partial value of a step to the result of the previous step."""
     patch.setattr(buffers.Buffers, "start_step", lambda self: None)
 
 
@@ -137,7 +137,7 @@ def tied_apart(patch: Patch) -> None:
 
 
 def own_norm(patch: Patch) -> None:
-    """Every rank takes its own squares for those of all."""
+    """Use every rank's own squares as the global ones."""
     whole = LockstepGroup.all_reduce
 
     def all_reduce(self: Any, x: Tensor, op: str = "sum") -> Tensor:
@@ -161,7 +161,7 @@ def spoilt_message(patch: Patch) -> None:
 
 
 def swapped_stages(patch: Patch) -> None:
-    """Pipeline rank 0 runs the stage of rank 1, and the other way round."""
+    """Run the stage of rank 1 on pipeline rank 0, and the other way round."""
     import autoptd.parallel
 
     whole = autoptd.parallel.load_stage
@@ -169,13 +169,13 @@ def swapped_stages(patch: Patch) -> None:
 
 
 def slices_of_a_neighbour(patch: Patch) -> None:
-    """A tensor-parallel rank loads the other's part of every split parameter."""
+    """Load the other tensor-parallel rank's part of every split parameter."""
     whole = trainer.own_slice
     patch.setattr(trainer, "own_slice", lambda x, dim, groups, size, rank: whole(x, dim, groups, size, size - 1 - rank))
 
 
 def one_tp_rank_elsewhere(patch: Patch) -> None:
-    """One rank of an axis leaves a collective out: the others wait for ever."""
+    """Skip a collective on one rank of an axis: the others wait forever."""
     whole = Axis.all_reduce_both
     patch.setattr(Axis, "all_reduce_both", lambda self, x: x if self.rank else whole(self, x))
 
@@ -190,7 +190,7 @@ def a_gradient_taken_twice(patch: Patch) -> None:
 
 
 def steps_once(patch: Patch) -> None:
-    """The optimizer forgets all but the first step."""
+    """Drop all steps of the optimizer but the first."""
     whole = trainer.make_optimizer
 
     def make(*args: Any, **options: Any) -> Any:
@@ -202,7 +202,7 @@ def steps_once(patch: Patch) -> None:
     patch.setattr(trainer, "make_optimizer", make)
 
 
-CODE = [  # plan, what is planted, what the first fault says
+CODE = [  # plan, planted fault, message of the first fault
     ("tensors", counted_twice, r"norm_1\.weight: elements 0 to 7 counted in the norm twice, not once"),
     ("tensors", split_parts_uncounted, r"tokens\.weight: elements .* rank 0's part counted in the norm never"),
     ("tensors", a_parameter_nobody_updates, r"(bias|weight): elements? .* updated never on pipeline rank 0"),
@@ -233,14 +233,14 @@ def test_wrong_code_is_found(name: str, plant: Callable[[Patch], None], says: st
 
 
 def with_plan(made: Trial, changed: Plan) -> Trial:
-    """The same program under another plan."""
+    """Return the same program under another plan."""
     return replace(made, subject=replace(made.subject, plan=changed))
 
 
 def test_a_placement_that_the_program_does_not_have_is_refused() -> None:
     made = trial("tensors")
     splits = made.subject.plan.splits
-    placed = {**splits.parameters, "norm.weight": "B"}  # whose gradient is a partial value: nobody sums it
+    placed = {**splits.parameters, "norm.weight": "B"}  # its gradient is a partial value, which is never summed
     wrong = made.subject.plan.model_copy(update={"splits": splits.model_copy(update={"parameters": placed})})
     with pytest.raises(PlanFileError, match=r"collectives.norm: missing"):
         verdict("tensors", with_plan(made, wrong))

@@ -1,4 +1,4 @@
-"""Verify from the command line, the certificate, and what is made smaller."""
+"""Verify from the command line, the certificate, and models that are reduced in size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.verification.verified import model, plan, told, trial, verdict
 
 @cache
 def certified() -> Plan:
-    """The plan with its certificate."""
+    """Return the plan with its certificate."""
     found = verify_plan(plan("tensors"), model())
     assert found.certificate is not None
     return plan("tensors").model_copy(update={"certificate": found.certificate})
@@ -109,7 +109,7 @@ def test_narrower_sizes_split_as_the_planned_ones(
 
 
 class Tied(nn.Module):
-    """Plain, with one table at both ends."""
+    """Plain model with one table as embedding and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Tied(nn.Module):
 
 
 def test_a_plain_model_on_meta_whose_ends_are_tied() -> None:
-    """Its values are made here, and stay tied."""
+    """The values are made by `verify`, and stay tied."""
     with torch.device("meta"):
         model = Tied()
     inputs = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("ids", "labels")}
@@ -132,7 +132,7 @@ def test_a_plain_model_on_meta_whose_ends_are_tied() -> None:
 
 
 def test_a_mixture_whose_products_are_grouped() -> None:
-    """In bfloat16 the model calls a kernel that knows neither float64 nor narrow rows."""
+    """The model calls a kernel in bfloat16 that supports neither float64 nor narrow rows."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = MixtralConfig(**sizes, num_hidden_layers=4, num_local_experts=8, vocab_size=128, tie_word_embeddings=False)
     with torch.device("meta"):

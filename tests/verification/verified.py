@@ -1,4 +1,4 @@
-"""Two small plans on four ranks each, ready to run, and ways to spoil them."""
+"""Two small plans on four ranks each, ready to run, and ways to corrupt them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIXED = {
 
 @cache
 def model() -> NanoGPT:
-    """Tied tables, biases, dropout."""
+    """Make a model with tied tables, biases and dropout."""
     torch.manual_seed(0)
     return NanoGPT(GPTSizes(vocab=40, max_seq=8, width=8, layers=3, heads=2, dropout=0.1, bias=True))
 
@@ -45,5 +45,5 @@ def verdict(name: str, made: Trial | None = None) -> Verdict:
 
 
 def told(found: Verdict) -> str:
-    """What a person reads of the faults."""
+    """Return the faults as the user reads them."""
     return "\n".join(f"{where}: {what}" for where, what in found.faults)

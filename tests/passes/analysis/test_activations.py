@@ -1,4 +1,4 @@
-"""What a block keeps: the published formulas from a traced layer, views, policies, and what a real run saves."""
+"""Activations saved by a block: the published formulas from a traced layer, views, policies, and a real run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layer(tp: int, sequence_parallel: bool, fused: bool = False) -> tuple[Folded
 
 
 def formula(tp: int, sequence_parallel: bool, policy: str, fused: bool = False, regather: bool = True) -> sympy.Expr:
-    """(main terms, terms below s b h) of a layer."""
+    """Return (main terms, terms below s b h) of a layer."""
     folded, kinds = layer(tp, sequence_parallel, fused)
     found = saved_activations(block(folded), kinds, policy, regather=regather)
     return split_by_order(symbolic_bytes(found, NAMES), h, s)
@@ -103,7 +103,7 @@ def test_recomputed_ops() -> None:
     every = ["layer_norm", "linear", *core, "reshape", "linear", "dropout", "add"]
     every += ["layer_norm", "linear", "gelu", "linear", "dropout", "add"]
     assert names(recomputed(block(folded), kinds, "full", early_stop=False)) == every
-    assert names(recomputed(block(folded), kinds, "full")) == every[:-1]  # the last addition keeps nothing
+    assert names(recomputed(block(folded), kinds, "full")) == every[:-1]  # the last addition saves nothing
     again = every.copy()
     for product in (1, 13):  # query-key-value, up
         assert again[product] == "linear"
@@ -138,7 +138,7 @@ def test_numbers_are_the_formula(policy: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_run_saves_as_much(fused: bool) -> None:
-    """The block's ops on the CPU under torch's own hooks, without dropout, whose masks are fatter there."""
+    """Run the block's ops on the CPU under torch's hooks, without dropout, whose masks are larger there."""
     folded = traced(fused, p=0.0)
     kinds = dict(solved(folded, 1)[1].sharding.kinds)
     segments, values = block(folded), {b: 2, s: 8}
@@ -154,7 +154,7 @@ def test_a_run_saves_as_much(fused: bool) -> None:
 
 
 def run(segments: Sequence[Segment], number: Number) -> list[int]:
-    """Bytes of the distinct storages that autograd saves of a block on the CPU, less parameters and prelude."""
+    """Return the bytes of distinct storages that autograd saves for a block on the CPU, less parameters and prelude."""
     env: dict[fx.Node, torch.Tensor] = {}
     outside: set[int] = set()
     for segment in segments:
@@ -196,9 +196,9 @@ def test_views_share_a_storage_and_copies_do_not() -> None:
         by_op.setdefault(step.name, []).append(step)
     qkv = by_op["linear"][0].outputs[0].storage
     attention = by_op["scaled_dot_product_attention"][0]
-    assert all(v.storage is qkv for v in attention.operands[:3])  # chunk, reshape, transpose
-    assert by_op["linear"][1].operands[0].storage is attention.outputs[0].storage  # heads joined without a copy
+    assert all(v.storage is qkv for v in attention.operands[:3])  # chunk, reshape and transpose are views
+    assert by_op["linear"][1].operands[0].storage is attention.outputs[0].storage  # heads are joined without a copy
     copy = next(
         s for s in flow(block(layer(1, True)[0]), layer(1, True)[1]).steps if s.name == "reshape" and not s.view
     )
-    assert copy.outputs[0].storage is not copy.operands[0].storage  # matmul's result, transposed
+    assert copy.outputs[0].storage is not copy.operands[0].storage  # matmul's result is transposed

@@ -1,4 +1,4 @@
-"""Which kernel does an attention, and what of it is launched, moved and held."""
+"""The kernel chosen for an attention, and what of it is launched, moved and held."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tiles_are_those_of_the_runtime(cp: int, causal: bool) -> None:
     "form", [DROPPED, replace(DROPPED, causal=False, mask=torch.bool), replace(DROPPED, ring=True)]
 )
 def test_written_out_it_is_priced_by_what_goes_through_memory(form: AttentionForm, backward: bool) -> None:
-    """GPT-3 on tp 8: 50 million scores, three stretches of a layer."""
+    """GPT-3 on tp 8: a layer's 50 million scores are processed in three pieces."""
     shape = replace(SHAPE, cp=2, keys=4096) if form.ring else SHAPE
     works = list(attention_works(form, shape, 0, "bf16", DEVICE, "flash", backward))
     fused = list(attention_works(PLAIN, SHAPE, 0, "bf16", DEVICE, "flash", backward))
@@ -107,7 +107,7 @@ def test_written_out_it_is_priced_by_what_goes_through_memory(form: AttentionFor
 
 
 def test_the_host_hands_out_one_op_whose_kernels_follow() -> None:
-    """The time that a host needs for an op of a model, with its modules and autograd, is not that of each kernel."""
+    """The host's time for an op of a model, with its modules and autograd, is not spent for each kernel."""
     works = tuple(attention_works(DROPPED, SHAPE, 0, "bf16", DEVICE, "flash"))
     assert work_s(DEVICE, works) == pytest.approx(sum(op_s(DEVICE, w) for w in works))
     assert DEVICE.dispatch_s * sum(w.launches for w in works) > work_s(DEVICE, works)
@@ -142,8 +142,8 @@ def test_tiles_of_a_ring_are_put_together_at_a_price() -> None:
 
 
 @pytest.mark.parametrize(("heads", "length"), [(4, 256), (8, 192)])
-def test_a_stretch_takes_what_it_is_said_to_take(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the same on real tensors: everything alive at the fullest moment that is as large as the scores."""
+def test_a_piece_takes_the_predicted_memory(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with real tensors: all tensors as large as the scores that are alive at the peak."""
     monkeypatch.setattr("autoptd.ops.dropout._ELEMENTS_AT_ONCE", {})  # as on a GPU
     call = call_of(0.1, heads, length)
     q = torch.randn(1, heads, length, 64, dtype=torch.bfloat16, requires_grad=True)

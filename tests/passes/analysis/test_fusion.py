@@ -1,4 +1,4 @@
-"""Which ops share a kernel, and what moves, by hand on a small block."""
+"""The ops that share a kernel, and the bytes they move, by hand on a small block."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def moved(nodes: list[fx.Node], kernels: str) -> dict[str, MemoryTraffic]:
 
 
 def elements(nodes: list[fx.Node], found: dict[str, MemoryTraffic], name: str) -> int:
-    """That an op reads and writes in its forward pass."""
+    """Return the elements that an op reads and writes in its forward pass."""
     call = op_call(next(n for n in nodes if n.name == name))
 
     def count(shape: tuple[object, ...]) -> int:
@@ -59,7 +59,7 @@ FUSED = {"mul": X, "layer_norm": X + 2 * WIDTH, "gelu": H, "mul_1": H, "add": 2 
 def test_elements_moved_by_hand(nodes: list[fx.Node], kernels: str, by_hand: dict[str, int]) -> None:
     found = moved(nodes, kernels)
     assert {name: elements(nodes, found, name) for name in by_hand} == by_hand
-    products = X + WIDTH * WIDE + H, H + WIDTH * WIDE + X  # a product reads and writes all, whoever is beside it
+    products = X + WIDTH * WIDE + H, H + WIDTH * WIDE + X  # a product reads and writes everything
     assert (elements(nodes, found, "linear"), elements(nodes, found, "linear_1")) == products
 
 
@@ -78,14 +78,14 @@ def test_only_a_norms_kernel_needs_rows(nodes: list[fx.Node]) -> None:
 
 def test_the_backward_pass_reads_what_is_kept(nodes: list[fx.Node]) -> None:
     eager, fused = moved(nodes, "eager"), moved(nodes, "fused")
-    assert eager["gelu"].kept_operands == fused["gelu"].kept_operands == (0,)  # what the product made
-    assert eager["gelu"].gradients_read == (0,) and fused["gelu"].gradients_read == ()  # from within the kernel
+    assert eager["gelu"].kept_operands == fused["gelu"].kept_operands == (0,)  # the product's result
+    assert eager["gelu"].gradients_read == (0,) and fused["gelu"].gradients_read == ()  # within the kernel
     assert fused["gelu"].gradients_written == (0,) and fused["mul_1"].gradients_written == ()
     assert eager["mul"].backward_launches == 0, "nothing before the input is trained"
 
 
 class Fork(nn.Module):
-    """Two products read one tensor: their gradients meet."""
+    """Two products read one tensor: their gradients are added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_unknown_kernels_are_refused(nodes: list[fx.Node]) -> None:
 
 
 class Squared(nn.Module):
-    """Squared relu: its intermediate is what autograd would keep, twice."""
+    """Squared relu: autograd would save its intermediate twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Squared(nn.Module):
 
 
 class Gated(Squared):
-    """SwiGLU: autograd keeps the two products, which come from outside anyway, and silu's result."""
+    """SwiGLU: autograd saves the two products, made outside the kernel, and the result of silu."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,9 +139,9 @@ class Gated(Squared):
 @pytest.mark.parametrize(
     ("model", "kernels", "read_again"),
     [
-        # each kernel reads what it keeps: relu its result, the square its operand, which is the same tensor
+        # each kernel reads what it saves: relu its result, the square its operand, which is the same tensor
         (Squared, "eager", {"relu": ((), (0,)), "square": ((0,), ())}),
-        # one kernel: from what came in all the rest is computed again
+        # one kernel: everything else is recomputed from its inputs
         (Squared, "fused", {"relu": ((0,), ()), "square": ((), ())}),
         (Squared, "compiled", {"relu": ((0,), ()), "square": ((), ())}),
         (Gated, "eager", {"silu": ((0,), ()), "mul": ((0, 1), ())}),

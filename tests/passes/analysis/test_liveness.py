@@ -1,4 +1,4 @@
-"""The fullest moments of a block, by hand and against a run that counts what is alive after every op."""
+"""Memory peaks of a block, by hand and against a run that counts the bytes alive after every op."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_mlp_by_hand() -> None:
     sbh = TOKENS * H
     statistics = 2 * 4 * TOKENS
     assert peak.kept == 2 * sbh + statistics + 2 * sbh + 8 * sbh + 8 * sbh
-    # at the addition: all that is kept, the projection's result and the sum
+    # at the addition: everything saved, the projection's result and the sum
     assert peak.forward == peak.kept + 2 * sbh + 2 * sbh
-    # at the second projection: all that is kept, the gradient of the sum, that of 4 h, and the weight's
+    # at the second projection: everything saved, the gradient of the sum, that of 4 h, and the weight's
     assert peak.backward == peak.kept + 2 * sbh + 8 * sbh + 2 * 4 * H * H + 2 * H
 
 
@@ -63,13 +63,13 @@ def test_logits_are_the_peak_of_the_head() -> None:
     where, text = found.fullest(number, 1)
     assert where == "backward of cross_entropy"
     logits = TOKENS * V
-    # kept in float32: log-probabilities; in flight: their gradient, the logits' gradient in float32 and in bf16
+    # saved in float32: log-probabilities; temporary: their gradient, the logits' gradient in float32 and in bf16
     assert peak.backward == pytest.approx(4 * logits + 4 * logits + 4 * logits + 2 * logits, rel=0.12)
     assert peak.backward == text.subs({b: 2, s: LENGTH})
 
 
 class Head(nn.Module):
-    """Few features, many classes: the logits are all that counts."""
+    """Few features, many classes: only the logits matter."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ def test_a_loss_in_place_makes_no_float32_gradient(wide: bool) -> None:
     assert eager.peak(number, 1).kept == in_place.peak(number, 1).kept == kept
     at = {e: dict(w.backward)["backward of cross_entropy"] for e, w in (("eager", eager), ("in place", in_place))}
     found = {name: sum(s.nbytes(number, 1) for s in alive) for name, alive in at.items()}
-    # eager: gradients of log-probabilities and of the logits, both float32, and what leaves in the logits' own type
+    # eager: gradients of log-probabilities and of the logits, both float32, and the output in the logits' own dtype
     leaves = 0 if wide else 2 * logits
     assert found["eager"] == kept + scalar + 2 * 4 * logits + leaves == eager.peak(number, 1).backward
-    # in place: what was kept becomes the gradient
+    # in place: the saved tensor becomes the gradient
     assert found["in place"] == kept + scalar + leaves
-    # the fullest moment then is the gradient in bf16 beside the one in float32
+    # the peak then is the gradient in bf16 beside the one in float32
     assert in_place.peak(number, 1).backward == kept + 2 * logits + (0 if wide else scalar)
 
 
@@ -110,13 +110,13 @@ def test_what_is_kept_is_what_activations_say(policy: str) -> None:
     _, whole = walked(block(folded), kinds)
     assert peak.kept <= whole.kept and peak.temporary >= whole.temporary
     assert max(peak.forward, peak.backward) <= max(whole.forward, whole.backward) + whole.kept
-    if policy != "selective":  # everything is back before the block's backward pass begins
+    if policy != "selective":  # everything is recomputed before the block's backward pass begins
         assert peak.backward >= whole.backward
 
 
 @pytest.mark.parametrize(("which", "copies"), [([0], 2 * TOKENS * H), ([1], 0), ([0, 1], 0)])
 def test_a_run_is_as_full(which: list[int], copies: int) -> None:
-    """Forward and backward of the segments op by op on meta tensors, counting the storages alive after each."""
+    """Run forward and backward of the segments op by op on meta tensors, counting the storages alive after each."""
     folded, kinds = layer(False)
     segments = [block(folded)[i] for i in which]
     _, peak = walked(segments, kinds)
@@ -126,7 +126,7 @@ def test_a_run_is_as_full(which: list[int], copies: int) -> None:
 
 
 def run(segments: Sequence[Segment]) -> tuple[int, int]:
-    """Most bytes alive in the forward and in the backward pass, less parameters and prelude."""
+    """Return the peak bytes of the forward and of the backward pass, less parameters and prelude."""
     env: dict[fx.Node, torch.Tensor] = {}
     received: list[torch.Tensor] = []
     for segment in segments:
@@ -139,7 +139,7 @@ def run(segments: Sequence[Segment]) -> tuple[int, int]:
                 if node in segment.receives:
                     received.append(env[node])
     own = sum(x.nbytes for x in received)
-    outside = {x.untyped_storage()._cdata for x in env.values()}  # views of them are nothing new
+    outside = {x.untyped_storage()._cdata for x in env.values()}  # views of them take no memory
     keep = list(env.values())
 
     def put(value: Any) -> Any:
@@ -165,7 +165,7 @@ def run(segments: Sequence[Segment]) -> tuple[int, int]:
         result.backward(incoming)
     assert keep
     first = size(forward.fullest(outside))
-    outside |= {x.untyped_storage()._cdata for x in (result, incoming)}  # held here only
+    outside |= {x.untyped_storage()._cdata for x in (result, incoming)}  # alive only because this function holds them
     return own + first, own + size(backward.fullest(outside)) + incoming.nbytes
 
 
@@ -185,7 +185,7 @@ def test_cross_entropy_needs_copies_of_its_logits() -> None:
     labels = TensorInfo((b, s), torch.int64, False)
     found = workspace(OpCall(ops.cross_entropy, (logits, labels), {}, (TensorInfo((), torch.float32, True),)))
     wide = [t for t in found.forward if t.shape == (b * s, 64) or t.shape == (b, s, 64)]
-    assert [t.dtype for t in wide] == [torch.float32]  # the copy; the log-probabilities are kept
+    assert [t.dtype for t in wide] == [torch.float32]  # the copy; the log-probabilities are saved
     assert sum(t.dtype is torch.float32 and t.shape in ((b * s, 64), (b, s, 64)) for t in found.backward) == 2
 
 

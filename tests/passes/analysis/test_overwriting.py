@@ -1,4 +1,4 @@
-"""Which losses may overwrite their logits: what an op shares with its operands, and who else may read."""
+"""Losses that may overwrite their logits: what an op shares with its operands, and the other readers."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_what_a_schema_does_not_vouch_for_may_be_a_view() -> None:
         (aten.to.dtype, (x, torch.float64)),
         (aten.einsum.default, ("ij->ji", [x])),
         (aten.broadcast_tensors.default, ([x],)),
-        (torch.relu, (x,)),  # nobody has said what it is
+        (torch.relu, (x,)),  # an unknown op
     ):
         assert not writes_anew(OpCall(target, args, {}, ()))  # type: ignore[arg-type]
 
 
 class Head(nn.Module):
-    """Logits that are read once before the loss, by an op that keeps nothing of them."""
+    """Logits read once before the loss, by an op that does not save them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ def test_who_else_may_read_decides() -> None:
     (reader,) = (step for step in found.steps if logits in step.operands and step.name == "sum")
     rest = [step for step in found.steps if step is not reader]
     assert may(found) and may(found, "full")
-    assert not may(found, "ops")  # what makes the logits is handed to the second run
+    assert not may(found, "ops")  # the op that makes the logits is recomputed
     assert not may(replace(found, sent=(*found.sent, logits)))  # another stage reads them
     assert not may(replace(found, steps=tuple(step for step in found.steps if step is not maker)))  # not made here
-    assert not may(replace(found, steps=(*rest, reader)))  # read afterwards
+    assert not may(replace(found, steps=(*rest, reader)))  # read after the loss
     narrow = replace(logits, info=replace(logits.info, dtype=torch.bfloat16))
     loss = replace(found.steps[at], operands=(narrow, *found.steps[at].operands[1:]))
     assert not may(replace(found, steps=(*found.steps[:at], loss, *found.steps[at + 1 :])))  # copied in any case

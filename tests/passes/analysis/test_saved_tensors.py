@@ -1,4 +1,4 @@
-"""What autograd keeps, and how much work an op is."""
+"""Tensors that autograd saves, and the work of an op."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATISTIC = real(b, s, 1, grad=False)
 
 
 def named(target: Callable[..., Any]) -> str:
-    """The same in every process, which `str` of a function is not."""
+    """Return a name that is the same in every process; `str` of a function contains its address."""
     return str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
 
 
@@ -79,7 +79,7 @@ def test_attention_keeps_no_scores() -> None:
 
 @pytest.mark.parametrize("target", [t for t in SAMPLES if t not in ATTENTION | DROPOUT | RMS_NORM], ids=named)
 def test_meta_tensors_keep_what_real_ones_keep(target: Any) -> None:
-    """The same operands and outputs as a run on a CPU, for every op of the table."""
+    """Every op of the table saves the same operands and outputs as in a run on a CPU."""
     for example in examples(target):
         kept: set[int] = set()
 
@@ -102,7 +102,7 @@ def test_flops_are_those_of_torch(target: Any) -> None:
     for example in examples(target):
         diagonal = target is aten.einsum.default and example.args[0] in ("ii->i", "ij,ij->i")
         if any(x.ndim == 1 for x in example.operands[:2]) or diagonal:
-            continue  # torch does not count vectors, nor products that it does not do by matmul
+            continue  # torch counts only products of matrices by matmul
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             example.target(*example.args, **example.kwargs)
         assert flops(example.call()) == counter.get_total_flops(), example.args

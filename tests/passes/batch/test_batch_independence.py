@@ -17,7 +17,7 @@ Body = Callable[[Tensor, Tensor, Tensor], "Tensor | tuple[Tensor, Tensor]"]
 
 
 class Model(nn.Module):
-    """`body` of hidden states [b, s, h], tokens and labels [b, s] gives hidden states, and labels if it likes."""
+    """`body` of hidden states [b, s, h], tokens and labels [b, s] gives hidden states, and optionally labels."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ APART: list[Body] = [
     lambda x, ids, labels: x + torch.arange(x.shape[1])[None, :, None].expand(x.shape[0], -1, -1),
     lambda x, ids, labels: x.unflatten(0, (-1, 1)).flatten(0, 1),
     lambda x, ids, labels: x.double().flatten(0, 1).type_as(x.flatten(0, 1)).view(x.shape),
-    lambda x, ids, labels: x * ids.shape[0],  # of the whole batch, as one process has them
+    lambda x, ids, labels: x * ids.shape[0],  # the whole batch's, as in one process
     lambda x, ids, labels: x.type_as(x) * (x.shape[0] / x.shape[0]),
     lambda x, ids, labels: x.new_zeros(x.shape[1], x.shape[2]) + x,
     lambda x, ids, labels: x.movedim(0, 1).contiguous().movedim(0, 1),

@@ -1,4 +1,4 @@
-"""A mixture of experts: what its ops become, what they cost, and that they compute what was asked for."""
+"""A mixture of experts: the ops it becomes, their costs, and that they compute the right values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS = BATCH * SEQUENCE
 
 @cache
 def mixture(precision: str) -> Traced:
-    """Two layers, normalised."""
+    """Trace and normalise two layers."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -54,7 +54,7 @@ def mixture(precision: str) -> Traced:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_every_op_of_a_mixture_has_a_row(precision: str) -> None:
-    """Whichever kernel transformers chose for the type, experts are multiplied by one op."""
+    """Whichever kernel transformers chose for the dtype, experts are multiplied by one op."""
     found = names_of(mixture(precision))
     assert found.count("grouped_mm") == 4
     assert not {"_grouped_mm", "grouped_mm_fallback"} & set(found)
@@ -67,7 +67,7 @@ def test_work_of_the_chosen_experts_only() -> None:
     up, down = (work(op_call(n)) for n in nodes[:2])
     assert sympy.expand(up.flops) == 2 * CHOSEN * TOKENS * WIDTH * 2 * INNER
     assert sympy.expand(down.flops) == 2 * CHOSEN * TOKENS * INNER * WIDTH
-    weights = EXPERTS * WIDTH * 2 * INNER  # all are read, whoever is chosen
+    weights = EXPERTS * WIDTH * 2 * INNER  # all are read, whichever experts are chosen
     assert sympy.expand(up.bytes_in) == 2 * (CHOSEN * TOKENS * WIDTH + weights) + 4 * EXPERTS
     assert up.kind == down.kind == "matmul"
 
@@ -86,7 +86,7 @@ def test_experts_split_by_their_inner_width_or_by_expert() -> None:
 
 
 def rows(count: int = 11) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weights and ends; an empty group, and rows behind the last end."""
+    """Return x, weights and ends, with an empty group, and rows beyond the last end."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(count, 6, generator=rng, dtype=torch.float64).requires_grad_()
     weight = torch.randn(4, 6, 5, generator=rng, dtype=torch.float64).requires_grad_()
@@ -94,7 +94,7 @@ def rows(count: int = 11) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_hand(x: Tensor, weight: Tensor, group: list[int]) -> Tensor:
-    """Row by row; -1 is nobody's."""
+    """Multiply row by row; rows with -1 belong to no expert."""
     zero = torch.zeros(weight.shape[2], dtype=x.dtype)
     return torch.stack([zero if e < 0 else row @ weight[e] for row, e in zip(x, group, strict=True)])
 

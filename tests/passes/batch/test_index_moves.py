@@ -1,4 +1,4 @@
-"""Rows moved by computed indices: right forms train as one process does, wrong ones are refused, by op and line."""
+"""Rows moved by computed indices: correct forms train as one process does, wrong ones are refused, by op and line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def batch(samples: int = SAMPLES) -> dict[str, Tensor]:
-    """Ragged labels, tokens with ties."""
+    """Return ragged labels, and tokens with ties."""
     rng = torch.Generator().manual_seed(3)
     ids = torch.randint(0, VOCAB, (samples, TOKENS), generator=rng)
     labels = torch.randint(0, VOCAB, (samples, TOKENS), generator=rng)
@@ -49,18 +49,18 @@ def batch(samples: int = SAMPLES) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-# Moves within each sample, or there and back.
+# Moves within a sample, or out and back.
 
 
 def in_groups(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Rows up to each end times the weights of one expert, as transformers writes it for float64."""
+    """Multiply the rows up to each end by the weights of one expert, as transformers writes it for float64."""
     import transformers.integrations.moe  # noqa: F401  registers the op
 
     return torch.ops.transformers.grouped_mm_fallback(x, weights, ends)
 
 
 def sorted_and_back(m: Model, x: Tensor, ids: Tensor, labels: Tensor, back: str = "index") -> Tensor:
-    """Tokens to one expert each, and back in one of many ways."""
+    """Sort tokens to one expert each, and move them back in one of many ways."""
     flat = x.flatten(0, 1)
     order = m.router(flat).argmax(-1).argsort(stable=True)
     y = (flat[order] @ m.up[0]).relu() @ m.down[0]
@@ -89,7 +89,7 @@ def sorted_and_back(m: Model, x: Tensor, ids: Tensor, labels: Tensor, back: str 
 
 
 def routed(m: Model, x: Tensor, keys: Callable[[Tensor], Tensor], counts: Callable[[Tensor], Tensor]) -> Tensor:
-    """The two likeliest experts of each token; their products in groups, whose ends are counted."""
+    """Route each token to its two likeliest experts; multiply in groups whose ends are counted."""
     flat = x.flatten(0, 1)
     weights, chosen = m.router(flat).softmax(-1).topk(2)
     chosen = keys(chosen)
@@ -126,7 +126,7 @@ def repeated_tokens(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def capacity_of_a_sample(m: Model, x: Tensor, ids: Tensor, labels: Tensor, dim: int = 1) -> Tensor:
-    """An expert takes the first tokens that chose it; with `dim` 0 those of the whole batch."""
+    """Each expert takes the first tokens that chose it; with `dim` 0 those of the whole batch."""
     chosen = F.one_hot(m.router(x).argmax(-1), EXPERTS)
     rank = chosen.flatten(0, 1).cumsum(0).view(chosen.shape) if dim == 0 else chosen.cumsum(1)
     kept = chosen * (rank <= 2)
@@ -139,7 +139,7 @@ def last_tokens(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tenso
 
 
 def flat_numbers(m: Model, x: Tensor, ids: Tensor, labels: Tensor, step: int = 0) -> Tensor:
-    """The nearest tokens of each token, by numbers of rows of all samples; `step` samples further."""
+    """The nearest tokens of each token, by row numbers over all samples; `step` samples further."""
     near = (x @ x.transpose(1, 2)).topk(2)[1]
     near = near + torch.arange(step, x.shape[0] + step)[:, None, None] * x.shape[1]
     return x + x.reshape(-1, WIDTH)[near.view(-1)].view(*near.shape, WIDTH).mean(2)
@@ -212,7 +212,7 @@ RIGHT: dict[str, Body] = {
     "written at its own": written_at_own,
     "scattered gates": scattered_gates,
     "loss of sorted rows": loss_of_sorted,
-    # a number of the whole batch that inputs alone give: known before the first forward pass
+    # a count of the whole batch that depends on inputs alone: known before the first forward pass
     "counts read back": lambda m, x, ids, y: x / (1 + F.one_hot(ids, VOCAB).sum((0, 1))[ids])[..., None],
     "picked within": own,
     "all within": lambda m, x, ids, labels: x[:, torch.arange(x.shape[1]).flip(0)] + x[:, [0]],
@@ -231,7 +231,7 @@ def one_after_another(names: Sequence[str]) -> Body:
     return body
 
 
-LAST = ("last token", "loss of sorted rows")  # what they give, only a loss can take
+LAST = ("last token", "loss of sorted rows")  # their results can be read by a loss only
 TOGETHER = {
     "back": [n for n in RIGHT if n.startswith("sorted")],
     "groups": [n for n in RIGHT if "group" in n or "expert" in n],
@@ -245,7 +245,7 @@ def test_what_stays_within_samples_is_the_same_in_microbatches(body: Body) -> No
 
 
 def test_all_of_it_trains_as_on_one_process() -> None:
-    """On two data-parallel ranks, with microbatches of 2, 2 and 1 samples."""
+    """Two data-parallel ranks, with microbatches of 2, 2 and 1 samples."""
     model, data = Model(one_after_another([n for n in RIGHT if n not in (*LAST, "masked")])), batch(10)
     made = autoptd.parallelize(
         model, world=2, cluster="dgx-h100", batch=12, seq=TOKENS, inputs={n: x[:2] for n, x in data.items()},
@@ -257,11 +257,11 @@ def test_all_of_it_trains_as_on_one_process() -> None:
     assert max(differences(found.state, alone.state).values()) < 1e-10
 
 
-# Moves between samples, or by where a sample stands in its batch: (op, line, what is wrong with it).
+# Moves between samples, or by a sample's position in its batch: (op, line, what is wrong with it).
 
 
 def rolled(x: Tensor) -> Tensor:
-    """The sample before, by arithmetic."""
+    """Shift by one sample, by arithmetic."""
     return x[(torch.arange(x.shape[0]) + 1) % x.shape[0]]
 
 
@@ -270,7 +270,7 @@ def shared_capacity(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def capacity_by_order(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    """Whoever comes after the fourth token of an expert is dropped."""
+    """Tokens beyond the fourth of an expert are dropped."""
     expert, order = m.router(x.flatten(0, 1)).argmax(-1).sort(stable=True)
     first = torch.searchsorted(expert, torch.arange(EXPERTS))
     rank = torch.arange(expert.shape[0]) - first[expert]
@@ -296,7 +296,7 @@ def histogram_read_back(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Ten
 
 
 def groups_of_others(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    """Rows that are sorted by one key meet the experts of another."""
+    """Rows sorted by one key meet the experts of another."""
     flat = x.flatten(0, 1)
     one, two = m.router(flat).argmax(-1), m.router(flat).argmin(-1)
     order = one.argsort()

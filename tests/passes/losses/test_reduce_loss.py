@@ -42,7 +42,7 @@ def test_microbatch_without_a_valid_token() -> None:
 
 
 class Regularised(Model):
-    """A penalty that no input reaches counts once, not once per microbatch."""
+    """A penalty that depends on no input counts once, not once per microbatch."""
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return super().forward(x, labels, mask) + 0.01 * self.head.weight.square().sum() + self.inner.bias.mean()
@@ -117,7 +117,7 @@ def test_refused_with_the_op_its_place_and_ways_out(name: str) -> None:
     loss, says = REFUSED[name]
     try:
         text = str(loss_form(normalised(model_of(loss), ragged()).graph).refused[0])
-    except UnsupportedOp as error:  # what goes back to samples
+    except UnsupportedOp as error:  # a result that is mapped back to samples
         text = str(error)
     assert says in text and "everyday_losses.py" in text and "fix" in text
 

@@ -1,4 +1,4 @@
-"""A mask is causal if it evaluates to one, however it is written; every other mask stays, and stays right."""
+"""A mask is causal if it evaluates to a causal one, however it is written; every other mask stays correct."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def slopes(_: nn.Module, __: Tensor, s: int) -> Tensor:
 
 
 def only_for_short(_: nn.Module, __: Tensor, s: int) -> Tensor:
-    """Causal at the lengths that a careless judge might try, and not beyond."""
+    """Return a mask that is causal only at the short lengths that a careless check might try."""
     rows, columns = grid(s)
     return (columns <= rows) & ~((rows >= 40) & (columns == 0))
 
@@ -129,7 +129,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def attention_of(mask: Callable[[nn.Module, Tensor, int], Tensor]) -> tuple[object, bool]:
-    """(mask argument, is_causal) of the attention op, whose value and gradient are right."""
+    """Return (mask argument, is_causal) of the attention op, after checking its value and gradient."""
     torch.manual_seed(0)
     traced = assert_unchanged(Attention(mask).double(), batch())
     (node,) = [n for n in traced.graph.graph.nodes if n.target is aten.scaled_dot_product_attention.default]

@@ -176,7 +176,7 @@ def half_sizes(self: nn.Module, h: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A body; ops that must be gone and ops that must be there."""
+    """A body; ops that must be gone, and ops that must be there."""
 
     body: Callable[[nn.Module, Tensor], Tensor]
     gone: str = ""
@@ -272,7 +272,7 @@ def test_dropout_stays_dropout(p: float, count: int) -> None:
     assert ops.count("dropout") == count and "native_dropout" not in ops
 
 
-# ---- what is refused, and where it says the cause is ----
+# ---- refusals and the places they name ----
 
 
 class Norm(nn.Module):
@@ -306,13 +306,13 @@ def refused(body: Callable[[nn.Module, Tensor], Tensor]) -> str:
     ],
 )
 def test_numbers_drawn_outside_torch_are_refused(draw: Callable[[], float], name: str) -> None:
-    """The trace holds one draw, and every step would take it."""
+    """The trace holds one draw, and every step would reuse it."""
     assert f"draws random numbers with {name}" in refused(lambda self, h: h * float(draw()))
     normalised(model_of(lambda self, h: h * random.Random(3).random()), batch())  # the same on one process
 
 
 class Counting(nn.Module):
-    """Numbers of its own: `passes` moves on, `seen` is set once."""
+    """Numbers of its own: `passes` increases, `seen` is set once."""
 
     def __init__(self, counts: bool) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def whole(high: int, *shape: int) -> Tensor:
 
 
 def distinct(*shape: int) -> Tensor:
-    """Rows that are permutations: no two sources are written to one place."""
+    """Return rows that are permutations: no two sources are written to one place."""
     *rows, length = shape
     return torch.rand(*rows, length, generator=RNG).argsort(-1)
 
@@ -57,7 +57,7 @@ def weights(classes: int) -> Tensor:
     return torch.linspace(0.5, 2.0, classes, dtype=torch.float64)
 
 
-Sample = tuple[Any, ...]  # positional arguments, and a dict of keyword arguments last if there are any
+Sample = tuple[Any, ...]  # positional arguments, and optionally a dict of keyword arguments last
 X = (4, 8)
 
 MAPS = ["abs", "cos", "cosh", "erf", "exp", "expm1", "gelu", "hardsigmoid", "hardswish", "hardtanh", "mish", "neg"]
@@ -71,7 +71,7 @@ REDUCTIONS = ["amax", "amin", "argmax", "argmin", "max", "min", "mean", "sum"]
 
 
 def many() -> dict[Any, list[Sample]]:
-    """Ops that are alike."""
+    """Return samples of similar ops."""
     found: dict[Any, list[Sample]] = {}
     for name in MAPS:
         found[getattr(aten, name).default] = [(real(*X),)]
@@ -344,7 +344,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
 
 
 def examples(target: Callable[..., Any]) -> list[Example]:
-    """The samples of a row as calls."""
+    """Return the samples of a row as calls."""
     found = []
     for sample in SAMPLES[target]:
         kwargs: Mapping[str, Any] = sample[-1] if isinstance(sample[-1], dict) else {}

@@ -51,7 +51,7 @@ def test_linear() -> None:
         "B, B, B -> B",
         "Bp, Bp, Bp -> Bp",
         "S1, Bp, Bp -> S1",  # sequence; the batch symbol is data parallelism's
-        "S2, S1, P -> P",  # summed: the bias is added once
+        "S2, S1, P -> P",  # a partial value: the bias is added once
         "Bp, S0, S0 -> S2",
         "P, Bp, P -> P",
         "Bp, P, P -> P",
@@ -130,7 +130,7 @@ def test_masks_broadcast() -> None:
     assert text(attention)[2:] == ["S1, S1, S1, B -> S1", "S2, Bp, Bp, S2 -> S2"]
 
 
-def test_linear_ops_carry_addends_and_others_do_not() -> None:
+def test_linear_ops_carry_partial_values_and_others_do_not() -> None:
     x, n = real(4, 8), whole(4, 8)
     assert "P, P -> P" in text(call(aten.add.Tensor, x, x, out=x))
     assert "P -> P" not in text(call(aten.add.Tensor, x, 1.0, out=x))

@@ -1,4 +1,4 @@
-"""The prover catches wrong rules, and discovery finds right ones."""
+"""The prover detects wrong rules, and discovery finds right ones."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_discovery(found: OpCall, expected: str | None) -> None:
 
 
 def test_discovery_agrees_with_the_table() -> None:
-    """Ops that have a row are discovered to have no factor that the row lacks."""
+    """Discovery finds no factor for an op with a row that the row lacks."""
     for target in (aten.softmax.int, aten.linear.default, aten.layer_norm.default, aten.mean.dim, aten.transpose.int):
         example = examples(target)[0]
         rule, seen = discover(example.call()).rule, example.call()

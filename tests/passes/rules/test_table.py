@@ -23,13 +23,13 @@ UNSPECIFIED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty
 
 
 def with_axis(args: tuple[Any, ...], tp: Axis) -> list[Any]:
-    """The tensors of a call, the axis, and the first of what else it has."""
+    """Return the tensors of a call, the axis, and the first of its other arguments."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     return [*tensors, tp, *args[len(tensors) : len(tensors) + 1]]
 
 
 def together(ranks: int, strategy: Strategy, target: Callable[..., Any], run: RankRun) -> list[Any]:
-    """Ranks in lockstep, so that a distributed implementation can talk."""
+    """Run the ranks in lockstep, so that a distributed implementation can communicate."""
 
     def one(communicators: Communicators) -> Any:
         tp = Axis(communicators.tp)
@@ -40,7 +40,7 @@ def together(ranks: int, strategy: Strategy, target: Callable[..., Any], run: Ra
 
 
 def offered(example: Any) -> dict[tuple[int, int], frozenset[int]]:
-    """Two groups on every dim: more than most can take."""
+    """Offer two groups on every dim: more than most ops accept."""
     call = example.call()
     return {(i, d): frozenset({2}) for i, t in enumerate(call.operands + call.outputs) for d in range(t.ndim)}
 

@@ -1,4 +1,4 @@
-"""What is cut over cp ranks follows from the rules; what is gathered trains like one process, the rest is refused."""
+"""Context parallelism: splits follow from the rules; gathered tokens train like one process, the rest is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, VOCAB, TOKENS, SAMPLES = 8, 12, 8, 4
 
 
 class Base(nn.Module):
-    """Tokens to vectors, some module's own way with them, and a linear."""
+    """Token embeddings, a mixing module of a subclass, and a linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Base(nn.Module):
 
 
 class FirstToken(Base):
-    """As in BERT: a sample's class from its first token."""
+    """Class of a sample from its first token, as in BERT."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(torch.tanh(self.mix(self.vectors(ids)[:, 0]))), labels[:, 0])
 
 
 class MeanToken(Base):
-    """Tokens averaged, and the average given back to each of them."""
+    """Tokens scaled by a gate that is computed from their average."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.vectors(ids)
@@ -53,7 +53,7 @@ class MeanToken(Base):
 
 
 class Shifted(Base):
-    """Labels one token on; the last logits of each sample have none."""
+    """Labels shifted by one token; the last logits of each sample have no label."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.vectors(ids))[:, :-1]
@@ -61,7 +61,7 @@ class Shifted(Base):
 
 
 class ShiftedTwice(Base):
-    """Shifted logits that are read twice: they are gathered."""
+    """Shifted logits that are read twice, so they are gathered."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.vectors(ids))[:, 1:]
@@ -70,7 +70,7 @@ class ShiftedTwice(Base):
 
 
 class WrittenOut(Base):
-    """Attention of two products and a softmax, with a causal mask that is a buffer."""
+    """Attention as two products and a softmax, with a causal mask in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class WrittenOut(Base):
 
 
 class Running(Base):
-    """A sum over all tokens so far."""
+    """A cumulative sum over tokens."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.vectors(ids).cumsum(1)).transpose(1, 2), labels)
 
 
 class Flattened(Base):
-    """Tokens and features in one dim."""
+    """Tokens and features merged into one dim."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.vectors(ids)
@@ -160,7 +160,7 @@ def test_a_causal_sequence_is_cut_into_two_chunks_a_rank() -> None:
     assert splits.zigzag and splits.chunks == 4
     assert not split_tokens(folded, 2, 8, "ulysses").zigzag
     texts = {op_name(n): str(s) for n, s in splits.strategies.items()}
-    assert texts["embedding"] == "Bp, S0 -> S0"  # of positions, the last one of the two
+    assert texts["embedding"] == "Bp, S0 -> S0"  # of the position embedding, the second of the two
     assert texts["scaled_dot_product_attention"] == "S2, S2, S2 -> S2 [ring]"
     assert texts["layer_norm"] == "S1, Bp -> S1"
     assert texts["cross_entropy"] == "S1, S1 -> P"

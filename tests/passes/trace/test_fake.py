@@ -1,4 +1,4 @@
-"""Tracing without data, behind the one file that touches torch's private part. Seen in torch 2.13.0."""
+"""Tracing without data, by the one file that uses private parts of torch. Seen in torch 2.13.0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Last(nn.Module):
 
 
 def test_constants_that_a_forward_makes_keep_their_values() -> None:
-    """On the meta device the index list would become a tensor without values."""
+    """The index list would become a tensor without values on the meta device."""
     with torch.device("meta"):
         model = Last()
     traced = trace(model, {"x": torch.empty(3, 4, device="meta")})

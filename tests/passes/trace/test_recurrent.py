@@ -1,4 +1,4 @@
-"""Recurrent layers without dropout draw nothing: they train as on one process."""
+"""Recurrent layers without dropout draw no random numbers: they train as on one process."""
 
 from __future__ import annotations
 

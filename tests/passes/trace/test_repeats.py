@@ -1,4 +1,4 @@
-"""Equal modules are traced once: the graph is the one that a full trace gives, down to names and lines."""
+"""Equal modules are traced once: the graph equals that of a full trace, down to names and lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 8
 
 @dataclass
 class Calls:
-    """How many calls were not run, in the last trace."""
+    """Number of calls that the last trace skipped."""
 
     count: int = 0
 
@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
 
 def text(traced: Traced) -> list[str]:
-    """Everything that later passes may read of a graph, a line per node."""
+    """Return everything that later passes may read of a graph, a line per node."""
     number = {n: i for i, n in enumerate(traced.graph.graph.nodes)}
     lines = []
     for n in traced.graph.graph.nodes:
@@ -66,7 +66,7 @@ def tables(traced: Traced) -> list[object]:
 
 
 def assert_as_in_full(model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Traced:
-    """Both ways of tracing give the same; the one with repeats is returned."""
+    """Assert that both ways of tracing give one graph; return the trace with repeats."""
     once, full = (trace(model, inputs, repeats=repeats, **options) for repeats in (True, False))
     assert len(once.symbol) == len(full.symbol)
     normalise(once), normalise(full)
@@ -88,7 +88,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mlp(norm(x)); `index` is there and never read."""
+    """Residual MLP, x + mlp(norm(x)); `index` is an unused argument."""
 
     def __init__(self, index: int = 0, p: float = 0.0) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Every(Block):
 
 
 class Named(Block):
-    """Reads its number where a subclass of int would not notice: the C++ of torch."""
+    """Block that passes its index to C++ code of torch, where a subclass of int would go unnoticed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + torch.full((), self.index, dtype=x.dtype)
@@ -153,7 +153,7 @@ class Named(Block):
 @pytest.mark.parametrize("kind", [Scaled, Every, Named])
 def test_a_block_that_reads_its_number_is_its_own(kind: type[Block], calls: Calls) -> None:
     assert_as_in_full(stack(kind), batch())
-    assert calls.count == 4  # of the MLPs, which have none
+    assert calls.count == 4  # of the MLPs, which have no index
 
 
 class Alternating(Block):
@@ -167,7 +167,7 @@ class Alternating(Block):
 
 def test_blocks_of_two_kinds_are_two(calls: Calls) -> None:
     assert_as_in_full(stack(Alternating, 8), batch())
-    assert calls.count == 4 + 2  # two of each are run; of the MLPs in them, which are all alike, two
+    assert calls.count == 4 + 2  # two blocks of each kind are run; of their MLPs, which are all equal, two
 
 
 def test_blocks_that_differ_in_shape_or_flags(calls: Calls) -> None:
@@ -179,7 +179,7 @@ def test_blocks_that_differ_in_shape_or_flags(calls: Calls) -> None:
 
 
 class Wired(Stack):
-    """Skips a block, feeds others with numbers and masks of their own, and joins ends as a U-Net does."""
+    """Skips a block, gives others numbers and masks of their own, and joins ends as a U-Net does."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, left = self.embed(x), []
@@ -243,7 +243,7 @@ class Clock:
 
 
 class Ticking(Block):
-    """Blocks with a clock in common: the first calls are alike."""
+    """Blocks with a shared counter: the first calls are equal."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_objects_that_blocks_change_are_noticed() -> None:
 
 
 class Remembering(Block):
-    """Blocks that share a list: what one leaves there the next one reads."""
+    """Blocks that share a list: each reads what the one before it left there."""
 
     def __init__(self, seen: list[Tensor]) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def test_arguments_that_blocks_change_are_traced_in_full(calls: Calls) -> None:
 
 
 class Outputs(Block):
-    """Gives back a dict of tensors, numbers and what it was given."""
+    """Returns a dict of tensors, numbers and its arguments."""
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> dict[str, Any]:
         y = super().forward(x)
@@ -356,7 +356,7 @@ def test_parameters_tied_across_blocks_and_outside(calls: Calls) -> None:
 
 
 class Tabled(Block):
-    """With a table of its own, a constant, and a part without gradient."""
+    """Block with its own table, a constant, and a part without gradient."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -401,7 +401,7 @@ def test_a_teacher_without_gradients(calls: Calls) -> None:
 
 
 class Sized(Block):
-    """Takes and gives back a size; views by the sizes of its argument."""
+    """Takes and returns a size; views by the sizes of its argument."""
 
     def forward(self, x: Tensor, rows: int) -> tuple[Tensor, int]:
         y = super().forward(x.reshape(rows * x.shape[1], WIDTH)).view(x.shape)
@@ -511,7 +511,7 @@ def test_hooks_that_a_parent_installs(calls: Calls) -> None:
 
 
 class Grouped(nn.Module):
-    """Equal modules inside of equal modules."""
+    """Equal modules inside equal modules."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tracing: any input and output form, the user's model untouched, and refusals that name the place."""
+"""Tracing: any form of inputs and outputs, the user's model unchanged, and refusals that name the place."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_meta_model_has_no_values_of_buffers() -> None:
 
 
 class Closes(nn.Module):
-    """A tensor that is neither parameter nor buffer is carried along with its value."""
+    """A closed-over tensor, neither parameter nor buffer, is stored with its value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_tracing_twice_gives_the_same_graph() -> None:
 
 
 class Picture(nn.Module):
-    """Patches of 4 × 4 with a position each; `fitted`: other numbers of patches have positions of their own."""
+    """Patches of 4 × 4. With `fitted`, six patches have a position each, and any other number shares one position."""
 
     def __init__(self, fitted: bool) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Picture(nn.Module):
 
 @pytest.mark.parametrize(("fitted", "free"), [(True, set()), (False, {("pixels", 2), ("pixels", 3)})])
 def test_sizes_that_a_branch_ties_to_a_number_are_that_number(fitted: bool, free: set[tuple[str, int]]) -> None:
-    """(h // 4) (w // 4) = 6 of 8 × 12: a graph with h and w in it would run at no other sizes."""
+    """(h // 4) (w // 4) = 6 for 8 × 12: a graph with symbolic h and w would run at no other sizes."""
     traced = trace(Picture(fitted), {"pixels": torch.empty(2, 3, 8, 12)})
     assert {at for symbol, at in traced.sizes.items() if symbol != BATCH} == free
 

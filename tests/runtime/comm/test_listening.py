@@ -1,4 +1,4 @@
-"""Stores of this process are reached at the address that was named, and at no other one of this machine."""
+"""Stores of this process are reachable at the requested address, and at no other one of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoptd.runtime.comm.listening import host_store, is_one_address, on_loopba
 from autoptd.runtime.comm.processes import connect_processes
 
 TIMEOUT = timedelta(seconds=20)
-OTHER = "127.0.0.2"  # of this machine as well: whoever listens on all interfaces answers there
+OTHER = "127.0.0.2"  # also of this machine: a listener on all interfaces answers there
 
 
 def answers(host: str, port: int) -> bool:
@@ -33,12 +33,12 @@ def free_port() -> int:
 def test_a_store_listens_on_its_address_alone() -> None:
     store = host_store("127.0.0.1", 0, 1, TIMEOUT)
     assert answers("127.0.0.1", store.port) and not answers(OTHER, store.port)
-    everywhere = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # torch's own
+    everywhere = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # torch's own store
     assert answers(OTHER, everywhere.port)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_rank_0_of_another_launcher_listens_where_it_was_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_of_another_launcher_listens_at_its_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     told = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in told.items():

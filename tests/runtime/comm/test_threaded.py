@@ -1,4 +1,4 @@
-"""The lockstep runner: failures, disagreements and deadlocks are named, nothing hangs, thread state holds."""
+"""The lockstep runner: failures, disagreements and deadlocks are named, nothing hangs, thread state persists."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_message_written_while_under_way_is_caught() -> None:
 
 
 def test_checkpointing_saved_tensor_hooks_and_grad_mode_are_per_rank() -> None:
-    """Half of the ranks recompute a block that communicates, half keep it; all get the same gradient."""
+    """Half of the ranks recompute a block that communicates, half save its activations; gradients agree."""
 
     def body(c: Communicators) -> tuple[Tensor, int]:
         axis, packed = Axis(c.tp), [0]

@@ -1,4 +1,4 @@
-"""Of a step that is not finite every rank names the rank, stage, action, microbatch and module where that began."""
+"""After a step that is not finite, every rank names the rank, stage, action, microbatch and module of its origin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spoil = Callable[[autoptd.Parallel], None]
 
 
 def told(spoil: Spoil, **fix: Any) -> list[str]:
-    """What each rank raises."""
+    """Return the error of each rank."""
     torch.manual_seed(0)
     asked = {"batch": 8, "seq": 8, "precision": "fp32", "fix": {"micro": 2, **fix}}
     parallel = autoptd.parallelize(NanoGPT(SIZES), world=4, **asked)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def test_a_parameter_of_one_rank() -> None:
         assert "first in rank 3, stage 1, action F0, microbatch 0, module blocks.2" in text, text
 
 
-def test_ranks_that_hold_one_tensor_together_are_told_together() -> None:
+def test_ranks_that_share_a_tensor_are_reported_together() -> None:
     every = told(spoiled(0, "blocks.0.up.weight"), dp=1, pp=2, tp=2)
     assert all("first in ranks 0, 1, stage 0, action F0, microbatch 0, module blocks.0" in text for text in every)
 

@@ -1,4 +1,4 @@
-"""Faults of real processes, one of each kind; and what ranks tell each other, in one process."""
+"""Faults of real processes, one of each kind; and the messages between ranks, in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_fault_of_each_kind_is_met() -> None:
 
 @pytest.fixture
 def watches() -> Iterator[Callable[..., Watchdog]]:
-    """Makes a watch per rank on one store; each holds the pid of this very process."""
+    """Factory of a watchdog per rank on one store; each has the pid of this process."""
     store, made = dist.HashStore(), list[Watchdog]()
 
     def make(rank: int, world: int = 2, limits: Timeouts = QUICK) -> Watchdog:
@@ -92,7 +92,7 @@ def test_a_broken_connection_is_no_cause(watches: Callable[..., Watchdog]) -> No
     assert "RB0 of stage 0, receive from rank 1" in str(told.value)
 
 
-def test_silence_is_told_by_the_rank_before(watches: Callable[..., Watchdog]) -> None:
+def test_a_silent_rank_is_reported_by_the_previous_rank(watches: Callable[..., Watchdog]) -> None:
     first, second = watches(0), watches(1)
     assert soon(lambda: 1 in first._poller.beats)
     second._stop.set()
@@ -102,7 +102,7 @@ def test_silence_is_told_by_the_rank_before(watches: Callable[..., Watchdog]) ->
 
 
 def test_the_last_action_is_known_within_a_tick(watches: Callable[..., Watchdog]) -> None:
-    """With a tick of an hour, what a rank did last is what its heartbeat told on its way."""
+    """A heartbeat is sent on every change, so that even with a tick of an hour a rank's last action is known."""
     first, second = watches(0, 2, Timeouts(tick_s=0.02)), watches(1, 2, Timeouts(tick_s=3600))
     assert soon(lambda: 1 in first._poller.beats and 0 in second._poller.beats)
     second.status.enter("B3", 1, 3, "blocks.4")
@@ -113,7 +113,7 @@ def test_the_last_action_is_known_within_a_tick(watches: Callable[..., Watchdog]
 
 
 def test_the_last_action_of_the_store_s_process_is_known_before_the_store_is_gone() -> None:
-    """It dies with its store, so that nobody could ask then: it is read as often as it is told."""
+    """The process dies with its store, which cannot be read afterwards: its status is read at every change."""
     store, hour = dist.HashStore(), Timeouts(tick_s=3600)
     host, other = (Watchdog(store, rank, 2, hour, host=0) for rank in (0, 1))
     host._poller.start()
@@ -163,7 +163,7 @@ def test_a_store_that_is_gone_is_a_cause() -> None:
     watch._stop.set()
 
 
-def test_what_is_told_reads_back() -> None:
+def test_reports_read_back() -> None:
     snapshot = Snapshot("B3", 1, 3, "blocks.4", comm="receive from", peers=(0, 2), for_s=1.5)
     cause = Cause(2, "raised ValueError: no", snapshot, 1, "change it")
     beat = Beat(2, 7, 99, snapshot, Process.mine(), knows_cause=True)

@@ -1,4 +1,4 @@
-"""Updated parameters that are collected while the next step begins: nobody reads one before it is there."""
+"""Updated parameters that are gathered while the next step begins: no parameter is read before it is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESHES = (Mesh(dp=4), Mesh(2, 2, 2), Mesh(dp=2, pp=2, virtual=2))
 
 
 class _AtLast:
-    """A gather that writes nothing before it is waited for: as late as a network can be."""
+    """A gather that writes nothing before `wait`, like the slowest network."""
 
     def __init__(self, out: Tensor, handle: Handle, whole: Tensor, done: Callable[[], None]) -> None:
         self.out, self.handle, self.whole, self.done = out, handle, whole, done
@@ -36,7 +36,7 @@ class _AtLast:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gathers that are as late as they may be; how many were waited for."""
+    """Delay all gathers until they are waited for; return a list with one entry per wait."""
     waited: list[int] = []
 
     def start_gather(self: Any, bucket: Any) -> Handle:
@@ -80,7 +80,7 @@ def test_late_gathers_change_no_bit(mesh: Mesh, late: list[int]) -> None:
 
 
 def test_each_bucket_is_waited_for_where_it_is_read(late: list[int]) -> None:
-    """Not all by the first module of the next step."""
+    """The first module of the next step does not wait for all buckets."""
     mesh = Mesh(dp=2)
     layout = replace(tiny.layout(mesh, micro=1, microbatches=2), gather_later=True)
 
@@ -109,7 +109,7 @@ def test_readers_that_do_not_wait_are_caught(late: list[int], monkeypatch: pytes
 @pytest.mark.fault("gathers in another order")
 @pytest.mark.parametrize("later", [False, True])
 def test_a_rank_that_gathers_in_another_order_is_caught(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bug: one rank asks for buckets as they lie, the others as modules read them. Alike everywhere, it is none."""
+    """Fault: one rank gathers buckets in storage order, the others in reading order. Equal on all ranks it is none."""
     whole = buffers.Buffers.gather_parameters
 
     def turned(only: int | None) -> Callable[[Any], None]:

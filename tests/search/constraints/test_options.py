@@ -1,4 +1,4 @@
-"""Choices made by hand: each is obeyed, the rest is searched as if all plans were tried, and its cost is told."""
+"""Options fixed by hand: each is obeyed, the rest is searched exhaustively, and the cost of the option is reported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def traced(layers: int = 2) -> autoptd.TracedModel:
 
 @cache
 def cluster(memory_bytes: float) -> Cluster:
-    """Slow links between nodes of two devices that take next to no time to launch, and hold little."""
+    """Make a cluster of two-device nodes with slow links, no launch times, and little memory."""
     base = Cluster.of("H100-SXM5-80GB", 2, 30e9, 3e9)
     quick = {"launch_s": 1e-9, "dispatch_s": 1e-9, "context_bytes": 0, "memory_bytes": int(memory_bytes)}
     return base.model_copy(update={"device": base.device.model_copy(update=quick)})
@@ -97,9 +97,9 @@ def included(fix: dict[str, Any]) -> tuple[str, ...]:
 
 
 def may_be(c: Candidate, fix: dict[str, Any]) -> bool:
-    """Whether a candidate of the free space is as fixed, by what each word means."""
+    """Return whether a candidate of the free search satisfies `fix`, from the definition of each option."""
     wanted = {n: v for n, v in fix.items() if n in ("dp", "tp", "pp", "micro", "cp", "virtual", "schedule")}
-    if "schedule" in fix and c.pp == 1:  # without a pipeline all schedules are one
+    if "schedule" in fix and c.pp == 1:  # without a pipeline all schedules are equal
         del wanted["schedule"]
     if "shards" in fix and c.zero and min(fix["shards"], c.dp * c.cp) != (c.shards or c.dp * c.cp):
         return False
@@ -113,7 +113,7 @@ def may_be(c: Candidate, fix: dict[str, Any]) -> bool:
 
 
 def cut_as(cuts: Cuts, fix: dict[str, Any]) -> bool:
-    """Whether stages begin and end as fixed."""
+    """Return whether stages begin and end as `fix` demands."""
     segments = traced().folded.segments
     stage_of = {i: k for k, (first, last) in enumerate(cuts) for i in range(first, last + 1)}
     for name in ("blocks", "blocks.0", "blocks.1", "blocks.0.attention", "blocks.1.attention"):
@@ -166,7 +166,7 @@ def answered(fix: dict[str, Any], include: tuple[str, ...], memory_bytes: float)
 
 
 def check(fix: dict[str, Any], memory_bytes: float) -> None:
-    """What the search answers under pins is what trying all plans and keeping those as pinned finds."""
+    """Assert that the constrained search finds the best of all plans that satisfy the constraints."""
     include = included(fix)
     again = {"recompute": fix["recompute"]} if "recompute" in fix else {}
     kept = [c for c in planner(again, include, memory_bytes).candidates() if may_be(c, fix)]
@@ -182,12 +182,12 @@ def check(fix: dict[str, Any], memory_bytes: float) -> None:
         return
     obeyed(found, fix, memory_bytes)
     assert found.staged.seconds == pytest.approx(best, rel=1e-9), fix
-    if "whole" not in fix:  # whole weights beside split tokens are what tp does not do by itself
+    if "whole" not in fix:  # tp by itself never combines whole weights with split tokens
         assert found.staged.seconds >= free(include, memory_bytes).staged.seconds * (1 - 1e-9), fix
 
 
 TENSORS = ("headroom", "splits", "sequence_parallel", "whole")  # what the oracle takes from the search: ILP, limit
-PLENTY, SCARCE = 1e12, 2.02e9  # bytes: NCCL alone takes 1.5e9 to 2e9, so that state and activations decide
+PLENTY, SCARCE = 1e12, 2.02e9  # bytes: NCCL alone takes 1.5e9 to 2e9, so state and activations decide
 
 
 @pytest.mark.parametrize("fix", PINS, ids=str)
@@ -261,7 +261,7 @@ def test_names_of_modules_are_found_in_the_graph():
     source = autoptd.trace(model, inputs={"x": torch.zeros(4, 8, dtype=torch.long)})
     modules = Modules(source.folded)
     assert modules.begins["table"] == 0
-    # the doubling before it is the model's own, and does not stand between a stage's beginning and the tower
+    # the doubling before it is the model's own op: the tower still begins a stage
     assert modules.begins["right"] == modules.begins["right.0"] > modules.begins["left"]
     (table,) = read_named(source.folded, read_constraints({"whole": "head"})).whole
     assert model.get_parameter(table) is model.head.weight
@@ -299,7 +299,7 @@ def test_what_a_pin_of_one_layer_means_for_its_like_is_noted():
     assert not any("as well" in note for note in alone.notes)
 
 
-# --- what pins cost -----------------------------------------------------------------------------------------------
+# --- cost of pins -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Random small lines of segments with what their stages take, and the exhaustive search over all cuts."""
+"""Random small sequences of segments with the times of their stages, and the exhaustive search over all cuts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Cuts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A segment: seconds by type of device; bytes of state, kept, and left where its forward pass runs again."""
+    """A segment: seconds per type of device; bytes of state, of activations saved, and of those left by
+    recomputation."""
 
     base_s: tuple[float, ...]
     state: float
@@ -29,7 +30,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Problem:
-    """A line with what `seconds` is made of. `ragged`: what a stage takes besides its segments, by its contents."""
+    """A partition problem and its times. `ragged`: seed of the time that a stage takes beyond its segments'."""
 
     kinds: tuple[Kind, ...]
     partitioning: PartitionProblem
@@ -40,7 +41,7 @@ class Problem:
         return self.kinds[self.partitioning.names[i]]
 
     def seconds(self, stage: int, first: int, last: int) -> float:
-        """By trying all sets of segments that recompute; without sending."""
+        """Return the least time over all sets of recomputed segments, without sends; infinity if none fits."""
         pool, alive = self.partitioning.pools[stage], self.partitioning.alive[stage]
         own = [self.segment(i) for i in range(first, last + 1)]
         state = sum(s.state for s in own)
@@ -52,14 +53,14 @@ class Problem:
         return self.seconds_without(stage, first, last) + best
 
     def seconds_without(self, stage: int, first: int, last: int) -> float:
-        """Without recomputation or sending."""
+        """Return the time of a stage without recomputation or sends."""
         contents = (first == 0, self.partitioning.names[first : last + 1])
         base = sum(self.segment(i).base_s[self.partitioning.pools[stage]] for i in range(first, last + 1))
         return base + random.Random(repr((self.ragged, contents))).randint(0, 3) * bool(self.ragged)
 
     @cached_property
     def table(self) -> dict[tuple[int, int, int], float]:
-        """Of every stage and run of segments, sending included."""
+        """Return the time of every stage and run of segments, sends included."""
         n = len(self.partitioning.names)
         return {
             (k, i, j): self.seconds(k, i, j) + float(self.partitioning.send_s[k, j])
@@ -73,7 +74,7 @@ class Problem:
         return self.rounds * max(times) + sum(times) if max(times) < math.inf else math.inf
 
     def brute_force(self) -> float:
-        """The least bound of all cuts that are allowed; infinity where nothing fits."""
+        """Return the least bound of all allowed cuts; infinity if none fits."""
         cuts = all_cuts(len(self.partitioning.names), self.partitioning.stages)
         return min(
             (self.bound_s(c) for c in cuts if self.partitioning.uncut.isdisjoint(first for first, _ in c)),
@@ -90,7 +91,7 @@ class Problem:
 
 
 def random_problem(seed: int) -> Problem:
-    """Up to 8 segments of up to 4 kinds, 1 to 4 stages on one or two types of device, tight and loose memory."""
+    """Make up to 8 segments of up to 4 kinds, 1 to 4 stages on one or two types of device, tight and loose memory."""
     rng = random.Random(seed)
     devices = rng.choice([1, 1, 2])
     kinds = tuple(_kind(rng, devices) for _ in range(rng.randint(1, 4)))
@@ -118,7 +119,7 @@ def random_problem(seed: int) -> Problem:
 
 
 def _random_sends(rng: random.Random, stages: int, segments: int) -> Floats:
-    """By what crosses each place, and by the edge behind each stage; nothing behind the last of either."""
+    """Return [stage, segment] times: the bytes at each boundary times the edge after each stage; 0 after the last."""
     places = np.array([float(rng.choice([0, 1, 4, 12])) for _ in range(segments - 1)] + [0.0])
     edges = np.array([float(rng.choice([1, 1, 3])) for _ in range(stages - 1)] + [0.0])
     return np.outer(edges, places)

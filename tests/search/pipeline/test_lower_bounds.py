@@ -1,4 +1,4 @@
-"""No bound is above what it bounds: the simulated time of any cut, by all schedules; and some are met."""
+"""Lower bounds never exceed the simulated time of any cut under any schedule; some are tight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLACK = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Run:
-    """A pipeline of `ranks`, whose stages do segments of these seconds (forward, backward, of it parameters')."""
+    """A pipeline of `ranks` with these seconds per segment (forward, backward, the parameters' part of backward)."""
 
     schedule: str
     ranks: int
@@ -57,11 +57,11 @@ class Run:
 
     @property
     def share(self) -> float:
-        """The least part that a pass has of any segment, at the most."""
+        """Return a lower bound of the share that a forward or backward pass has of any segment."""
         return max(min(f, b) / (f + b) for f, b, _ in self.segments)
 
     def seconds(self, overlap: Sequence[str] = ("p2p",)) -> float:
-        """Simulated, with messages beside computing or not."""
+        """Return the simulated time, with sends overlapped or not."""
         weights = [sum(w for _, _, w in self.segments[i : j + 1]) for i, j in self.cuts]
         sends = (*self.sends, 0.0) if self.sends else (0.0,) * len(self.cuts)
         times = zip(self.forward_s, self.backward_s, weights, sends, (0.0, *sends), strict=False)
@@ -79,7 +79,7 @@ class Run:
 
 
 def random_run(seed: int) -> Run:
-    """Segments from alike to very unlike, forward passes from nothing to most, few and many microbatches."""
+    """Make segments from equal to very unequal, forward shares from none to most, few and many microbatches."""
     rng = random.Random(seed)
     schedule, ranks = rng.choice(SCHEDULES), rng.randint(1, 5)
     virtual = row_of(schedule).chunks or rng.choice([2, 3])
@@ -103,7 +103,7 @@ RUNS = [random_run(seed) for seed in range(700)]
 
 
 def stages_of(run: Run, budgets: float = math.inf) -> Any:
-    """What `Stages` and `_Walk` read of a candidate, for a pipeline without memory."""
+    """Return the attributes of a candidate that `Stages` and `_Walk` read, for a pipeline without memory limits."""
     n, nothing = len(run.segments), np.zeros(len(run.segments))
     partitioning = PartitionProblem(
         names=tuple(range(n)),
@@ -127,7 +127,7 @@ def stages_of(run: Run, budgets: float = math.inf) -> Any:
 
 
 def _sends_everywhere(run: Run) -> Any:
-    """[stage, segment] there and back: what a run says where it cuts, and twice that everywhere else."""
+    """Return [stage, segment] send times both ways: those of the run at its cuts, twice as much elsewhere."""
     sends = np.array([*(run.sends or (0.0,) * (len(run.cuts) - 1)), 0.0])
     found = np.tile(4 * sends[:, None], (1, len(run.segments)))
     for k, (_, last) in enumerate(run.cuts):
@@ -137,7 +137,7 @@ def _sends_everywhere(run: Run) -> Any:
 
 
 def too_high(run: Run) -> Iterator[str]:
-    """Bounds that are above the simulated time of a pipeline."""
+    """Yield the bounds that exceed the simulated time of a pipeline."""
     least, found = min(run.seconds(), run.seconds(())) * SLACK, {}
     found["of the cut"] = run.bound_s()
     found["of the cut and its messages"] = run.bound_s(run.sends)
@@ -161,7 +161,7 @@ def test_no_bound_is_above_the_simulated_time(schedule: str) -> None:
 
 
 def test_bounds_are_worth_having() -> None:
-    """Of ordinary pipelines: many microbatches, backward twice as long as forward, quick messages."""
+    """Ordinary pipelines have useful bounds: many microbatches, backward twice as long as forward, quick sends."""
     ratios = []
     for seed in range(60):
         rng = random.Random(seed)
@@ -173,7 +173,7 @@ def test_bounds_are_worth_having() -> None:
 
 
 def test_every_cut_of_a_line_is_above_the_bound_of_all() -> None:
-    """All cuts of one line, by the schedules with one chunk per rank."""
+    """All cuts of one model, under the schedules with one chunk per rank."""
     for seed in range(12):
         rng = random.Random(seed)
         segments = tuple((rng.uniform(0.1, 2), rng.uniform(0.1, 4), 0.0) for _ in range(7))
@@ -206,15 +206,15 @@ def test_equal_stages_meet_the_bound(ranks: int, microbatches: int) -> None:
 
 
 def test_messages_to_and_fro_meet_the_bound() -> None:
-    """Of every four microbatches of four ranks one goes there and back by itself, where messages take longest."""
+    """Sends dominate: one in four microbatches of four ranks makes the round trip alone."""
     run = replace(even("1f1b", 4, 41), sends=(5.0, 5.0, 5.0))
     assert run.bound_s(run.sends) == pytest.approx(run.seconds())
     assert run.bound_s(run.sends) > 3 * run.bound_s()
 
 
 def test_neighbours_by_turns_meet_the_bound() -> None:
-    """Two stages, and messages that take longer than passes: two microbatches for every two messages and two passes
-    of both. GPipe's are sent one after the other, each way."""
+    """Two stages whose sends outlast their passes: two microbatches per two sends and two passes of both.
+    GPipe sends them one after the other, each way."""
     run = replace(even("1f1b", 2, 9), sends=(50.0,))
     assert run.bound_s(run.sends) == pytest.approx(run.seconds()) == pytest.approx(6 + 100 + 4 * (6 + 100))
     run = replace(even("gpipe", 4, 9), sends=(0.0, 50.0, 0.0))
@@ -227,8 +227,8 @@ def test_one_rank_meets_every_bound() -> None:
         assert run.even_s(1 / 3) == pytest.approx(21.0) == run.bound_s() == run.seconds()
 
 
-def test_the_bound_of_all_cuts_is_that_of_the_ramped_one() -> None:
-    """Its stages make every path (1) as long: T_k = B (1 - 1/m)^k of the first stage's B = C / m."""
+def test_the_bound_of_all_cuts_is_that_of_geometric_stages() -> None:
+    """Its stages make every path (1) equally long: T_k = B (1 - 1/m)^k of the first stage's B = C / m."""
     p, m, total = 4, 8, 10.0
     bound = total / (1 - (1 - 1 / m) ** p)
     times = [bound / m * (1 - 1 / m) ** k for k in range(p)]
@@ -244,7 +244,7 @@ def test_the_bound_of_all_cuts_is_that_of_the_ramped_one() -> None:
 
 @dataclass(frozen=True)
 class Shared:
-    """A model of blocks in line, one of its cuts and one of its recomputations: which is a case of the relaxation."""
+    """A sequence of blocks with one of its cuts and one of its recomputations: a feasible point of the relaxation."""
 
     pipeline: Pipeline
     blocks: tuple[Blocks, ...]
@@ -253,8 +253,8 @@ class Shared:
 
 
 def random_shared(seed: int) -> Shared:
-    """One to three kinds of blocks of one or two segments; a random cut whose stages recompute at random, and the room
-    that this takes, or a little less."""
+    """Return one to three kinds of blocks of one or two segments; a random cut with random recomputation, and a
+    memory limit that just admits it or is a little lower."""
     rng = random.Random(seed)
     schedule, ranks = rng.choice(SCHEDULES), rng.randint(2, 4)
     virtual = row_of(schedule).chunks or 2
@@ -296,7 +296,7 @@ def _part(rng: random.Random) -> BlockOptions:
 
 
 def _together(parts: Sequence[BlockOptions]) -> BlockOptions:
-    """A block whose segments may each go either way: all four, so that no cut's recomputation is left out."""
+    """Merge segments into one block with all combinations of their options, so that it covers every cut."""
     ways = [(0.0, 0.0)]
     for part in parts:
         ways = [(a + seconds, b + kept) for a, b in ways for seconds, kept in part.ways]
@@ -318,7 +318,7 @@ def test_the_relaxation_is_not_above_any_cut() -> None:
 
 
 def test_the_relaxation_sees_memory() -> None:
-    """Two stages of two blocks each, which keep 10 for each of 2 and 1 microbatches; 40 + 20 in all."""
+    """Two stages of two blocks, which save 10 for each of 2 and 1 microbatches: 40 + 20 in all."""
     part = BlockOptions(1.0, 2.0, 0.0, ((0.0, 10.0), (1.0, 0.0)))
     pipeline = Pipeline("1f1b", 8, 1, (2, 1), (0, 0), (40.0, 40.0))
 
@@ -349,14 +349,14 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (bounds, refine):
             patch.setattr(module, "warm_up", lambda *_: 1)
         assert any(any(too_high(run)) for run in RUNS[:300])
-    with monkeypatch.context() as patch:  # one microbatch less under way than there is
+    with monkeypatch.context() as patch:  # one in-flight microbatch fewer than there is
         patch.setattr(bounds, "warm_up", lambda schedule, k, p, m: max(1, in_flight(k, p, m, schedule) - 1))
         assert any(run.bound_s(run.sends) > run.seconds() * SLACK for run in RUNS)
-    with monkeypatch.context() as patch:  # gradients of parameters that may not wait
+    with monkeypatch.context() as patch:  # W passes that cannot be delayed
         patch.setattr(refine, "cut_bound_s", lambda f, b, _, p, m, x: cut_bound_s(f, b, "1f1b", p, m, x))
         assert any(any(too_high(run)) for run in RUNS)
     turn, beside, edges = bounds.turns, bounds.beside_s, bounds.edges_s
-    wrong = {  # twice the turns, both directions of an edge one after the other, an edge that is not there
+    wrong = {  # twice the round trips, both directions of an edge in sequence, an edge that does not exist
         "turns": lambda *args: 2 * turn(*args),
         "beside_s": lambda x, _, m: beside(x, "gpipe", m),
         "edges_s": lambda x, _, ranks, m: edges(x, "interleaved", ranks, m),
@@ -368,6 +368,6 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
             assert any(any(too_high(run)) for run in RUNS), name
             assert name == "edges_s" or _too_high_relaxed(), name
     honest = relax._paths
-    with monkeypatch.context() as patch:  # every schedule taken for 1F1B
+    with monkeypatch.context() as patch:  # every schedule treated as 1F1B
         patch.setattr(relax, "_paths", lambda *args: honest(*args[:-1], replace(args[-1], schedule="1f1b", virtual=1)))
         assert _too_high_relaxed()

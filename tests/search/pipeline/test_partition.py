@@ -1,4 +1,4 @@
-"""Cuts into stages: the best of all, by exhaustive search; deep lines in milliseconds; the leanest where none fits."""
+"""Cuts into stages: optimal by exhaustive search; long sequences in milliseconds; memory-saving cuts when none fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.search.pipeline.random_cuts import Cuts, Problem, all_cuts, random_pr
 
 
 def bound(problem: Problem) -> float:
-    """What `solve_cuts` finds, checked to be a cut."""
+    """Return the bound of the cut that `solve_cuts` finds, and assert that it is a valid cut."""
     try:
         found = solve_cuts(problem.partitioning, problem.rounds, problem.seconds)
     except PlanError:
@@ -43,11 +43,11 @@ def test_the_best_cut_is_that_of_exhaustive_search(start: int) -> None:
         best = problem.brute_force()
         assert bound(problem) == pytest.approx(best), seed
         fits += best < math.inf
-    assert 100 < fits < 190  # tight ones and loose ones
+    assert 100 < fits < 190  # both tight and loose problems occur
 
 
 def _wrong_partitions() -> int:
-    """Of stage times without any structure, how often `best_partition` is not the best of all partitions."""
+    """Count random tables of stage times for which `best_partition` misses the optimum."""
     rng, wrong = np.random.default_rng(0), 0
     for _ in range(150):
         n, stages = int(rng.integers(9, 12)), int(rng.integers(4, 6))
@@ -68,7 +68,7 @@ def test_any_stage_times_are_partitioned_best() -> None:
 def test_no_partition_where_no_window_is_possible() -> None:
     starts = np.arange(3)[:, None] - np.arange(2)[None, :]
     times = np.full((2, 3, 2), np.inf)
-    times[0, 1, 1] = 1.0  # segments 0 and 1, and nothing that holds the last
+    times[0, 1, 1] = 1.0  # segments 0 and 1 on the first stage, and no stage that could hold the last
     assert cuts.best_partition(times, starts, 1.0) is None
 
 
@@ -76,7 +76,7 @@ def test_no_partition_where_no_window_is_possible() -> None:
 
 
 def partitioning(base: list[float], stages: int, **extra: Any) -> PartitionProblem:
-    """Without memory, unless told."""
+    """Make a problem without memory limits, unless `extra` gives some."""
     nothing, known = np.zeros(len(base)), sorted(set(base))
     given = {
         "names": tuple(known.index(s) for s in base),
@@ -94,7 +94,7 @@ def partitioning(base: list[float], stages: int, **extra: Any) -> PartitionProbl
 
 
 def asked(times: PartitionProblem) -> tuple[Callable[[int, int, int], float], list[int]]:
-    """The sums of a line without memory, and how many windows were asked for."""
+    """Return the stage times of a model without memory limits, and a list that counts the windows queried."""
     before, count = np.concatenate([[0.0], np.cumsum(times.base_s[0])]), [0]
 
     def seconds(stage: int, first: int, last: int) -> float:
@@ -116,7 +116,7 @@ def test_two_hundred_segments_on_sixteen_stages_take_milliseconds() -> None:
 
 def test_equal_segments_are_cut_evenly() -> None:
     even = partitioning([1.0] * 12, 4)
-    for rounds in (7.0, 0.0):  # a single microbatch too, where all cuts take as long
+    for rounds in (7.0, 0.0):  # with a single microbatch too, where all cuts take equally long
         assert solve_cuts(even, rounds, asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
 
 
@@ -146,7 +146,7 @@ def test_a_place_where_much_crosses_is_avoided() -> None:
     assert solve_cuts(crossed, 3.0, asked(crossed)[0]) == ((0, 3), (4, 5))
 
 
-def test_more_room_is_never_slower() -> None:
+def test_more_memory_is_never_slower() -> None:
     for seed in range(60):
         problem = random_problem(seed)
         times = [bound(problem.with_budget(more)) for more in (0.0, 5.0, 20.0, 100.0)]
@@ -166,7 +166,7 @@ def least_over(problem: Problem, found: Cuts) -> float:
     )
 
 
-def test_the_leanest_cut_is_that_of_exhaustive_search() -> None:
+def test_the_smallest_cut_is_that_of_exhaustive_search() -> None:
     for seed in range(300):
         problem = random_problem(seed)
         free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
@@ -176,8 +176,8 @@ def test_the_leanest_cut_is_that_of_exhaustive_search() -> None:
         assert found.value == pytest.approx(least), seed
 
 
-def test_a_cut_is_found_just_where_the_leanest_fits() -> None:
-    """Everything that recomputes leaves `lean`: then it fits or nothing does."""
+def test_a_cut_is_found_if_and_only_if_the_smallest_fits() -> None:
+    """No cut fits if the one that recomputes everything does not."""
     fits = 0
     for seed in range(300):
         problem = random_problem(seed)
@@ -210,13 +210,13 @@ def _wrong_anywhere() -> int:
 
 
 def _too_high(self: Windows) -> Floats:
-    """No lower bound: recomputation at thrice its price."""
+    """Make the lower bound too high: recomputation at three times its cost."""
     rate = tuple(3 * r for r in self.partitioning.recompute_s)
     return Windows(replace(self.partitioning, recompute_s=rate), self.longest)._honest_lower_s  # type: ignore[attr-defined]
 
 
 def test_planted_bugs_are_caught() -> None:
-    with mock.patch.object(cuts._Bottlenecks, "explore", lambda *_: None):  # only the best balanced partition
+    with mock.patch.object(cuts._Bottlenecks, "explore", lambda *_: None):  # only the most balanced partition
         assert _wrong_partitions()
     honest = Windows.__dict__["lower_s"].func
     with (
@@ -224,7 +224,7 @@ def test_planted_bugs_are_caught() -> None:
         mock.patch.object(Windows, "lower_s", property(_too_high)),
     ):
         assert _wrong_anywhere()
-    with mock.patch.object(windows, "_BASE", 0):  # windows that end alike are taken for alike
+    with mock.patch.object(windows, "_BASE", 0):  # windows with equal ends are treated as equal
         assert _wrong_anywhere()
     with mock.patch.object(Windows, "_drop_unreachable", lambda self, usable: usable.fill(False)):
         assert _wrong_anywhere()

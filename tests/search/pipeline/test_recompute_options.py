@@ -33,8 +33,8 @@ POLICIES = ("none", "selective", "ops", "full")
 
 
 def random_menu(rng: random.Random, orderly: bool = True) -> RecomputeOptions:
-    """Up to four ways. `orderly`: the less a way keeps, the more its fullest moment is above what it keeps: what is not
-    kept comes back, and nothing but that."""
+    """Make up to four options. `orderly`: the less an option saves, the further its peak is above what it saves,
+    since the recomputed tensors come back, and nothing else."""
     kept, above = rng.randint(5, 30), rng.randint(0, 10)
     ways = [RecomputeOption("none", 0.0, Peak(kept, kept + above // 2, kept + above))]
     for policy in rng.sample(POLICIES[1:], rng.randint(0, 3)):
@@ -46,7 +46,7 @@ def random_menu(rng: random.Random, orderly: bool = True) -> RecomputeOptions:
 
 
 def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callable[[int, int], bool]]:
-    """One to three chunks of blocks, some alike, microbatches of each (or of all) in flight, and what fits."""
+    """Make one to three chunks of blocks, some equal, in-flight microbatches (of each or of all), and a fit test."""
     rng = random.Random(seed)
     known = [random_menu(rng, orderly) for _ in range(rng.randint(1, 3))]
     chunks = [[rng.choice(known) for _ in range(rng.randint(1, 4))] for _ in range(rng.choice([1, 1, 1, 2, 3]))]
@@ -55,7 +55,7 @@ def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callabl
     alive = random_alive(random.Random(seed), len(chunks))
     most, least = (bytes_of(ways, alive) for ways in (_first(chunks), leanest(chunks)))
     budget_bytes = round(sum(least) + rng.uniform(-0.2, 1.1) * (sum(most) - sum(least)))
-    upcast = rng.choice([0, 0, 40])  # as where gradients of the compute type are widened for the step
+    upcast = rng.choice([0, 0, 40])  # as when gradients of the compute dtype are widened for the step
     return chunks, alive, lambda kept, extra: kept + max(extra, upcast - kept) <= budget_bytes
 
 
@@ -70,7 +70,7 @@ def _first(chunks: Chunks) -> list[tuple[RecomputeOption, ...]]:
 
 
 def brute_force(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) -> float:
-    """The least seconds of all ways of all blocks, each by itself."""
+    """Return the least seconds over all combinations of options of single blocks."""
     best = math.inf
     for ways in itertools.product(*(menu for chunk in chunks for menu in chunk)):
         found, at = [], 0
@@ -83,7 +83,7 @@ def brute_force(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) 
 
 
 def checked(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) -> RecomputeChoice | None:
-    """What is chosen, if it is what it says."""
+    """Return the choice of `choose` after checking that its figures are right."""
     found = choose(chunks, alive, fits)
     if found is not None:
         assert [len(ways) for ways in found.chosen] == [len(chunk) for chunk in chunks]
@@ -118,7 +118,7 @@ def test_the_random_ranks_are_tight_and_loose() -> None:
 
 
 def test_a_rough_choice_fits_and_says_that_it_is_rough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond so many choices the best is not looked for: what is found still fits, is no better, and is not `exact`."""
+    """A choice among too many options for an exact search still fits, is no better, and is not marked `exact`."""
     monkeypatch.setattr(menus, "EXACT", 1)
     slower = 0
     for seed in range(300):
@@ -133,24 +133,24 @@ def test_a_rough_choice_fits_and_says_that_it_is_rough(monkeypatch: pytest.Monke
     assert slower
 
 
-def test_menus_leave_out_what_another_betters() -> None:
+def test_dominated_options_are_dropped() -> None:
     none = RecomputeOption("none", 0.0, Peak(20, 20, 30))
     worse = RecomputeOption("selective", 2.0, Peak(10, 12, 40))
     same = RecomputeOption("ops", 2.0, Peak(10, 12, 40))
     full = RecomputeOption("full", 1.0, Peak(4, 10, 40))
-    least_kept = RecomputeOption("lean", 3.0, Peak(9, 9, 25))  # keeps more, and needs less at its fullest
+    least_kept = RecomputeOption("lean", 3.0, Peak(9, 9, 25))  # saves more, and has a lower peak
     assert undominated([same, worse, full, none, least_kept]) == (none, full, least_kept)
 
 
 def test_bytes_by_hand() -> None:
     none, full = RecomputeOption("none", 0.0, Peak(20, 22, 30)), RecomputeOption("full", 5.0, Peak(4, 8, 34))
-    # one chunk, 3 in flight: kept 3 · 24; while the first runs again 34, the second after it 4 + 30
+    # one chunk, 3 in flight: saved 3 · 24; the peak is 34 while the first is recomputed, 4 + 30 for the second
     assert bytes_of([(full, none)], Alive(((3,),))) == (72, 10)
-    # the other way round the second runs again beside what the first keeps: 20 + 34
+    # in reverse order the second is recomputed beside what the first saves: 20 + 34
     assert bytes_of([(none, full)], Alive(((3,),))) == (72, 30)
-    # two chunks of 20 and 4, five in flight: 5 · 12 on average; the fullest chunk is 30 above what it keeps
+    # two chunks of 20 and 4, five in flight: 5 · 12 on average; the higher peak is 30 above what its chunk saves
     assert bytes_of([(none,), (full,)], Alive(((5, 5),), 2)) == (60, 30)
-    # of a V: 3 of the one and 2 of the other, or 4 and 1
+    # in a V: 3 of the one and 2 of the other, or 4 and 1
     assert bytes_of([(none,), (full,)], Alive(((3, 2), (4, 1)))) == (84, 30)
     assert bytes_of([(full,), (none,)], Alive(((3, 2), (4, 1)))) == (52, 30)
 
@@ -162,17 +162,17 @@ def test_half_a_stage_recomputes_where_half_does() -> None:
     assert (found.kept, found.extra) == (20, 0)
 
 
-# ---- "those that keep less stand first" ----
+# ---- blocks that save less come first ----
 
 
 def test_the_order_is_not_best_for_blocks_of_any_kind() -> None:
-    """It rests on fullest moments that shrink no faster than what is kept; with others there are counterexamples."""
+    """The proof needs peaks that shrink no faster than the saved bytes; without that there are counterexamples."""
     assert _wrong(range(600), orderly=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_of_models_are_of_that_kind(name: str) -> None:
-    """The less a way keeps, the more its fullest moment is above that."""
+    """The less an option saves, the further its peak is above what it saves."""
     model = traced(name)
     folded, checked = model.folded, 0
     for tp in (1, 2):
@@ -206,14 +206,14 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
 
 def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = menus._spread
-    with monkeypatch.context() as patch:  # those that keep less stand last
+    with monkeypatch.context() as patch:  # blocks that save less come last
         patch.setattr(menus, "_spread", lambda *args: [tuple(reversed(chunk)) for chunk in honest(*args)])
         with pytest.raises(AssertionError):
             assert _wrong(range(200)) == []
-    with monkeypatch.context() as patch:  # blocks of different chunks taken for one
+    with monkeypatch.context() as patch:  # blocks of different chunks treated as equal
         patch.setattr(menus, "bytes_of", lambda ways, alive: bytes_of([sum(ways, ())], Alive(((alive.chunks,),))))
         with pytest.raises(AssertionError):
             assert _wrong(range(200)) == []
-    with monkeypatch.context() as patch:  # by price, and believed to be the best
+    with monkeypatch.context() as patch:  # greedy by cost, and marked as exact
         patch.setattr(menus, "_in_order", lambda groups, alive, _: menus._by_price(groups, alive))
         assert _wrong(range(200))

@@ -1,4 +1,4 @@
-"""Random small split problems, and the exhaustive search that says what their optimum is."""
+"""Random small split problems, and the exhaustive search for their optimum."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PLACEMENTS: tuple[Placement, ...] = (B, BP, P, Split(0), Split(1))
 
 
 def random_problem(seed: int) -> SplitProblem:
-    """Up to 6 nodes with up to 4 choices: shared tensors, saved bytes, ties, pins, a budget."""
+    """Make up to 6 nodes with up to 4 choices: shared tensors, saved bytes, ties, pins, a budget."""
     rng = random.Random(seed)
     places = rng.sample(PLACEMENTS, rng.randint(2, 4))
     nodes: list[Node] = []
     for index in range(rng.randint(3, 6)):
         earlier = [f"t{i}" for i in range(index)]
-        # One tensor is popular, so that conversions are shared.
+        # One tensor has many readers, so that conversions are shared.
         reads = (
             sorted({rng.choice(earlier[:2] if rng.random() < 0.6 else earlier) for _ in range(2)}) if earlier else []
         )
@@ -47,21 +47,21 @@ def random_problem(seed: int) -> SplitProblem:
 def _choice(rng: random.Random, index: int, k: int, reads: list[str], places: list[Placement]) -> Choice:
     needs = [(t, rng.choice(places)) for t in reads]
     if reads and rng.random() < 0.15:
-        needs = sorted({*needs, (reads[0], rng.choice(places))}, key=str)  # one tensor wanted twice
+        needs = sorted({*needs, (reads[0], rng.choice(places))}, key=str)  # one tensor needed twice
     gives = ((f"t{index}", rng.choice(places)),)
     keep = tuple(pair for pair in (*needs, *gives) if rng.random() < 0.5)
     return Choice(f"k{k}", tuple(needs), gives, float(rng.randint(0, 9)), keep, float(rng.randint(0, 5)))
 
 
 def brute_force(problem: SplitProblem) -> float:
-    """The optimum by trying everything; infinity where nothing is possible."""
+    """Return the optimum by trying everything; infinity if nothing is feasible."""
     return min(
         (price(problem, combo) for combo in itertools.product(*(n.choices for n in problem.nodes))), default=math.inf
     )
 
 
 def price(problem: SplitProblem, combo: tuple[Choice, ...]) -> float:
-    """The objective as the definition has it, independent of the program's formulation."""
+    """Return the objective by its definition, independent of the program's formulation."""
     label = {node.name: choice.label for node, choice in zip(problem.nodes, combo, strict=True)}
     if any(label[a] != label[b] for a, b in problem.ties) or any(label[n] != k for n, k in problem.fixed.items()):
         return math.inf

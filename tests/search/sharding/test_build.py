@@ -1,4 +1,4 @@
-"""The splits that are found for real blocks, unaided: Megatron's, and why not where not."""
+"""Splits of real blocks found by the search: Megatron's, and the reasons for exceptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoptd.search.sharding.splits import solve_splits
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 _H100 = Cluster.load("dgx-h100")  # eight GPUs on NVLink
-# without the host's own time, which segments as a whole may take and the splits ILP, a sum over ops, does not see
+# without launch overhead, which the splits ILP (a sum over ops) does not see where whole segments are launch-bound
 NODE = _H100.model_copy(update={"device": _H100.device.model_copy(update={"dispatch_s": 0.0})})
 
 
@@ -70,7 +70,7 @@ def gpt2_split() -> tuple[Folded, Sharded]:
 
 
 def of_block(graph: Folded, answer: Sharded) -> list[str]:
-    """The collectives of one transformer layer: of the unit that repeats."""
+    """Return the collectives of one transformer layer, the unit that repeats."""
     unit = max(graph.units, key=lambda u: u.count)
     kinds = [graph.segments[unit.first + i].kind for i in range(unit.length)]
     works = [answer.costs[kind].work for kind in kinds]
@@ -110,7 +110,7 @@ def test_a_layer_has_megatrons_sequence_parallel_collectives(which: str, request
 
 
 @pytest.mark.parametrize("which", ["llama_split", "gpt2_split"])
-def test_norms_lie_split_along_the_sequence(which: str, request: pytest.FixtureRequest) -> None:
+def test_norms_are_split_along_the_sequence(which: str, request: pytest.FixtureRequest) -> None:
     graph, answer = request.getfixturevalue(which)
     unit = max(graph.units, key=lambda u: u.count)
     for i in range(unit.length):
@@ -131,7 +131,7 @@ def test_an_indivisible_vocabulary_is_not_split() -> None:
     assert found["transformer.wte.weight"] == "S1"
 
 
-def test_without_sequence_parallelism_no_tensor_lies_split_along_the_sequence() -> None:
+def test_without_sequence_parallelism_no_tensor_is_split_along_the_sequence() -> None:
     graph = folded(llama(), 2048)
     _, answer = solved(graph, 8, sequence_parallel=False)
     assert all(str(p) != "S1" for d in answer.sharding.kinds.values() for p in (*d.receives, *d.sends))
@@ -187,7 +187,7 @@ def test_the_optimum_of_a_traced_graph_is_brute_forces() -> None:
 
 
 def test_what_is_paid_is_what_the_segments_cost(llama_split: tuple[Folded, Sharded]) -> None:
-    """The ILP's objective, less the once-a-step sums of parameters, is the sum over segments of their own cost."""
+    """The ILP's objective, less the reductions of parameters once per step, is the sum of the costs of segments."""
     graph, answer = llama_split
     tensors = Tensors(graph, NODE, 8, {BATCH: 1, SEQUENCE: 2048}, microbatches=64)
     solution = solve_splits(tensors.problem)

@@ -1,4 +1,4 @@
-"""The splits ILP finds what exhaustive search finds, and explains what cannot be had."""
+"""The splits ILP finds the optimum of exhaustive search, and explains infeasible requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ S1, S2 = Split(1), Split(2)
 
 
 def objective(problem: SplitProblem) -> float:
-    """What `solve_splits` finds, checked against the definition of the cost."""
+    """Return the objective that `solve_splits` finds, checked against the definition of the cost."""
     try:
         found = solve_splits(problem)
     except InfeasibleSplit:
@@ -51,7 +51,8 @@ def reader(name: str, tensor: str, *placements: Placement) -> Node:
 
 
 def test_a_shared_conversion_is_paid_once() -> None:
-    # Split, one gather of 4 s serves q, k and v; whole costs 9 s. Pairwise edges would charge 12 s and choose whole.
+    # Split, one gather of 4 s serves q, k and v; whole costs 9 s. Edges priced in pairs would cost 12 s and choose
+    # whole.
     x = Node("x", (Choice("S1", gives=(("x", S1),)), Choice("B", gives=(("x", BP),), seconds=9.0)))
     problem = SplitProblem((x, *(reader(n, "x", BP) for n in "qkv")), conversion_s={("x", S1, BP): 4.0})
     found = solve_splits(problem)
@@ -62,7 +63,7 @@ def test_a_shared_conversion_is_paid_once() -> None:
 
 
 def test_a_tensor_is_kept_once() -> None:
-    # Both readers keep x whole: 10 bytes, not 20, at 0.15 s each: less than the 2 s of two splits.
+    # Both readers save x whole: 10 bytes, not 20, at 0.15 s each: less than the 2 s of two splits.
     readers = [
         Node(n, (Choice("B", (("x", B),), saved=(("x", B),)), Choice("S1", (("x", S1),), seconds=1.0))) for n in "ab"
     ]
@@ -93,13 +94,13 @@ def test_same_input_same_answer() -> None:
 
 
 def gathers(found: SplitSolution) -> dict[str, tuple[str, str]]:
-    """Conversions that communicate, by tensor."""
+    """Return the conversions that communicate, by tensor."""
     return {t: (str(q), str(p)) for t, q, p in found.conversions}
 
 
 def test_a_llama_block_splits_like_megatron() -> None:
-    """Column, row, norms by token: per half a block one all-gather shared by all its readers, one reduce-scatter."""
-    found = solve_splits(block(second_per_byte=5e-12))  # dear enough that weights are not kept whole
+    """Column, row, norms by token: per half block one all-gather for all its readers, and one reduce-scatter."""
+    found = solve_splits(block(second_per_byte=5e-12))  # expensive enough that weights are not replicated
     assert gathers(found) == {
         "0.norm1.scaled": ("S1", "Bp"),
         "0.o": ("P", "S1"),
@@ -159,7 +160,7 @@ def _pairwise(
 
 
 def _saved_by_all(model: SplitProgram) -> None:
-    """Kept in no placement that any option does without."""
+    """Demand a saved placement only if every option needs it."""
     _ADD_SAVED(model)
     for node in model.structure.nodes:
         for option in node.options:
@@ -190,7 +191,7 @@ _ADD_TENSOR, _ADD_SAVED = split_program._add_tensor, split_program._add_saved
     ],
 )
 def test_a_wrong_program_is_caught(part: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constraint that is missing, or stated for each reader by itself: exhaustive search disagrees."""
+    """Drop a constraint, or state it for each reader separately: exhaustive search disagrees."""
     monkeypatch.setattr(split_program, part, wrong)
     caught = 0
     for seed in range(60):
