@@ -68,7 +68,7 @@ def read_fix(text: str) -> dict[str, object]:
         if only_predicted(name, value):
             said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
             raise argparse.ArgumentTypeError(
-                f"{said} is only predicted: no program can be asked for it; give --assume {said}"
+                f"{said} is only predicted: no program can run it; give --assume {said}"
             )
     return fixed
 

@@ -293,7 +293,7 @@ def test_what_a_pin_of_one_layer_means_for_its_like_is_noted():
     one = {"splits": {"blocks.1.attention.qkv.weight": "B"}, "headroom": 0.125, "max_tp": 2}
     plan = autoptd.plan(traced(), **constraints, fix=one | {"tp": 2})
     assert plan.splits.parameters["blocks.0.attention.qkv.weight"] == "B"
-    assert any("holds for these as well: blocks.0.attention.qkv.weight" in note for note in plan.notes)
+    assert any("also apply to: blocks.0.attention.qkv.weight" in note for note in plan.notes)
     assert "12.5 % of each device's memory is left free (headroom)" in plan.notes
     alone = autoptd.plan(traced(), **constraints, fix=one | {"tp": 1})
     assert not any("as well" in note for note in alone.notes)
