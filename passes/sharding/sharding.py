@@ -217,7 +217,7 @@ def _check_place(node: fx.Node, text: str, ranks: int, sizes: Sizes, where: str)
         case Broadcast():
             possible = True
     if not possible:
-        lies = f"a tensor of shape [{', '.join(map(str, shape))}] cannot lie as {text} on tp {ranks}"
+        lies = f"a tensor of shape [{', '.join(map(str, shape))}] cannot be placed as {text} on tp {ranks}"
         raise PlanFileError(lies, where=where, fix=_AGAIN)
 
 

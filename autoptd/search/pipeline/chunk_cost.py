@@ -109,7 +109,7 @@ class ChunkCosts(ChunkParameters):
         cost = self.cost(segment)
         if policy not in cost.policy_s:
             return self._segment(segment).forward_s
-        attends = any(work.attends for work in cost.work.again[policy])
+        attends = any(work.attends for work in cost.work.recomputed[policy])
         return cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
     def _segment(self, segment: int) -> ChunkCost:

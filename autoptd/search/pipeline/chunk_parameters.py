@@ -31,23 +31,23 @@ class ChunkParameters:
 
     @property
     def _crossing_bytes(self) -> list[tuple[int, int]]:
-        return self._noted("crossing bytes", self._count_crossing)
+        return self._memoised("crossing bytes", self._count_crossing)
 
     @property
     def _parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
-        return self._noted("parameters", self._list_parameters)
+        return self._memoised("parameters", self._list_parameters)
 
     @property
     def names(self) -> tuple[int, ...]:
         """Of each segment: equal for those that cost the same wherever they are."""
-        return self._noted("names", self._name_segments)
+        return self._memoised("names", self._name_segments)
 
-    def _noted(self, what: str, work_out: Callable[[], T]) -> T:
+    def _memoised(self, what: str, compute: Callable[[], T]) -> T:
         """What depends on the sharding alone, worked out once for all candidates."""
-        noted = self.sharded.noted
-        if what not in noted:
-            noted[what] = work_out()
-        return noted[what]  # type: ignore[no-any-return]
+        memo = self.sharded.memo
+        if what not in memo:
+            memo[what] = compute()
+        return memo[what]  # type: ignore[no-any-return]
 
     def _name_segments(self) -> tuple[int, ...]:
         known: dict[tuple[object, ...], int] = {}
@@ -89,7 +89,7 @@ class ChunkParameters:
         """Local bytes of frozen parameters, whole; `backward`: of those that gradients pass on their way."""
         alone, passed = (
             first == last and self.candidate.pp == 1,
-            self._noted("passed", lambda: kinds_with_gradient(self.folded)),
+            self._memoised("passed", lambda: kinds_with_gradient(self.folded)),
         )
         segments = [i for i in range(first, last + 1) if not backward or self.folded.segments[i].kind in passed]
         held = [p for i in segments for p in self._parameters[i] if p[3] and (p[4] or not alone)]
@@ -119,7 +119,7 @@ class ChunkParameters:
 
     @property
     def _dtypes(self) -> dict[str, torch.dtype]:
-        return self._noted("dtypes", lambda: parameter_dtypes(self.folded))
+        return self._memoised("dtypes", lambda: parameter_dtypes(self.folded))
 
     def _unit(self, name: str, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> Unit:
         """What a parameter is gathered with: the block that owns it, or the stages that read it themselves."""
@@ -131,7 +131,7 @@ class ChunkParameters:
 
     @property
     def _blocks(self) -> dict[str, str]:
-        return self._noted("blocks", self._name_blocks)
+        return self._memoised("blocks", self._name_blocks)
 
     def _name_blocks(self) -> dict[str, str]:
         """Of the parameters that blocks own -> the block's path."""
@@ -150,7 +150,7 @@ class ChunkParameters:
 
     @property
     def _order(self) -> dict[str, int]:
-        return self._noted("order", self._find_order)
+        return self._memoised("order", self._find_order)
 
     def _find_order(self) -> dict[str, int]:
         """Name of a parameter -> its place in the model's forward order."""
@@ -159,7 +159,7 @@ class ChunkParameters:
 
     @property
     def _unused(self) -> dict[str, Held]:
-        return self._noted("unused", self._find_unused)
+        return self._memoised("unused", self._find_unused)
 
     def _find_unused(self) -> dict[str, Held]:
         """Parameters that do not reach the loss."""
@@ -172,11 +172,11 @@ class ChunkParameters:
 
     @property
     def _tied(self) -> dict[str, set[int]]:
-        return self._noted("tied", lambda: {n: where for n, where in self._readers.items() if len(where) > 1})
+        return self._memoised("tied", lambda: {n: where for n, where in self._readers.items() if len(where) > 1})
 
     @property
     def _readers(self) -> dict[str, set[int]]:
-        return self._noted("readers", self._find_readers)
+        return self._memoised("readers", self._find_readers)
 
     def _find_readers(self) -> dict[str, set[int]]:
         """Parameters -> the segments that read them."""
