@@ -211,7 +211,7 @@ def test_no_stage_begins_or_ends_inside_of_what_is_whole():
     may_end = [i for i in range(last) if i + 1 not in stages.method.uncut]
     assert [i for i in range(last) if stages.passes(0, 0, i) is not None] == may_end
     assert [i for i in range(last) if stages.passes(1, i + 1, last) is not None] == may_end
-    windows = stages.partitioning.windows(math.inf)
+    windows = stages.problem.windows(math.inf)
     lengths = {(e, n) for e in range(last + 1) for n in range(last) if math.isfinite(windows.lower_s[0, e, n])}
     starts = {0, *(i + 1 for i in may_end)}
     assert lengths == {(e, e - a) for a in starts for e in [*may_end, last] if 0 <= e - a < last}
