@@ -1,7 +1,7 @@
 """autoptd compiles a plain PyTorch model into a distributed training program.
 
 plan = autoptd.plan(model, world=64, cluster="dgx-h100", batch=512, seq=2048)
-par = autoptd.parallelize(model, world=64)      # under torchrun: this rank's running part
+par = autoptd.parallelize(model, world=64)      # under torchrun: this rank, ready to train
 loss = par.train_step(batch)
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel", "parallelize", "plan", "trace"]
 
-_WHERE = {
+_MODULES = {
     "AutoptdError": "autoptd.errors",
     "Cluster": "autoptd.cost_models.cluster",
     "Parallel": "autoptd.api",
@@ -33,8 +33,8 @@ _WHERE = {
 
 def __getattr__(name: str) -> object:
     """Import on first use: `autoptd --help` needs no torch."""
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'autoptd' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

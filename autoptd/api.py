@@ -1,4 +1,4 @@
-"""What a person calls: `trace`, `plan`, `parallelize`, and the `Parallel` that runs."""
+"""The public functions: `trace`, `plan` and `parallelize`, which returns a `Parallel` that trains."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def trace(
     precision: str = "bf16",
     progress: Progress | None = None,
 ) -> TracedModel:
-    """Trace a model once, for many calls of `plan` and `parallelize`, which take the result in place of the module.
+    """Trace `model` once, for any number of calls of `plan` and `parallelize`, which take the result in its place.
 
-    Keywords are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
+    The keywords are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
     """
     return read_model(
         model,
@@ -93,27 +93,37 @@ def plan(
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Search for the fastest way to train `model` on `world` devices that fits.
+    """Return the fastest plan found for training `model` on `world` devices within their memory.
 
-    inputs: example keyword tensors of `forward`, dim 0 counting samples (may be meta); made from the configuration
-    for Hugging Face models and for modules with `example_inputs(batch, seq)`. loss: where `forward` gives no scalar,
-    `.loss` or `["loss"]`: a function of the outputs, of (outputs, inputs), or of outputs and targets, such as
-    nn.CrossEntropyLoss(). targets: example tensors that the loss takes and `forward` never sees: one, which a batch
-    calls "targets", or a mapping by the loss's own keywords.
+    Needs no GPU and no launcher; parameters may be on meta. A model from `trace` brings its own inputs, loss, targets,
+    seq, precision and loss_averaging.
 
-    cluster: a shipped name, a TOML path, a `Cluster`; left out, this machine's GPUs, or dgx-h100. batch: samples per
-    step, all ranks together; left out, 8 × world. seq: left out, the model's own maximum up to 4,096. fix: choices made
-    by hand, `options.KNOWN`. assume: how a step is carried out that nothing here runs (`assumed.ASSUMABLE`), such as
-    {"kernels": "fused"}: the plan is then a prediction only (`Plan.not_runnable`).
+    Args:
+        model: a single-device module, or the result of `trace`.
+        world: number of devices, over all nodes.
+        inputs: example keyword tensors of `forward`, with samples in dim 0; may be on meta. Default: made from the
+            configuration of a Hugging Face model, or by the module's `example_inputs(batch, seq)`.
+        loss: callable that returns the loss, needed unless `forward` returns a scalar, `.loss` or `["loss"]`. Takes
+            (outputs), (outputs, inputs), or outputs and targets, such as `nn.CrossEntropyLoss()`.
+        targets: example tensors that only the loss takes: one tensor, which a batch then holds as "targets", or a
+            mapping by the loss's keywords.
+        loss_averaging: "global" (default): the whole batch's loss, as on one device. "per-microbatch": the mean of the
+            microbatches' own losses.
+        cluster: a shipped name, the path of a TOML file, or a `Cluster`. Default: this machine's GPUs, or "dgx-h100".
+        batch: samples per optimizer step over all ranks. Default: 8 × world.
+        seq: tokens per sample. Default: the model's maximum, at most 4,096.
+        precision: "bf16" (default), "fp16" (with dynamic loss scaling), "fp32" or "fp64".
+        optimizer: "adamw", "sgd", or a callable such as `torch.optim.Adam` that updates each element by itself.
+        clip_norm: limit of the global gradient norm. Default: no clipping.
+        fix: choices made by hand, such as `{"tp": 8, "recompute": "full"}`; keys are `options.KNOWN`.
+        assume: execution that the runtime cannot do, such as `{"kernels": "fused"}` (`assumed.ASSUMABLE`). Such a plan
+            is a prediction only (`Plan.not_runnable`).
+        include: dimensions to add to the search, from `options.INCLUDABLE`, or "all".
+        exact: search until no better plan can exist, for small models. Otherwise `plan.notes` bounds the possible gain.
+        time_limit_s: limit of the search once it has a plan; the result then depends on the machine's speed.
+        progress: receives the steps of the work. Default: silent.
 
-    include: dimensions to search beyond the usual, of `options.INCLUDABLE`, or "all". exact: go on until
-    nothing better can be left, which small models allow; otherwise the plan's notes tell how much better one might
-    be. time_limit_s: of the search once it has a plan; the plan then depends on the machine's speed.
-
-    precision: "bf16", "fp16" (with dynamic loss scaling), "fp32" or "fp64"; left out, bf16. A model from
-    `trace` brings inputs, loss, seq and precision.
-
-    Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, and DoesNotFit saying what is missing.
+    Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, or DoesNotFit with the memory that is short.
     """
     progress = progress or Silent()
     check_sizes(world, batch)
@@ -166,27 +176,30 @@ def parallelize(
     signed_by: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Parallel:
-    """Plan (or take `plan`), emit the stage modules, and under torchrun set up this rank's running part.
+    """Plan, or take `plan`, generate the program, and under torchrun set this rank up for training.
 
-    Keywords are those of `plan`. Under a launcher rank 0 searches, and the other ranks take its plan. With a plan, its
-    cluster, sizes, precision and optimizer hold: they need not be given, and nothing is searched, so that fix, include,
-    exact and time_limit_s are refused.
-    optimizer_options: keywords of the optimizer, such as lr. parameter_groups: parameters with others, by patterns of
-    their names: [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]; the first that fits counts.
-    seed: of the parameters of a meta model, and of dropout. non_finite: what all ranks do with a step whose loss or
-    gradient norm is not finite, "raise" RuntimeFault (nothing has changed then) or "skip" it; with fp16, overflows are
-    skipped anyway and halve the loss scale. compile: run each class of block through torch.compile, by inductor (True)
-    or the backend that is named; a plan with compiled kernels is run so anyway.
-    model: may be a name or a folder as the command line takes them; it is then made on meta. weights: a folder of
-    safetensors by the model's names, of which each rank reads its own slices; left out, a folder given as model, if it
-    has any.
-    watch: how ranks look after each other, in seconds: {"silent_s": 8, "slow_s": 30, "stuck_s": 600}; a rank that is
-    killed or stopped ends the job everywhere with the cause, a slow one is reported. False: they do not.
-    signed_by: the file of a public key; the plan must have a certificate signed with its private key.
+    The keywords that are not listed are those of `plan`. Under a launcher only rank 0 searches; the other ranks receive
+    its plan. With `plan=`, the plan's cluster, sizes, precision and optimizer apply and may be left out. Nothing is
+    searched then, so fix, include, exact and time_limit_s are refused.
 
-    Raises what `plan` raises, and PlanFileError for a plan of another model, one that was changed after it was
-    verified or whose program is not the one that was verified, PlanError for one that was made for something else than
-    is asked for, SigningError for a key that cannot be read.
+    Args:
+        model: a module or the result of `trace`; or a model name or folder as on the command line, to build on meta.
+        world: number of ranks. Default: the plan's, or the number of processes that the launcher started.
+        plan: a `Plan` or the path of a plan file.
+        optimizer_options: keywords of the optimizer, such as `{"lr": 3e-4}`.
+        parameter_groups: parameters with other options, by patterns of their names, such as
+            `[{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]`. The first group that matches applies.
+        seed: seeds dropout and the parameters of a model on meta.
+        weights: folder of safetensors; each rank reads only its slices. Default: `model`, if that is a folder with any.
+        non_finite: what all ranks do if the loss or gradient norm of a step is not finite: "raise" RuntimeFault with
+            nothing changed, or "skip" the step. With fp16, an overflow is always skipped and halves the loss scale.
+        compile: run blocks through torch.compile, by inductor (True) or a named backend. Implied by compiled kernels.
+        watch: time limits in seconds for other ranks, such as `{"silent_s": 8, "slow_s": 30, "stuck_s": 600}`. A rank
+            that dies or stops ends the job on all ranks with the cause; a slow one is reported. False: no watching.
+        signed_by: file of a public key; the plan must hold a certificate signed with the matching private key.
+
+    Raises what `plan` raises; PlanFileError for a plan of another model, or one that no longer matches its certificate;
+    PlanError for a plan that contradicts a keyword; SigningError for an unreadable key.
     """
     progress = progress or Silent()
     running = _running_world()
@@ -209,10 +222,10 @@ def parallelize(
         raise PlanError(
             f"{running} processes are running, but the plan is for a world of {world}",
             where="world",
-            fix=f"torchrun --nproc-per-node … with {world} processes in all, or world={running}",
+            fix=f"start {world} processes in total (torchrun --nproc-per-node …), or pass world={running}",
         )
     check_clip(clip_norm)
-    Finite(non_finite, None)  # or it is refused
+    Finite(non_finite, None)  # raises PlanError for an unknown value
     limits = None if watch is False else Timeouts.of({} if watch is True else watch)
     if optimizer is None:
         optimizer = "adamw" if plan is None else planned_optimizer(plan)
@@ -267,7 +280,7 @@ def _traced(
     progress: Progress,
     loss_averaging: str | None = None,
 ) -> TracedModel:
-    """The model traced, now or before. Raises InputsError where a traced model is asked to be another."""
+    """Return `model` traced. Raises InputsError for keywords that contradict a model traced before."""
     if not isinstance(model, TracedModel):
         return read_model(
             model,
@@ -292,9 +305,9 @@ def _traced(
     if others:
         given = ", ".join(f"{name} {asked[name]!r}" if name in traced_as else name for name in others)
         raise InputsError(
-            f"the model was traced before, with seq {model.seq} and {model.precision}; it is now given {given}",
+            f"the model was traced with seq {model.seq} and {model.precision}, but this call passes {given}",
             where=", ".join(others),
-            fix="leave these out, or give them to autoptd.trace",
+            fix="leave these out, or pass them to autoptd.trace",
         )
     return model
 
@@ -302,7 +315,7 @@ def _traced(
 def _opened(
     model: nn.Module | TracedModel | str | os.PathLike[str], weights: str | os.PathLike[str] | None
 ) -> tuple[nn.Module | TracedModel, str | os.PathLike[str] | None]:
-    """The model of a name or a folder, on meta, and where its weights lie."""
+    """Build a model given by name or folder on meta; return it with the folder of its weights, if there is one."""
     if not isinstance(model, (str, os.PathLike)):
         return model, weights
     from autoptd.checkpoint.huggingface import has_weights
@@ -323,7 +336,7 @@ def _stored(weights: str | os.PathLike[str], source: TracedModel) -> Mapping[str
 
 
 def _running_world() -> int | None:
-    """How many processes a launcher started, or None outside one: a process that is a world by itself may plan."""
+    """Number of processes started by the launcher; None outside one, where a single process may plan for any world."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         size = torch.distributed.get_world_size()
         if size > 1:
@@ -347,6 +360,6 @@ def _cluster(cluster: str | os.PathLike[str] | Cluster | None) -> Cluster:
         raise ClusterError(
             f"cluster is of type {type(cluster).__name__}",
             where="cluster",
-            fix="give a shipped name (autoptd clusters), the path of a .toml file, or a Cluster",
+            fix="pass a shipped name (listed by `autoptd clusters`), the path of a .toml file, or a Cluster",
         )
     return cluster if isinstance(cluster, Cluster) else Cluster.load(os.fspath(cluster))

@@ -1,4 +1,4 @@
-"""Arguments of the public functions, checked before anything is planned."""
+"""Checks of the public functions' arguments, made before anything is planned."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer
 from autoptd.search.constraints.options import require_count
 
 OPTIMIZERS = ("adamw", "sgd")
-_MOST_DEVICES = 2**18  # that a search takes seconds for: groups are looked at rank by rank
-_MOST_SAMPLES = 2**40  # whose divisors are found as quickly
+_MOST_DEVICES = 2**18  # larger worlds take more than seconds: groups are enumerated rank by rank
+_MOST_SAMPLES = 2**40  # larger batches take more than seconds to factorise
 
 
 def optimizer_name(
     optimizer: Optimizer, options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = ()
 ) -> str:
-    """`adamw`, `sgd` or `custom`. One is made on nothing, so that a wrong one is refused before any process starts."""
-    known = "give 'adamw', 'sgd', or a callable that makes one of parameters, such as torch.optim.Adam"
+    """Return `adamw`, `sgd` or `custom`. Raises PlanError if the optimizer cannot be constructed with these options."""
+    known = "pass 'adamw', 'sgd', or a callable that takes parameters, such as torch.optim.Adam"
     if isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(
-            f"optimizer is a {type(optimizer).__name__} of parameters already", where="optimizer", fix=known
+            f"optimizer is a {type(optimizer).__name__} that already holds parameters", where="optimizer", fix=known
         )
     if not callable(optimizer) and optimizer not in OPTIMIZERS:
         fix = nearest(optimizer, OPTIMIZERS) + "; or a callable" if isinstance(optimizer, str) else known
@@ -36,34 +36,36 @@ def optimizer_name(
         if isinstance(error, AutoptdError):
             raise
         raise PlanError(
-            f"the optimizer cannot be made: {error}", where="optimizer", fix="correct optimizer= or optimizer_options="
+            f"cannot construct the optimizer: {error}",
+            where="optimizer",
+            fix="correct optimizer= or optimizer_options=",
         ) from error
     return "custom" if callable(optimizer) else optimizer
 
 
 def planned_optimizer(plan: Plan) -> str:
-    """The plan's optimizer, where it has a name."""
+    """Return the name of the plan's optimizer. Raises PlanError for a custom one."""
     if plan.optimizer == "custom":
         raise PlanError(
-            "the plan was made for an optimizer of your own, which a file cannot hold",
+            "the plan was made for a custom optimizer, which a plan file cannot hold",
             where="optimizer",
-            fix="pass the same optimizer= again",
+            fix="pass the same optimizer= as when planning",
         )
     return plan.optimizer
 
 
-def check_nothing_to_search(**constraints: Any) -> None:
-    """Raise PlanError for constraints for a search beside a plan."""
-    if given := [name for name, wish in constraints.items() if wish]:
+def check_nothing_to_search(**options: Any) -> None:
+    """Raise PlanError if any option of the search is given beside a plan."""
+    if given := [name for name, value in options.items() if value]:
         raise PlanError(
-            f"a plan is given, so nothing is searched, and {' and '.join(given)} can change nothing",
+            f"a plan is given, so nothing is searched, and {' and '.join(given)} would have no effect",
             where=", ".join(["plan", *given]),
-            fix=f"leave out {', '.join(given)}; or leave out plan, and search again",
+            fix=f"leave out {', '.join(given)}; or leave out plan to search again",
         )
 
 
 def check_as_planned(plan: Plan, **asked: Any) -> None:
-    """Raise PlanError for a plan that was made for something else than is asked for; None asks for nothing."""
+    """Raise PlanError if the plan was made for other values than those asked for; None asks for none."""
     held = {"cluster": plan.cluster, "batch": plan.batch, "seq": plan.sizes.get("s"), "precision": plan.precision}
     if not callable(asked["optimizer"]):
         held["optimizer"] = plan.optimizer
@@ -75,27 +77,27 @@ def check_as_planned(plan: Plan, **asked: Any) -> None:
     if "cluster" in others and planned["cluster"] == wanted["cluster"]:
         wanted["cluster"] += " with other figures"
     raise PlanError(
-        f"the plan is for {', '.join(planned.values())}; asked for is {', '.join(wanted.values())}",
+        f"the plan is for {', '.join(planned.values())}, but the call asks for {', '.join(wanted.values())}",
         where=", ".join(["plan", *others]),
-        fix=f"leave out {', '.join(others)}, and the plan's hold; or leave out plan, and search again",
+        fix=f"leave out {', '.join(others)} to use the plan's; or leave out plan to search again",
     )
 
 
 def check_sizes(world: object, batch: object) -> None:
-    require_count(world, "world", of="the devices, all nodes together", most=_MOST_DEVICES)
+    require_count(world, "world", of="the devices over all nodes", most=_MOST_DEVICES)
     if batch is not None:
-        require_count(batch, "batch", of="the samples of a step, all ranks together", most=_MOST_SAMPLES)
+        require_count(batch, "batch", of="the samples of a step over all ranks", most=_MOST_SAMPLES)
 
 
 def check_limit(time_limit_s: object) -> None:
     number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
     if time_limit_s is not None and not (number and time_limit_s > 0):  # type: ignore[operator]
         raise PlanError(
-            f"time_limit_s is {time_limit_s!r}", where="time_limit_s", fix="give a positive number, or none"
+            f"time_limit_s is {time_limit_s!r}", where="time_limit_s", fix="pass a positive number, or leave it out"
         )
 
 
 def check_clip(clip_norm: object) -> None:
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):  # type: ignore[operator]
-        raise PlanError(f"clip_norm is {clip_norm!r}", where="clip_norm", fix="give a positive number, or leave it out")
+        raise PlanError(f"clip_norm is {clip_norm!r}", where="clip_norm", fix="pass a positive number, or leave it out")

@@ -1,12 +1,12 @@
-"""Where errors leave the package: what a person is shown of them.
+"""Formatting of errors as they leave the package.
 
-    call        the user's own frames, then what, where and fix. The frames within this package and torch, and errors
-                behind this one, are left out: `AUTOPTD_DEBUG=1` shows them all.
-    torchrun    ranks that end with the same words: the first of them says it, each other one says so in a line. The
-                launcher's table of failures quotes both.
+    call        shows the user's own frames, then what, where and fix. Frames within this package and torch and chained
+                errors are hidden; `AUTOPTD_DEBUG=1` shows them all.
+    torchrun    several ranks often end with the same error text. The first prints it in full, the others one line
+                that names it. The launcher's table of failures quotes both.
 
-Ranks agree on who speaks by one key of the launcher's store, written once. Where there is none, or it does not answer,
-each rank speaks for itself. A rank that says something else is never silenced.
+Ranks agree on the first by a key of the launcher's store that is written once. Without a store, or if it does not
+answer, each rank prints its own error. An error with another text is always printed in full.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ T = TypeVar("T")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 DEBUG = "AUTOPTD_DEBUG"
-_ANSWER_S = 2.0  # of the launcher's store
+_ANSWER_S = 2.0  # timeout of the launcher's store
 
 
 def public(call: Callable[P, T]) -> Callable[P, T]:
-    """What a person calls: an AutoptdError leaves it without what is behind it."""
+    """Wrap a public function so that an AutoptdError leaves it without the package's frames and chained errors."""
 
     @wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,16 +53,16 @@ def public(call: Callable[P, T]) -> Callable[P, T]:
                 raise
             found = error
         if found.__cause__ is not None and hasattr(found, "add_note"):
-            found.add_note(f"  more   {DEBUG}=1 shows the error behind this one")
-        if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(sys.excepthook, OneVoice):
-            sys.excepthook = OneVoice(sys.excepthook)
+            found.add_note(f"  more   {DEBUG}=1 shows the error that caused this one")
+        if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(sys.excepthook, PrintOnce):
+            sys.excepthook = PrintOnce(sys.excepthook)
         raise found.with_traceback(None) from None
 
     return called
 
 
 def public_methods(cls: type[T]) -> type[T]:
-    """Every method and property of a class that has no leading underscore is `public`."""
+    """Apply `public` to every method and property of a class without a leading underscore."""
     for name, member in list(vars(cls).items()):
         if name.startswith("_"):
             continue
@@ -74,13 +74,13 @@ def public_methods(cls: type[T]) -> type[T]:
 
 
 def debugging() -> bool:
-    """Whether errors are shown with all that is behind them."""
+    """Return whether errors are shown with all frames and chained errors."""
     return os.environ.get(DEBUG, "0") not in ("", "0")
 
 
 @dataclass(frozen=True)
-class OneVoice:
-    """`sys.excepthook` of a rank: an AutoptdError that another rank has said is one line here."""
+class PrintOnce:
+    """A rank's `sys.excepthook`, which prints one line for an AutoptdError that another rank has printed in full."""
 
     before: Hook
 
@@ -90,31 +90,31 @@ class OneVoice:
             self.before(kind, error, trace)
             return
         text = f"{kind.__name__}: {error}"
-        speaker = _first_to_say(text, rank)
-        if speaker == rank:
+        printer = _first_rank(text, rank)
+        if printer == rank:
             self.before(kind, error, trace)
         else:
-            with redirect_stderr(io.StringIO()):  # other hooks do more than print: they tell other ranks
+            with redirect_stderr(io.StringIO()):  # other hooks do more than print: they notify other ranks
                 self.before(kind, error, trace)
-            text = f"{kind.__name__}: {error.what} (rank {speaker} says more)"
+            text = f"{kind.__name__}: {error.what} (rank {printer} shows the details)"
             sys.stderr.write(f"autoptd: rank {rank}: {text}\n")
             sys.stderr.flush()
         _record(text)
 
 
-def _first_to_say(text: str, rank: str) -> str:
-    """The rank that said this first in this attempt, `rank` itself if nobody did or nobody knows."""
+def _first_rank(text: str, rank: str) -> str:
+    """Return the first rank with this error in this attempt; `rank` itself if there is none or no store answers."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = _store()
         return store.compare_set(f"autoptd/said/{attempt}/{digest}", "", rank).decode() if store else rank
-    except (RuntimeError, OSError, ValueError):  # of torch's stores
+    except (RuntimeError, OSError, ValueError):  # raised by torch's stores
         return rank
 
 
 def _store() -> dist.Store | None:
-    """The store that torchrun's agent holds for its ranks."""
+    """Connect to the store of torchrun's agent; None if there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import TCPStore
@@ -124,10 +124,10 @@ def _store() -> dist.Store | None:
 
 
 def _record(text: str) -> None:
-    """For the launcher's table, in the form that torch's elastic `record` writes. What that wrote stays."""
+    """Write `text` for the launcher's table, in the format of torchelastic's `record`; an existing file is kept."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or Path(path).exists():
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    with suppress(AutoptdError):  # the table then names the rank and its exit code alone
+    with suppress(AutoptdError):  # the table then shows only the rank and its exit code
         write_whole(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))

@@ -1,4 +1,4 @@
-"""One tree of errors: each says what is wrong (with the numbers), where, and the way out."""
+"""The tree of errors. Each says what is wrong (with the numbers), where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from autoptd.printable import printable
 
-_INDENT = "\n" + " " * 9  # of lines after the first: a string of a file cannot begin a line of its own
+_INDENT = "\n" + " " * 9  # before continuation lines, so that text from a file cannot pose as a line of the error
 
 
 class AutoptdError(Exception):
-    """Base of every error that autoptd raises at a user.
+    """Base of every error that autoptd raises for its user.
 
-    `what` is one sentence; `where` a module path, file and line, field or stage; `fix` the way out. All of it is
-    `printable`, whatever file its words come from.
+    `what` is one sentence; `where` a module path, file and line, field or stage; `fix` the way out. All three are made
+    `printable`, because they may quote files.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
@@ -26,11 +26,11 @@ class AutoptdError(Exception):
         super().__init__("\n".join(line.replace("\n", _INDENT) for line in lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (type(self), *self.args), self.__dict__
+        return _unpickled, (type(self), *self.args), self.__dict__
 
 
 class InputsError(AutoptdError, ValueError):
-    """No example inputs, inputs that do not suit the model, or a batch that does not suit the plan."""
+    """Missing example inputs, inputs that the model does not accept, or a batch that does not match the plan."""
 
 
 class TraceError(AutoptdError):
@@ -42,27 +42,27 @@ class UnsupportedOp(TraceError):
 
 
 class PlanError(AutoptdError, ValueError):
-    """A plan, or a wish given with `fix=`, that is not possible for this model and world."""
+    """A plan or an argument that is not possible for this model and world."""
 
 
 class CannotVerify(AutoptdError, RuntimeError):
-    """A plan that could not be held to the plain model: it is neither verified nor found wrong."""
+    """A plan that could not be compared with the plain model; it is neither verified nor found wrong."""
 
 
 class SigningError(AutoptdError, ValueError):
-    """A key that cannot be read or is of another kind, or a signature without the package for it."""
+    """A key that cannot be read or is not ed25519, or a missing `cryptography` package."""
 
 
 class PlanFileError(AutoptdError, ValueError):
-    """A plan file that is corrupt, foreign, of another version, or of another model."""
+    """A file that cannot be written, or a plan file that is corrupt, foreign, or of another version or model."""
 
 
 class DoesNotFit(AutoptdError):
-    """No plan of the searched space fits into the memory of the devices."""
+    """No plan in the search space fits into the memory of the devices."""
 
 
 class CheckpointError(AutoptdError, RuntimeError):
-    """A checkpoint that cannot be written or read, is damaged, or is of another model."""
+    """A checkpoint that cannot be written or read, is damaged, or belongs to another model."""
 
 
 class ClusterError(AutoptdError, ValueError):
@@ -78,20 +78,20 @@ class RuntimeFault(AutoptdError, RuntimeError):
 
 
 class OutOfMemory(RuntimeFault):
-    """A rank ran out of memory; it says which category is more than was predicted, and which change would fit."""
+    """A rank ran out of memory. Names the category that exceeds its prediction, and a change that would fit."""
 
 
-def _again(kind: type[AutoptdError], text: str) -> AutoptdError:
-    """An error that was pickled: its text is made already."""
+def _unpickled(kind: type[AutoptdError], text: str) -> AutoptdError:
+    """Rebuild an error from its formatted text."""
     error = kind.__new__(kind, text)
     error.args = (text,)
     return error
 
 
 def nearest(name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
-    """`did you mean 'a' or 'b'? known: a, b, c`, for a name that was not found.
+    """Return `did you mean 'a' or 'b'? known: a, b, c` for an unknown name.
 
-    meant: part of a name that is used elsewhere -> the known name for it; the first that is found counts.
+    meant: part of a name used by other systems -> the known name; the first that matches counts.
     """
     names = sorted(known)
     plain = name.lower().replace("-", "_")

@@ -1,4 +1,4 @@
-"""Many dotted names as few lines: layer numbers folded into ranges.
+"""Dotted names printed as few lines, with layer numbers folded into ranges.
 
 h.0.fc.weight, h.1.fc.weight, h.2.fc.weight  ->  h.{0..2}.fc.weight
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
-_NUMBERS, _DIGITS = 16, 18
+_NUMBERS, _DIGITS = 16, 18  # number parts per name, digits per number; further parts compare as text
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Names that differ only in their numbers become one line each; numbers count as numbers in the order."""
+    """Fold names that differ only in their numbers into one line each, in natural order."""
     return [line for line, _ in fold_table((name, "") for name in names)]
 
 
 def fold_table(table: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """`(name, text)` rows, folded among those of equal text: `h.{0..95}.fc.weight` with `S1`."""
+    """Fold the names of `(name, text)` rows with equal text: `h.{0..95}.fc.weight` with `S1`."""
     groups: dict[tuple[tuple[str | None, ...], str], list[tuple[int, ...]]] = {}
     for name, text in sorted(table, key=lambda row: natural(row[0])):
         parts = [number for number, _ in natural(name)]
@@ -28,17 +28,17 @@ def fold_table(table: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key: `h.2` before `h.10`. The first few parts count as numbers, where they have so few digits."""
-    room, key = _NUMBERS, []
+    """Return a sort key that puts `h.2` before `h.10`."""
+    left, key = _NUMBERS, []
     for part in name.split("."):
-        is_number = room > 0 and part.isascii() and part.isdecimal() and len(part) <= _DIGITS
-        room -= is_number
+        is_number = left > 0 and part.isascii() and part.isdecimal() and len(part) <= _DIGITS
+        left -= is_number
         key.append((int(part), "") if is_number else (-1, part))
     return key
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0, 2, 3, 4` -> `0,2..4`."""
+    """Return numbers as ranges: `0, 2, 3, 4` -> `0,2..4`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -49,7 +49,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _lines(template: tuple[str | None, ...], indices: list[tuple[int, ...]]) -> Iterator[str]:
-    """One line if the numbers are a full grid; otherwise one per value of the first number."""
+    """Yield one line if the numbers form a full grid; otherwise split by the first number."""
     columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
     if prod(map(len, columns)) == len(set(indices)):
         folds = iter("{" + ranges(column) + "}" if len(column) > 1 else str(column[0]) for column in columns)

@@ -1,11 +1,15 @@
-"""What to say of a rank that ran out of memory: which category is more than was predicted, and which change would fit.
+"""The report of a rank that ran out of memory: the category that exceeds its prediction, and a change that would fit.
 
-Parameters and gradients are as predicted, to the byte (`layout/state_bytes.py`); the optimizer's state is counted; what
-else was allocated is activations and temporary tensors; what the allocator holds besides is its overhead, and what is
-occupied on the device beyond that belongs to the driver, the communication library or other processes.
+Bytes are attributed in this order:
 
-A change fits if it frees what could not be had: the difference of two predictions, in the category that is more than
-predicted times (found / predicted).
+    parameters, gradients        as predicted, which is exact to the byte (`layout/state_bytes.py`)
+    optimizer                    counted in the optimizer's state
+    activations and temporary    everything else that was allocated at the peak
+    overhead                     reserved by the allocator, but not allocated
+    driver, communication, …     used on the device beyond that
+
+A change fits if it frees the bytes that were missing: the difference of two predictions, in which the category that
+exceeds its prediction is scaled by found / predicted.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ from autoptd.search.constraints.options import read_constraints
 
 Bytes = Mapping[str, int]
 WORKING, OUTSIDE = "activations and temporary", "driver, communication and other processes"
-_CPU_SAYS = ("DefaultCPUAllocator: can't allocate memory", "not enough memory")
+_CPU_ERRORS = ("DefaultCPUAllocator: can't allocate memory", "not enough memory")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SEARCH_S = 5.0  # others wait for the answer
+_SEARCH_S = 5.0  # the other ranks wait for the report
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Account:
 
     @property
     def worst(self) -> str:
-        """The category that exceeds its prediction most; empty where none does."""
+        """The category that exceeds its prediction most; empty if none does."""
         name = max(self.found, key=lambda n: self.found[n] - self.predicted.get(n, 0))
         return name if self.found[name] > self.predicted.get(name, 0) else ""
 
@@ -55,7 +59,7 @@ class Account:
 
 @contextmanager
 def explained(trainer: Trainer, plan: Plan, source: TracedModel, resident: int) -> Iterator[None]:
-    """Around a step: what runs out of memory in it raises OutOfMemory. `resident`: the process's bytes before."""
+    """Turn an out-of-memory error within a step into OutOfMemory. `resident`: `resident_bytes()` before training."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -73,17 +77,17 @@ def explained(trainer: Trainer, plan: Plan, source: TracedModel, resident: int) 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own error, Python's, or that of torch's allocator on a CPU, which has no class."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _CPU_SAYS)
+    """Return whether an error is torch's, Python's, or the RuntimeError of torch's CPU allocator."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _CPU_ERRORS)
 
 
 def resident_bytes() -> int:
-    """The most that this process has had in main memory."""
+    """Return the peak bytes of this process in main memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def categories(memory: Bytes) -> dict[str, int]:
-    """Those of `cost_models.memory.Memory` as they can be told apart in a running process."""
+    """Merge the categories of `cost_models.memory.Memory` into those that a running process can distinguish."""
     return {
         "parameters": memory["parameters"],
         "gradients": memory["gradients"],
@@ -95,7 +99,7 @@ def categories(memory: Bytes) -> dict[str, int]:
 
 
 def account_of(trainer: Trainer, plan: Plan, resident: int) -> Account:
-    """What is there now, or was at the peak; on a CPU activations are what the process has grown by."""
+    """Attribute this rank's bytes at the peak. On a CPU, the growth of the process counts as activations."""
     predicted = categories(plan.predicted.memory[trainer.communicators.stage])
     state = trainer.optimizer.state.values()
     held = [x for each in state for x in each.values() if isinstance(x, torch.Tensor) and x.dim() > 0]
@@ -112,11 +116,11 @@ def account_of(trainer: Trainer, plan: Plan, resident: int) -> Account:
 
 
 def what_would_fit(plan: Plan, source: TracedModel, account: Account, stage: int, missing: int) -> str:
-    """The first change that frees `missing` bytes on the fullest rank, least costly first; empty where none does."""
+    """Describe the cheapest change that frees `missing` bytes on the fullest rank, or say that there is none."""
     factor = max(1.0, account.found.get(account.worst, 0) / max(1, account.predicted.get(account.worst, 0)))
     now = _weighed(categories(plan.predicted.memory[stage]), account.worst, factor)
     until = time.monotonic() + _SEARCH_S
-    for told, change in _changes(plan):
+    for description, change in _changes(plan):
         if time.monotonic() > until:
             break
         try:
@@ -127,7 +131,7 @@ def what_would_fit(plan: Plan, source: TracedModel, account: Account, stage: int
                 batch=plan.batch,
                 precision=plan.precision,
                 optimizer=plan.optimizer,
-                constraints=read_constraints({**_as_it_is(plan), **change}, ()),
+                constraints=read_constraints({**_chosen_by(plan), **change}, ()),
                 progress=Silent(),
                 time_limit_s=1.0,
             )
@@ -135,22 +139,22 @@ def what_would_fit(plan: Plan, source: TracedModel, account: Account, stage: int
             continue
         freed = now - max(_weighed(categories(each), account.worst, factor) for each in other.predicted.memory)
         if freed > 0 and freed >= missing and not other.not_runnable:
-            return f"{told} would fit: fix={change} frees {_size(int(freed))} of each rank at least, as predicted"
-    return "no single change is predicted to fit: more devices, or a smaller model"
+            return f"{description} would fit: fix={change} is predicted to free at least {_size(int(freed))} per rank"
+    return "no single change is predicted to fit: use more devices, or a smaller model"
 
 
 def _weighed(memory: Bytes, worst: str, factor: float) -> float:
     return sum(x * (factor if name == worst else 1) for name, x in memory.items())
 
 
-def _as_it_is(plan: Plan) -> dict[str, Any]:
+def _chosen_by(plan: Plan) -> dict[str, Any]:
     mesh, how = plan.mesh, plan.schedule
     found = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "zero": plan.zero, "micro": plan.sizes["b"]}
     return found | {"schedule": how.kind} | ({"virtual": how.virtual} if how.virtual > 1 else {})
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """In words, and as `fix=` takes them."""
+    """Yield changes of the plan, in words and as `fix=` takes them."""
     mesh, micro = plan.mesh, plan.sizes["b"]
     yield "recomputing attention", {"recompute": "selective"}
     yield "recomputing everything", {"recompute": "full"}
@@ -165,7 +169,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _asked(message: str) -> int:
-    """How much could not be had; 1 where the error does not say."""
+    """Return the bytes that the failed allocation asked for; 1 if the error does not name them."""
     if found := re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)", message):
         return int(float(found[1]) * _UNITS[found[2]])
     return 1

@@ -1,13 +1,12 @@
-"""Files that autoptd writes and reads back: whole or not at all, never through a link, never those of another user.
+"""Safe reading and writing of files: atomic, never through a symbolic link, never those of another user.
 
-    write_whole      beside its place, under a name that nobody can foresee, then renamed there
-    make_folder      a folder that files are written into
-    private_folder   a temporary one, for this user alone, until the process ends
-    read_own         what this user wrote before, and nobody else could have changed
+    write_whole      writes to an unpredictable name in the same folder, then renames
+    make_folder      makes a folder that files are written into
+    private_folder   makes a temporary folder for this user alone, until the process ends
+    read_own         reads a file that only this user could have written
 
-A link in the place of a file is refused, whatever it leads to. A folder may be a link, which people make on purpose;
-not one that another user has put into a folder that everybody may write to, such as /tmp (what Linux calls
-`protected_symlinks`, and refuses by itself where it is told to).
+A link in place of a file is always refused. A folder may be a link, since people make these on purpose, unless another
+user has put the link into a world-writable folder such as /tmp (the case that Linux's `protected_symlinks` covers).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from pathlib import Path
 from autoptd.errors import PlanFileError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ELSEWHERE = "name a file in a folder that exists and that you may write to"
+_ELSEWHERE = "choose a file in an existing folder that you may write to"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, in one step for whoever reads it. Raises PlanFileError; then nothing is left.
+    """Write a file atomically. Raises PlanFileError, and then leaves nothing behind.
 
-    Its permissions are those of the file that stood there, or what the user's umask leaves.
+    The permissions are those of the file that is replaced, or follow the user's umask.
     """
     refuse_unwritable(path)
     part = path.with_name(f".autoptd-{secrets.token_hex(8)}.part")
@@ -51,7 +50,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raise PlanFileError if a file at `path` could not be written now; nothing is written."""
+    """Raise PlanFileError if `path` cannot be written now. Writes nothing."""
     what = _obstacle(path)
     if what:
         raise PlanFileError(f"cannot write {path}: {what}", where=str(path), fix=_ELSEWHERE)
@@ -64,7 +63,7 @@ def _obstacle(path: Path) -> str:
     if stat.S_ISLNK(kind):
         return "it is a link, which is not followed"
     if kind and not stat.S_ISREG(kind):
-        return "it is no regular file"
+        return "it is not a regular file"
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist"
     if link := _planted_link(path.parent):
@@ -73,7 +72,7 @@ def _obstacle(path: Path) -> str:
 
 
 def _kind(path: Path) -> int:
-    """The type of what stands there, a link not followed; 0 for nothing."""
+    """Return the file type at `path`, without following a link; 0 if there is none."""
     try:
         return stat.S_IFMT(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -81,7 +80,7 @@ def _kind(path: Path) -> int:
 
 
 def _planted_link(folder: Path) -> Path | None:
-    """A link on the way to a folder that another user could put there: in a folder that everybody may write to."""
+    """Return the first link in a folder's path that another user has put into a world-writable folder."""
     for place in (folder.absolute(), *folder.absolute().parents):
         if stat.S_ISLNK(_kind(place)):
             mine, above = place.lstat(), place.parent.stat()
@@ -91,7 +90,7 @@ def _planted_link(folder: Path) -> Path | None:
 
 
 def make_folder(path: Path) -> Path:
-    """A folder to write files into, made where there is none. Raises PlanFileError."""
+    """Return `path` after making it, with its parents, if needed. Raises PlanFileError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -105,23 +104,23 @@ def make_folder(path: Path) -> Path:
 
 @cache
 def private_folder() -> Path:
-    """A temporary folder that only this user may enter, removed when the process ends."""
+    """Return a temporary folder that only this user may enter; it is removed when the process ends."""
     folder = tempfile.mkdtemp(prefix="autoptd-")  # with mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def read_own(path: Path) -> bytes:
-    """A file that this user wrote. Raises OSError for one that another user wrote or may write to, for a link, and for
-    what is no regular file."""
+    """Read a file that this user wrote. Raises OSError if another user owns it or may write to it, or it is a link or
+    not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not _is_own(os.fstat(descriptor)):
-            raise PermissionError(f"{path} is not this user's alone")
+            raise PermissionError(f"{path} is not a regular file that only this user may write")
         return file.read()
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether a regular file is this user's, and no other one may write to it."""
+    """Return whether this is a regular file of this user that no other user may write to."""
     mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISREG(found.st_mode) and mine

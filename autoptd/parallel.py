@@ -1,4 +1,4 @@
-"""A plan with its program, and on a running rank the part of it that trains."""
+"""`Parallel`: a plan with its generated program and, on a running rank, training, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ Optimizer = str | Callable[..., torch.optim.Optimizer]
 
 @public_methods
 class Parallel:
-    """A plan with its program. Under torchrun (or for a world of one) it trains; anywhere it emits."""
+    """A plan with its generated program, as `parallelize` returns it.
+
+    Under torchrun, or with a world of one, it trains: `train_step`, `eval_step`, `save`, `resume`. Without a launcher
+    it still has `plan`, `emit` and `stage_module`. Methods marked *collective* must be called on all ranks.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Parallel:
         backend: str = "",
         weights: Mapping[str, Stored] | None = None,
     ) -> None:
-        """`backend`: of torch.compile, for the blocks; empty: they run as they are. Raises PlanError."""
+        """Raise PlanError if the blocks cannot run under torch.compile's `backend`; empty: they are not compiled."""
         self.plan = plan
         self._weights = weights
         self.program = program
@@ -81,25 +85,26 @@ class Parallel:
         if backend:
             _check_compilable(plan, backend)
         self._trainer: Trainer | None = None
-        self._loss: Tensor | None = None  # of the last step
+        self._loss: Tensor | None = None  # the last step's
         self._meter = meter_of(plan)
         self._communicators: Communicators | None = None
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the stage modules and the plan. Raises PlanFileError where that cannot be done.
+        """Write the stage files and the plan into a folder, and return its path.
 
-        Raises PlanError where the program calls a function of the user's own that no other process could import.
+        Raises PlanFileError if the folder cannot be written, and PlanError if the program calls a function of the
+        user's that another process cannot import.
         """
         if self.program.objects:
             raise PlanError(
-                "the program calls functions of yours that cannot be imported by a name",
+                "the program calls functions of yours that cannot be imported by name",
                 where="\n".join(described(what) for what in self.program.objects.values()),
                 fix="define them at the top level of a module other than the script that is run",
             )
         return self.program.write(Path(directory))
 
     def stage_module(self, rank: int, chunk: int = 0) -> Stage:
-        """The stage that a rank runs, on meta, for looking at; of its several chunks, one."""
+        """Return a chunk of the stage module of a rank, on meta, for inspection. Raises PlanError if there is none."""
         if not 0 <= rank < self.plan.world:
             raise PlanError(f"rank {rank} is not in a world of {self.plan.world}", fix=f"0 to {self.plan.world - 1}")
         mesh = self.layout.mesh
@@ -107,7 +112,7 @@ class Parallel:
         if not 0 <= chunk < len(held):
             raise PlanError(f"chunk {chunk} is not on a rank of {len(held)}", fix=f"0 to {len(held) - 1}")
         with torch.device("meta"):
-            alone = Axis(_Rank(rank % mesh.tp, mesh.tp))  # type: ignore[arg-type]  # never talks
+            alone = Axis(_Rank(rank % mesh.tp, mesh.tp))  # type: ignore[arg-type]  # never communicates
             cut = tokens_axis(self.layout, _Rank(mesh.cp_of(rank), mesh.cp))  # type: ignore[arg-type]
             stage = load_stage(self.program, held[chunk])(alone, **cut)
         assert isinstance(stage, Stage)
@@ -115,13 +120,13 @@ class Parallel:
 
     @cached_property
     def layout(self) -> Layout:
-        """Mesh, microbatches, and where each tensor lies: what the runtime reads of the plan."""
+        """Mesh, microbatches, and the placement of each tensor: the part of the plan that the runtime reads."""
         return make_layout(self._source, self.plan)
 
     def initial_values(self, stages: Collection[int] | None = None) -> dict[str, Tensor | Stored]:
-        """Whole parameters and buffers, of some stages or of all: the model's own, or made from the seed on meta.
+        """Return full parameters and buffers of some stages, or of all, by original name.
 
-        Of weights in a folder only where they lie: each rank reads its part.
+        They are the model's own; for a model on meta, initialised from the seed, or references to weights in a folder.
         """
         tensors = {**self.layout.parameters, **self.layout.buffers}
         wanted = [n for n, spec in tensors.items() if stages is None or not set(stages).isdisjoint(spec.stages)]
@@ -130,9 +135,10 @@ class Parallel:
         return {**values_for(self._source.model, others, self._seed, named_values(self._source)), **stored}
 
     def start(self, communicators: Communicators, values: Mapping[str, Tensor | Stored] | None = None) -> None:
-        """Become the running part of the rank that these communicators belong to. A collective.
+        """Set up training on the rank of these communicators. Collective.
 
-        values: of this rank's tensors at least; left out, the initial ones.
+        values: full tensors by original name, at least those of this rank's stages. Default: `initial_values`.
+        Raises PlanError if the ranks do not have the same program.
         """
         self._check_agreement(communicators)
         layout = self.layout
@@ -158,7 +164,7 @@ class Parallel:
         self._trainer.load_parameters(self.initial_values(held) if values is None else values)
 
     def _check_agreement(self, communicators: Communicators) -> None:
-        """Every rank plans for itself, and gets the same; other versions or models on some would hang or lie."""
+        """Raise PlanError unless all ranks have the same program; different ones would hang or train wrongly."""
         text = "\0".join(self.program.files.values())
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
@@ -167,7 +173,7 @@ class Parallel:
             raise PlanError(
                 "the ranks made different plans or programs",
                 where=f"rank {communicators.world.rank}",
-                fix="run the same model, torch and autoptd everywhere, or pass one plan file: plan='plan.json'",
+                fix="use the same model, torch and autoptd on all ranks, or pass one plan file: plan='plan.json'",
             )
 
     @property
@@ -176,7 +182,7 @@ class Parallel:
             if self.plan.world != 1:
                 raise RuntimeFault(
                     f"this process is not one of the plan's {self.plan.world} ranks",
-                    fix=f"start the script with torchrun --nproc-per-node … ({self.plan.world} processes in all)",
+                    fix=f"start the script with torchrun --nproc-per-node … ({self.plan.world} processes in total)",
                 )
             from autoptd.runtime.comm.processes import connect_processes
 
@@ -185,11 +191,14 @@ class Parallel:
         return self._trainer
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """One optimizer step. `batch`: this dp rank's share, keyword tensors, the same on its tp and pp ranks.
+        """Run one optimizer step and return the mean loss over the global batch, a 0-dim tensor. Collective.
 
-        Returns the mean loss over the whole global batch. On all ranks, raises InputsError where one of them was given
-        a wrong batch (None: its data ran dry), and RuntimeFault where loss or gradient norm is not finite
-        (non_finite="raise"): no parameter has changed then.
+        batch: this dp rank's share of the global batch, as keyword tensors; identical on the tp, cp and pp ranks of
+        that share.
+
+        Raises on all ranks, before any parameter changes: InputsError if one rank has a wrong batch, or None because
+        its data ended; RuntimeFault if the loss or gradient norm is not finite (with non_finite="raise").
+        Raises OutOfMemory naming the category that exceeds its prediction.
         """
         trainer = self._running
         if self._meter.step == 0:
@@ -207,34 +216,35 @@ class Parallel:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return self._meter.step
 
     def report(self) -> StepReport:
-        """How training goes since the last report; its text is a line. Any rank may ask; it waits for this rank only.
+        """Return loss, gradient norm, throughput and MFU since the last report; `str()` of it is one line.
 
-        Raises RuntimeFault before the first step.
+        Any rank may call it; it synchronises with this rank's device only. Raises RuntimeFault before the first step.
         """
         if self._loss is None or self.grad_norm is None:
             raise RuntimeFault("there is nothing to report before the first step", fix="call train_step first")
         return self._meter.report(self._loss, self.grad_norm, self.optimizer.param_groups[0]["lr"])
 
     def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
-        """This rank's share of each global batch of a data set: `DataLoader(data, batch_sampler=…)`.
+        """Return a sampler of this rank's share of each global batch, for `DataLoader(data, batch_sampler=…)`.
 
-        The same batches under every plan; `start_at(step)` resumes. Raises InputsError where they are too few samples.
+        samples: size of the data set; InputsError if it is less than one batch. The global batches are the same under
+        every plan; `start_at(step)` resumes.
         """
         return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss over the whole global batch, without gradient or update."""
+        """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
         trainer = self._running
         with self._watch:
             return trainer.eval_step(batch)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's optimizer, for learning-rate schedulers."""
+        """This rank's optimizer, such as for learning-rate schedulers."""
         return self._running.optimizer
 
     @property
@@ -244,7 +254,7 @@ class Parallel:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was left out, on all ranks, because it was not finite."""
+        """True if the last step was skipped, on all ranks, because its loss or gradient norm was not finite."""
         return self._running.finite.skipped
 
     @property
@@ -254,29 +264,29 @@ class Parallel:
 
     @property
     def rank(self) -> int:
-        """This process's place among all."""
+        """Rank of this process in the world."""
         self._running  # noqa: B018  starts a world of one
         assert self._communicators is not None
         return self._communicators.rank
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the global batch this rank takes."""
+        """Index of this rank's share of the global batch, 0 to `dp_size` - 1."""
         self._running  # noqa: B018  starts a world of one
         assert self._communicators is not None
         return self._communicators.dp.rank
 
     @property
     def dp_size(self) -> int:
-        """Into how many shares the global batch is cut."""
+        """Number of shares that the global batch is split into."""
         return self.plan.mesh.dp
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter and buffer that its stages hold, by original name. A collective."""
+        """Return this rank's slices of its stages' parameters and buffers, by original name. Collective."""
         return self._running.local_tensors()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients, full, by original name, on every rank. A collective."""
+        """Return the last step's full gradients by original name, on every rank. Collective."""
         return self._running.gradients()
 
     def save(
@@ -287,13 +297,15 @@ class Parallel:
         keep: int | None = None,
         wait: bool = True,
     ) -> None:
-        """Write a checkpoint `step-…` into a folder that all ranks share, and let `latest` name it. A collective.
+        """Write a checkpoint `step-…` into a folder shared by all ranks, and point `latest` to it. Collective.
 
-        Holds parameters, optimizer state, random state, step and plan, bound to no plan: `load` takes it under any.
-        others: what has `state_dict` and `load_state_dict` besides, by name, such as learning-rate schedulers.
-        keep: how many checkpoints there are then at most, the oldest are removed; None keeps all.
-        wait: until it is durable, else it is written while training goes on, from a copy of this rank's share, and what
-        goes wrong is raised by the next `save`, or by `finish_saving`. Raises CheckpointError on every rank.
+        It holds parameters, optimizer state, random state, step and plan; `load` reads it under any other plan.
+
+        others: further objects with `state_dict` and `load_state_dict`, by name, such as learning-rate schedulers.
+        keep: number of checkpoints to keep; older ones are removed. None keeps all.
+        wait: return once the checkpoint is durable. False: return once this rank's share is copied, and write during
+        training; a failure is then raised by the next `save` or by `finish_saving`.
+        Raises CheckpointError on every rank.
         """
         session = self._session
         with self._with_all(f"saving step {self.step}"):
@@ -302,7 +314,7 @@ class Parallel:
                 session.wait()
 
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is durable. Raises CheckpointError if it cannot be written."""
+        """Wait until the last checkpoint is durable. Collective. Raises CheckpointError if it cannot be written."""
         session = self._session
         with self._with_all("saving"):
             session.wait()
@@ -314,10 +326,12 @@ class Parallel:
         others: Mapping[str, Stateful] | None = None,
         optimizer: bool = True,
     ) -> int:
-        """Go on from a checkpoint, whatever plan wrote it; returns its step. A collective.
+        """Load a checkpoint written under any plan, and return its step. Collective.
 
-        path: a folder that `save` wrote to, of which `latest` is taken, or one of its `step-…`. optimizer: False takes
-        the parameters alone. Files are checked against their digests first. Raises CheckpointError on every rank.
+        path: the folder that was given to `save`, whose `latest` is loaded, or one `step-…` folder in it.
+        others: objects to restore, by the names that `save` was given.
+        optimizer: False loads the parameters alone.
+        Files are checked against their digests first. Raises CheckpointError on every rank.
         """
         session = self._session
         with self._with_all("loading"):
@@ -325,25 +339,24 @@ class Parallel:
         return self.step
 
     def resume(self, directory: str | os.PathLike[str], *, others: Mapping[str, Stateful] | None = None) -> int:
-        """Go on from the newest whole checkpoint in a folder; returns its step, 0 where there is none yet.
+        """Load the newest complete checkpoint of a folder, if any, and return its step; 0 if there is none. Collective.
 
-        What a script calls before its loop, so that a launcher may start it again as often as it likes. A collective.
-        Damaged checkpoints are named in a warning and left out. Raises CheckpointError on every rank: where all of
-        them are damaged, for the checkpoint of another model, where ranks do not see the same folder, and where one
-        could not save to it; `load` is for folders that are only read.
+        Call it before the training loop, so that the launcher can restart the script at any time. Damaged checkpoints
+        are named in a warning and skipped. Raises CheckpointError on every rank if all of them are damaged, belong to
+        another model, or the ranks do not share a folder that they can write to; `load` needs read access only.
         """
         session = self._session
         with self._with_all("resuming"):
             step, damaged = session.resume(Path(directory), others or {})
         if damaged and self.rank == 0:
             left_out = printable("; ".join(damaged), keep="")
-            warnings.warn(f"left out: {left_out}; going on from step {step}", stacklevel=2)
+            warnings.warn(f"skipped {left_out}; resuming from step {step}", stacklevel=2)
         self._meter.step = step
         return step
 
     @contextmanager
     def _with_all(self, doing: str) -> Iterator[None]:
-        """Around what all ranks do together outside of steps, for as long as it takes."""
+        """Watch a collective outside of training steps, with no time limit."""
         watch = self._watch
         watch.status.leave(doing)
         try:
@@ -372,7 +385,7 @@ class Parallel:
         return Session(self._running, self.plan, still, described)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Full tensors under the original names, tied ones under each of theirs, on every rank. A collective."""
+        """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""
         found = self._running.state_dict()
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
         model = self._source.model
@@ -381,7 +394,7 @@ class Parallel:
 
 
 class _Rank:
-    """A place on an axis without anybody to talk to."""
+    """A rank and size on an axis without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -392,7 +405,7 @@ def _check_compilable(plan: Plan, backend: str) -> None:
     how = plan.schedule
     if any(action.kind == "W" for action in training_step(how.kind, plan.mesh.pp, how.microbatches, how.virtual)[0]):
         raise PlanError(
-            f"the {how.kind} schedule runs backward passes in two halves, and a compiled block's is one piece",
+            f"the {how.kind} schedule splits backward passes into B and W, which compiled blocks cannot do",
             where="compile",
             fix="plan with another schedule, or leave out compile=",
         )

@@ -1,11 +1,11 @@
-"""Strings of files as they are shown: none of them moves a cursor, or poses as a line of ours."""
+"""Escaping of text from files before it is printed, so that it cannot move a cursor or pose as autoptd's output."""
 
 from __future__ import annotations
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    r"""The text with every character escaped that has no form of its own: `\x1b` for an escape, `\u202e` for a
-    bidirectional override, `\ud800` for a surrogate. Those in `keep` stay; `keep=""` makes one line of it.
+    r"""Escape every character that is not printable: `\x1b` for an escape, `\u202e` for a bidirectional override,
+    `\ud800` for a surrogate. Characters in `keep` stay as they are; `keep=""` returns a single line.
     """
     if text.isprintable():
         return text

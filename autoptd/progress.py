@@ -1,7 +1,7 @@
-"""Telling a person what is going on while a plan is made, and nobody else.
+"""Progress display while a plan is made.
 
-The path from model to plan takes a `Progress`: `with progress.stage("trace"): …` around each step and
-`progress.note("…")` for a fact worth a line. On a terminal a step in work shows a spinner, a finished one its time.
+The functions from model to plan take a `Progress`: `with progress.stage("trace"): …` around each step, and
+`progress.note("…")` for a line of text. A terminal shows a spinner for running steps, the seconds of finished ones.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from autoptd.printable import printable
 
 
 class Progress(Protocol):
-    """What `plan` and `parallelize` report to."""
+    """Interface that `plan` and `parallelize` report to."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """One step of the work, named by a verb phrase; steps may nest."""
+        """Enclose one step of the work, named by a verb phrase; steps may nest."""
 
     def note(self, text: str) -> None:
-        """One line for the reader."""
+        """Show one line of text."""
 
 
 class Silent:
-    """Reports nothing."""
+    """A `Progress` that shows nothing."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -38,7 +38,7 @@ class Silent:
 
 
 class Terminal:
-    """Reports on a terminal: the running steps beside a spinner, finished ones with their seconds."""
+    """A `Progress` on a terminal: running steps with a spinner, finished ones with their seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -69,5 +69,5 @@ class Terminal:
 
 
 def progress_on(stream: TextIO) -> Progress:
-    """A `Terminal` if `stream` is one, otherwise `Silent`."""
+    """Return a `Terminal` if `stream` is one, otherwise `Silent`."""
     return Terminal(Console(file=stream)) if stream.isatty() else Silent()

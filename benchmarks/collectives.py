@@ -18,7 +18,7 @@ from typing import Any
 
 from autoptd.cost_models import nccl, wiring
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.collectives import algorithm, p2p_s, ways
+from autoptd.cost_models.collectives import algorithm, candidate_algorithms, p2p_s
 
 DATA = Path(__file__).parent / "data"
 LARGE_BYTES = 1e6  # below, the start of the kernel is most of what is measured
@@ -68,7 +68,7 @@ class Curve:
     def predicted_s(self, nbytes: int) -> float:
         if self.collective == "p2p":
             return p2p_s(nbytes, self.cluster, 1)
-        (found,) = ways(self.collective, self.cluster, self.ranks, 1)
+        (found,) = candidate_algorithms(self.collective, self.cluster, self.ranks, 1)
         held = [way for way in found if way.name.partition(" ")[0] == self.forced]
         return min(way.seconds(nbytes) for way in held or found)
 

@@ -1,11 +1,11 @@
-"""A cluster: one kind of device, and levels of links from the innermost (NVLink in a node) outwards.
+"""Clusters: a kind of device, and levels of links from the innermost (NVLink in a node) outwards.
 
     level 0   groups of 8 neighbouring ranks      every GPU has bytes_per_s to its neighbours in the group
-    level 1   everything beyond                   every GPU has bytes_per_s (its share of the NICs) out of its group
+    level 1   all ranks                           every GPU has bytes_per_s (its share of the NICs) out of its group
 
 Ranks are numbered so that `levels[0].ranks` neighbours share a node. Every rate is a datasheet peak together with the
-fraction of it that was measured to be sustained; models use the product. Clusters are files that people write (TOML),
-so each field is checked and each complaint names its path.
+fraction of it that was measured to be sustained; models use the product. Clusters are TOML files that people write, so
+each field is validated and each error names the path of its field.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # what is beyond would overflow in a prediction
+Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # larger ones would overflow in predictions
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
-Name = Annotated[
-    str, Field(min_length=1, max_length=200), AfterValidator(one_line)
-]  # which other files and scripts quote
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(one_line)]  # quoted in other files
 Fraction = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Ranks = Annotated[int, Field(gt=0, lt=2**31)]
 Processors = Annotated[int, Field(ge=0, lt=2**20)]
 Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _UNIT = Field(max_length=MOST_WIRED)
-_MOST_BYTES = 256 * 1024  # of a file; the shipped ones have 4 KiB
+_MOST_BYTES = 256 * 1024  # of a cluster file; the shipped ones have 4 KiB
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')\s*"""
-_LONG_KEY = re.compile(rf"(?<![\w\-]){_PART}(?:\.\s*{_PART}){{30}}")  # tomllib takes the square of a key's length
+_LONG_KEY = re.compile(rf"(?<![\w\-]){_PART}(?:\.\s*{_PART}){{30}}")  # tomllib's time is quadratic in a key's parts
 _NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
 
@@ -59,14 +57,14 @@ class Peaks(_ClusterPart):
     fp16: Rate
 
     def of(self, dtype: str) -> float:
-        """The peak for a precision name. Raises ValueError naming the known ones."""
+        """Return the peak for a precision. Raises ValueError naming the known ones."""
         if dtype not in type(self).model_fields:
             raise ValueError(f"no matmul peak for precision {dtype!r}; {nearest(dtype, type(self).model_fields)}")
         return float(getattr(self, dtype))
 
 
 class Sustained(_ClusterPart):
-    """The fraction of a peak that real programs reach, and where that was measured."""
+    """The fraction of a peak that real programs reach, and the source of its measurement."""
 
     fraction: Fraction = 1.0
     source: str = ""
@@ -85,52 +83,48 @@ class Device(_ClusterPart):
 
     name: Name
     source: str = ""
-    reported_names: Annotated[
-        tuple[str, ...], Field(max_length=64)
-    ] = ()  # what torch.cuda.get_device_name answers on it
+    reported_names: Annotated[tuple[str, ...], Field(max_length=64)] = ()  # results of torch.cuda.get_device_name
     memory_bytes: Annotated[int, Field(gt=0, lt=2**63)]
-    context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = (
-        0  # taken by the driver and loaded kernels before the first tensor
-    )
+    context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # driver and loaded kernels, before the first tensor
     memory_bytes_per_s: Rate
     launch_s: Seconds = 0.0  # added to every kernel
-    dispatch_s: Seconds = 0.0  # of the host, for every op that it launches: the step is no faster than this
-    multiprocessors: Annotated[Processors, Field(gt=0)] | None = None  # None: every shape of a matmul runs at one rate
-    collective_multiprocessors: Processors = 0  # that collectives take from kernels beside them
+    dispatch_s: Seconds = 0.0  # of the host per op that it launches: a lower bound of the step's time
+    multiprocessors: Annotated[Processors, Field(gt=0)] | None = None  # None: matmuls of all shapes run at one rate
+    collective_multiprocessors: Processors = 0  # taken by collectives from kernels that run at the same time
     k_overhead: Overhead = 0.0  # of a tile of a matmul, in steps along k
     head_overhead: Overhead = 0.0  # of attention, in elements of a head
     matmul_flops_per_s: Peaks
     matmul_sustained: Sustained = Sustained()
     attention_sustained: Sustained = Sustained()  # forward
     attention_backward_sustained: Sustained | None = None  # None: as forward
-    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # besides the usual one
+    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # other implementations, by name
     memory_sustained: Sustained = Sustained()
-    rows_sustained: Sustained | None = None  # by kernels that need whole rows: softmax, norms; None: as others
+    rows_sustained: Sustained | None = None  # by kernels that need whole rows (softmax, norms); None: as by others
 
     @model_validator(mode="after")
-    def _leaves_room(self) -> Device:
+    def _has_usable_memory(self) -> Device:
         if self.context_bytes >= self.memory_bytes:
-            raise ValueError(f"context_bytes {self.context_bytes} leaves nothing of memory_bytes {self.memory_bytes}")
+            raise ValueError(f"context_bytes {self.context_bytes} must be less than memory_bytes {self.memory_bytes}")
         return self
 
     @property
     def kind(self) -> str:
-        """ "cpu" for a process on a CPU, which has no multiprocessors, else "cuda"."""
+        """The torch device type: "cpu" for a process on a CPU, which has no multiprocessors, else "cuda"."""
         return "cuda" if self.multiprocessors else "cpu"
 
     @property
     def collective_share(self) -> float:
-        """The share of the device that collectives take while they run beside kernels."""
+        """The fraction of the device that collectives take while they overlap with kernels."""
         return self.collective_multiprocessors / self.multiprocessors if self.multiprocessors else 0.0
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that tensors and the allocator can have."""
+        """Memory available to tensors and the allocator."""
         return self.memory_bytes - self.context_bytes
 
 
 class InSwitch(_ClusterPart):
-    """Sums in the switch of a level (NVLink SHARP): the fraction of `bytes_per_s` it sustains, and a pass's latency."""
+    """Reduction in a level's switch (NVLink SHARP): sustained fraction of `bytes_per_s`, and latency of a pass."""
 
     fraction: Fraction
     latency_s: Seconds
@@ -138,13 +132,13 @@ class InSwitch(_ClusterPart):
 
 
 class Link(_ClusterPart):
-    """One level: groups of `ranks` neighbouring ranks; None on the last level, which has no end.
+    """One level of links, joining groups of `ranks` neighbouring ranks; None on the last level if it is unbounded.
 
-    `bytes_per_s` is per GPU, one direction: the GPU's own share where several GPUs share a NIC. `port_bytes_per_s` is
-    what one GPU reaches while its neighbours are silent, such as a whole NIC; left out, its share.
-    `latency_s` is one hop of a collective or one message, in NCCL's simple protocol.
-    `protocols` are those of NCCL that the link can carry; "plain" stands for rings without any, such as those of gloo.
-    `in_switch`: the level's switch sums. `wiring`: the links between GPUs of a unit that has no switch.
+    `bytes_per_s` is per GPU in one direction: its own share if several GPUs share a NIC. `port_bytes_per_s` is the rate
+    of one GPU while its neighbours are idle, such as that of a whole NIC; by default its share.
+    `latency_s` is that of one hop of a collective or one message, in NCCL's simple protocol.
+    `protocols` are the NCCL protocols that the link supports; "plain" means rings without any, such as gloo's.
+    `in_switch`: reduction in the level's switch. `wiring`: the links between GPUs of a unit without a switch.
     """
 
     name: Name
@@ -171,13 +165,13 @@ class Link(_ClusterPart):
         return self.bytes_per_s * self.sustained.fraction
 
     def lane_bytes_per_s(self, sharers: int, active: int) -> float:
-        """Sustained rate of one of `active` ranks at work, of the `sharers` that share a unit's links."""
+        """Return the sustained rate of one of `active` sending ranks, of the `sharers` that share a unit's links."""
         alone = max(self.bytes_per_s, self.port_bytes_per_s or 0.0)
         return min(self.bytes_per_s * sharers / active, alone) * self.sustained.fraction
 
 
 class Pool(_ClusterPart):
-    """So many devices of another type, on the same links; whole nodes of them."""
+    """`ranks` devices of another type on the same links, in whole nodes."""
 
     device: Device
     ranks: Ranks
@@ -186,7 +180,7 @@ class Pool(_ClusterPart):
 class Cluster(_ClusterPart):
     """A named device and its levels of links, innermost first.
 
-    `others`: devices of other types in the same cluster; the rest of a world is of `device`.
+    `others`: devices of other types in the same cluster; all other ranks of a world have `device`.
     """
 
     name: Name
@@ -195,7 +189,7 @@ class Cluster(_ClusterPart):
     levels: Annotated[tuple[Link, ...], Field(min_length=1, max_length=16)]
     others: Annotated[tuple[Pool, ...], Field(max_length=16)] = ()
 
-    def __hash__(self) -> int:  # of a few fields: collectives are looked up by cluster tens of thousands of times
+    def __hash__(self) -> int:  # a few fields only: clusters are keys of tens of thousands of look-ups
         return hash((self.name, self.device.name, self.levels[0].bytes_per_s, self.levels[-1].bytes_per_s))
 
     @model_validator(mode="after")
@@ -213,15 +207,15 @@ class Cluster(_ClusterPart):
 
     @property
     def pools(self) -> tuple[Cluster, ...]:
-        """As many clusters as there are types of device, each as if all were of that one."""
+        """One cluster per type of device, with all devices of that type."""
         return _pools(self)
 
     def pool_ranks(self, world: int) -> tuple[int, ...]:
-        """How many devices of a world are of each type. Raises ClusterError where others leave none to the first."""
+        """Return the number of a world's devices of each type. Raises ClusterError if none is left for the first."""
         rest = world - sum(pool.ranks for pool in self.others)
         if self.others and rest < 1:
             raise ClusterError(
-                f"a world of {world} has no room for {world - rest} devices of other types and one {self.device.name}",
+                f"a world of {world} is too small for {world - rest} devices of other types and one {self.device.name}",
                 where="cluster: others",
                 fix="name fewer ranks in `others`, or use a larger world",
             )
@@ -229,17 +223,17 @@ class Cluster(_ClusterPart):
 
     @property
     def gpus_per_node(self) -> int | None:
-        """Ranks of the innermost level; None where one level has no end."""
+        """Ranks of the innermost level; None if it is the only, unbounded one."""
         return self.levels[0].ranks
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Names of the shipped clusters, sorted."""
+        """Return the names of the shipped clusters, sorted."""
         return tuple(sorted(f.name.removesuffix(".toml") for f in _shipped().iterdir() if f.name.endswith(".toml")))
 
     @staticmethod
     def load(name_or_toml_path: str | Path) -> Cluster:
-        """A shipped cluster by name, or a TOML file. Raises ClusterError naming the field, or the nearest names."""
+        """Read a shipped cluster by name, or a TOML file. Raises ClusterError naming the field or the nearest names."""
         text = str(name_or_toml_path)
         if text in Cluster.names():
             return Cluster._parse((_shipped() / f"{text}.toml").read_text("utf-8"), where=text)
@@ -247,28 +241,28 @@ class Cluster(_ClusterPart):
         if path.suffix != ".toml" and not path.is_file():
             raise ClusterError(
                 f"there is no cluster named {text!r}; {nearest(text, Cluster.names())}",
-                fix="give one of these names, or the path of a .toml file",
+                fix="use one of these names, or the path of a .toml file",
             )
         if not path.is_file():
             raise ClusterError(
                 f"the cluster file {text!r} does not exist",
                 where=str(path.absolute()),
-                fix="give a path that exists, or a shipped name: " + ", ".join(Cluster.names()),
+                fix="use an existing path, or a shipped cluster: " + ", ".join(Cluster.names()),
             )
-        fix = "save it as UTF-8 text that you may read"
+        fix = "save it as readable UTF-8 text"
         return Cluster._parse(read_text(path, "cluster file", ClusterError, fix, _MOST_BYTES), where=text)
 
     @staticmethod
     def of(
         device: str | Device, gpus_per_node: int, intra_node_bytes_per_s: float, inter_node_bytes_per_s: float
     ) -> Cluster:
-        """Nodes of `gpus_per_node` devices; rates are link peaks per GPU, one direction.
+        """Return a cluster of nodes with `gpus_per_node` devices; rates are link peaks per GPU, one direction.
 
         `device` is a `Device`, or the name of one in a shipped cluster. Latencies and sustained fractions are those of
-        the shipped cluster with that device; for a device of one's own, those of dgx-h100. Raises ClusterError.
+        the shipped cluster with that device; for a custom `Device`, those of dgx-h100. Raises ClusterError.
         """
         if not isinstance(device, (str, Device)):
-            raise ClusterError(f"{device!r} is no device", where="Cluster.of", fix="give a device name or a Device")
+            raise ClusterError(f"{device!r} is not a device", where="Cluster.of", fix="use a device name or a Device")
         _check_sizes(gpus_per_node, intra_node_bytes_per_s, inter_node_bytes_per_s)
         pattern = _shipped_with(device) if isinstance(device, str) else Cluster.load("dgx-h100")
         intra, inter = pattern.levels
@@ -283,34 +277,34 @@ class Cluster(_ClusterPart):
         )
 
     def to_data(self) -> dict[str, Any]:
-        """Plain JSON data; `Cluster.from_data` gives back an equal cluster."""
+        """Return plain JSON data from which `Cluster.from_data` makes an equal cluster."""
         return self.model_dump(mode="json")
 
     @staticmethod
     def from_data(data: Any, where: str = "cluster") -> Cluster:
-        """The cluster that `to_data` described. Raises ClusterError with the path of every wrong field."""
+        """Return the cluster described by `to_data`. Raises ClusterError with the path of every wrong field."""
         try:
             return Cluster.model_validate(data)
         except ValidationError as error:
             raise ClusterError(
-                f"the description of the cluster is wrong in {error.error_count()} place(s)",
+                f"the description of the cluster has {error.error_count()} error(s)",
                 where=f"{where}\n" + describe_mistakes(error, Cluster),
-                fix=f"mend these fields; docs/clusters.md explains them, and {Cluster.names()[0]} is an example",
-            ) from None  # all of it is told above
+                fix=f"correct these fields; docs/clusters.md explains them, and {Cluster.names()[0]} is an example",
+            ) from None  # the message has all of pydantic's errors
 
     @staticmethod
     def _parse(text: str, where: str) -> Cluster:
         try:
             if found := _LONG_KEY.search(text):
-                raise ValueError(f"a key of very many parts at line {text.count(chr(10), 0, found.start()) + 1}")
+                raise ValueError(f"a key of more than 30 parts at line {text.count(chr(10), 0, found.start()) + 1}")
             data = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number too long
-            said = brief(ascii(str(error))[1:-1])
-            raise ClusterError(f"not a TOML file: {said}", where=where, fix="mend the syntax there") from error
+        except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError; so is an overlong number
+            reason = brief(ascii(str(error))[1:-1])
+            raise ClusterError(f"not a TOML file: {reason}", where=where, fix="correct the syntax there") from error
         return Cluster.from_data(data, where)
 
     def describe(self) -> str:
-        """A few lines for people: device, peaks and levels with units."""
+        """Return a summary of a few lines: device, peaks and levels with units."""
         device, peaks = self.device, self.device.matmul_flops_per_s
         lines = [
             f"{self.name}: {device.name}, {device.memory_bytes / 2**30:.1f} GiB at "
@@ -328,7 +322,7 @@ class Cluster(_ClusterPart):
 
 
 def with_rate(level: Link, bytes_per_s: float, **changes: Any) -> Link:
-    """The level at another rate per GPU, where what one GPU alone reaches is not known; `wiring` is not kept."""
+    """Return the level at another rate per GPU, without `wiring`; a new rate removes `port_bytes_per_s`."""
     if bytes_per_s != level.bytes_per_s:
         changes |= {"bytes_per_s": float(bytes_per_s), "port_bytes_per_s": None}
     return level.model_copy(update={"wiring": None, **changes})
@@ -345,7 +339,7 @@ def _check_sizes(gpus_per_node: int, intra_bytes_per_s: float, inter_bytes_per_s
         raise ClusterError(
             "a cluster needs positive sizes and rates, got " + (", ".join(bad) or f"gpus_per_node = {gpus_per_node!r}"),
             where="Cluster.of",
-            fix="give whole GPUs per node, and bytes per second per GPU, one direction",
+            fix="use a whole number of GPUs per node, and bytes per second per GPU in one direction",
         )
 
 
@@ -367,5 +361,5 @@ def _shipped_with(device: str) -> Cluster:
     known = [cluster.device.name for cluster in clusters]
     raise ClusterError(
         f"there is no device named {device!r}; {nearest(device, known)}",
-        fix="give one of these, or a Device of your own",
+        fix="use one of these, or your own Device",
     )

@@ -1,10 +1,10 @@
-"""Time of collectives and messages, as NCCL would run them on the links of a cluster.
+"""Time of collectives and messages, as NCCL runs them on the links of a cluster.
 
-`paths` says what groups and messages cross, `nccl` what each algorithm and protocol costs there; here the quickest is
-taken, and where groups of one kind differ, the slowest of them.
+`paths` has the levels that groups and messages cross, and `nccl` the cost of each algorithm and protocol there. A group
+takes the time of its fastest algorithm; if groups of one kind differ, the slowest group counts.
 
-`nbytes` is everywhere V, the bytes of the whole tensor of this group: what all_gather ends with, reduce_scatter starts
-from, each rank of an all_reduce or broadcast holds, and all ranks of an all_to_all hold together.
+`nbytes` is always V, the bytes of the group's whole tensor: the output of an all_gather, the input of a reduce_scatter,
+the tensor on each rank of an all_reduce or broadcast, and the sum over all ranks of an all_to_all.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ __all__ = [
     "COLLECTIVES",
     "algorithm",
     "all_reduce_between_s",
+    "candidate_algorithms",
     "collective_s",
     "lanes_between",
     "message_s",
     "p2p_s",
     "sum_in_shards_s",
-    "ways",
 ]
-Ways = tuple[Algorithm, ...]
+Algorithms = tuple[Algorithm, ...]
 
 
 def collective_s(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1, world: int = 0) -> float:
-    """Seconds of one collective of `nbytes` (the whole tensor) in a group of `ranks` members, `stride` apart.
+    """Return the seconds of one collective of `nbytes` (the whole tensor) in a group of `ranks`, `stride` apart.
 
-    Groups of the same kind are taken to fill the world and to work at the same time; where they lie unevenly over
-    nodes, it is that of the slowest of them. `world`: left out, that of one group for each rank of a stride. Never
-    falls as `nbytes` grows. One rank alone takes no time. Raises ValueError for an unknown name, ClusterError for a
-    group that the cluster cannot hold.
+    Groups of the same kind are assumed to fill the world and to communicate at the same time; if they are spread
+    unevenly over nodes, the slowest counts. `world`: by default ranks × stride. Monotonic in `nbytes`. Zero for one
+    rank. Raises ValueError for an unknown name, ClusterError for a group larger than the cluster.
     """
     if nbytes < 0:
-        raise ValueError(f"{name} of {nbytes} bytes: cannot be negative")
-    return _slowest_s(ways(name, cluster, ranks, stride, world), nbytes)
+        raise ValueError(f"nbytes of {name} cannot be negative: {nbytes}")
+    return _slowest_s(candidate_algorithms(name, cluster, ranks, stride, world), nbytes)
 
 
-def _slowest_s(groups: Sequence[Ways], nbytes: float) -> float:
-    """Of groups that differ, each by the quickest of its ways."""
-    return max([min([way.seconds(nbytes) for way in found]) for found in groups if found], default=0.0)
+def _slowest_s(groups: Sequence[Algorithms], nbytes: float) -> float:
+    """Return the time of the slowest group, each with its fastest algorithm."""
+    return max([min([candidate.seconds(nbytes) for candidate in found]) for found in groups if found], default=0.0)
 
 
 def sum_in_shards_s(nbytes: float, cluster: Cluster, ranks: int, shards: int, stride: int = 1, world: int = 0) -> float:
-    """Seconds to sum `nbytes` over `ranks`, so that each of `shards` neighbours has its part of the sum.
+    """Return the seconds to sum `nbytes` over `ranks` so that each of `shards` neighbours has its shard of the sum.
 
-    A reduce-scatter among the neighbours, then an all-reduce of a shard with the counterparts (HSDP: Zhao et al. 2023,
-    section 3.2.2); with one shard an all-reduce, with as many as ranks a reduce-scatter.
+    A reduce-scatter among the neighbours, then an all-reduce of each shard over its replicas (HSDP: Zhao et al. 2023,
+    section 3.2.2). With one shard that is an all-reduce, with as many as ranks a reduce-scatter.
     """
     found = collective_s("reduce_scatter", nbytes, cluster, shards, stride, world) if shards > 1 else 0.0
     if ranks > shards:
@@ -63,20 +62,21 @@ def sum_in_shards_s(nbytes: float, cluster: Cluster, ranks: int, shards: int, st
 
 
 def all_reduce_between_s(nbytes: float, cluster: Cluster, firsts: tuple[int, ...], width: int) -> float:
-    """Seconds of `width` all-reduces at once: the i-th is among the i-th ranks from each of `firsts` on, ascending."""
-    return _slowest_s(_ways_between(cluster, firsts, width), nbytes)
+    """Return the seconds of `width` concurrent all-reduces, the i-th over ranks `first + i` of ascending `firsts`."""
+    return _slowest_s(_candidates_between(cluster, firsts, width), nbytes)
 
 
 def algorithm(name: str, nbytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> str:
-    """How `collective_s` takes it to run: "ring Simple", "tree LL128", "nvls" …; "none" for one rank alone."""
-    each = [min(found, key=lambda way: way.seconds(nbytes)) for found in ways(name, cluster, ranks, stride) if found]
-    return max(each, key=lambda way: way.seconds(nbytes)).name if each else "none"
+    """Return the algorithm that `collective_s` chooses: "ring Simple", "tree LL128", "nvls" …; "none" for one rank."""
+    groups = candidate_algorithms(name, cluster, ranks, stride)
+    fastest = [min(found, key=lambda candidate: candidate.seconds(nbytes)) for found in groups if found]
+    return max(fastest, key=lambda candidate: candidate.seconds(nbytes)).name if fastest else "none"
 
 
 def p2p_s(nbytes: float, cluster: Cluster, distance_ranks: int, first_rank: int = 0) -> float:
-    """Seconds of one message from `first_rank` to the rank `distance_ranks` on, over their innermost common level.
+    """Return the seconds of a message from `first_rank` to the rank `distance_ranks` later, over their common level.
 
-    Every rank of its node is taken to send as far at the same time. Raises ValueError, ClusterError.
+    All ranks of its node are assumed to send over the same distance at the same time. Raises ValueError, ClusterError.
     """
     if nbytes < 0 or distance_ranks < 0 or first_rank < 0:
         raise ValueError(f"cannot be negative: nbytes={nbytes}, distance={distance_ranks}, first_rank={first_rank}")
@@ -91,7 +91,7 @@ def p2p_s(nbytes: float, cluster: Cluster, distance_ranks: int, first_rank: int 
 
 
 def lanes_between(cluster: Cluster, ends: Sequence[tuple[int, int]], width: int) -> list[tuple[Lane, ...]]:
-    """The lanes between each two of so many ends, as first ranks of `width` neighbours, while all of them send."""
+    """Return the lanes of each (sender, receiver) pair while all send; each end is the first of `width` neighbours."""
     if not ends:
         return []
     side = np.arange(width)
@@ -101,35 +101,37 @@ def lanes_between(cluster: Cluster, ends: Sequence[tuple[int, int]], width: int)
 
 
 def message_s(nbytes: float, cluster: Cluster, lanes: Sequence[Lane]) -> float:
-    """Seconds of messages side by side, until the slowest is there."""
-    return _slowest_s([_message_ways(cluster, lane) for lane in lanes], nbytes)
+    """Return the seconds until the slowest of concurrent messages arrives."""
+    return _slowest_s([_message_candidates(cluster, lane) for lane in lanes], nbytes)
 
 
 @lru_cache(maxsize=4096)
-def ways(name: str, cluster: Cluster, ranks: int, stride: int, world: int = 0) -> tuple[Ways, ...]:
-    """Every way to run a collective that is the quickest for some size, of each group that differs from the others.
+def candidate_algorithms(
+    name: str, cluster: Cluster, ranks: int, stride: int, world: int = 0
+) -> tuple[Algorithms, ...]:
+    """Return, for each distinct path that groups take, the undominated algorithms of a collective.
 
     Raises ValueError for an unknown name, ClusterError for a group larger than the cluster.
     """
     if name not in COLLECTIVES:
         raise ValueError(f"unknown collective {name!r}; known: {', '.join(COLLECTIVES)}")
-    return tuple(_ways_of(name, path, ranks) for path in crossings(cluster, ranks, stride, world))
+    return tuple(_candidates_on(name, path, ranks) for path in crossings(cluster, ranks, stride, world))
 
 
 @lru_cache(maxsize=1024)
-def _ways_between(cluster: Cluster, firsts: tuple[int, ...], width: int) -> tuple[Ways, ...]:
-    return tuple(_ways_of("all_reduce", path, len(firsts)) for path in crossings_between(cluster, firsts, width))
+def _candidates_between(cluster: Cluster, firsts: tuple[int, ...], width: int) -> tuple[Algorithms, ...]:
+    return tuple(_candidates_on("all_reduce", path, len(firsts)) for path in crossings_between(cluster, firsts, width))
 
 
-def _ways_of(name: str, path: Path, ranks: int) -> Ways:
+def _candidates_on(name: str, path: Path, ranks: int) -> Algorithms:
     links = tuple(crossing.link for crossing in path)
-    return _worth_a_look(COLLECTIVES[name](path, ranks, common_protocols(links))) if path else ()
+    return _undominated(COLLECTIVES[name](path, ranks, common_protocols(links))) if path else ()
 
 
 @lru_cache(maxsize=4096)
-def _message_ways(cluster: Cluster, lane: Lane) -> Ways:
+def _message_candidates(cluster: Cluster, lane: Lane) -> Algorithms:
     link = lane.link
-    return _worth_a_look(
+    return _undominated(
         Algorithm(
             protocol.name,
             protocol.base_s + link.latency_s * (protocol.hop_inside if lane.innermost else protocol.hop_between),
@@ -139,9 +141,9 @@ def _message_ways(cluster: Cluster, lane: Lane) -> Ways:
     )
 
 
-def _worth_a_look(candidates: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-    kept: list[Algorithm] = []
-    for way in candidates:
-        if not any(way.never_quicker(other) for other in kept):
-            kept = [other for other in kept if not other.never_quicker(way)] + [way]
-    return tuple(kept)
+def _undominated(candidates: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+    found: list[Algorithm] = []
+    for candidate in candidates:
+        if not any(candidate.dominated_by(other) for other in found):
+            found = [other for other in found if not other.dominated_by(candidate)] + [candidate]
+    return tuple(found)

@@ -1,7 +1,7 @@
-"""Files that a person wrote or was sent: read within bounds, and what is wrong with one.
+"""Bounded reading of files that a person wrote or received, and error texts about their fields.
 
-One line per field, with its path and the nearest valid key. A file is read if it is a plain one of no more than so
-many bytes, as JSON if it has no more than so many values: then what follows is quick, whatever it says.
+An error has one line per field, with its path and the nearest valid key. Only regular files of limited size are read,
+and only JSON with a limited number of values, so that checking any file is fast.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from autoptd.errors import AutoptdError, nearest
 
 MIB = 2**20
 _MOST_BYTES = 16 * MIB
-_MOST_VALUES = 1_000_000  # of JSON: as many mistakes are found in seconds, and take a gigabyte
-_MISTAKES = 20  # described one by one
-_SHOWN = 80  # characters of a value or a key in a message
+_MOST_VALUES = 1_000_000  # of JSON: finding this many mistakes takes seconds and a gigabyte
+_MISTAKES = 20  # most mistakes in one message
+_SHOWN = 80  # most characters of a value or a key in a message
 
 
 def read_text(path: Path, what: str, kind: type[AutoptdError], fix: str, most_bytes: int = _MOST_BYTES) -> str:
-    """The text of a plain file. Raises `kind`, whose message calls it `what`, where it cannot be read, is a pipe or a
+    """Return the text of a regular file, called `what` in messages. Raises `kind` if it cannot be read, is a pipe or a
     device, has more than `most_bytes`, or is not UTF-8.
     """
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would keep us waiting
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would block
             found = os.fstat(file.fileno())
             if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-                raise kind(f"the {what} {path} is no plain file", where=str(path), fix=f"save it to a file; {fix}")
+                raise kind(f"the {what} {path} is not a regular file", where=str(path), fix=f"save it to a file; {fix}")
             raw = file.read(most_bytes + 1)
     except OSError as error:
         raise kind(f"cannot read the {what} {path}: {error.strerror}", where=str(path), fix=fix) from error
@@ -49,7 +49,7 @@ def read_text(path: Path, what: str, kind: type[AutoptdError], fix: str, most_by
 
 
 def read_json(path: Path, what: str, kind: type[AutoptdError], fix: str, most_bytes: int = _MOST_BYTES) -> Any:
-    """The value that a JSON file holds. Raises `kind` as `read_text` and `parse_json` do."""
+    """Return the value of a JSON file. Raises `kind` as `read_text` and `parse_json` do."""
     return parse_json(read_text(path, what, kind, fix, most_bytes), what, kind, str(path), fix)
 
 
@@ -61,31 +61,31 @@ def parse_json(
     fix: str,
     pairs: Callable[[list[tuple[str, Any]]], Any] = dict,
 ) -> Any:
-    """The value of a JSON text. Raises `kind` where it is not JSON, is nested too deep, or has too many values."""
+    """Return the value of a JSON text. Raises `kind` if it is not JSON, is nested too deep, or has too many values."""
     if (commas := text.count(",")) > _MOST_VALUES:
-        raise kind(f"the {what} holds too much: {commas:,} commas, at most {_MOST_VALUES:,}", where=where, fix=fix)
+        raise kind(f"the {what} has too many values: {commas:,} commas, at most {_MOST_VALUES:,}", where=where, fix=fix)
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         place = f"{where} line {error.lineno} column {error.colno}".strip()
         raise kind(f"the {what} is not JSON: {error.msg}", where=place, fix=fix) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too many levels
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deep nesting
         raise kind(f"the {what} is not JSON: {brief(str(error))}", where=where, fix=fix) from error
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def one_line(text: str) -> str:
-    """The same. Raises ValueError where a character is a control character, ends the line, or has no form."""
+    """Return `text`. Raises ValueError if it has a control character, a line break or another unprintable character."""
     if not text.isprintable():
         raise ValueError("should be one line of printable text")
     return text
 
 
 def describe_mistakes(error: ValidationError, model: type[BaseModel]) -> str:
-    """`levels[0].bytes_per_s: input should be greater than 0, got -3.0`, a line for each of the first mistakes."""
+    """Return one line per mistake, up to a limit: `levels[0].bytes_per_s: input should be greater than 0, got -3.0`."""
     lines = [_line(mistake, model) for mistake in error.errors(include_url=False)[:_MISTAKES]]
     more = error.error_count() - len(lines)
     return "\n".join([*lines, f"and {more:,} more"] if more else lines)
@@ -105,20 +105,20 @@ def _line(mistake: Any, model: type[BaseModel]) -> str:
 
 
 def brief(text: str) -> str:
-    """At most so many characters."""
+    """Return the text, cut to at most 80 characters."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def quoted(value: object) -> str:
-    """A value as a message shows it."""
+    """Return a value's repr, cut to the length for a message."""
     try:
         return brief(repr(value))
     except RecursionError:
-        return f"a {type(value).__name__} of many levels"
+        return f"a deeply nested {type(value).__name__}"
 
 
 def path_text(path: tuple[str | int, ...]) -> str:
-    """`levels[0].bytes_per_s`; a key that is no plain word in quotes, `strategies["h.0"]`."""
+    """Return `levels[0].bytes_per_s`, with keys that are no plain words in quotes: `strategies["h.0"]`."""
     text = "".join(map(_step, path))
     return text.removeprefix(".")
 
@@ -130,7 +130,7 @@ def _step(part: str | int) -> str:
 
 
 def _keys_at(model: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:
-    """Keys that the (nested) model at `path` knows; between models the path names rows and entries of tables."""
+    """Return the keys of the nested model at `path`; parts of the path that name no model are rows or table entries."""
     for part in path:
         if isinstance(part, str) and part in model.model_fields:
             model = next(_models_in(model.model_fields[part].annotation), model)

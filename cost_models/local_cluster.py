@@ -1,4 +1,4 @@
-"""The cluster that this process runs on, from the GPUs that it sees."""
+"""Detection of the cluster that this process runs on, from its visible GPUs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from autoptd.errors import ClusterError
 
 
 def default_cluster() -> Cluster:
-    """The cluster one is on: of its GPUs by their name and count, `local` on a CPU under torchrun, else dgx-h100.
+    """Return the cluster with this machine's GPUs, by name and count; on CPUs `local` under torchrun, else dgx-h100.
 
-    Raises ClusterError under torchrun on GPUs that no shipped cluster has: nothing is guessed for a real run.
+    Raises ClusterError under torchrun on GPUs that no shipped cluster has, since nothing is guessed for a real run.
     """
     under_torchrun = "LOCAL_WORLD_SIZE" in os.environ
     gpus = _visible_gpus()
@@ -23,19 +23,19 @@ def default_cluster() -> Cluster:
     if under_torchrun:
         raise ClusterError(
             f"no shipped cluster has the GPUs of this machine: {', '.join(sorted({*gpus}))}",
-            fix="name a cluster, or write its TOML file (docs/clusters.md) and give its path",
+            fix="name a cluster, or write a TOML file for yours (docs/clusters.md) and give its path",
         )
     return Cluster.load("dgx-h100")
 
 
 def _visible_gpus() -> tuple[str, ...]:
-    import torch  # here, so that reading a cluster does not load torch
+    import torch  # imported late, so that reading a cluster file does not load torch
 
     return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
 def _with_node_of(cluster: Cluster, gpus: int) -> Cluster:
-    """The same cluster with nodes of `gpus` GPUs."""
+    """Return the cluster with nodes of `gpus` GPUs."""
     inner, *outer = cluster.levels
     if gpus == inner.ranks:
         return cluster

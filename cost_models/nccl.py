@@ -1,26 +1,26 @@
-"""How NCCL moves a collective: the algorithms and protocols it has, and what each of them costs on a path.
+"""NCCL's algorithms and protocols for collectives, and their costs on a path.
 
-Every way is a latency L, seconds per byte g of the whole tensor V, and the overhead o of a chunk. Data moves in chunks:
-k of them cost k o and leave 1/k of the transfer exposed at the ends, so that the best k gives
+An algorithm is modelled by a latency L, seconds g per byte of the whole tensor V, and an overhead o per chunk. Data
+moves in chunks: k of them cost k o and leave 1/k of the transfer exposed at the ends, so that the best k gives
 
     t = L + V g + 2 sqrt(o V g) = L + V g + min over k of (V g / k + k o)
 
-With n ranks, N units on the outermost level, k members in each, B what passes through a GPU and E what leaves a unit:
+With n ranks in N units on the outermost level, bandwidth B through a GPU and bandwidth E out of a unit:
 
     ring       all_reduce 2 (n - 1) hops, 2 (n - 1)/n V / min(B, E); all_gather and reduce_scatter half of each;
                broadcast V / min(B, E) (Thakur et al. 2005, "Optimization of collective communication operations in
                MPICH")
-    tree       two binary trees of units with half of V each, a chain in each unit: an inner unit passes its half up and
-               to two children and is a leaf of the other tree, so that 2 V leave it (V of two units), and 2 V pass a
-               GPU of the chain (Sanders, Speck, Traeff 2009, "Two-tree algorithms"; in NCCL since 2.4)
-    nvls       the switch adds and multicasts: a GPU gives V to be summed and sends its n-th of the sum: (n + 1)/n V
-               (Klenk et al. 2020, "An in-network architecture for accelerating shared-memory multiprocessor
-               collectives")
-    nvls_tree  nvls in each unit, the two trees between them over all of their NICs
-    pat        all_gather and reduce_scatter with one member a node: log2 n hops (NCCL 2.23)
-    pairwise   all_to_all: each rank sends every partner 1/n of its slice; levels work side by side
+    tree       two binary trees of units with half of V each, a chain in each unit: an inner unit sends its half up and
+               to two children and is a leaf of the other tree, so that 2 V leave it (V if there are two units), and 2 V
+               pass a GPU of the chain (Sanders, Speck, Traeff 2009, "Two-tree algorithms"; in NCCL since 2.4)
+    nvls       the switch sums and multicasts: a GPU sends V to be summed and the n-th of the sum that it broadcasts,
+               (n + 1)/n V in all (Klenk et al. 2020, "An in-network architecture for accelerating shared-memory
+               multiprocessor collectives")
+    nvls_tree  nvls in each unit, two trees between units over all of their NICs
+    pat        all_gather and reduce_scatter with one member per node: log2 n hops (NCCL 2.23)
+    pairwise   all_to_all: each rank sends every partner 1/n of its slice; levels transfer concurrently
 
-The quickest is taken, as NCCL's tuner does with its own constants (src/graph/tuning.cc, ncclTopoGetAlgoTime).
+The fastest is taken, as NCCL's tuner does with its own constants (src/graph/tuning.cc, ncclTopoGetAlgoTime).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Path = tuple[Crossing, ...]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to move V bytes; `fill_s` is four times the overhead of a chunk."""
+    """Cost of one algorithm with one protocol; `fill_s` is four times the overhead of a chunk."""
 
     name: str
     latency_s: float
@@ -45,11 +45,12 @@ class Algorithm:
     fill_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for `nbytes`, the whole tensor."""
+        """Return the seconds for `nbytes`, the whole tensor."""
         transfer_s = nbytes * self.s_per_byte
         return self.latency_s + transfer_s + sqrt(self.fill_s * transfer_s)
 
-    def never_quicker(self, other: Algorithm) -> bool:
+    def dominated_by(self, other: Algorithm) -> bool:
+        """Return whether the other algorithm is at least as fast at every size."""
         return (
             self.latency_s >= other.latency_s
             and self.s_per_byte >= other.s_per_byte
@@ -59,26 +60,26 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How data travels with its flags: start-up, the bandwidth that is left, a hop relative to that of Simple."""
+    """An NCCL protocol: start-up time, fraction of the bandwidth, and latency of a hop relative to that of Simple."""
 
     name: str
     base_s: float
     bandwidth: float
     hop_inside: float  # within a node
-    hop_between: float  # network
-    chunks: bool  # whole chunks are handed on, rather than words with their flags
+    hop_between: float  # over the network
+    chunks: bool  # whether it forwards whole chunks, rather than words with their flags
 
 
 # A loop of an all-reduce ring has 2 n - 1 steps of which 2 (n - 1) cross a link. The odd one is a GPU's own work on its
-# n-th of the data; this part of it, at the rate of all its links, does not overlap. Fitted on 2 to 8 A100, whose bus
-# bandwidth is 197 GB/s at 2 and 229 at 8 (VIA-Research/vTrain, trace/a100).
+# n-th of the data; this fraction of it, at the rate of all its links, is not overlapped. Fitted on 2 to 8 A100, whose
+# bus bandwidth is 197 GB/s at 2 and 229 at 8 (VIA-Research/vTrain, trace/a100).
 ODD_STEP = 0.3
-# What a chunk costs, in hops of its protocol, and in passes through the switch. Fitted on the bend of the curves from
-# 8 MB to 1 GB: rings on A100 (vTrain), sums in the switch on H100 and H200 (dgxc-benchmarking; Bekman, network).
+# Overhead of a chunk, in hops of its protocol, and in passes through the switch. Fitted on the bend of the curves from
+# 8 MB to 1 GB: rings on A100 (vTrain), NVLink SHARP on H100 and H200 (dgxc-benchmarking; Bekman, network).
 CHUNK_HOPS = 0.15
 SWITCH_CHUNK_PASSES = 0.45
 # NCCL 2.19, src/graph/tuning.cc: baseLat, and hwLat of rings (NVLink 0.6, 1.9, 3.4 us; network 2.7, 4.0, 14 us). LL
-# carries 4 bytes of flags with 4 of data and is given half of the rest (busBw / 4), LL128 8 with 120 (busBw * 0.92).
+# sends 4 bytes of flags with 4 of data and gets half of the rest (busBw / 4), LL128 8 with 120 (busBw * 0.92).
 PROTOCOLS = (
     Protocol("LL", 6.6e-6, 0.25, 0.6 / 3.4, 2.7 / 14, chunks=False),
     Protocol("LL128", 14e-6, 0.92, 1.9 / 3.4, 4.0 / 14, chunks=True),
@@ -90,22 +91,22 @@ PAT_BANDWIDTH = 0.75  # of the ring's: NCCL 2.23, src/graph/tuning.cc (quoted fr
 
 
 def common_protocols(links: tuple[Link, ...]) -> tuple[Protocol, ...]:
-    """The protocols that every link carries; the plain ring where there is none."""
+    """Return the protocols that every link supports, else the plain ring."""
     return tuple(p for p in PROTOCOLS if all(p.name in link.protocols for link in links)) or (PLAIN,)
 
 
 def ring_bytes_per_s(path: Path) -> float:
-    """The bandwidth at which the group's rings pass data on together."""
+    """Return the total bandwidth of the group's rings."""
     return min(crossing.bytes_per_s for crossing in path)
 
 
 def hop_s(crossing: Crossing, protocol: Protocol) -> float:
-    """Latency of one hop over a level."""
+    """Return the latency of one hop over a level."""
     return crossing.link.latency_s * (protocol.hop_inside if crossing.innermost else protocol.hop_between)
 
 
 def ring_latency_s(path: Path, protocol: Protocol = PLAIN) -> float:
-    """Latency of n - 1 hops, leaving out the quickest of the ring's n."""
+    """Return the latency of n - 1 hops, all of the ring's n but the fastest."""
     around_s = sum(crossing.hops * hop_s(crossing, protocol) for crossing in path)
     return around_s - min(hop_s(crossing, protocol) for crossing in path)
 
@@ -120,7 +121,7 @@ def _ring(path: Path, ranks: int, protocol: Protocol, passes: int) -> Algorithm:
 
 
 def _up_and_down(path: Path, protocol: Protocol) -> tuple[float, float]:
-    """Seconds of the hops from a leaf to the root, and seconds per byte, of chains inside units and trees over them."""
+    """Return (seconds from leaf to root, seconds per byte) of chains in units and trees over them."""
     depth_s, s_per_byte = 0.0, 0.0
     for crossing in path:
         hops = crossing.units - 1 if crossing.innermost else ceil(log2(crossing.units))

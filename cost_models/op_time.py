@@ -1,17 +1,16 @@
 """Time of one kernel on one device.
 
-Memory-bound ops move their bytes at the sustained rate of the device's memory. Products follow the tiles of the kernel
-(NVIDIA 2023, "Matrix Multiplication Background User's Guide", tile and wave quantisation): a result of M × N is cut
-into tiles of m × n, one per multiprocessor at a time, in waves; a tile runs through K after a prologue that takes as
-long as `k_overhead` steps of it. Few tiles with a long K are cut along K as well (split-K), at the price of adding up
-the parts through memory:
+Memory-bound ops move their bytes at the sustained rate of the device's memory. Products are modelled by tile and wave
+quantisation (NVIDIA 2023, "Matrix Multiplication Background User's Guide"): a result of M × N is cut into tiles of
+m × n, which run in waves, one per multiprocessor at a time; a tile iterates over K after a prologue that takes as long
+as `k_overhead` steps. If tiles are few and K is long, K is cut too (split-K), and the parts are summed through memory:
 
     t = waves · 2 m n (K / splits + k_overhead) / (sustained flop/s of a multiprocessor · rate of the tile)
     waves = ceil(batch · ceil(M / m) · ceil(N / n) · splits / multiprocessors)
 
-and never faster than its bytes. The quickest (tile, splits) is what a tuned library picks. Fused attention (Dao 2023,
-FlashAttention-2) computes blocks of 128 queries; under a causal mask it skips blocks above the diagonal. Every kernel
-takes `launch_s` besides. All functions are pure on numbers.
+The time of its bytes is a lower bound. The fastest (tile, splits) is taken, as a tuned library does. Fused attention
+(Dao 2023, FlashAttention-2) computes blocks of 128 queries; under a causal mask it skips blocks above the diagonal.
+Every kernel takes `launch_s` in addition. All functions are pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from functools import lru_cache
 from autoptd.cost_models.cluster import Device
 
 KINDS = ("matmul", "attention", "memory", "rows")
-# rows and columns of a tile, and the share of the best tile's rate that it sustains: smaller ones read more per product
+# rows and columns of a tile, and the fraction of the best tile's rate that it sustains: smaller ones read more per flop
 # (NVIDIA 2023, figure 4: arithmetic intensity m n / (m + n) against what the multiprocessor's shared memory delivers)
 TILES = (
     (256, 128, 1.0),
@@ -40,12 +39,12 @@ ATTENTION_BLOCK = 128  # queries and keys of a block of fused attention
 
 @dataclass(frozen=True)
 class OpWork:
-    """What one kernel (or several alike) does on one rank.
+    """Work of one kernel (or several equal ones) on one rank.
 
-    `nbytes`: read and written. `dtype`: of its operands ("bf16", …). `launches`: kernels, 0 where it is part of another
-    one. Products: `batch` × (`m` × `k` times `k` × `n`) where known. Attention: `batch` heads, `m` queries, `n` keys,
-    `k` the head size; flops count the whole square even where it is `causal`. `part`: the op of the graph of which this
-    is one of many kernels; the host hands out that op, and they follow at `launch_s` each.
+    `nbytes`: read and written. `dtype`: of its operands ("bf16", …). `launches`: kernels, 0 if it is part of another.
+    Products: `batch` × (`m` × `k` times `k` × `n`) if known. Attention: `batch` heads, `m` queries, `n` keys, head size
+    `k`; flops count the whole square even if `causal`. `part`: the op of the graph of which this is one of many
+    kernels; the host dispatches the op once, and each kernel takes `launch_s`.
     """
 
     kind: str
@@ -59,17 +58,17 @@ class OpWork:
     causal: bool = False
     backward: bool = False
     launches: int = 1
-    implementation: str = ""  # of attention; "" is the usual one of a device
+    implementation: str = ""  # of attention; "" is the device's default one
     part: str = ""
 
     @property
     def attends(self) -> bool:
-        """Whether it is attention, or a part of it."""
+        """True for attention or a part of it."""
         return "attention" in (self.kind, self.part)
 
 
 def matmul_s(device: Device, work: OpWork) -> float:
-    """Seconds of a (batched) matmul, without launch. Without m, n and k it runs at the best rate."""
+    """Return the seconds of a (batched) matmul, without launch; if m, n or k is unknown, at the best rate."""
     rate = device.matmul_flops_per_s.of(work.dtype) * device.matmul_sustained.fraction
     bytes_s = memory_s(device, work.nbytes)
     if work.m is None or work.n is None or work.k is None or device.multiprocessors is None:
@@ -84,7 +83,7 @@ def matmul_s(device: Device, work: OpWork) -> float:
 def _best_tiling(
     batch: int, m: int, n: int, k: int, multiprocessors: int, k_overhead: float, flops_per_byte: float
 ) -> tuple[float, float]:
-    """(flops that the device would have done in that time at its best rate, bytes of adding up splits)."""
+    """Return (flops that the device does in the same time at its best rate, bytes moved to sum the splits)."""
     best, least = (math.inf, 0.0), math.inf
     for rows, columns, share in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
@@ -103,7 +102,7 @@ def _best_tiling(
 
 
 def attention_s(device: Device, work: OpWork) -> float:
-    """Seconds of fused attention, without launch: flops of its matmuls, bytes of q, k, v and output only."""
+    """Return the seconds of fused attention, without launch: flops of its matmuls, bytes of q, k, v and output only."""
     rates = device.attention.get(work.implementation)
     if rates:
         fraction = rates.backward if work.backward else rates.forward
@@ -121,14 +120,14 @@ def attention_s(device: Device, work: OpWork) -> float:
 
 
 def memory_s(device: Device, nbytes: float) -> float:
-    """Seconds to move `nbytes` (reads plus writes) through device memory, without launch."""
+    """Return the seconds to move `nbytes` (reads plus writes) through device memory, without launch."""
     return nbytes / (device.memory_bytes_per_s * device.memory_sustained.fraction)
 
 
 def op_s(device: Device, work: OpWork) -> float:
-    """Seconds of one op, with launch. Raises ValueError for an unknown kind or precision."""
+    """Return the seconds of one op, with launch. Raises ValueError for an unknown kind or precision."""
     if work.flops < 0 or work.nbytes < 0:
-        raise ValueError(f"an op cannot do less than nothing: {work}")
+        raise ValueError(f"flops and bytes of an op cannot be negative: {work}")
     if work.flops == 0 and work.nbytes == 0:
         return 0.0
     match work.kind:

@@ -1,13 +1,13 @@
-"""What groups of ranks cross: which levels, by how many hops, side by side over how many links.
+"""Paths of groups and messages through a cluster: the levels they cross, with hops and parallel links on each.
 
-A group's ring visits the members of a node one after the other, so on each level it crosses between neighbouring units;
-with k members in each unit, k such rings run at once, each leaving through its own member's link: 8 of 8 GPUs of a node
-leave through 8 NICs together. All groups of one kind work at the same time, and share what the ranks of a unit share
-(tp 4: four data-parallel groups with two members a node each).
+A group's ring visits the members of a node one after the other, so on each level it crosses between neighbouring units.
+With k members in each unit, k such rings run at once, each leaving over its own member's link: 8 GPUs of a node leave
+over its 8 NICs together. All groups of one kind communicate at the same time and share the links of a unit (under
+tp 4: four data-parallel groups with two members per node each).
 
-Where a group's members are spread unevenly over units, the emptiest one decides: it has the fewest links to leave by.
-Six members on nodes of four are 4 + 2, so that two rings leave. Groups of one kind may differ: of groups of three on
-nodes of four the first lies inside, the second is 1 + 2. Each sort has a path of its own, and the slowest counts.
+If a group's members are spread unevenly over units, the unit with the fewest members is the bottleneck, since it has
+the fewest links out: six members on nodes of four are 4 + 2, so that two rings leave. Groups of one kind may differ: of
+groups of three on nodes of four, the first is within a node and the second is 1 + 2. Each distinct path is returned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoptd.cost_models.wiring import links_per_gpu, parallel_rings
 from autoptd.errors import ClusterError
 
 Ints: TypeAlias = NDArray[np.int64]
-_Row: TypeAlias = tuple[int, int, int, int, float]  # of a crossing: hops, lanes, partners, units, bytes/s of a lane
+_Row: TypeAlias = tuple[int, int, int, int, float]  # a crossing's hops, lanes, partners, units, bytes/s per lane
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Crossing:
     link: Link
     innermost: bool  # the cluster's first level, within a node
     hops: int  # edges of the ring on this level; over all levels they add up to the number of ranks
-    lanes: int  # members that leave one unit of the level below side by side: of the unit that is the slowest to leave
-    partners: int  # ranks that a member reaches over this level, at the most
-    units: int  # units of the level below that this level joins, at the most
-    lane_bytes_per_s: float  # sustained, of one lane, while all groups of this kind are at work
+    lanes: int  # parallel links out of one unit of the level below, one per member: of the slowest unit
+    partners: int  # largest number of ranks that a member reaches over this level
+    units: int  # largest number of units of the level below that this level joins
+    lane_bytes_per_s: float  # sustained rate of one lane while all groups of this kind communicate
 
     @property
     def bytes_per_s(self) -> float:
-        """What leaves one unit, all lanes together."""
+        """Bandwidth out of one unit, over all lanes."""
         return self.lanes * self.lane_bytes_per_s
 
 
@@ -49,7 +49,7 @@ Path: TypeAlias = tuple[Crossing, ...]  # innermost first; empty for one rank al
 
 
 def is_even(cluster: Cluster, ranks: int, stride: int) -> bool:
-    """Whether groups of `ranks` members, `stride` apart, that fill a world one after the other lie alike everywhere."""
+    """Return whether all groups of `ranks` members, `stride` apart, that fill a world take the same path."""
     span = ranks * stride
     return all(
         level.ranks is None or (_divide(span, level.ranks) and _divide(stride, level.ranks)) for level in cluster.levels
@@ -62,10 +62,10 @@ def _divide(a: int, b: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def crossings(cluster: Cluster, ranks: int, stride: int, world: int = 0) -> tuple[Path, ...]:
-    """Every path that groups of `ranks` members, `stride` apart, take in a world that they fill.
+    """Return every distinct path of groups of `ranks` members, `stride` apart, that fill a world.
 
-    `world`: left out, one group for each rank of a stride, from rank 0 on. It matters where groups lie unevenly.
-    Raises ValueError for fewer than one rank, ClusterError for a group larger than the cluster.
+    `world`: by default ranks × stride; it matters if groups are spread unevenly. Raises ValueError for fewer than one
+    rank, ClusterError for a group larger than the cluster.
     """
     if ranks < 1 or stride < 1:
         raise ValueError(f"a group needs ranks >= 1 and stride >= 1, got ranks={ranks}, stride={stride}")
@@ -85,14 +85,14 @@ def crossings(cluster: Cluster, ranks: int, stride: int, world: int = 0) -> tupl
 
 @lru_cache(maxsize=1024)
 def crossings_between(cluster: Cluster, firsts: tuple[int, ...], width: int) -> tuple[Path, ...]:
-    """Every path of `width` groups side by side: the i-th has the i-th rank from each of `firsts` on, ascending."""
+    """Return every distinct path of `width` groups: the i-th is made of ranks `first + i` of ascending `firsts`."""
     return paths_of(cluster, np.arange(width)[:, None] + np.array(firsts)[None, :])
 
 
 def paths_of(cluster: Cluster, members: Ints, count: int | None = None) -> tuple[Path, ...]:
-    """Every path of these groups, [group, member] with ascending ranks, while all of them are at work.
+    """Return every distinct path of these groups, [group, member] with ascending ranks, while all communicate.
 
-    `count`: so many groups stand for all.
+    `count`: look only at the first groups, which represent all.
     """
     rows, below = [], 1
     for level in cluster.levels:
@@ -109,10 +109,10 @@ def paths_of(cluster: Cluster, members: Ints, count: int | None = None) -> tuple
 
 
 def _rows(level: Link, members: Ints, below: int) -> list[_Row | None]:
-    """What each group crosses on one level, whose units are made of units of `below` ranks; None where nothing."""
+    """Return each group's crossing of one level, whose units consist of units of `below` ranks; None if it has none."""
     groups, ranks = members.shape
     lower, upper = members // below, members // level.ranks if level.ranks else np.zeros_like(members)
-    part, whole = _starts(lower), _starts(upper)  # of a group's members in each unit below, and in each unit
+    part, whole = _starts(lower), _starts(upper)  # first members of a group in each unit below, and in each unit
     inside, around = np.bincount(part // ranks), np.bincount(whole // ranks)
     if (inside == around).all():
         return [None] * groups
@@ -138,14 +138,14 @@ def _rows(level: Link, members: Ints, below: int) -> list[_Row | None]:
 
 
 def _starts(units: Ints) -> Ints:
-    """Where the members of another unit begin, or of another group, in all members one after the other."""
+    """Return the positions in the flattened members at which the unit or the group changes."""
     changes = np.ones(units.shape, dtype=bool)
     changes[:, 1:] = units[:, 1:] != units[:, :-1]
     return np.flatnonzero(changes)
 
 
 def _wired_shares(level: Link, members: Ints) -> NDArray[np.float64]:
-    """The fraction of a GPU's links that carries a ring of each group; all of them where there is a switch."""
+    """Return the fraction of a GPU's links that each group's rings use; 1 with a switch."""
     shares = np.ones(len(members))
     if level.wiring is None:
         return shares
@@ -160,7 +160,7 @@ def _wired_shares(level: Link, members: Ints) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Lane:
-    """What a message crosses: the innermost level that its two ends have in common, and the sustained rate there."""
+    """The path of a message: the innermost level common to its two ends, and the sustained rate there."""
 
     link: Link
     innermost: bool
@@ -168,10 +168,10 @@ class Lane:
 
 
 def message_lanes(cluster: Cluster, senders: Ints, receivers: Ints) -> tuple[list[Lane], Ints]:
-    """The lanes of messages that are all under way at once, and which of them each takes.
+    """Return the distinct lanes of concurrent messages, and the index of each message's lane.
 
-    As many messages share a unit's links as leave it, or come to it, whichever are more: it passes on a message of
-    each of its ranks at most. Gradients take the same lane the other way. Raises ClusterError for a rank outside.
+    The messages that leave a unit share its links, or those that enter it if they are more: at most one per rank.
+    Gradients take the same lane in the other direction. Raises ClusterError for a rank outside the cluster.
     """
     sizes = [level.ranks for level in cluster.levels]
     depth = sum((senders // n != receivers // n for n in sizes if n is not None), np.zeros_like(senders))
@@ -194,7 +194,7 @@ def message_lanes(cluster: Cluster, senders: Ints, receivers: Ints) -> tuple[lis
 
 
 def _lane(cluster: Cluster, depth: int, busy: int, sender: int, receiver: int) -> Lane:
-    """Of `busy` messages that cross a level at once, between these places of a node."""
+    """Return the lane of one of `busy` concurrent messages over a level, between these positions in a node."""
     level = cluster.levels[depth]
     rate = level.lane_bytes_per_s((cluster.levels[depth - 1].ranks or 1) if depth else 1, busy)
     if level.wiring is not None:

@@ -1,8 +1,8 @@
-"""A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Traces of simulated steps that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-The Trace Event Format (Google, "Trace Event Format", JSON object form): a process is a pipeline rank, a thread one of
-its streams. Complete events (`X`, microseconds) are what ran; a flow (`s` to `f`) leads from each send to its receive;
-`M` names processes and threads. What a rank waits for is a gap.
+In the Trace Event Format (Google, "Trace Event Format", JSON object form), a process is a pipeline rank and a thread
+one of its streams. Work is complete events (`X`, microseconds); a flow (`s` to `f`) leads from a send to its receive;
+`M` names processes and threads. Waiting shows as gaps.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MICROSECONDS = 1e6
 
 
 def trace_text(timeline: Timeline, names: Sequence[str] = ()) -> str:
-    """The trace of a step as it stands in its file; `names` says what each pipeline rank is."""
+    """Return the trace of a step as text for a file; `names` describes each pipeline rank."""
     return json.dumps(trace(timeline, names), separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any]:
-    """The trace as the JSON object that is written."""
+    """Return the trace of a step as a JSON object."""
     events = [*_work(timeline), *_messages(timeline)]
     used = sorted({(event["pid"], event["tid"]) for event in events})
     return {"displayTimeUnit": "ms", "traceEvents": [*_names(used, names), *events]}
@@ -50,12 +50,12 @@ _DP = ("REDUCE", "GATHER")  # on the dp stream; the compute stream waits for the
 
 
 def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Each message as a slice at both ends, tied by a flow."""
+    """Yield each message as a slice at both ends, connected by a flow."""
     for number, message in enumerate(timeline.messages):
         for rank, action, stream, phase in _ends(message):
             piece = _slice(rank, stream, action, message.start_s, message.end_s)
             yield piece
-            # `bp: e` ties the end of a flow to the slice around it, not to the next one
+            # `bp: e` binds the end of a flow to the enclosing slice, not to the next one
             flow = {"ph": phase, "id": number, "cat": "message", "name": "message"} | (
                 {"bp": "e"} if phase == "f" else {}
             )

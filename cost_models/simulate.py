@@ -1,31 +1,31 @@
-"""Simulation of one training step from the lists of actions that its pipeline ranks execute.
+"""Simulation of one training step from the action lists that its pipeline ranks execute.
 
-Each rank has streams that run beside each other: compute, tp, p2p (one per edge and direction), dp. Which ranks an edge
-joins is said by the schedule's route (`autoptd.schedule.stage_map`).
+Each rank has concurrent streams: compute, tp, p2p (one per edge and direction), dp. The schedule's route
+(`autoptd.schedule.stage_map`) defines which ranks an edge joins.
 
     F, B, W   forward, backward, weight gradients of a microbatch on a chunk, on the compute stream. Collectives on the
-              tp axis come on top: F lasts forward_s + forward_tp_s. With `Overlap.tp` it lasts the longer of the two.
-              Where a rank has W, B lasts backward_s - weight_s, and W weight_s.
-    SF, SB    send on. With `Overlap.p2p` the rank goes on at once; the message leaves when its edge and direction are
-              free, and is there `send_*_s` later. Without, it holds the sender's compute stream for that time, as
+              tp axis add to them: F takes forward_s + forward_tp_s; with `Overlap.tp`, the longer of the two.
+              If the rank has W, B takes backward_s - weight_s, and W weight_s.
+    SF, SB    sends. With `Overlap.p2p` the rank continues at once; the message leaves when its edge and direction are
+              free, and arrives `send_*_s` later. Without, it blocks the sender's compute stream for that time, as
               Megatron-LM's batched send and receive does without --overlap-p2p-communication (a batch sends one way
               and receives the other at once: it costs the ranks at either end the time of one message each, as here).
-    RF, RB    receive: the rank waits until the message is there
+    RF, RB    receives: the rank waits until the message arrives
     REDUCE    the reduction of gradients on the dp axis. With `Overlap.dp` it runs on the dp stream, chunk by chunk,
-              while the last backward of the chunk runs (the last W, where there are W): in n buckets, of which the k-th
-              starts when k/n of that backward is done and the stream is free. REDUCE waits for what is left.
-              A chunk's part of the reduction is that of its backward_s in the rank's.
-    STEP      the optimizer. No rank starts it before all are done with REDUCE: the gradient norm is global.
+              during the last backward of the chunk (its last W, if there are W): in n buckets, of which the k-th
+              starts when k/n of that backward is done and the stream is free. REDUCE waits for the rest.
+              A chunk's share of the reduction is its share of the rank's backward_s.
+    STEP      the optimizer. No rank starts it before all have finished REDUCE: the gradient norm is global.
     GATHER    the parameters' all-gather. With `Overlap.gather` it takes no time at the end of the step: it runs on the
               dp stream from the start of the (next) step on, and the first forward of each chunk waits for the buckets
               that it needs.
 
-What is left out: communication slows down no computing that runs beside it, streams do not share links, and a sender
-never waits for a receiver (the executor lets two messages of a channel be under way).
+Not modelled: overlapped communication does not slow compute down, streams do not share links, and a sender never waits
+for a receiver (the executor allows two messages of a channel in flight).
 
-Each rank does its list in order, and an edge's two directions are separate, each first in, first out. Such a network
-has one outcome whatever order the ranks are visited in (Kahn 1974), so no clock or queue of events is needed: run a
-rank until it waits for a message, then whoever may go on.
+Each rank executes its list in order, and the two directions of an edge are separate FIFO queues. Such a network has one
+outcome in whatever order ranks are visited (Kahn 1974), so no clock or event queue is needed: run a rank until it waits
+for a message, then any rank that can continue.
 
 1F1B, 3 stages, 4 microbatches, forward 1 s, backward 2 s, messages free; a column is a second, (4 + 3 - 1) * 3 of them:
 
@@ -50,11 +50,11 @@ from autoptd.schedule import Action, Channel, StageMap, channel_of, peer_of
 KINDS = ("F", "B", "W", "SF", "SB", "RF", "RB", "REDUCE", "STEP", "GATHER")
 
 
-_Message: TypeAlias = tuple[int | None, int, float, float]  # microbatch, chunk, sent, there
+_Message: TypeAlias = tuple[int | None, int, float, float]  # microbatch, chunk, sent, arrives
 
 
 class _SimulatedRank:
-    """One rank on its way through its list."""
+    """One rank and the state of its execution."""
 
     def __init__(self, actions: Sequence[ActionLike], times: StageTimes, overlap: Overlap) -> None:
         self.actions, self.times, self.overlap = actions, times, overlap
@@ -62,10 +62,10 @@ class _SimulatedRank:
         self.now_s = 0.0
         self.dp_free_s = 0.0
         splits = any(action.kind == "W" for action in actions)
-        put_off = [c.weight_s if splits else 0.0 for c in times.chunks]
+        deferred_s = [c.weight_s if splits else 0.0 for c in times.chunks]
         compute_s = {
             "F": [c.forward_s for c in times.chunks],
-            "B": [c.backward_s - w for c, w in zip(times.chunks, put_off, strict=True)],
+            "B": [c.backward_s - w for c, w in zip(times.chunks, deferred_s, strict=True)],
         }
         tp_s = {"F": [c.forward_tp_s for c in times.chunks], "B": [c.backward_tp_s for c in times.chunks]}
         self.seconds = {
@@ -76,7 +76,7 @@ class _SimulatedRank:
             kind: [(t, s - c) for t, s, c in zip(tp_s[kind], self.seconds[kind], compute_s[kind], strict=True)]
             for kind in "FB"
         }
-        self.seconds["W"] = put_off
+        self.seconds["W"] = deferred_s
         self.firsts = dict(self._firsts(range(len(actions)), "F")) if overlap.gathers and times.gather_s else {}
         last = dict(self._firsts(range(len(actions))[::-1], "W" if splits else "B")) if overlap.dp else {}
         self.lasts = last if times.reduce_s else {}
@@ -85,7 +85,7 @@ class _SimulatedRank:
         self._gather_from_the_start()
 
     def _firsts(self, order: range, kind: str) -> Iterator[tuple[int, int]]:
-        """(index, chunk) of the first action of the kind on each chunk, in an order of the list."""
+        """Yield (index, chunk) of the first action of the kind on each chunk, visiting the list in `order`."""
         missing = set(range(len(self.times.chunks)))
         for at in order:
             if self.actions[at].kind == kind and self.actions[at].chunk in missing:
@@ -101,8 +101,8 @@ class _SimulatedRank:
             self.dp_free_s += self.times.gather_s * self.share[chunk]
             self.record.dp.append((Action("GATHER", None, chunk), self.gathered_from_s[chunk], self.dp_free_s))
 
-    def beside(self, at: int, start_s: float, end_s: float) -> float:
-        """When an action that has dp communication beside it ends."""
+    def end_with_dp(self, at: int, start_s: float, end_s: float) -> float:
+        """Return the end of an action that dp communication overlaps with."""
         if at in self.firsts:
             chunk, forward_s = self.firsts[at], end_s - start_s
             from_s, gather_s = self.gathered_from_s[chunk], self.times.gather_s * self.share[chunk]
@@ -118,7 +118,7 @@ class _SimulatedRank:
         return end_s
 
     def end_of_step(self, kind: str) -> float:
-        """When REDUCE, STEP or GATHER ends that starts now."""
+        """Return the end of a REDUCE, STEP or GATHER that starts now."""
         match kind:
             case "REDUCE" if self.lasts:
                 return max(self.now_s, self.dp_free_s)
@@ -130,15 +130,15 @@ class _SimulatedRank:
                 return self.now_s + (0.0 if self.firsts else self.times.gather_s)
 
 
-class _Line:
-    """One direction of an edge: the messages that are under way, and when the last of them is there."""
+class _Queue:
+    """One direction of an edge: the messages in flight, and the arrival of the last one."""
 
     def __init__(self) -> None:
         self.messages: deque[_Message] = deque()
         self.free_s = 0.0
 
 
-_End: TypeAlias = tuple[_Line, int, int]  # of a send or receive of a chunk; the rank and chunk at the other end
+_End: TypeAlias = tuple[_Queue, int, int]  # queue of a chunk's send or receive, and rank and chunk at the other end
 
 
 class _Simulation:
@@ -160,19 +160,19 @@ class _Simulation:
             ready.extend(self._advance(ready.popleft()))
         blocked = [s for s, rank in enumerate(self.ranks) if len(rank.record.ends_s) < len(rank.actions)]
         if blocked:
-            # who stands at STEP waits for the others
+            # ranks at STEP only wait for the others
             blocked = [s for s in blocked if self._next(s).kind != "STEP"] or blocked
             raise PlanError(
                 f"the schedule cannot finish: {len(blocked)} of {len(self.schedule)} stages wait for messages that "
-                "nobody sends",
-                where="\n".join(self._standing(s) for s in blocked),
+                "no rank sends",
+                where="\n".join(self._position(s) for s in blocked),
                 fix="every receive needs its send, and no two stages may wait for each other",
             )
 
     def _advance(self, stage: int) -> set[int]:
-        """Run one rank until it waits or is done; returns the ranks that may now go on.
+        """Run one rank until it waits or is done; return the ranks that may now continue.
 
-        One loop over local names: it runs once per action of the schedule.
+        It is one loop over local names for speed, since its body runs once per action of the schedule.
         """
         rank, woken = self.ranks[stage], set()
         actions, record, now_s = rank.actions, rank.record, rank.now_s
@@ -185,22 +185,22 @@ class _Simulation:
             action, start_s = actions[at], now_s
             kind = action.kind
             if kind == "RF" or kind == "RB":
-                messages = (ends.get((kind, action.chunk)) or self._nowhere(stage, at))[0].messages
+                messages = (ends.get((kind, action.chunk)) or self._no_peer(stage, at))[0].messages
                 if not messages:
                     break
-                microbatch, chunk, sent_s, there_s = messages.popleft()
+                microbatch, chunk, sent_s, arrives_s = messages.popleft()
                 if microbatch != action.microbatch or chunk != action.chunk:
-                    raise self._wrong(stage, at, f"the message that arrives is that of {_at(microbatch, chunk)}")
-                if there_s > now_s:
-                    record.awaited_s += there_s - max(now_s, sent_s)
-                    now_s = there_s
+                    raise self._wrong(stage, at, f"the message that arrives is for {_at(microbatch, chunk)}")
+                if arrives_s > now_s:
+                    record.awaited_s += arrives_s - max(now_s, sent_s)
+                    now_s = arrives_s
             elif kind == "SF" or kind == "SB":
-                target, there_s = self._send(stage, at, now_s)
+                target, arrives_s = self._send(stage, at, now_s)
                 woken.add(target)
                 if not self.overlap.p2p:
-                    record.held_s += there_s - now_s
-                    busy_s += there_s - now_s
-                    now_s = there_s
+                    record.exposed_sends_s += arrives_s - now_s
+                    busy_s += arrives_s - now_s
+                    now_s = arrives_s
             else:
                 if kind == "F":
                     now_s += forward_s[action.chunk]
@@ -220,7 +220,7 @@ class _Simulation:
                     rank.now_s = now_s
                     now_s = rank.end_of_step(kind)
                 if at in marked:
-                    now_s = rank.beside(at, start_s, now_s)
+                    now_s = rank.end_with_dp(at, start_s, now_s)
                 busy_s += now_s - start_s
             starts_s.append(start_s)
             ends_s.append(now_s)
@@ -228,36 +228,36 @@ class _Simulation:
         return woken - {stage}
 
     def _send(self, stage: int, at: int, now_s: float) -> tuple[int, float]:
-        """Put the message on its edge; returns the rank it goes to, and when it is there."""
+        """Put the message on its edge; return its target rank and its arrival."""
         action = self.schedule[stage][at]
-        line, target, chunk = self.ends[stage].get((action.kind, action.chunk)) or self._nowhere(stage, at)
+        queue, target, chunk = self.ends[stage].get((action.kind, action.chunk)) or self._no_peer(stage, at)
         own = self.ranks[stage].times.chunks[action.chunk]
-        leaves_s = max(now_s, line.free_s)
-        there_s = leaves_s + (own.send_forward_s if action.kind == "SF" else own.send_backward_s)
-        line.free_s = there_s
-        line.messages.append((action.microbatch, chunk, now_s, there_s))
-        self.ranks[stage].record.sent.append((at, leaves_s, there_s))
-        return target, there_s
+        leaves_s = max(now_s, queue.free_s)
+        arrives_s = leaves_s + (own.send_forward_s if action.kind == "SF" else own.send_backward_s)
+        queue.free_s = arrives_s
+        queue.messages.append((action.microbatch, chunk, now_s, arrives_s))
+        self.ranks[stage].record.sent.append((at, leaves_s, arrives_s))
+        return target, arrives_s
 
     def _ends(self) -> list[dict[tuple[str, int], _End]]:
-        """Of each rank, by kind of message and chunk."""
-        lines: dict[Channel, _Line] = {}
+        """Return each rank's ends of edges, by kind of message and chunk."""
+        queues: dict[Channel, _Queue] = {}
         found: list[dict[tuple[str, int], _End]] = [{} for _ in self.ranks]
         for rank, mine in enumerate(found):
             for kind, chunk in product(("SF", "SB", "RF", "RB"), range(self.route.virtual)):
                 action = Action(kind, 0, chunk)
                 if (peer := peer_of(rank, action, self.route)) is not None:
-                    line = lines.setdefault(channel_of(rank, action, self.route), _Line())
-                    mine[kind, chunk] = line, peer[0], peer[1].chunk
+                    queue = queues.setdefault(channel_of(rank, action, self.route), _Queue())
+                    mine[kind, chunk] = queue, peer[0], peer[1].chunk
         return found
 
-    def _nowhere(self, stage: int, at: int) -> NoReturn:
+    def _no_peer(self, stage: int, at: int) -> NoReturn:
         raise self._wrong(stage, at, "there is no stage on that side")
 
     def _next(self, stage: int) -> ActionLike:
         return self.schedule[stage][len(self.ranks[stage].record.ends_s)]
 
-    def _standing(self, stage: int) -> str:
+    def _position(self, stage: int) -> str:
         at = len(self.ranks[stage].record.ends_s)
         return f"stage {stage} at {_text(self._next(stage))}, action {at} of {len(self.schedule[stage])}"
 
@@ -284,11 +284,11 @@ def simulate(
     overlap: Overlap | None = None,
     route: StageMap | None = None,
 ) -> Timeline:
-    """Play one step: `schedule[r]` is what pipeline rank r does in order, `times[r]` how long its actions take,
-    `route` how the model lies on the ranks: that of the schedule's kind, left out a loop.
+    """Simulate one step: `schedule[r]` is the action list of pipeline rank r, `times[r]` the durations of its actions.
 
-    Raises PlanError for lists that cannot finish (with the actions at which ranks are blocked), that receive a
-    message meant for another microbatch or chunk, or that hold an unknown kind; ValueError for times that are missing.
+    `route`: the map from stages to ranks, by default a loop. Raises PlanError for lists that cannot finish (naming the
+    actions at which ranks are blocked), receive a message for another microbatch or chunk, or have an unknown kind;
+    ValueError for missing times.
     """
     if len(schedule) != len(times):
         raise ValueError(f"{len(schedule)} stages, but times for {len(times)}")
@@ -305,15 +305,15 @@ def simulate(
 
 
 def makespan_bound(stage_s: Sequence[float], microbatches: int, p2p_s: float = 0.0) -> float:
-    """Seconds of a 1F1B step in closed form: steady state of the slowest stage, and one microbatch through all.
+    """Return the seconds of a 1F1B step in closed form: the slowest stage's steady state, and one pass of all stages.
 
         (m - 1) * (slowest + 2 (p - 1)/p * p2p)  +  sum of all stages + 2 (p - 1) * p2p
 
     `stage_s`: forward plus backward of one microbatch on each stage; `p2p_s`: one message between neighbours. The
-    p2p term of the steady state is there because at most p microbatches are under way: p of them pay one way down and
-    back. Exact for equal stages with free messages, (m + p - 1) * stage; an upper bound on `simulate` whenever all
-    stages spend the same share of their time on the backward. Where shares differ, the step may exceed it: the slowest
-    forward and the slowest backward then sit on different stages, and (m - 1) * their sum + sum of all is the bound.
+    steady state has a p2p term because at most p microbatches are in flight: p of them take one way down and back.
+    Exact for equal stages with free messages, (m + p - 1) * stage; an upper bound on `simulate` if all stages spend the
+    same fraction of their time on the backward. If fractions differ, the step may take longer: the slowest forward and
+    the slowest backward are then on different stages, and (m - 1) * their sum + sum of all is the bound.
     """
     if not stage_s or microbatches < 1:
         raise ValueError(f"a step needs a stage and a microbatch, got {len(stage_s)} and {microbatches}")

@@ -1,15 +1,15 @@
-"""How long a step of many microbatches takes, without playing all of them.
+"""Time of a step of many microbatches by extrapolation from its steady state.
 
-A pipeline settles: from some round on, every rank does what it did a few rounds before, equally much later. What
-follows is then known without playing it, and so is the end, which begins from where a shorter step's end begins. So a
-step of n microbatches is played, and if it has settled before its last round,
+A pipeline reaches a steady state: from some round on, every rank repeats the actions of a few rounds before after a
+constant time. The rest of the step need not be simulated, and the drain is that of a shorter step. So a step of n
+microbatches is simulated, and if it reaches the steady state before its last round,
 
-    makespan(m) = makespan(n) + (m - n) / cycle * (time that a cycle takes)
+    makespan(m) = makespan(n) + (m - n) / cycle * (seconds of a cycle)
 
-is exact for every m that is n and some cycles. This is the periodic regime of timed event graphs (Baccelli et al. 1992,
-Synchronization and Linearity, theorem 3.109; quoted from memory), whose cycle is as many microbatches as are under way
-on the slowest loop: one where a rank is the slowest, up to as many as there are ranks where messages to and fro are.
-That it has been reached is checked, not assumed. Where it has not, more microbatches are played, at last all.
+is exact for every m that is n plus whole cycles. This is the periodic regime of timed event graphs (Baccelli et al.
+1992, Synchronization and Linearity, theorem 3.109; quoted from memory), whose cycle has as many microbatches as are in
+flight on the critical loop: one if a rank is the bottleneck, up to the number of ranks if messages back and forth are.
+The steady state is checked, not assumed. If it is not reached, more microbatches are simulated, in the end all.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autoptd.cost_models.step_times import Overlap, StageTimes
 from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
 from autoptd.schedule import Schedule, StageMap
 
-_EQUAL = 1e-12  # of the makespan: what two cycles may differ by
-_DRAIN = 2  # times the ranks: rounds at the end of a step that may be unlike the others
-_ROUNDS = 3  # times the ranks: microbatches that are played at first
+_EQUAL = 1e-12  # tolerance for the difference of two cycles, as a fraction of the makespan
+_DRAIN = 2  # rounds at the end of a step that may differ from the others, per rank
+_ROUNDS = 3  # microbatches that are simulated at first, per rank
 
 
 def makespan_s(
@@ -37,29 +37,29 @@ def makespan_s(
     period: int = 1,
     route: StageMap | None = None,
 ) -> float:
-    """Seconds of a step, as `simulate(lists(microbatches), times, overlap, route)` has it.
+    """Return the makespan of `simulate(lists(microbatches), times, overlap, route)`.
 
-    `lists` gives the schedule of so many microbatches; after each `period` of them its rounds are alike. Raises what
+    `lists` returns the schedule of a number of microbatches, which repeats every `period` of them. Raises what
     `simulate` raises.
     """
     rounds = -(-_ROUNDS * len(times) // period)
-    while 2 * (played := rounds * period + microbatches % period) < microbatches:
-        timeline = simulate(lists(played), times, overlap, route)
-        settled = _settled(timeline, period)
-        if settled is not None:
-            cycle, cycle_s = settled
-            if more := (microbatches - played) % cycle:
-                played += more
-                timeline = simulate(lists(played), times, overlap, route)
-            return timeline.makespan_s + (microbatches - played) // cycle * cycle_s
+    while 2 * (simulated := rounds * period + microbatches % period) < microbatches:
+        timeline = simulate(lists(simulated), times, overlap, route)
+        steady = _steady_state(timeline, period)
+        if steady is not None:
+            cycle, cycle_s = steady
+            if more := (microbatches - simulated) % cycle:
+                simulated += more
+                timeline = simulate(lists(simulated), times, overlap, route)
+            return timeline.makespan_s + (microbatches - simulated) // cycle * cycle_s
         rounds *= 2
     return simulate(lists(microbatches), times, overlap, route).makespan_s
 
 
-def _settled(timeline: Timeline, period: int) -> tuple[int, float] | None:
-    """(microbatches of a cycle, its seconds), if all ranks did the same in the last two; None if not.
+def _steady_state(timeline: Timeline, period: int) -> tuple[int, float] | None:
+    """Return (microbatches of a cycle, its seconds) if all ranks repeated it at the end, else None.
 
-    What a round depends on lies at most as many rounds back as there are ranks: that many are compared, and one more.
+    A round depends on at most as many earlier rounds as there are ranks, so that one more than these are compared.
     """
     ranks = len(timeline.records)
     periods = [_periods(record, period, ranks) for record in timeline.records]
@@ -77,13 +77,13 @@ def _settled(timeline: Timeline, period: int) -> tuple[int, float] | None:
 
 
 def _periods(record: RankRecord, period: int, ranks: int) -> np.ndarray:
-    """[period, action]: when the actions of a rank's last whole periods ended, or their messages were there.
+    """Return the end times, [period, action], of the actions (or their messages) in a rank's last equal periods.
 
-    A round is as many forwards as the rank has chunks and all that follows them, up to the next one; the last round,
-    with all that the end of the step holds, is left out, and so are those before it that a V drains with, which are
-    unlike the ones before them. Periods count from the last on back while each is like the next and does of everything
-    as much as of the forward (none of GPipe's do). Parameters that are gathered beside the first forward of a chunk
-    delay that one, and are there when it ends; gradients are reduced beside the last round.
+    A round is one forward per chunk of the rank and all actions up to the next round. The last round, with the end of
+    the step, is left out, and so are the different rounds before it in which a V schedule drains. Going back from
+    there, periods are returned while they are equal and have as many backwards and weight passes as forwards (none of
+    GPipe's have). Neither all-gathers of parameters, which end with the first forward of a chunk, nor reductions of
+    gradients, in the last round, affect them.
     """
     actions = record.actions
     forwards = [at for at, action in enumerate(actions) if action.kind == "F"]
@@ -100,14 +100,14 @@ def _periods(record: RankRecord, period: int, ranks: int) -> np.ndarray:
     while first >= length and [(a.kind, a.chunk) for a in actions[first - length : first]] == shape:
         first -= length
     marks = np.array(record.ends_s[first:end])
-    for at, _, there_s in record.sent:
+    for at, _, arrives_s in record.sent:
         if first <= at < end:
-            marks[at - first] = there_s
+            marks[at - first] = arrives_s
     return marks.reshape(-1, length)
 
 
 def _is_whole(shape: Sequence[tuple[str, int]], actions: Sequence[ActionLike]) -> bool:
-    """Whether a period does of everything that is done per microbatch as much as of the forward, on each chunk."""
+    """Return whether a period has each kind of pass on each chunk equally often."""
     once = Counter(shape)
     kinds = {(a.kind, a.chunk) for a in actions if a.kind in ("F", "B", "W")}
     return len({once[kind] for kind in kinds}) == 1 and once["F", 0] > 0

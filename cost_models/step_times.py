@@ -1,6 +1,6 @@
-"""How long the parts of a training step take on each pipeline rank, and which of them run beside each other.
+"""Durations of the parts of a training step on each pipeline rank, and their overlap: the input of `simulate`.
 
-What `simulate` plays a schedule with, and what a plan keeps of it as text.
+`times_to_data` and `times_from_data` convert them to and from the form in plan files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from autoptd.errors import PlanError
 from autoptd.schedule.stage_map import Shape, StageMap
 
-_END = ("reduce_s", "step_s", "gather_s")  # of a rank, besides its chunks
+_END = ("reduce_s", "step_s", "gather_s")  # a rank's times at the end of a step
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ChunkTimes:
     """Seconds of one microbatch on one chunk of a pipeline rank.
 
     `forward_s`, `backward_s` (with recomputation): without communication on the tp axis, which is in `*_tp_s`.
-    `weight_s`: the part of `backward_s` that makes parameters' gradients, which zero-bubble may put off; 0 if unknown.
+    `weight_s`: the part of `backward_s` for weight gradients, which zero-bubble may defer; 0 if unknown.
     `send_*_s`: one message to the next or previous stage.
     """
 
@@ -38,11 +38,11 @@ class ChunkTimes:
 
 @dataclass(frozen=True, init=False)
 class StageTimes:
-    """Seconds of one pipeline rank: of its chunks per microbatch, of the end of its step.
+    """Seconds of one pipeline rank: per microbatch of its chunks, and at the end of its step.
 
     `StageTimes(forward_s=1, backward_s=2)` is short for a rank with one chunk, `chunks=(ChunkTimes(…),)`.
-    `buckets`: in how many equal parts a chunk's gradients are reduced, and its parameters gathered, where that runs
-    beside computing; None: so many that the first is ready at once and the last takes no time.
+    `buckets`: equal parts in which a chunk's gradients are reduced and its parameters gathered if that overlaps with
+    compute; None: infinitely many, so that the first is ready at once and the last takes no time.
     """
 
     chunks: tuple[ChunkTimes, ...]
@@ -61,20 +61,20 @@ class StageTimes:
         **one_chunk: float,
     ) -> None:
         if bool(chunks) == bool(one_chunk):
-            raise ValueError("give chunks=(ChunkTimes(…), …), or the times of the only one")
+            raise ValueError("give chunks=(ChunkTimes(…), …), or the times of a single chunk")
         values = {"reduce_s": reduce_s, "step_s": step_s, "gather_s": gather_s, "buckets": buckets}
         for name, value in {"chunks": chunks or (ChunkTimes(**one_chunk),), **values}.items():
             object.__setattr__(self, name, value)
 
     def shares(self) -> list[float]:
-        """What part of the rank's parameters each chunk holds, by its backward_s."""
+        """Return the fraction of the rank's parameters in each chunk, estimated by its backward_s."""
         whole_s = sum(chunk.backward_s for chunk in self.chunks)
         return [chunk.backward_s / whole_s if whole_s else 1 / len(self.chunks) for chunk in self.chunks]
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which communication runs beside computing."""
+    """Communication that overlaps with compute."""
 
     tp: bool = False
     dp: bool = False
@@ -83,7 +83,7 @@ class Overlap:
 
     @classmethod
     def of(cls, words: Collection[str]) -> Overlap:
-        """From the words of a plan: those of "tp", "dp", "p2p" that overlap."""
+        """Return the overlap named by the words of a plan: those of "tp", "dp", "p2p" that overlap."""
         if strange := sorted(set(words) - {"tp", "dp", "p2p"}):
             raise ValueError(f"unknown stream {strange[0]!r}; known: dp, p2p, tp")
         return cls(tp="tp" in words, dp="dp" in words, p2p="p2p" in words)
@@ -94,13 +94,13 @@ class Overlap:
 
 
 def times_to_data(times: Sequence[StageTimes], shape: Shape = "loop") -> tuple[dict[str, float], ...]:
-    """As a plan keeps them: one table per stage of the model in order; `shape` says which is on which rank.
+    """Return the form in plan files: one table per stage in model order; `shape` maps stages to ranks.
 
-    Each holds the fields of `ChunkTimes`; those of chunk 0 hold the rank's reduce_s, step_s and gather_s as well.
+    Each has the fields of `ChunkTimes`; those of chunk 0 have the rank's reduce_s, step_s and gather_s too.
     """
     chunks = len(times[0].chunks) if times else 0
     if any(len(rank.chunks) != chunks for rank in times):
-        raise ValueError(f"ranks with different numbers of chunks: {[len(rank.chunks) for rank in times]}")
+        raise ValueError(f"ranks have different numbers of chunks: {[len(rank.chunks) for rank in times]}")
     places = map(StageMap(max(1, len(times)), chunks, shape).place, range(len(times) * chunks))
     return tuple(
         asdict(times[rank].chunks[chunk]) | ({name: getattr(times[rank], name) for name in _END} if chunk == 0 else {})
@@ -109,16 +109,16 @@ def times_to_data(times: Sequence[StageTimes], shape: Shape = "loop") -> tuple[d
 
 
 def times_from_data(data: Sequence[Mapping[str, float]], ranks: int, shape: Shape = "loop") -> tuple[StageTimes, ...]:
-    """Read back what `times_to_data` wrote. Raises PlanError naming the entry and the field."""
+    """Read the form that `times_to_data` writes. Raises PlanError naming the entry and the field."""
     if not data or len(data) % ranks:
-        raise PlanError(f"times of {len(data)} stages do not make whole chunks on {ranks} ranks", where="times")
+        raise PlanError(f"times of {len(data)} stages are not a whole number of chunks on {ranks} ranks", where="times")
     known = {field.name for field in fields(ChunkTimes)}
     for i, entry in enumerate(data):
         strange = sorted(set(entry) - known - (set(_END) if i < ranks else set()))
         missing = sorted({"forward_s", "backward_s"} - set(entry))
         if strange or missing:
-            said = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(strange)}"
-            raise PlanError(f"the times of stage {i} cannot be read", where=f"times[{i}]: {said}")
+            wrong = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(strange)}"
+            raise PlanError(f"the times of stage {i} cannot be read", where=f"times[{i}]: {wrong}")
         if entry.get("weight_s", 0.0) > entry["backward_s"]:
             raise PlanError("weight_s is part of backward_s and cannot be longer", where=f"times[{i}].weight_s")
     route = StageMap(ranks, len(data) // ranks, shape)

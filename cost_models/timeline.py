@@ -1,6 +1,6 @@
-"""What a simulated step looked like: when each action ran on each rank, and where the time went.
+"""Result of a simulated step: start and end of each action on each rank, and a breakdown of the time.
 
-The simulation leaves flat lists of numbers; events, messages and breakdowns are made from them when they are asked for.
+The simulation records flat lists of numbers; events, messages and breakdowns are computed from them on demand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoptd.schedule import Action, StageMap, peer_of
 
 
 class ActionLike(Protocol):
-    """What a rank does: its kind, the microbatch it does it for (None at the end of a step), and on which chunk."""
+    """An action of a rank: its kind, its microbatch (None at the end of a step), and its chunk."""
 
     @property
     def kind(self) -> str: ...
@@ -26,7 +26,7 @@ class ActionLike(Protocol):
 
 
 class Event(NamedTuple):
-    """Something on one stream of one pipeline rank; on the compute stream a receive is the time it waited."""
+    """An interval on one stream of a pipeline rank; a receive on the compute stream is the time spent waiting."""
 
     stage: int
     action: ActionLike
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 class Message(NamedTuple):
-    """From a send to its receive: when it left, and when it was there."""
+    """A message between two ranks: its send and receive actions, departure and arrival."""
 
     source: int
     sent: ActionLike
@@ -48,27 +48,27 @@ class Message(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """Numbers of one rank; `starts_s` and `ends_s` run along `actions`."""
+    """Times of one rank; `starts_s` and `ends_s` are parallel to `actions`."""
 
     actions: Sequence[ActionLike]
-    tp_beside: bool = False  # tp communication runs beside computing, not after it
+    tp_overlaps: bool = False  # whether tp communication overlaps with compute instead of following it
     starts_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
-    sent: list[tuple[int, float, float]] = field(default_factory=list)  # index of the send, when it left, was there
-    dp: list[tuple[ActionLike, float, float]] = field(default_factory=list)  # beside computing: part, start, end
-    tp_s: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> chunk -> (all of it, exposed)
+    sent: list[tuple[int, float, float]] = field(default_factory=list)  # index of the send, departure, arrival
+    dp: list[tuple[ActionLike, float, float]] = field(default_factory=list)  # overlapped: action, start, end
+    tp_s: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> chunk -> (total, exposed)
     busy_s: float = 0.0
-    held_s: float = 0.0  # by sends on the compute stream
-    awaited_s: float = 0.0  # at receives, while their messages were under way
-    dp_exposed_s: float = 0.0  # beside REDUCE and GATHER that stand in the list as work
+    exposed_sends_s: float = 0.0  # sends on the compute stream
+    awaited_s: float = 0.0  # waiting at receives for messages in flight
+    dp_exposed_s: float = 0.0  # exposed dp communication besides the actions REDUCE and GATHER
 
 
 @dataclass(frozen=True)
 class Timeline:
     """One simulated step of `len(busy_s)` pipeline ranks.
 
-    `busy_s` is the time for which a rank's compute stream is taken: by work, and by communication that nothing hides.
-    `idle_s`, the rest of the makespan, is the bubble with the waiting for messages that are under way.
+    `busy_s` is the time during which a rank's compute stream is occupied, by work and by exposed communication.
+    `idle_s`, the rest of the makespan, is the bubble plus the wait for messages in flight.
     """
 
     makespan_s: float
@@ -82,23 +82,23 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which their compute streams are not taken."""
+        """The idle fraction of all ranks' compute streams."""
         whole_s = self.makespan_s * len(self.busy_s)
         return sum(self.idle_s) / whole_s if whole_s else 0.0
 
     @property
     def critical(self) -> int:
-        """The busiest rank, the first of equals."""
+        """The busiest rank; the first among equals."""
         return self.busy_s.index(max(self.busy_s)) if self.busy_s else 0
 
     @property
     def exposed_s(self) -> dict[str, float]:
-        """Seconds of tp, p2p and dp communication of the critical rank during which it computes nothing."""
+        """Seconds of exposed tp, p2p and dp communication on the critical rank."""
         parts = self.breakdown_s(self.critical)
         return {stream: parts[stream] for stream in ("tp", "p2p", "dp")}
 
     def breakdown_s(self, stage: int) -> dict[str, float]:
-        """Where a rank's makespan goes: compute, exposed tp, p2p and dp, optimizer, bubble: a sum."""
+        """Return the parts of a rank's makespan: compute, exposed tp, p2p and dp, optimizer, bubble; they add up."""
         record = self.records[stage]
         ran = Counter((action.kind, action.chunk) for action in record.actions)
         tp_s = sum(count * record.tp_s[kind][chunk][1] for (kind, chunk), count in ran.items() if kind in record.tp_s)
@@ -106,16 +106,16 @@ class Timeline:
         dp_s = spent.get("REDUCE", 0.0) + spent.get("GATHER", 0.0) + record.dp_exposed_s
         optimizer_s = spent.get("STEP", 0.0)
         return {
-            "compute": self.busy_s[stage] - tp_s - record.held_s - dp_s - optimizer_s,
+            "compute": self.busy_s[stage] - tp_s - record.exposed_sends_s - dp_s - optimizer_s,
             "tp": tp_s,
-            "p2p": record.held_s + record.awaited_s,
+            "p2p": record.exposed_sends_s + record.awaited_s,
             "dp": dp_s,
             "optimizer": optimizer_s,
             "bubble": self.idle_s[stage] - record.awaited_s,
         }
 
     def busy_by_kind_s(self, stage: int) -> dict[str, float]:
-        """Seconds of the compute stream that a rank spends on each kind of action; a receive's are waiting."""
+        """Return the seconds that a rank's compute stream spends on each kind of action; for receives, on waiting."""
         record = self.records[stage]
         seconds: dict[str, float] = {}
         for action, start_s, end_s in zip(record.actions, record.starts_s, record.ends_s, strict=True):
@@ -133,7 +133,7 @@ class Timeline:
 
     @cached_property
     def communication(self) -> tuple[Event, ...]:
-        """The tp and dp streams. tp follows the compute of its action, or begins with it where the two overlap."""
+        """The tp and dp streams. tp follows the compute of its action, or starts with it if the two overlap."""
         return tuple(event for stage in range(len(self.records)) for event in self._communication(stage))
 
     def _communication(self, stage: int) -> Iterator[Event]:
@@ -142,7 +142,7 @@ class Timeline:
         for action, start_s, end_s in zip(record.actions, record.starts_s, record.ends_s, strict=True):
             whole_s = record.tp_s[action.kind][action.chunk][0] if action.kind in record.tp_s else 0.0
             if whole_s:
-                start_s = start_s if record.tp_beside else end_s - whole_s
+                start_s = start_s if record.tp_overlaps else end_s - whole_s
                 yield Event(stage, action, start_s, start_s + whole_s, "tp")
             elif action.kind in work and end_s > start_s:
                 yield Event(stage, action, start_s, end_s, "dp")

@@ -1,9 +1,9 @@
-"""Rings over GPUs that are wired to each other one by one, without a switch.
+"""Rings over GPUs with point-to-point links and no switch.
 
 `wiring[i][j]` is the number of links between GPUs i and j of one unit (symmetric, 0 on the diagonal). A link carries
-one ring in each direction, so that the bandwidth of a group is the number of rings that fit on its links at once: this
-is what NCCL's graph search looks for (src/graph/search.cc). GPUs without a link of their own pass through one that has
-links to both.
+one ring in each direction, so that the bandwidth of a group is the number of rings that fit on its links at once, which
+is what NCCL's graph search maximises (src/graph/search.cc). Two GPUs without a direct link communicate through one that
+has links to both.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from itertools import combinations
 from autoptd.errors import ClusterError
 
 MOST_WIRED = 16  # GPUs of a unit
-_MOST_LINKS = 64  # between two
-_MOST_STEPS = 100_000  # of looking for rings: a second
+_MOST_LINKS = 64  # between two GPUs
+_MOST_STEPS = 100_000  # of the search for rings, which take a second
 
 Wiring = tuple[tuple[int, ...], ...]
 _Uses = dict[frozenset[int], int]  # pair of GPUs -> links
 
-# What a ring keeps of its rate where it passes through a GPU: all-reduce of GPUs 0 to 4 of a DGX-1 (V100), where GPU 4
+# Fraction of a ring's rate left if it is relayed by a GPU: all-reduce of GPUs 0 to 4 of a DGX-1 (V100), where GPU 4
 # has links to GPU 0 alone, 37.2 GB/s on two rings, of 2 * 22.5 GB/s; VIA-Research/vTrain, trace/v100/AR_GPU5
 RELAYED_FRACTION = 0.82
 
 
 def links_per_gpu(wiring: Wiring) -> int:
-    """Links of the best connected GPU."""
+    """Return the number of links of the best connected GPU."""
     return max(sum(row) for row in wiring)
 
 
 def check_wiring(wiring: Wiring, ranks: int | None) -> None:
-    """Raises ValueError where the table is not one of a unit of `ranks` GPUs."""
+    """Raise ValueError if the table is not a valid one of `ranks` GPUs."""
     size = len(wiring)
     if size != ranks or any(len(row) != size for row in wiring):
         raise ValueError(f"wiring must be a table of {ranks} by {ranks} links")
@@ -46,9 +46,9 @@ def check_wiring(wiring: Wiring, ranks: int | None) -> None:
 
 @cache
 def parallel_rings(wiring: Wiring, members: tuple[int, ...]) -> float:
-    """How many full-rate rings run at once among `members`; 0 where they cannot reach each other.
+    """Return the number of full-rate rings that run at once among `members`; 0 if they are not connected.
 
-    Raises ClusterError for wiring with too many ways round to try.
+    Raises ClusterError for wiring with too many cycles to try.
     """
     if len(members) == 2:
         return _between(wiring, *members)
@@ -58,14 +58,14 @@ def parallel_rings(wiring: Wiring, members: tuple[int, ...]) -> float:
     wired = [pair for pair in pairs if links[pair]]
     direct = [_uses(cycle, {}) for cycle in _cycles(wired, members, steps)]
     if found := _most_at_once(direct, links, members, steps):
-        return 2.0 * found  # one each way round
+        return 2.0 * found  # one in each direction
     relays = {pair: through for pair in pairs if not links[pair] and (through := _relay(wiring, *pair)) is not None}
     usable = _cycles([*wired, *relays], members, steps)
     return 2.0 * RELAYED_FRACTION * _most_at_once([_uses(cycle, relays) for cycle in usable], links, members, steps)
 
 
 class _Steps:
-    """How much has been tried among these GPUs."""
+    """Limit on the steps of the search for rings among these GPUs."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self._members, self._left = members, _MOST_STEPS
@@ -74,14 +74,14 @@ class _Steps:
         self._left -= count
         if self._left < 0:
             raise ClusterError(
-                f"the wiring has too many ways round {len(self._members)} GPUs to try them all",
+                f"the wiring has too many cycles through {len(self._members)} GPUs to try them all",
                 where="levels[0].wiring",
-                fix="leave out `wiring`: such a unit is priced well as one with a switch",
+                fix="leave out `wiring`: a unit with so many links is priced well as one with a switch",
             )
 
 
 def _between(wiring: Wiring, first: int, second: int) -> float:
-    """Links of a pair; through a third GPU, where it has none of its own."""
+    """Return the number of links of a pair, or those through a third GPU if it has no direct one."""
     if wiring[first][second]:
         return float(wiring[first][second])
     through = _relay(wiring, first, second)
@@ -89,14 +89,14 @@ def _between(wiring: Wiring, first: int, second: int) -> float:
 
 
 def _relay(wiring: Wiring, first: int, second: int) -> int | None:
-    """The GPU with the most links to both."""
+    """Return the GPU with the most links to both, or None."""
     best = max(range(len(wiring)), key=lambda gpu: (min(wiring[first][gpu], wiring[gpu][second]), -gpu))
     return best if wiring[first][best] and wiring[best][second] else None
 
 
 def _cycles(pairs: Sequence[frozenset[int]], members: Sequence[int], steps: _Steps) -> Iterator[Sequence[int]]:
-    """Every way round all members between such pairs, each direction once."""
-    from networkx import Graph, simple_cycles  # clusters with a switch do without
+    """Yield every cycle through all members along these pairs, in one direction."""
+    from networkx import Graph, simple_cycles  # imported late: clusters with a switch do not need it
 
     for cycle in simple_cycles(Graph(pairs)):
         steps.take()
@@ -105,7 +105,7 @@ def _cycles(pairs: Sequence[frozenset[int]], members: Sequence[int], steps: _Ste
 
 
 def _uses(cycle: Sequence[int], relays: dict[frozenset[int], int]) -> _Uses:
-    """How many links between each pair a way round takes."""
+    """Return the number of links that a cycle uses between each pair."""
     taken: dict[frozenset[int], int] = {}
     for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
         through = relays.get(frozenset((a, b)))
@@ -115,10 +115,9 @@ def _uses(cycle: Sequence[int], relays: dict[frozenset[int], int]) -> _Uses:
 
 
 def _most_at_once(candidates: list[_Uses], links: _Uses, members: Sequence[int], steps: _Steps) -> int:
-    """The largest number of candidates, repeats allowed, that the links carry together.
+    """Return the largest number of candidates, with repeats, that the links carry together.
 
-    Each takes two links of every member, so that no more than half of a member's links are found; where that many are,
-    no more is tried.
+    Each uses two links of every member, so that half of a member's links is an upper bound; the search stops there.
     """
     best = 0
 

@@ -1,4 +1,4 @@
-"""Which block owns a parameter: the unit that repeats, if nothing else reads it.
+"""Ownership of parameters by blocks, the instances of a repeated unit.
 
 A block owns the parameters that only it reads and whose names differ between its instances by a prefix.
 """
@@ -11,7 +11,7 @@ from autoptd.passes.fold import Folded, RepeatedUnit, Segment
 
 
 def owned_by_blocks(folded: Folded) -> tuple[dict[str, str], dict[int, str]]:
-    """(original name of an owned parameter -> its name within its block, first segment of an instance -> its path)."""
+    """Return (original name of an owned parameter -> its name in the block, first segment of an instance -> path)."""
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
     owned: dict[str, str] = {}
     prefixes: dict[int, str] = {}
@@ -26,13 +26,13 @@ def owned_by_blocks(folded: Folded) -> tuple[dict[str, str], dict[int, str]]:
 
 
 def instance(folded: Folded, unit: RepeatedUnit, k: int) -> tuple[Segment, ...]:
-    """Segments of the k-th repetition of a unit."""
+    """Return the segments of the k-th repetition of a unit."""
     start = unit.first + k * unit.length
     return folded.segments[start : start + unit.length]
 
 
 def _relative(folded: Folded, segments: tuple[Segment, ...], readers: Counter[str]) -> tuple[str, dict[str, str]]:
-    """(prefix, original name -> name without it) of the parameters that nobody else reads."""
+    """Return (prefix, original name -> name without it) for the parameters that no other segment reads."""
     names = [folded.traced.parameters[p.name] for s in segments for p in s.parameters]
     own = [n for n in dict.fromkeys(names) if readers[n] == 1]
     if not own:

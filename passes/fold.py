@@ -1,13 +1,13 @@
-"""Cut the graph where little is live, and find the pieces that repeat.
+"""Graph partitioning: cut the graph where few tensors are live, and find the pieces that repeat.
 
     prelude    cheap nodes without gradient, computed from inputs alone: recomputed wherever they are needed, never sent
     main       everything else, in program order
-    segment    a stretch of main between two narrow places; the smallest piece a stage may consist of
-    kind       segments that are the same up to parameter names: same ops, arguments, shapes and wiring
-    unit       a run of kinds that repeats, such as (attention, MLP) × 32
+    segment    a run of main nodes between two narrow cuts; the smallest piece that a stage may consist of
+    kind       segments that are equal up to parameter names: same ops, arguments, shapes and wiring
+    unit       a sequence of kinds that repeats, such as (attention, MLP) × 32
 
-A place is narrow when no fewer tensors cross any place near it. Equality of segments is read off the graph; names of
-modules play no part in it. One representative of each kind is planned, whatever the depth.
+A cut is narrow if no cut near it crosses fewer live tensors. Whether segments are equal is decided from the graph, not
+from module names. One representative of each kind is planned, whatever the depth of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autoptd.passes.segment_names import base, common_prefix, name_kinds, segmen
 from autoptd.passes.signature import Unquoted, shapes_text, signature_of, structures
 from autoptd.passes.trace.traced import Traced
 
-_NEAR = 24  # nodes on each side that a narrow place is compared with
+_NEAR = 24  # nodes on each side with which a narrow cut is compared
 _HEAVY = [
     "linear",
     "matmul",
@@ -47,10 +47,10 @@ _HEAVY = [
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of main.
+    """A run of consecutive main nodes.
 
-    `parameters`, `prelude` and `receives` are the outside nodes it reads, in order of first use; `sends` the nodes of
-    its own that later segments read (or that the loss is). Position i of each means the same in all segments of a kind.
+    `parameters`, `prelude` and `receives` are the outside nodes that it reads, in order of first use. `sends` are its
+    own nodes that later segments read, and the loss. Position i of each corresponds across all segments of a kind.
     """
 
     index: int
@@ -65,7 +65,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class RepeatedUnit:
-    """`count` repetitions of `length` segments, from segment `first`."""
+    """`count` repetitions of `length` segments each, starting at segment `first`."""
 
     first: int
     length: int
@@ -78,7 +78,7 @@ class RepeatedUnit:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sequence is cut over `ranks`, in a graph of one of them; `tokens` is the size of its part."""
+    """The split of a sequence over `ranks` cp ranks; `tokens` is the size of a rank's part in that rank's graph."""
 
     ranks: int
     zigzag: bool
@@ -87,7 +87,7 @@ class Cut:
 
 @dataclass
 class Folded:
-    """The normalised graph, cut into segments. `cut`: of a graph that is that of one cp rank."""
+    """The normalised graph, cut into segments. `cut` is set in the graph of one cp rank."""
 
     traced: Traced
     prelude: tuple[fx.Node, ...]
@@ -105,7 +105,7 @@ class Folded:
 
     @property
     def loss_form(self) -> LossForm:
-        """What the loss is, of the counts and sums of a batch."""
+        """The loss as a function of the counts and sums over a batch."""
         return loss_form(self.traced.graph)
 
     def multiplicity(self, kind: str) -> int:
@@ -121,7 +121,7 @@ def fold(traced: Traced) -> Folded:
     main = [n for n in graph.nodes if n.op == "call_function" and n not in prelude]
     pieces = _cut(main, traced)
     known = structures(n for n in graph.nodes if n in prelude)
-    pieces = _place_idle(pieces, [s.kind for s in _segments(pieces, traced, known, loss)], traced)
+    pieces = _merge_light(pieces, [s.kind for s in _segments(pieces, traced, known, loss)], traced)
     segments = _segments(pieces, traced, known, loss)
     used = {traced.parameters[p.name] for s in segments for p in s.parameters}
     return Folded(
@@ -138,7 +138,7 @@ def fold(traced: Traced) -> Folded:
 
 
 def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
-    """Inputs, buffers, constants, and what is computed from them without gradient and without heavy work."""
+    """Return inputs, buffers, constants, and the nodes computed from them without gradient or heavy work."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" and node.name not in traced.parameters:
@@ -151,7 +151,7 @@ def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node that computes a tensor: a `getitem` belongs to the op whose output it picks."""
+    """Return the node that computes a tensor: for a `getitem`, the op whose output it picks."""
     return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
 
 
@@ -161,42 +161,42 @@ def _cut(main: list[fx.Node], traced: Traced) -> list[list[fx.Node]]:
     delta = [0] * (len(main) + 2)
     for i, last in enumerate(last_use):
         if is_getitem(main[i]) or not any(is_getitem(u) for u in main[i].users):
-            delta[i + 1] += 1  # live at the places i+1 … last
+            delta[i + 1] += 1  # live across the cuts i+1 … last
             delta[last + 1] -= 1
     crossing = list(itertools.accumulate(delta[: len(main) + 1]))
-    for i, node in enumerate(main):  # an op and the pickers of its outputs stay together
+    for i, node in enumerate(main):  # an op and the `getitem` nodes of its outputs stay together
         if is_getitem(node):
             crossing[i] = len(main)
     pieces: list[list[fx.Node]] = [[]]
-    places: list[int] = []  # narrow places since the piece began to work
+    cuts: list[int] = []  # narrow cuts since the first heavy node of the piece
     for i, node in enumerate(main):
         near = [x for x in crossing[max(1, i - _NEAR) : i + _NEAR + 1] if x > 0]
-        if i > 0 and crossing[i] == min(near, default=0) and any(_works(n, traced) for n in pieces[-1]):
-            places.append(len(pieces[-1]))
-        if places and _works(node, traced):
+        if i > 0 and crossing[i] == min(near, default=0) and any(_is_heavy(n, traced) for n in pieces[-1]):
+            cuts.append(len(pieces[-1]))
+        if cuts and _is_heavy(node, traced):
             whole = pieces.pop()
-            first, last = places[0], places[-1]
+            first, last = cuts[0], cuts[-1]
             pieces += [p for p in (whole[:first], whole[first:last]) if p] + [whole[last:]]
-            places = []
+            cuts = []
         pieces[-1].append(node)
-    if places:
+    if cuts:
         whole = pieces.pop()
-        pieces += [whole[: places[0]], whole[places[0] :]]
+        pieces += [whole[: cuts[0]], whole[cuts[0] :]]
     return pieces
 
 
-def _place_idle(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -> list[list[fx.Node]]:
-    """Join each piece that does no work of its own to a neighbour: to the one before, unless that would set it apart
-    from others of its kind and the one behind is alone anyway. A loss without weights after equal blocks stays apart.
+def _merge_light(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -> list[list[fx.Node]]:
+    """Merge each light piece (no parameters, no heavy op) into the one before it. If that one is one of several of a
+    kind, and the next is not, merge it into the next: a loss without weights stays separate from equal blocks.
     """
     repeats = Counter(kinds)
     found: list[list[fx.Node]] = []
-    joined = False  # whether the piece before waits for this one
+    joined = False  # whether the piece before is to be merged into this one
     for i, piece in enumerate(pieces):
-        idle = not any(_works(n, traced) for n in piece)
+        light = not any(_is_heavy(n, traced) for n in piece)
         if joined:
             found[-1].extend(piece)
-        elif idle and found:
+        elif light and found:
             behind = repeats[kinds[i + 1]] if i + 1 < len(pieces) else 1
             if repeats[kinds[i - 1]] > 1 and behind == 1:
                 found.append(list(piece))
@@ -209,15 +209,15 @@ def _place_idle(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -
     return found
 
 
-def _works(node: fx.Node, traced: Traced) -> bool:
-    """Whether a node reads a parameter or does heavy work."""
+def _is_heavy(node: fx.Node, traced: Traced) -> bool:
+    """Return whether a node reads a parameter or is a heavy op."""
     return base(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
 
 
 def _segments(
     pieces: list[list[fx.Node]], traced: Traced, prelude: Mapping[fx.Node, str], loss: fx.Node
 ) -> tuple[Segment, ...]:
-    """`prelude`: node -> its structure."""
+    """Return the segments of the pieces, with their kinds. `prelude`: node -> its structure."""
     signatures: list[str] = []
     segments = []
     for index, nodes in enumerate(pieces):
@@ -235,7 +235,7 @@ def _segments(
 
 
 def _wired(segments: tuple[Segment, ...]) -> list[str]:
-    """Kinds with where each segment receives from: how many segments back, or which one if many receive it."""
+    """Return kinds with the source of each received tensor: segments back, or the index if more than two receive it."""
     source = {n: (s.index, i) for s in segments for i, n in enumerate(s.sends)}
     readers = Counter(n for s in segments for n in s.receives)
     texts = []
@@ -249,7 +249,7 @@ def _wired(segments: tuple[Segment, ...]) -> list[str]:
 
 
 def find_units(kinds: list[str]) -> Iterator[RepeatedUnit]:
-    """Greedily take, at each place, the repetition that covers most; the shortest period among equals.
+    """Yield units greedily: from each position, the repetition that covers most; among equals, the shortest period.
 
     >>> list(find_units(list("eamamamh")))
     [RepeatedUnit(first=0, length=1, count=1), RepeatedUnit(first=1, length=2, count=3),
@@ -271,10 +271,10 @@ def find_units(kinds: list[str]) -> Iterator[RepeatedUnit]:
 def _aligned(
     units: list[RepeatedUnit], kinds: list[str], segments: tuple[Segment, ...], traced: Traced
 ) -> tuple[RepeatedUnit, ...]:
-    """Where a repetition may as well begin a few segments later, begin it where its parameters' names repeat too.
+    """Rotate each unit, if that costs no repetition, so that its parameters' names repeat too.
 
-    (norm, attention, norm, MLP) × 12 that starts with the embedding's norm is (attention, norm, MLP, norm) × 12 from
-    the next segment on, and then every repetition is one module of the user's.
+    (norm, attention, norm, MLP) × 12 that starts with the embedding's norm becomes (attention, norm, MLP, norm) × 12
+    from the next segment on, so that each repetition is one of the user's modules.
     """
     found: list[RepeatedUnit] = []
     at = 0
@@ -297,7 +297,7 @@ def _aligned(
 
 
 def _names_repeat(unit: RepeatedUnit, shift: int, segments: tuple[Segment, ...], traced: Traced) -> bool:
-    """Whether the parameter names of all repetitions differ by a number in one place only."""
+    """Return whether the parameter names of all repetitions, without their common prefixes, are equal."""
     patterns = set()
     for k in range(unit.count):
         start = unit.first + shift + k * unit.length
@@ -308,7 +308,7 @@ def _names_repeat(unit: RepeatedUnit, shift: int, segments: tuple[Segment, ...],
 
 
 def graph_hash(traced: Traced) -> str:
-    """sha256 of the normalised graph: ops, arguments, shapes, wiring and parameter names; its loss's form as well."""
+    """Return the sha256 of the normalised graph (ops, arguments, shapes, wiring, parameter names) and its loss form."""
     form = loss_form(traced.graph)
     lines = _hashed(traced, traced.graph.graph)
     if form.outer is not None:
@@ -334,20 +334,19 @@ def _hashed(traced: Traced, graph: fx.Graph) -> list[str]:
 
 
 def needed_prelude(folded: Folded, segments: Iterable[Segment]) -> list[fx.Node]:
-    """The prelude nodes that these segments read and what those are computed from, inputs and buffers included, in
-    program order."""
+    """Return, in program order, the prelude nodes that these segments read, and all that those are computed from."""
     wanted = ancestors(n for s in segments for n in s.prelude)
     return [n for n in folded.traced.graph.graph.nodes if n in wanted]
 
 
 def reads_counts(folded: Folded, first: int, last: int) -> bool:
-    """Whether a stage of these segments is given the counts of the batch: any that reads one, and the last."""
+    """Return whether a stage of these segments receives the counts of the batch: if it reads one or is the last."""
     segments = folded.segments[first : last + 1]
     return last == len(folded.segments) - 1 or any(map(is_count, needed_prelude(folded, segments)))
 
 
 def held_tensors(folded: Folded, first: int, last: int) -> list[fx.Node]:
-    """Buffers and constants, as placeholders, that a stage reads in its segments, for its counts and for its loss."""
+    """Return the placeholders of buffers and constants that a stage reads: in its segments, its counts and its loss."""
     wanted = set(needed_prelude(folded, folded.segments[first : last + 1]))
     if reads_counts(folded, first, last):
         wanted |= ancestors(folded.counts)
@@ -361,7 +360,7 @@ def held_tensors(folded: Folded, first: int, last: int) -> list[fx.Node]:
 
 
 def crossing(folded: Folded, place: int) -> list[fx.Node]:
-    """The tensors alive between segment `place - 1` and segment `place`: read at or after it, made before it."""
+    """Return the tensors that cross from segments before `place` to segments from `place` on."""
     return [
         n
         for s in folded.segments[:place]

@@ -1,4 +1,4 @@
-"""The few things every pass asks of an fx graph: infos, operands, ancestors, where a node came from."""
+"""Accessors for fx graphs that every pass uses: tensor infos, operands, ancestors, source locations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from autoptd.passes.opcall import OpCall, Size, TensorInfo
 
 
 def info(node: fx.Node) -> TensorInfo:
-    """Shape, dtype and gradient of a node that is one tensor."""
+    """Return shape, dtype and gradient of a node that is one tensor."""
     value = node.meta["info"]
     assert isinstance(value, TensorInfo), f"{node.name} is not one tensor"
     return value
 
 
 def infos(node: fx.Node) -> tuple[TensorInfo, ...]:
-    """Of each output of a node."""
+    """Return shape, dtype and gradient of each output of a node."""
     value = node.meta["info"]
     return (value,) if isinstance(value, TensorInfo) else tuple(value)
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """Tensor operands in order of appearance, lists flattened, repeats kept (the order of `OpCall.operands`)."""
+    """Return tensor operands in order of appearance, lists flattened, with repeats (the order of `OpCall.operands`)."""
     return list(_nodes((node.args, tuple(node.kwargs.values()))))
 
 
@@ -40,7 +40,7 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def op_call(node: fx.Node) -> OpCall:
-    """The node as the rules see it."""
+    """Return the node as an `OpCall`, the form that the rules read."""
     return OpCall(
         target=node.target,  # type: ignore[arg-type]
         args=substitute(node.args, info_of),
@@ -54,7 +54,7 @@ def info_of(node: fx.Node) -> Any:
 
 
 def substitute(value: Any, each: Any) -> Any:
-    """`value` with every fx node `n` inside replaced by `each(n)`; lists stay lists."""
+    """Return `value` with every fx node `n` in it replaced by `each(n)`; lists stay lists."""
     if isinstance(value, fx.Node):
         return each(value)
     if isinstance(value, tuple):
@@ -65,7 +65,7 @@ def substitute(value: Any, each: Any) -> Any:
 
 
 def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
-    """An op's argument with these sizes, for the CPU; lists stay lists."""
+    """Return an op's argument with symbols replaced by `sizes` and devices by the CPU; lists stay lists."""
     if isinstance(value, sympy.Basic):
         number = value.subs(sizes)
         return int(number) if number.is_Integer else float(number)
@@ -78,18 +78,18 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
     return value
 
 
-WRITTEN_FOR = "written for"  # in a node's meta: the op of the user's that it is a part of
+WRITTEN_FOR = "written for"  # key of a node's meta: the user's op that it is a part of
 
 
 def user_op_name(node: fx.Node) -> str:
-    """The name of the op that the user wrote, where a pass has written it otherwise."""
+    """Return the name of the op as the user wrote it, before any pass rewrote it."""
     name = node.meta.get(WRITTEN_FOR) or op_name(node)
     assert isinstance(name, str)
     return name
 
 
 def op_name(node: fx.Node) -> str:
-    """`linear` for `aten.linear.default`, the function's name for any other target."""
+    """Return `linear` for `aten.linear.default`, and the function's name for any other target."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target._schema.name.split("::")[1])
     return getattr(node.target, "__name__", str(node.target))
@@ -100,7 +100,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def ancestors(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
-    """The nodes and everything they are computed from, as far as it is reached through such nodes alone."""
+    """Return the nodes and all that they are computed from, following only nodes that satisfy `through`."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -112,20 +112,20 @@ def ancestors(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lam
 
 
 def module_path(node: fx.Node) -> str:
-    """Dotted path of the innermost module that made the node, without the tracing wrapper's own name."""
+    """Return the dotted path of the innermost module that made the node, without the name of the tracing wrapper."""
     stack = node.meta.get("nn_module_stack")
     return "" if not stack else list(stack.values())[-1][0].removeprefix("model").removeprefix(".")
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """(dotted path, class name) from the model down to the innermost module."""
+    """Return (dotted path, class name) of each module from the model down to the innermost one."""
     stack = node.meta.get("nn_module_stack") or {}
     entries = [(path, cls if isinstance(cls, str) else cls.__name__) for path, cls in stack.values()]
     return [(path.removeprefix("model").removeprefix("."), cls.rsplit(".", 1)[-1]) for path, cls in entries if path]
 
 
 def source_line(node: fx.Node) -> str:
-    """`decoder.router (model.py:41)  idx = mask.nonzero()`: module path and the user's own line."""
+    """Return module path and source line, as in `decoder.router (model.py:41)  idx = mask.nonzero()`."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     place, code = "", ""
     for i, line in enumerate(trace):
@@ -139,7 +139,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def nbytes(tensor: TensorInfo) -> Size:
-    """Size of the whole tensor in bytes, symbolic where its shape is."""
+    """Return the bytes of the whole tensor, symbolic if its shape is."""
     return numel(tensor.shape) * tensor.dtype.itemsize
 
 
@@ -151,7 +151,7 @@ def numel(shape: Iterable[Size]) -> Size:
 
 
 def plain(size: Any) -> Size:
-    """A sympy integer as an int; anything else as it is."""
+    """Return a sympy integer as an int, and any other size unchanged."""
     if isinstance(size, sympy.Basic) and size.is_Integer:
         return int(size)
     return size
@@ -166,9 +166,10 @@ def write_op(
     dtype: torch.dtype | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """A new node at the graph's insert point, from the same place in the model as `like`; `dtype` left out: like its.
+    """Insert an op at the graph's insert point and return its node.
 
-    A gradient flows to it where one flows to an operand.
+    It takes its module and source line from `like`, and its dtype too unless one is given. It requires a gradient if
+    any of its operands does.
     """
     new = graph.call_function(target, args, dict(kwargs or {}))
     new.meta = {key: value for key, value in like.meta.items() if key in ("nn_module_stack", "stack_trace")}

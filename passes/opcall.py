@@ -1,4 +1,4 @@
-"""One op as the rules see it: its target, its arguments with tensors as shapes, its results. No fx graph."""
+"""Calls of ops in the form that rules read: target, arguments with shapes for tensors, results; no fx graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Size: TypeAlias = "int | sympy.Expr"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Global (unsplit) shape, in ints and sympy expressions; dtype; whether a gradient flows to it."""
+    """Global (unsplit) shape in ints and sympy expressions, dtype, and whether the tensor requires a gradient."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype = torch.float32
@@ -28,15 +28,15 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Stretched(TensorInfo):
-    """A tensor of which at most `most` elements are there at once."""
+class Chunked(TensorInfo):
+    """A tensor that is computed in chunks: at most `max_elements` of its elements are allocated at once."""
 
-    most: int = 0
+    max_elements: int = 0
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """`target(*args, **kwargs)`: tensors replaced by TensorInfo (also inside lists), sizes by ints or sympy."""
+    """A call `target(*args, **kwargs)`, with TensorInfo for tensors (also in lists) and ints or sympy for sizes."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,11 +45,11 @@ class OpCall:
 
     @cached_property
     def operands(self) -> tuple[TensorInfo, ...]:
-        """Every tensor argument in order of appearance, lists flattened, repeats kept."""
+        """Every tensor argument in order of appearance, lists flattened, with repeats."""
         return tuple(_tensors((self.args, tuple(self.kwargs.values()))))
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
-        """A positional-or-keyword argument of the op's schema."""
+        """Return an argument of the op's schema, given by position or by keyword."""
         if index < len(self.args):
             return self.args[index]
         return self.kwargs.get(name, default)
@@ -65,13 +65,13 @@ def _tensors(value: Any) -> Iterator[TensorInfo]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Concrete values of the symbols, and which symbol counts samples (dp splits those, no other axis)."""
+    """Values of the size symbols, and the symbol that counts samples (dp alone splits those)."""
 
     values: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     batch: sympy.Symbol | None = None
 
     def __call__(self, size: Size) -> int:
-        """The number that a size stands for. Raises ValueError if a symbol has no value."""
+        """Return the value of a size. Raises ValueError if a symbol has no value."""
         if isinstance(size, int):
             return size
         number = _polynomial(size, self.values)
@@ -83,7 +83,7 @@ class Sizes:
         return int(value)
 
     def divisible(self, size: Size, ranks: int, groups: int = 1) -> bool:
-        """Whether a dim of this size can be cut into `groups` × `ranks` equal slices on a model-parallel axis."""
+        """Return whether a model-parallel axis can split a dim of this size into `groups` × `ranks` equal slices."""
         if not isinstance(size, int) and self.batch is not None and self.batch in size.free_symbols:
             return False
         number = self(size)
@@ -91,7 +91,7 @@ class Sizes:
 
 
 def _polynomial(size: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> Fraction | None:
-    """The value of sums, products and whole powers, some forty times as fast as substitution; None for all else."""
+    """Return the value of sums, products and integer powers, None for anything else (40 times as fast as `subs`)."""
     if size.is_Symbol:
         known = values.get(size)
         return Fraction(known) if isinstance(known, int) else None

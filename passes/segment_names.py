@@ -1,4 +1,4 @@
-"""Names of segments and their kinds, from the module paths of the user's own words."""
+"""Names of segments and their kinds, taken from module paths of the user's model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def base(node: fx.Node) -> str:
 
 
 def name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
-    """A name for each signature: what most of its segments are called, numbers starred."""
+    """Return a unique name for each signature: the most common name of its segments, with `*` for numbers."""
     called: dict[str, Counter[str]] = {}
     for signature, name in zip(signatures, names, strict=True):
         called.setdefault(signature, Counter())[re.sub(r"\d+", "*", name)] += 1
@@ -34,7 +34,7 @@ def name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
 
 
 def segment_name(nodes: list[fx.Node]) -> str:
-    """`transformer.h.0.{ln_1,attn}`: where the nodes come from, in the user's own words."""
+    """Return the modules that the nodes come from, as in `transformer.h.0.{ln_1,attn}`."""
     paths = [p.split(".") for n in nodes if (p := module_path(n))]
     if not paths:
         return "loss" if any(base(n).endswith("cross_entropy") or "loss" in base(n) for n in nodes) else "model"

@@ -1,4 +1,4 @@
-"""What a stretch of a graph computes, as text: equal for stretches that differ in names alone."""
+"""Text signatures of parts of a graph: equal exactly for parts that differ in names alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from autoptd.passes.opcall import TensorInfo
 
 
 def structures(prelude: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Text of each prelude node, given in program order. Equal exactly for equal nodes: two layers that each read an
-    own but equal buffer are alike."""
+    """Return a text for each prelude node, given in program order: equal for nodes that compute the same. Buffers count
+    by shape and dtype alone, so that layers which each read a buffer of their own are equal.
+    """
     texts: dict[fx.Node, str] = {}
-    numbers: dict[str, int] = {}  # of the ops that differ
+    numbers: dict[str, int] = {}  # text of a distinct op -> its number
     for node in prelude:
         if node.op == "placeholder":
             buffer = node.name.startswith(("b_", "c_"))
@@ -27,7 +28,7 @@ def structures(prelude: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 
 class Unquoted(str):
-    """Text that stands for a node: written without quotes."""
+    """Text in place of a node; its `repr` has no quotes."""
 
     __slots__ = ()
 
@@ -36,7 +37,7 @@ class Unquoted(str):
 
 
 def shapes_text(node: fx.Node) -> str:
-    """Shape, dtype and gradient of each output."""
+    """Return the text of the shape, dtype and gradient of each output."""
     return ",".join(map(_shape, infos(node)))
 
 
@@ -53,7 +54,7 @@ def signature_of(
     sends: tuple[fx.Node, ...],
     structure: Mapping[fx.Node, str],
 ) -> str:
-    """Ops, arguments, shapes and wiring of a stretch, outside nodes by their place in its lists of them."""
+    """Return ops, arguments, shapes and wiring of consecutive nodes; outside nodes are named by list and position."""
     names: dict[fx.Node, str] = {n: f"%{i}" for i, n in enumerate(nodes)}
     names |= {n: f"p{i}{shapes_text(n)}" for i, n in enumerate(parameters)}
     names |= {n: f"o{i}{structure[n]}" for i, n in enumerate(outside)}

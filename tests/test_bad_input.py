@@ -162,7 +162,7 @@ def line_of(kind: type, text: str) -> str:
 
 def test_no_example_inputs_and_no_way_to_make_them():
     error = refusal(InputsError, Scalar(), **EIGHT)
-    assert error.what == "Scalar does not say what inputs it takes"
+    assert error.what == "the inputs of Scalar are not known"
     assert "inputs={" in error.fix
     assert "example_inputs(batch, seq)" in error.fix
 
@@ -256,7 +256,7 @@ def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase]):
     model, inputs = Recurrent(kind(8, 8, 2, batch_first=True, dropout=0.5)), {"x": torch.empty(4, 6, 8)}
     error = refusal(UnsupportedOp, model, **EIGHT, inputs=inputs, precision="fp32")
     assert "draws random numbers" in error.what
-    assert "dropout= between the layers" in error.fix
+    assert "dropout= argument of an LSTM" in error.fix
 
 
 def test_sequences_that_are_none_or_too_long():
@@ -272,7 +272,7 @@ def test_a_parameter_without_gradient_is_allowed_and_said():
             self.idle = nn.Linear(4, 4)
 
     plan = autoptd.plan(Idle(), **EIGHT, inputs=X)
-    assert "parameters that do not reach the loss stay as they are: idle.bias, idle.weight" in plan.notes
+    assert "parameters that do not reach the loss are not trained: idle.bias, idle.weight" in plan.notes
     assert plan.splits.parameters["idle.weight"] == "B"
 
 
@@ -364,11 +364,11 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
         ({"overlap": "dp"}, "overlap is 'dp'", "('dp', 'p2p', 'tp')"),
         ({"overlap": ["dp", "pp"]}, "overlap is ['dp', 'pp']", "('dp', 'p2p', 'tp')"),
         ({"kernels": "fast"}, "kernels 'fast' is not possible", "possible: 'eager', 'compiled'"),
-        ({"kernels": "fused"}, "kernels 'fused' is only predicted", "give assume={'kernels': 'fused'} to autoptd.plan"),
-        ({"attention": "cudnn"}, "attention 'cudnn' is only predicted", "give assume={'attention': 'cudnn'}"),
-        ({"gradients": "both"}, "gradients 'both' is only predicted", "give assume={'gradients': 'both'}"),
-        ({"overlap": ["dp", "tp"]}, "overlap ['dp', 'tp'] is only predicted", "give assume={'overlap': ['dp', 'tp']}"),
-        ({"overlap": ()}, "overlap () is only predicted", "give assume={'overlap': ()}"),
+        ({"kernels": "fused"}, "kernels 'fused' can only be predicted", "give assume={'kernels': 'fused'} to autoptd.plan"),
+        ({"attention": "cudnn"}, "attention 'cudnn' can only be predicted", "give assume={'attention': 'cudnn'}"),
+        ({"gradients": "both"}, "gradients 'both' can only be predicted", "give assume={'gradients': 'both'}"),
+        ({"overlap": ["dp", "tp"]}, "overlap ['dp', 'tp'] can only be predicted", "give assume={'overlap': ['dp', 'tp']}"),
+        ({"overlap": ()}, "overlap () can only be predicted", "give assume={'overlap': ()}"),
         ({"gradients": "fp32"}, "gradients 'fp32' is not possible", "'main', 'compute'"),
         ({"stages": 2}, "stages 2 is not possible", "'balanced', 'even'"),
         ({"sends": True}, "sends True is not possible", "'whole', 'slices'"),
@@ -465,9 +465,9 @@ def test_an_axis_that_is_searched_may_have_an_effect():
         ({"precision": torch.bfloat16}, "unknown precision torch.bfloat16", "known: bf16, fp16, fp32, fp64"),
         ({"optimizer": "adam"}, "unknown optimizer 'adam'", "did you mean 'adamw'"),
         ({"optimizer": None}, "unknown optimizer None", "'adamw', 'sgd'"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "is a SGD of parameters already", "a callable"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "is a SGD that already holds parameters", "a callable"),
         ({"optimizer": torch.optim.Adafactor}, "Adafactor is not known to work elementwise", "AdamW"),
-        ({"optimizer": lambda: None}, "the optimizer cannot be made", "optimizer="),
+        ({"optimizer": lambda: None}, "cannot construct the optimizer", "optimizer="),
         ({"clip_norm": -1}, "clip_norm is -1", "positive"),
         ({"clip_norm": "1"}, "clip_norm is '1'", "positive"),
         ({"clip_norm": float("nan")}, "clip_norm is nan", "positive"),
@@ -607,7 +607,7 @@ def test_corrupt_and_foreign_plans(
 @pytest.mark.parametrize(
     ("field", "key", "value", "said"),
     [
-        ("strategies", "gelu", "S9 -> S9", "is no legal strategy of gelu"),
+        ("strategies", "gelu", "S9 -> S9", "is not a legal strategy of gelu"),
         ("strategies", "gelu", None, "lacks 'gelu'"),
         ("splits", "blocks.0.up.weight", None, "lacks 'blocks.0.up.weight'"),
     ],
@@ -648,14 +648,14 @@ def test_a_plan_for_another_world(small_plan: Plan):
 @pytest.mark.parametrize(
     ("constraints", "said"),
     [
-        ({"fix": {"tp": 2}}, "fix can change nothing"),
-        ({"include": "all", "exact": True, "time_limit_s": 5.0}, "include and exact and time_limit_s can change"),
-        ({"batch": 32}, "the plan is for batch 16; asked for is batch 32"),
-        ({"seq": 8}, "the plan is for seq 16; asked for is seq 8"),
-        ({"cluster": "p5"}, "the plan is for cluster dgx-h100; asked for is cluster p5"),
+        ({"fix": {"tp": 2}}, "fix would have no effect"),
+        ({"include": "all", "exact": True, "time_limit_s": 5.0}, "include and exact and time_limit_s would have no"),
+        ({"batch": 32}, "the plan is for batch 16, but the call asks for batch 32"),
+        ({"seq": 8}, "the plan is for seq 16, but the call asks for seq 8"),
+        ({"cluster": "p5"}, "the plan is for cluster dgx-h100, but the call asks for cluster p5"),
         (
             {"precision": "fp32", "optimizer": "sgd"},
-            "precision bf16, optimizer adamw; asked for is precision fp32, opt",
+            "precision bf16, optimizer adamw, but the call asks for precision fp32, opt",
         ),
     ],
     ids=str,
@@ -676,14 +676,14 @@ def test_a_plan_with_what_it_says_itself(small_plan: Plan):
 
 def test_a_plan_of_a_cluster_that_has_changed(small_plan: Plan):
     changed = small_plan.cluster.model_copy(update={"source": "another"})
-    with pytest.raises(PlanError, match="asked for is cluster dgx-h100 with other figures"):
+    with pytest.raises(PlanError, match="but the call asks for cluster dgx-h100 with other figures"):
         autoptd.parallelize(traced(), plan=small_plan, cluster=changed)
 
 
 def test_a_plan_with_an_optimizer_that_a_file_cannot_hold():
     plan = autoptd.plan(traced(), **EIGHT, optimizer=torch.optim.Adam)
     assert plan.optimizer == "custom"
-    with pytest.raises(PlanError, match="an optimizer of your own") as caught:
+    with pytest.raises(PlanError, match="a custom optimizer") as caught:
         autoptd.parallelize(traced(), plan=plan)
     complete(caught.value)
     autoptd.parallelize(traced(), plan=plan, optimizer=torch.optim.Adam)

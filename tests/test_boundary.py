@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import autoptd
-from autoptd.boundary import OneVoice, public
+from autoptd.boundary import PrintOnce, public
 from autoptd.errors import AutoptdError, InputsError, PlanError
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 
@@ -96,7 +96,7 @@ def test_all_is_shown_where_that_is_asked_for(name: str, monkeypatch: pytest.Mon
 def test_what_is_behind_an_error_is_pointed_at(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AUTOPTD_DEBUG", "0")
     if sys.version_info >= (3, 11):
-        assert "  more   AUTOPTD_DEBUG=1 shows the error behind this one" in shown(lambda: untraceable(2))
+        assert "  more   AUTOPTD_DEBUG=1 shows the error that caused this one" in shown(lambda: untraceable(2))
     assert not any(line.startswith("  more") for line in shown(lambda: gpt(world=0)))
 
 
@@ -139,7 +139,7 @@ def ends(rank: int, error: AutoptdError, monkeypatch: pytest.MonkeyPatch) -> Non
         sys.stderr.write("the whole of it\n")
         said.append(error)
 
-    OneVoice(before)(type(error), error, None)
+    PrintOnce(before)(type(error), error, None)
     assert said == [error], "a hook that was there before is left out"
 
 
@@ -152,9 +152,9 @@ def test_one_rank_says_what_all_would_say(
     assert json.loads(record.read_text())["message"]["message"] == "PlanError: no\n  where  here\n  fix    yes"
     record.unlink()
     ends(0, PlanError("no", where="here", fix="yes"), monkeypatch)
-    assert capsys.readouterr().err == "autoptd: rank 0: PlanError: no (rank 2 says more)\n"
+    assert capsys.readouterr().err == "autoptd: rank 0: PlanError: no (rank 2 shows the details)\n"
     extra = json.loads(record.read_text())["message"]["extraInfo"]
-    assert extra["py_callstack"] == "PlanError: no (rank 2 says more)"
+    assert extra["py_callstack"] == "PlanError: no (rank 2 shows the details)"
     assert int(extra["timestamp"]) > 0
 
 
@@ -204,7 +204,8 @@ def test_four_ranks_that_cannot_trace_the_model():
     lines = [line for line in ranks.splitlines() if "launcher" not in line and not line.startswith("W")]
     assert len(lines) <= MOST
     assert sum(line.startswith("  where  Branch (test_boundary.py:") for line in lines) == 1
-    assert sum("says more)" in line for line in lines) in (1, 2, 3)  # the launcher may be quicker to end the others
+    pointing = sum("shows the details)" in line for line in lines)
+    assert pointing in (1, 2, 3)  # the launcher may be quicker to end the others
     assert "a branch or a loop depends on data" in launcher.split("Root Cause")[1]
 
 

@@ -1,10 +1,9 @@
-"""The project keeps its own rules: who may import whom, what the README promises, what no file may say."""
+"""The project keeps its own rules: its public names, its sources, its continuous integration, its licence."""
 
 from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.test_layers import modules
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 450  # all but the planner are below 400
+LINES = 400  # all but the planner are below 400
 # Another machine's paths, and where packages come from, are nobody's business here.
 FORBIDDEN = ("/" + "work/", "index" + "-url")  # in two parts, so that this file passes
 SKIPPED = {".git", ".hypothesis", ".venv", "__pycache__", "build", "dist", "out", "autoptd.egg-info"}
@@ -43,14 +42,6 @@ def test_every_source_file_says_what_it_is_for_and_is_short():
             assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
 
 
-def test_commands_of_the_readme_exist():
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
-    for page in ("README.md", "CONTRIBUTING.md", ".ci/run"):
-        for target in re.findall(r"\bmake (\w+)\b(?= {2,}#|`|$)", (ROOT / page).read_text("utf-8"), re.MULTILINE):
-            assert target in targets, f"{page} says `make {target}`"
-
-
 def test_ci_runs_what_the_readme_says():
     lines = (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
@@ -58,20 +49,6 @@ def test_ci_runs_what_the_readme_says():
     assert "make lint" in lines
     assert "make wheel" in lines
     assert "set -euo pipefail" in lines
-
-
-def test_files_that_the_readme_names_exist():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    named = re.findall(r"`((?:docs|examples)/[\w./]*)`", readme)
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_the_python_of_the_readme_compiles():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        compile(block, "README.md", "exec")
 
 
 def test_the_license_is_whole():

@@ -130,7 +130,7 @@ def test_the_line_for_tensorboard_writes_the_report() -> None:
     for step in range(2):
         loss = float(parallel.train_step(batch(step)))
         exec(line, {"par": parallel, "writer": writer})
-    assert curves["train/loss", 2] == loss and curves["train/learning_rate", 1] == 0.05
+    assert curves["loss", 2] == loss and curves["learning_rate", 1] == 0.05
 
 
 def test_the_page_runs() -> None:

@@ -1,3 +1,4 @@
-"""Answers to questions about plans, each made of several searches: sweeps, time against memory,
-sensitivity, the cost of a constraint, and why nothing fits. All are built on `query`.
+"""Answers about plans, each from several searches: sweeps, time against memory, sensitivity, the cost of a constraint,
+the alternatives to an op's split, and why nothing fits. `cli` imports them; all build on `query`. This package may
+import `api` and all below it, never `testing`, `verification` or `cli`.
 """

@@ -1,10 +1,10 @@
-"""What each choice made by hand costs: the plan without it, the others kept, and the plan with nothing fixed.
+"""The cost of each constraint (pin): the plan without it, all others kept, and the plan without any constraint.
 
     cost of a pin = step time as asked - step time without the pin
 
-Where the search chooses in its place when it is dropped, a pin costs nothing or more, as far as the search is exact. It
-may gain where it allows what is otherwise not searched (ZeRO-3, say, unless it is included). Some pins are no choices,
-but say how a plan is carried out (`kernels`, say): dropped, the default holds, and their cost compares the two.
+If the search covers what a pin fixes, its cost is never negative, as far as the search is exact. It can be negative if
+the pin allows what is not searched by default (ZeRO-3, say). Pins such as `kernels` are execution options that are
+never searched: without the pin the default applies, and the cost compares the two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoptd.explain.tables import WIDTH, columns, render, seconds, section, sig
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
-# What is searched when it is not fixed: always, or where one of these is included.
+# Options that are searched if not fixed: always, or if one of these dimensions is included.
 _ALWAYS = {
     *("cuts", "dp", "headroom", "max_tp", "micro", "pp", "recompute"),
     *("sequence_parallel", "splits"),
@@ -34,54 +34,54 @@ _INCLUDED = {
     "shards": {"shards"},
     "virtual": {"virtual"},
 }
-_SAME = 5e-4  # of a step: what is less is told as nothing
+_SAME = 5e-4  # of a step: a smaller difference is reported as none
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One choice made by hand, as it is written: `tp=8`, `split *.q_proj.weight=S0`. `key`: of several under a name."""
+    """One constraint as written: `tp=8`, `split *.q_proj.weight=S0`. `key`: its pattern, if a name can have several."""
 
     name: str
     text: str
     key: str | None = None
 
-    def dropped(self, asked: PlanQuery) -> PlanQuery:
-        """The question without it."""
+    def dropped(self, query: PlanQuery) -> PlanQuery:
+        """Return the query without this pin."""
         if self.key is None:
-            return asked.but(**{self.name: None})
-        value = asked.fix[self.name]
+            return query.with_changes(**{self.name: None})
+        value = query.fix[self.name]
         if isinstance(value, Mapping):
             rest: Any = {key: v for key, v in value.items() if key != self.key}
         else:
-            rest = tuple(v for v in _several(value) if v != self.key)
-        return asked.but(**{self.name: rest or None})
+            rest = tuple(v for v in _as_tuple(value) if v != self.key)
+        return query.with_changes(**{self.name: rest or None})
 
 
 def pins_of(fix: Mapping[str, Any]) -> Iterator[Pin]:
-    """Each choice by itself: of `splits` and `whole` every pattern; cuts belong together."""
+    """Yield each constraint by itself: one per pattern of `splits` and `whole`, one for all cuts."""
     for name, value in fix.items():
         if name == "splits":
             yield from (Pin(name, f"split {pattern}={placement}", pattern) for pattern, placement in value.items())
         elif name == "whole":
-            yield from (Pin(name, f"whole {pattern}", pattern) for pattern in dict.fromkeys(_several(value)))
+            yield from (Pin(name, f"whole {pattern}", pattern) for pattern in dict.fromkeys(_as_tuple(value)))
         elif name == "cuts":
-            yield Pin(name, f"cut {', '.join(_several(value))}")
+            yield Pin(name, f"cut {', '.join(_as_tuple(value))}")
         else:
             yield Pin(name, f"{name}={shown(tuple(value) if isinstance(value, list) else value)}")
 
 
-def written(fix: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, text) of each choice made by hand."""
+def pin_texts(fix: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of each constraint."""
     return [(pin.name, pin.text) for pin in pins_of(fix)]
 
 
-def _several(value: str | Iterable[str]) -> tuple[str, ...]:
+def _as_tuple(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 @dataclass(frozen=True)
-class Without:
-    """What was asked, less `pins`. `searched`: whether the search chooses in their place, or defaults hold."""
+class DroppedPins:
+    """The plan without `pins`. `searched`: whether the search decides in their place; if not, defaults apply."""
 
     pins: tuple[Pin, ...]
     what: str
@@ -91,26 +91,26 @@ class Without:
 
     @property
     def step_time_s(self) -> float | None:
-        """Of the plan without the pins."""
+        """Step time of the plan without the pins."""
         return self.found.predicted.step_time_s if isinstance(self.found, Plan) else None
 
     @property
     def cost_s(self) -> float | None:
-        """Seconds of each step that the pins cost; negative where they gain."""
+        """Seconds per step that the pins cost; negative if they gain."""
         return None if self.step_time_s is None else self.chosen.predicted.step_time_s - self.step_time_s
 
     @property
     def cost(self) -> float | None:
-        """The same as a share of the step without them."""
+        """The cost as a share of the step without the pins."""
         return None if self.cost_s is None or self.step_time_s is None else self.cost_s / self.step_time_s
 
     @property
     def changed(self) -> list[str]:
-        """What would be otherwise."""
+        """Changes from the plan as asked to the plan without the pins."""
         return changes(self.chosen, self.found) if isinstance(self.found, Plan) else []
 
     def to_data(self) -> dict[str, Any]:
-        """For machines: seconds."""
+        """Return the row as JSON data, in seconds."""
         return {
             "dropped": [pin.text for pin in self.pins],
             "searched": self.searched,
@@ -123,73 +123,73 @@ class Without:
         }
 
 
-def pin_costs(asked: PlanQuery, chosen: Plan, progress: Progress | None = None) -> list[Without]:
-    """A row for each pin dropped by itself, one for all that are searched, one for all; each question asked once.
+def pin_costs(query: PlanQuery, chosen: Plan, progress: Progress | None = None) -> list[DroppedPins]:
+    """Plan without each pin, without all searched ones, and without any; each set of pins once.
 
-    chosen: the plan of `asked`. Raises what planning raises but DoesNotFit and PlanError, which are answers.
+    chosen: the plan of `query`. Raises what planning raises, except DoesNotFit and PlanError, which are answers.
     """
-    progress, pins = progress or Silent(), tuple(pins_of(asked.fix))
-    choices = tuple(pin for pin in pins if _is_searched(pin.name, asked))
+    progress, pins = progress or Silent(), tuple(pins_of(query.fix))
+    choices = tuple(pin for pin in pins if _is_searched(pin.name, query))
     groups: list[tuple[tuple[Pin, ...], str]] = [((pin,), pin.text) for pin in pins]
-    groups += [(choices, "all that is searched"), (pins, "nothing fixed")]
-    rows: list[Without] = []
+    groups += [(choices, "all that are searched"), (pins, "all constraints")]
+    rows: list[DroppedPins] = []
     for group, what in groups:
         if not group or group in [row.pins for row in rows]:
             continue
-        with progress.stage(f"plan without {what}" if len(group) == 1 else f"plan with {what} free"):
-            found = _answer(asked, group)
-        rows.append(Without(group, what, all(_is_searched(pin.name, asked) for pin in group), chosen, found))
+        with progress.stage(f"plan without {what}"):
+            found = _answer(query, group)
+        rows.append(DroppedPins(group, what, all(_is_searched(pin.name, query) for pin in group), chosen, found))
     return rows
 
 
-def _is_searched(name: str, asked: PlanQuery) -> bool:
-    include = asked.options.get("include", ())
+def _is_searched(name: str, query: PlanQuery) -> bool:
+    include = query.options.get("include", ())
     included = {include} if isinstance(include, str) else set(include)
     return name in _ALWAYS or (name in _INCLUDED and ("all" in included or bool(_INCLUDED[name] & included)))
 
 
-def _answer(asked: PlanQuery, dropped: Sequence[Pin]) -> Plan | AutoptdError:
+def _answer(query: PlanQuery, dropped: Sequence[Pin]) -> Plan | AutoptdError:
     for pin in dropped:
-        asked = pin.dropped(asked)
+        query = pin.dropped(query)
     try:
-        return asked.plan()
+        return query.plan()
     except (DoesNotFit, PlanError) as error:
         return error
 
 
-def pins_text(title: str, rows: Sequence[Without], width: int = WIDTH) -> str:
-    """A row for what is dropped: the step without it, what the pin costs, and which plan it would be."""
+def pins_text(title: str, rows: Sequence[DroppedPins], width: int = WIDTH) -> str:
+    """Return a table with a row per dropped set of pins: step time, cost, and the changes of the plan."""
     chosen = rows[0].chosen
-    table = columns("dropped", "step>", "it costs>", "", "the plan without it", gap=1 if width < WIDTH else 2)
+    table = columns("dropped", "step>", "cost>", "", "plan without it", gap=1 if width < WIDTH else 2)
     for row in rows:
         table.add_row(_dropped(row), *_cells(row), _instead(row))
     head = f"as asked: {short(chosen)}, {seconds(chosen.predicted.step_time_s)} a step"
-    parts = [title, head, *section("What choices made by hand cost", table)]
+    parts = [title, head, *section("Cost of each constraint", table)]
     return render([*parts, *_remarks(rows)], width)
 
 
-def _dropped(row: Without) -> str:
+def _dropped(row: DroppedPins) -> str:
     alone = len(row.pins) == 1
-    return row.what if alone or row.what == "nothing fixed" else f"{row.what}: {', '.join(p.name for p in row.pins)}"
+    return row.what if alone or row.what == "all constraints" else f"{row.what}: {', '.join(p.name for p in row.pins)}"
 
 
-def _cells(row: Without) -> tuple[str, str, str]:
+def _cells(row: DroppedPins) -> tuple[str, str, str]:
     if row.step_time_s is None or row.cost_s is None or row.cost is None:
         return "–", "–", ""
     if abs(row.cost) < _SAME:
-        return seconds(row.step_time_s), "nothing", ""
+        return seconds(row.step_time_s), "none", ""
     return seconds(row.step_time_s), signed(row.cost_s, seconds(row.cost_s)), f"{row.cost:+.1%}"
 
 
-def _instead(row: Without) -> str:
+def _instead(row: DroppedPins) -> str:
     if isinstance(row.found, AutoptdError):
         return reason(row.found)
-    instead = ", ".join(row.changed) or "the same"
-    return instead if row.searched or len(row.pins) > 1 else f"{instead} (not searched: the default)"
+    instead = ", ".join(row.changed) or "unchanged"
+    return instead if row.searched or len(row.pins) > 1 else f"{instead} (the default, not searched)"
 
 
-def _remarks(rows: Sequence[Without]) -> list[str]:
+def _remarks(rows: Sequence[DroppedPins]) -> list[str]:
     gains = [row.pins[0].text for row in rows if len(row.pins) == 1 and row.searched and (row.cost or 0.0) < -_SAME]
     if not gains:
         return []
-    return ["", f"{', '.join(gains)}: better than free, being what the search leaves out, or did not get to (--exact)"]
+    return ["", f"{', '.join(gains)}: faster than without, since the search excludes or did not reach it (--exact)"]

@@ -1,50 +1,53 @@
-"""Why nothing fits, as a person reads it."""
+"""The text of an infeasibility explanation."""
 
 from __future__ import annotations
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from autoptd.answers.infeasibility import UNWRITTEN, Conflict
+from autoptd.answers.infeasibility import PREDICTED_ONLY, Conflict
 from autoptd.explain.choices import short
 from autoptd.explain.tables import WIDTH, columns, gib, rate, render, seconds, section
 from autoptd.fold_names import ranges
 
-_STAGES = 4  # told one by one
+_STAGES = 4  # listed one by one
 
 
 def conflict_text(found: Conflict, width: int = WIDTH) -> str:
-    """What cannot be had together, what is missing where, and the ways out with their step times."""
+    """Return the conflicting constraints, the shortfall of each stage, and a table of remedies with step times."""
     parts: list[RenderableType] = [Text(_blame(found)), *map(Text, _missing(found))]
     table = columns("", "step>", "tokens/s>", "plan", gap=1 if width < WIDTH else 2, whole=True)
     for remedy in found.remedies:
-        said = remedy.plan.predicted
-        note = " (predicted only)" if remedy.kind == UNWRITTEN and remedy.plan.not_runnable else ""
-        table.add_row(remedy.what, seconds(said.step_time_s), rate(said.tokens_per_s), short(remedy.plan) + note)
-    parts += section("Ways out, each one planned", table if found.remedies else None)
+        predicted = remedy.plan.predicted
+        note = " (predicted only)" if remedy.kind == PREDICTED_ONLY and remedy.plan.not_runnable else ""
+        table.add_row(
+            remedy.what, seconds(predicted.step_time_s), rate(predicted.tokens_per_s), short(remedy.plan) + note
+        )
+    parts += section("Remedies, each with its plan", table if found.remedies else None)
     if not found.remedies and not found.untried:
-        parts.append(Text("no single change that was tried is a way out"))
+        parts.append(Text("no single change that was tried makes a plan fit"))
     if found.untried:
-        parts.append(Text(f"no time to try: {', '.join(found.untried)} (--why takes the time)"))
+        parts.append(Text(f"not tried for lack of time: {', '.join(found.untried)} (--why tries them)"))
     return render(parts, width)
 
 
 def _blame(found: Conflict) -> str:
     pins = [f"{name}={text}" for name, text in found.pins.items()]
     if not pins:
-        return "no pin is to blame: with nothing fixed there is no room either"
+        return "no constraint is to blame: nothing fits without constraints either"
     if len(pins) == 1 and found.minimal:
-        return f"{pins[0]} alone leaves no room; without it there is"
-    together = f"{', '.join(pins)} together leave no room"
-    return f"{together}; without any one of them there is" if found.minimal else f"of these some do: {', '.join(pins)}"
+        return f"{pins[0]} does not fit; without it a plan fits"
+    if not found.minimal:
+        return f"some of these do not fit together: {', '.join(pins)}"
+    return f"{', '.join(pins)} do not fit together; without any one of them a plan fits"
 
 
 def _missing(found: Conflict) -> list[str]:
-    if found.leanest is None:
+    if found.least_memory is None:
         return []
     missing = found.missing_bytes
     over = [i for i, nbytes in enumerate(missing) if nbytes]
-    head = f"leanest as asked: {short(found.leanest)}, on devices of {gib(found.device_bytes)}"
+    head = f"least memory as asked: {short(found.least_memory)}, on devices of {gib(found.device_bytes)}"
     if len({missing[i] for i in over}) == 1 or len(over) > _STAGES:
         most = max(missing)
         text = (

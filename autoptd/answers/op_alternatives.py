@@ -1,8 +1,8 @@
-"""Why an op, or a parameter, lies as it does: each legal alternative, and what the whole model then costs.
+"""The alternatives to the split of an op or parameter: each legal one, and what the whole model then costs.
 
-An alternative is priced by solving the splits ILP again with that one choice fixed: everything around it may follow.
-Differences are to the plan, per microbatch and rank, over all layers alike (an op stands for those of its kind).
-Where an alternative is faster, the plan paid for something else: for bytes kept, or for what was placed by hand.
+An alternative is priced by solving the splits ILP again with that one choice fixed; all other choices may change.
+Differences are relative to the plan, per microbatch and rank, over all layers (an op stands for all of its kind). If an
+alternative is faster, the plan traded time for something else: bytes saved for backward, or a placement fixed by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from autoptd.answers.reprice import question_of
+from autoptd.answers.reprice import sharding_query_of
 from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import PlanError, nearest
@@ -29,7 +29,7 @@ from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 _MOST = 6  # ops explained at once
-_NAMED = 2  # parameters named that lie otherwise
+_NAMED = 2  # moved parameters named in a row
 
 
 @dataclass(frozen=True)
@@ -38,33 +38,33 @@ class SplitNode:
 
     kind: str
     name: str
-    node: str  # of the problem
-    position: int  # of an op among the kind's nodes, of a parameter among its parameters
+    node: str  # name of the node in the problem
+    position: int  # of an op among the nodes of the kind, of a parameter among its parameters
     is_op: bool
     chosen: str
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What the model costs with one choice; seconds and bytes are differences to the plan. None: it cannot be had."""
+    """The cost of the model with one choice, as differences from the plan; None if the choice is infeasible."""
 
     label: str
     chosen: bool
-    own_s: float | None  # of the op alone, forward and backward, over all of its kind; None for parameters
+    own_s: float | None  # time of the op alone, forward and backward, over all of its kind; None for parameters
     compute_s: float | None
     communication_s: float | None
     kept_bytes: float | None
-    moved: tuple[tuple[str, str], ...] = ()  # parameters that lie otherwise, folded, and how
+    moved: tuple[tuple[str, str], ...] = ()  # parameters that are placed differently, folded -> new placement
 
     @property
     def total_s(self) -> float | None:
-        """Difference in a microbatch's forward and backward through the whole model."""
+        """Difference in the forward and backward pass of one microbatch through the whole model."""
         if self.compute_s is None or self.communication_s is None:
             return None
         return self.compute_s + self.communication_s
 
     def to_data(self) -> dict[str, Any]:
-        """For machines: seconds and bytes."""
+        """Return the alternative as JSON data, in seconds and bytes."""
         return {
             "choice": self.label,
             "chosen": self.chosen,
@@ -79,37 +79,37 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Why:
+class OpAlternatives:
     """A slot with its alternatives, the plan's own first, then the cheapest first."""
 
     slot: SplitNode
     alternatives: tuple[Alternative, ...]
 
     def to_data(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the slot and its alternatives as JSON data."""
         found = [alternative.to_data() for alternative in self.alternatives]
         return {"kind": self.slot.kind, "name": self.slot.name, "chosen": self.slot.chosen, "alternatives": found}
 
 
-def why(
+def op_alternatives(
     plan: Plan, traced: TracedModel, name: str, progress: Progress | None = None
-) -> tuple[list[Why], list[SplitNode]]:
-    """Explanations of what `name` names, and the slots beyond the first few that were left out.
+) -> tuple[list[OpAlternatives], list[SplitNode]]:
+    """Return the alternatives of the first few slots that `name` matches, and the slots omitted.
 
     name: a parameter or a module, by its path, a part of it (`mlp.c_fc`) or a pattern (`*.q_proj.weight`); an op as
-    `explain --all` shows it (`linear_3`, `kind/linear_3`); a kind of segment. Raises PlanError where nothing has that
+    `explain --all` shows it (`linear_3`, `kind/linear_3`); a kind of segment. Raises PlanError if nothing has that
     name, PlanFileError for the plan of another model.
     """
     progress = progress or Silent()
     sharding = read_sharding(traced, plan)
     slots = find(traced.folded, sharding, name)
-    tensors = traced.known.tensors(question_of(plan, traced))
+    tensors = traced.known.tensors(sharding_query_of(plan, traced))
     base = tensors.priced(sharding)
-    slots = sorted(slots, key=lambda slot: -_chosen_s(tensors, slot))  # views and the like last
+    slots = sorted(slots, key=lambda slot: -_chosen_s(tensors, slot))  # free ops such as views last
     found = []
     for slot in slots[:_MOST]:
         with progress.stage(f"try the alternatives of {slot.name}"):
-            found.append(Why(slot, _alternatives(tensors, base, slot)))
+            found.append(OpAlternatives(slot, _alternatives(tensors, base, slot)))
     return found, slots[_MOST:]
 
 
@@ -117,7 +117,7 @@ def why(
 
 
 def find(folded: Folded, sharding: Sharding, name: str) -> list[SplitNode]:
-    """What a name names, each kind of segment once. Raises PlanError with the nearest names."""
+    """Return the slots that a name matches, each kind of segment once. Raises PlanError with the nearest names."""
     slots = list(dict.fromkeys(_parameters(folded, sharding, name))) or list(
         dict.fromkeys(_ops(folded, sharding, name))
     )
@@ -156,7 +156,7 @@ def _ops(folded: Folded, sharding: Sharding, name: str) -> Iterator[SplitNode]:
 
 
 def _is_named(path: str, name: str) -> bool:
-    """Whether a dotted name is a path, or a run of its parts: `mlp.c_fc` of `h.0.mlp.c_fc`."""
+    """Return whether a dotted name is a path or consecutive parts of it: `mlp.c_fc` of `h.0.mlp.c_fc`."""
     return f".{name}." in f".{path}."
 
 
@@ -188,7 +188,7 @@ def _alternative(tensors: Tensors, base: Sharded, slot: SplitNode, label: str) -
 
 
 def _layers(folded: Folded, slot: SplitNode) -> set[str]:
-    """Names of a parameter in all segments of its kind."""
+    """Return the names of a parameter in all segments of its kind."""
     alike = [segment for segment in folded.segments if segment.kind == slot.kind]
     return {folded.traced.parameters[segment.parameters[slot.position].name] for segment in alike}
 
@@ -206,42 +206,44 @@ def _own_s(tensors: Tensors, slot: SplitNode, label: str) -> float | None:
 
 
 def _kept(tensors: Tensors, sharded: Sharded) -> float:
-    """Bytes of activations of a microbatch, over all segments."""
+    """Return the bytes of activations that a microbatch saves for backward, over all segments."""
     return sum(tensors.folded.multiplicity(kind) * cost.activation_bytes for kind, cost in sharded.costs.items())
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
-def why_text(plan: Plan, found: Sequence[Why], left: Sequence[SplitNode], width: int = WIDTH) -> str:
-    """A table per op or parameter: what each alternative costs more than the plan."""
+def op_alternatives_text(
+    plan: Plan, found: Sequence[OpAlternatives], omitted: Sequence[SplitNode], width: int = WIDTH
+) -> str:
+    """Return a table per op or parameter with the cost of each alternative relative to the plan."""
     parts: list[Any] = []
     if plan.mesh.tp == 1:
-        parts.append("tp is 1: nothing is split, and no op has an alternative")
+        parts.append("tp is 1: nothing is split, so no op has an alternative")
     for one in found:
         title = f"{one.slot.name} in {one.slot.kind}" if one.slot.is_op else one.slot.name
         parts += section(f"{title}: {one.slot.chosen}", _table(one, width))
-    if left:
-        names = ", ".join(slot.name for slot in left)
-        parts += ["", f"and {len(left)} more: {names}; name one of them"]
-    told = (
-        "a choice: how the operands lie -> how the results do; op itself: in all blocks of its kind; the rest are "
-        "differences to the plan, of a microbatch through the whole model with everything around the choice chosen "
-        "best; also: what then lies otherwise"
+    if omitted:
+        names = ", ".join(slot.name for slot in omitted)
+        parts += ["", f"and {len(omitted)} more: {names}; name one of them"]
+    legend = (
+        "choice: placements of the operands -> of the results; op itself: its time in all blocks of its kind; the "
+        "other columns: differences from the plan, for one microbatch through the whole model, with all other splits "
+        "chosen anew; saved: bytes saved for backward; also: parameters that are then placed differently"
     )
-    return render([*parts, "", Text(told)], width).lstrip("\n")
+    return render([*parts, "", Text(legend)], width).lstrip("\n")
 
 
-def _table(one: Why, width: int) -> Any:
+def _table(one: OpAlternatives, width: int) -> Any:
     ops = one.slot.is_op
     heads = ["op itself>"] if ops else []
     table = columns(
-        "choice", *heads, "compute>", "comm>", "total>", "kept>", "also", gap=1 if width < WIDTH else 2, whole=True
+        "choice", *heads, "compute>", "comm>", "total>", "saved>", "also", gap=1 if width < WIDTH else 2, whole=True
     )
     for row in one.alternatives:
         own = [seconds(row.own_s) if row.own_s is not None else ""] if ops else []
         if row.total_s is None:
-            table.add_row(row.label, *own, "–", "–", "–", "–", "cannot be met by what is around it")
+            table.add_row(row.label, *own, "–", "–", "–", "–", "infeasible with its neighbours")
             continue
         times = [_time(row.compute_s), _time(row.communication_s), _time(row.total_s)]
         cells = ["", "", "plan", ""] if row.chosen else [*times, _bytes(row.kept_bytes)]
@@ -258,7 +260,7 @@ def _bytes(value: float | None) -> str:
 
 
 def _moved(moved: Sequence[tuple[str, str]]) -> str:
-    """`attn.c_proj.weight → S1`: the end of a name tells enough beside the module that was asked for."""
+    """Return the moved parameters as `attn.c_proj.weight → S1`, by the last parts of their names."""
     ends = list(dict.fromkeys(f"{'.'.join(name.split('.')[-3:])} → {text}" for name, text in moved))
     more = f" and {len(ends) - _NAMED} more" if len(ends) > _NAMED else ""
     return ", ".join(ends[:_NAMED]) + more

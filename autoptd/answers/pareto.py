@@ -1,9 +1,9 @@
-"""Time against memory: what a step costs when devices have less memory, point by point.
+"""The trade-off of step time against memory: the fastest plan for less and less device memory.
 
-The plan is made again on devices that have just less than the last plan needs, until nothing fits. What another point
-beats in both time and memory is left out. Needed is what decides whether a plan fits: with the least that the
-allocator holds free, not with what it usually does, which `explain` shows as overhead. Each point needs at least 8 %
-less than the one before, so that a hundred layers do not make a hundred points.
+Each plan is made for devices with slightly less memory than the previous plan needs, until nothing fits. Points that
+another one beats in both time and memory are left out. The memory needed is what decides whether a plan fits: it
+includes the minimum that the allocator keeps free, not the usual amount, which `explain` shows as overhead. Each point
+needs at least 8 % less than the one before, so that a hundred layers do not make a hundred points.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from autoptd.explain.tables import GIB, WIDTH, columns, gib, render, seconds, se
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
-_STEP = 0.08  # of the memory that the last point needs
+_STEP = 0.08  # of the memory that the previous point needs
 _POINTS = 30  # plans made, at most
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Points from the fastest to the leanest, none beaten by another; `refused_bytes`: with that nothing fits.
+    """Non-dominated plans, from the fastest to the one with the least memory.
 
-    `complete` is false where the time or the number of plans ended before.
+    refused_bytes: device memory with which nothing fits. complete: false if a limit of time or plans came first.
     """
 
     points: tuple[Plan, ...]
@@ -38,7 +38,7 @@ class Frontier:
     complete: bool
 
     def to_data(self) -> dict[str, Any]:
-        """For machines: seconds and bytes."""
+        """Return the points as JSON data, in seconds and bytes."""
         return {
             "points": [
                 {
@@ -56,35 +56,35 @@ class Frontier:
 
 
 def needed_by_stage(plan: Plan) -> list[int]:
-    """Bytes that a device of each pipeline rank must have, by what decides whether a plan fits."""
+    """Return the bytes that a device of each pipeline rank must have for the plan to fit."""
     return [Memory(**row).needed for row in plan.predicted.memory]
 
 
 def needed_bytes(plan: Plan) -> int:
-    """Bytes that every device must have: those of the fullest rank."""
+    """Return the bytes that every device must have: those of the fullest rank."""
     return max(needed_by_stage(plan))
 
 
 def frontier(
-    asked: PlanQuery,
+    query: PlanQuery,
     *,
     time_limit_s: float = math.inf,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Frontier:
-    """The fastest plan for each memory. Raises DoesNotFit where not even the devices' own memory suffices."""
+    """Return the fastest plan for each device memory. Raises DoesNotFit if nothing fits in all of the memory."""
     progress, started = progress or Silent(), clock()
     with progress.stage("plan with all memory"):
-        found = [asked.plan()]
+        found = [query.plan()]
     refused, complete = None, False
     while len(found) < _POINTS and clock() - started <= time_limit_s:
         limit = math.floor(needed_bytes(found[-1]) * (1 - _STEP))
-        if limit <= asked.cluster.device.context_bytes:
+        if limit <= query.cluster.device.context_bytes:
             complete = True
             break
         with progress.stage(f"plan with {gib(limit)}"):
             try:
-                found.append(asked.with_memory(limit).plan())
+                found.append(query.with_memory(limit).plan())
             except DoesNotFit:
                 refused, complete = limit, True
                 break
@@ -92,7 +92,7 @@ def frontier(
 
 
 def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """From the fastest to the leanest: each must need less than all that are at least as fast."""
+    """Return the plans sorted by step time, of which each needs less memory than every faster one."""
     kept: list[Plan] = []
     for plan in sorted(plans, key=lambda p: (p.predicted.step_time_s, needed_bytes(p))):
         if not kept or needed_bytes(plan) < needed_bytes(kept[-1]):
@@ -101,8 +101,8 @@ def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
 
 
 def pareto_text(title: str, found: Frontier, width: int = WIDTH) -> str:
-    """A row per point, with what changes from the one above."""
-    table = columns("needs, GiB>", "step>", "slower>", "what changes", gap=1 if width < WIDTH else 2)
+    """Return a table with a row per point and its changes from the row above."""
+    table = columns("needs, GiB>", "step>", "slower>", "changes", gap=1 if width < WIDTH else 2)
     fastest = found.points[0]
     for before, plan in zip((None, *found.points), found.points, strict=False):
         slower = plan.predicted.step_time_s / fastest.predicted.step_time_s - 1
@@ -110,5 +110,5 @@ def pareto_text(title: str, found: Frontier, width: int = WIDTH) -> str:
         cells = [f"{needed_bytes(plan) / GIB:.1f}", seconds(plan.predicted.step_time_s)]
         table.add_row(*cells, f"{slower:+.1%}" if before else "", what)
     ends = [] if found.refused_bytes is None else [f"nothing fits in {gib(found.refused_bytes)}"]
-    ends += [] if found.complete else ["leaner points were not looked for: the time or the number of plans was spent"]
-    return render([title, *section("The fastest plan for each memory of a device", table), *ends], width)
+    ends += [] if found.complete else ["less memory was not tried: the limit of time or of plans was reached"]
+    return render([title, *section("Fastest plan for each device memory", table), *ends], width)

@@ -1,7 +1,6 @@
-"""A question to the planner as a value: what is asked, what of it the asker pinned, and the same with a change.
+"""A query to the planner as a value, and variations of it.
 
-The model is traced once. Its graph holds for every length of a sequence, so that a question about another length only
-changes a size.
+The model is traced once. Its graph is valid for every sequence length, so another length only changes a size.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from autoptd.search.constraints.assumed import by_keyword
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """What `autoptd.plan` is asked. `fix`: what it fixes and what it assumes. `options`: further keywords of it."""
+    """Arguments of `autoptd.plan`. `fix`: its keywords `fix` and `assume` in one; `options`: its other keywords."""
 
     traced: TracedModel
     world: int
     cluster: Cluster
-    batch: int  # samples of a step over all devices
+    batch: int | None  # samples per step over all devices; None: the default of `autoptd.plan`
     fix: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""  # of the model; left out, the traced one's
+    name: str = ""  # of the model; default: that of the traced model
 
     def plan(self, progress: Progress | None = None) -> Plan:
-        """The plan. Raises DoesNotFit, PlanError."""
+        """Return the plan. Raises DoesNotFit, PlanError."""
         fix, assume = by_keyword(self.fix)
         found = autoptd.api.plan(
             self.traced,
@@ -48,37 +47,37 @@ class PlanQuery:
         )
         return found.model_copy(update={"model": self.name}) if self.name else found
 
-    def but(self, **changes: Any) -> PlanQuery:
-        """The same with other values: of `world`, `batch`, `cluster`, `seq`, or of what can be fixed (None: free).
+    def with_changes(self, **changes: Any) -> PlanQuery:
+        """Return the query with other values of `world`, `batch`, `cluster`, `seq` or fixable options (None: free).
 
-        Raises InputsError for a `seq` where the model has none.
+        Raises InputsError for `seq` if the model has no sequence.
         """
-        asked = self
+        query = self
         for name, value in changes.items():
             if name in ("world", "batch"):
-                asked = replace(asked, **{name: value})
+                query = replace(query, **{name: value})
             elif name == "cluster":
-                asked = replace(asked, cluster=value if isinstance(value, Cluster) else Cluster.load(value))
+                query = replace(query, cluster=value if isinstance(value, Cluster) else Cluster.load(value))
             elif name == "seq":
-                asked = replace(asked, traced=with_seq(asked.traced, value))
+                query = replace(query, traced=with_seq(query.traced, value))
             else:
-                others = {n: v for n, v in asked.fix.items() if n != name}
-                asked = replace(asked, fix=others if value is None else others | {name: value})
-        return asked
+                others = {n: v for n, v in query.fix.items() if n != name}
+                query = replace(query, fix=others if value is None else others | {name: value})
+        return query
 
     def within(self, seconds: float) -> PlanQuery:
-        """The same with less time, once there is a plan."""
+        """Return the query with at most `seconds` of search after the first plan."""
         limit_s = min(seconds, self.options.get("time_limit_s") or math.inf)
         return self if limit_s == math.inf else replace(self, options={**self.options, "time_limit_s": limit_s})
 
     def with_memory(self, nbytes: int) -> PlanQuery:
-        """The same on devices of `nbytes` of memory."""
+        """Return the query for devices with `nbytes` of memory."""
         device = self.cluster.device.model_copy(update={"memory_bytes": nbytes})
         return replace(self, cluster=self.cluster.model_copy(update={"device": device}))
 
 
 def with_seq(traced: TracedModel, seq: int) -> TracedModel:
-    """The traced model for samples of `seq` tokens. Raises InputsError where it has no sequence."""
+    """Return the traced model for samples of `seq` tokens. Raises InputsError if it has no sequence."""
     if SEQUENCE not in traced.sizes:
         raise InputsError(
             f"{traced.name} has no sequence whose length could be changed", where="seq", fix="leave it out"

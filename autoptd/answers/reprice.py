@@ -1,4 +1,4 @@
-"""A plan that stands, predicted on another cluster: nothing is searched, its splits, cuts and recomputation stay."""
+"""Prediction of an existing plan on another cluster, without a search: same splits, cuts and recomputation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from autoptd.search.sharding.cache import ShardingQuery
 from autoptd.search.sharding.kind_cost import PARTIAL
 
 
-def question_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None) -> ShardingQuery:
-    """What the splits of a plan answer, on its own cluster or another."""
+def sharding_query_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None) -> ShardingQuery:
+    """Return the query of the splits problem that a plan's splits answer, for its own cluster or another."""
     sizes = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
     if SEQUENCE in sizes:
         sizes[SEQUENCE] //= plan.mesh.cp
@@ -41,11 +41,11 @@ def question_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None)
 
 
 def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
-    """Seconds of a step of `plan` on `cluster`, by the action lists that would run; whether it fits is not asked.
+    """Return the seconds of a step of `plan` on `cluster`, simulated with the plan's action lists.
 
-    Raises PlanFileError for the plan of another graph.
+    Whether the plan fits is not checked. Raises PlanFileError for the plan of another graph.
     """
-    tensors = traced.known.tensors(question_of(plan, traced, cluster))
+    tensors = traced.known.tensors(sharding_query_of(plan, traced, cluster))
     candidate = Candidate(
         dp=plan.mesh.dp,
         tp=plan.mesh.tp,
@@ -67,6 +67,6 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
 
 
 def _method(plan: Plan) -> Method:
-    asked = {f.name: getattr(plan.method, f.name) for f in fields(Method) if hasattr(plan.method, f.name)}
+    query = {f.name: getattr(plan.method, f.name) for f in fields(Method) if hasattr(plan.method, f.name)}
     schedule = {"cp": plan.mesh.cp, "virtual": plan.schedule.virtual, "schedule": plan.schedule.kind}
-    return Method(**{**asked, **schedule})
+    return Method(**{**query, **schedule})

@@ -1,8 +1,8 @@
-"""How much a plan hangs on what is believed of the cluster: each rate and the memory, 20 % less and 20 % more.
+"""Sensitivity of a plan to the description of the cluster: each rate and the memory, 20 % less and 20 % more.
 
-    regret = step time of the plan chosen, on the changed cluster ÷ step time of the best plan there - 1
+    regret = step time of the chosen plan on the changed cluster ÷ step time of the best plan there - 1
 
-The plan chosen is the one for the cluster as described; on the changed one its splits, cuts and recomputation stay.
+The chosen plan is the one for the cluster as described; it keeps its splits, cuts and recomputation on the changed one.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
 FACTORS = (0.8, 1.2)
-_SAME = 1e-6  # of a step: times that differ by less are equal
+_SAME = 1e-6  # of a step: smaller differences count as equal
 
 
 @dataclass(frozen=True)
 class Reaction:
-    """What one change of the cluster does. `best`: the plan for the changed cluster, or why there is none there.
+    """The effect of one change of the cluster. `best`: the plan for the changed cluster, or why nothing fits there.
 
-    `kept_s`: a step of the plan chosen; None where that does not fit.
+    chosen_s: step time of the chosen plan there; None if it does not fit.
     """
 
     what: str
     factor: float
     chosen: Plan
     best: Plan | DoesNotFit
-    kept_s: float | None
+    chosen_s: float | None
 
     @property
     def best_s(self) -> float | None:
-        """Seconds of a step of the better of the two, as the search found them."""
-        times = [self.kept_s] if self.kept_s is not None else []
+        """Step time of the faster of the two plans: the search need not be exact."""
+        times = [self.chosen_s] if self.chosen_s is not None else []
         times += [self.best.predicted.step_time_s] if isinstance(self.best, Plan) else []
         return min(times, default=None)
 
     @property
     def regret(self) -> float | None:
-        """What keeping the plan chosen costs; None where it does not fit."""
-        return None if self.kept_s is None or self.best_s is None else self.kept_s / self.best_s - 1
+        """The relative cost of keeping the chosen plan; None if it does not fit."""
+        return None if self.chosen_s is None or self.best_s is None else self.chosen_s / self.best_s - 1
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """What another plan would do otherwise, if it gains anything; empty where the choice stays."""
+        """Changes from the chosen plan to the best one; empty if these gain nothing."""
         if not isinstance(self.best, Plan) or (self.regret is not None and self.regret <= _SAME):
             return ()
         return tuple(changes(self.chosen, self.best))
 
     def to_data(self) -> dict[str, Any]:
-        """For machines: seconds."""
+        """Return the reaction as JSON data, in seconds."""
         return {
             "what": self.what,
             "factor": self.factor,
             "changes": list(self.changed),
             "step_time_s": self.best_s,
-            "kept_step_time_s": self.kept_s,
+            "kept_step_time_s": self.chosen_s,
             "regret": self.regret,
             "refused": reason(self.best) if isinstance(self.best, DoesNotFit) else None,
         }
 
 
 def variants(cluster: Cluster) -> dict[str, Callable[[float], Cluster]]:
-    """What is changed, and the cluster with it times a factor. One level of links has no rate between nodes."""
+    """Return property -> function from a factor to the cluster with that property scaled."""
     found: dict[str, Callable[[float], Cluster]] = {
         "links in a node": lambda f: _with_levels(cluster, (_faster(cluster.levels[0], f), *cluster.levels[1:]))
     }
@@ -107,51 +107,50 @@ def _peaks(device: Device, factor: float) -> Any:
     return peaks.model_copy(update={name: getattr(peaks, name) * factor for name in type(peaks).model_fields})
 
 
-def sensitivity(asked: PlanQuery, chosen: Plan, progress: Progress | None = None) -> list[Reaction]:
-    """Two reactions for each thing that is changed. Raises what planning raises but DoesNotFit, which is an answer."""
+def sensitivity(query: PlanQuery, chosen: Plan, progress: Progress | None = None) -> list[Reaction]:
+    """Return a reaction per property and factor. Raises what planning raises, except DoesNotFit, which is an answer."""
     progress = progress or Silent()
     found = []
-    for what, variant in variants(asked.cluster).items():
+    for what, variant in variants(query.cluster).items():
         for factor in FACTORS:
             cluster = variant(factor)
             with progress.stage(f"plan with {what} {factor - 1:+.0%}"):
-                found.append(_reaction(asked, chosen, what, factor, cluster))
+                found.append(_reaction(query, chosen, what, factor, cluster))
     return found
 
 
-def _reaction(asked: PlanQuery, chosen: Plan, what: str, factor: float, cluster: Cluster) -> Reaction:
+def _reaction(query: PlanQuery, chosen: Plan, what: str, factor: float, cluster: Cluster) -> Reaction:
     best: Plan | DoesNotFit
     try:
-        best = asked.but(cluster=cluster).plan()
+        best = query.with_changes(cluster=cluster).plan()
     except DoesNotFit as error:
         best = error
     fits = needed_bytes(chosen) <= cluster.device.memory_bytes
-    kept_s = step_time_on(chosen, asked.traced, cluster) if fits else None
-    return Reaction(what, factor, chosen, best, kept_s)
+    chosen_s = step_time_on(chosen, query.traced, cluster) if fits else None
+    return Reaction(what, factor, chosen, best, chosen_s)
 
 
 def sensitivity_text(title: str, found: Sequence[Reaction], width: int = WIDTH) -> str:
-    """A row per change, and a sentence on what the plan hangs on."""
+    """Return a table with a row per change, and a sentence with the largest regret."""
     chosen = found[0].chosen
-    table = columns(
-        "", "by>", "best step>", "against>", "regret>", "the best plan there", gap=1 if width < WIDTH else 2
-    )
+    gap = 1 if width < WIDTH else 2
+    table = columns("changed", "by>", "best step>", "vs chosen>", "regret>", "best plan there", gap=gap)
     for row in found:
         cells = ["–", "–"]
         if row.best_s is not None:
             cells = [seconds(row.best_s), f"{row.best_s / chosen.predicted.step_time_s - 1:+.1%}"]
-        regret = "no fit" if row.kept_s is None else "none" if not row.regret else f"{row.regret:.1%}"
-        what = reason(row.best) if isinstance(row.best, DoesNotFit) else ", ".join(row.changed) or "the same"
+        regret = "no fit" if row.chosen_s is None else "none" if not row.regret else f"{row.regret:.1%}"
+        what = reason(row.best) if isinstance(row.best, DoesNotFit) else ", ".join(row.changed) or "unchanged"
         table.add_row(row.what, f"{row.factor - 1:+.0%}", *cells, regret, what)
     head = f"chosen: {short(chosen)}, {seconds(chosen.predicted.step_time_s)} a step"
-    return render([title, head, *section("If the cluster were otherwise", table), "", _verdict(found)], width)
+    return render([title, head, *section("On a changed cluster", table), "", _verdict(found)], width)
 
 
 def _verdict(found: Sequence[Reaction]) -> str:
-    said = []
-    if lost := [row for row in found if row.kept_s is None]:
-        said.append(f"the plan does not fit with {', '.join(f'{row.what} {row.factor - 1:+.0%}' for row in lost)}")
+    parts = []
+    if lost := [row for row in found if row.chosen_s is None]:
+        parts.append(f"the plan does not fit with {', '.join(f'{row.what} {row.factor - 1:+.0%}' for row in lost)}")
     worst = max(found, key=lambda row: row.regret or 0.0)
     if worst.regret and worst.regret > _SAME:
-        said.append(f"keeping it costs at most {worst.regret:.1%}, with {worst.what} {worst.factor - 1:+.0%}")
-    return "; ".join(said) or "the choice hangs on none of these"
+        parts.append(f"keeping it costs at most {worst.regret:.1%}, with {worst.what} {worst.factor - 1:+.0%}")
+    return "; ".join(parts) or "the choice depends on none of these"

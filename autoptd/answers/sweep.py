@@ -1,11 +1,11 @@
-"""One plan per point: how step time, memory and cost go with the number of devices, the batch, the cluster, a pin.
+"""A plan per point of a sweep: step time, memory and cost by number of devices, batch, cluster or fixed option.
 
     device-seconds       step time × devices
-    scaling efficiency   tokens per second and device ÷ that of the first point which fits
-    added                tokens per second of each device that was added since the point before ÷ that of the first's:
-                         below one half, more devices no longer pay
+    scaling efficiency   tokens/s per device ÷ that of the first point which fits
+    added                tokens/s per device added since the previous point ÷ tokens/s per device of the first point;
+                         below one half, adding devices no longer pays
 
-With several swept names the first is the outermost, and devices are compared among points that are otherwise equal.
+If several names are swept, the first is the outermost; numbers of devices are compared among otherwise equal points.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autoptd.explain.choices import short
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
-PAYS = 0.5  # of what a device of the first point brings, at least: else adding devices no longer pays
+PAYS = 0.5  # of the throughput per device at the first point: below it, adding devices no longer pays
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point of a sweep: its plan, or why there is none. `first`, `before`: fitting points that it is held to."""
+    """One point of a sweep: its plan, or why there is none. `first`, `before`: plans that it is compared with."""
 
     values: Mapping[str, object]  # swept name -> value
     found: Plan | AutoptdError
@@ -44,7 +44,7 @@ class SweepPoint:
 
     @property
     def device_seconds(self) -> float | None:
-        """Of one step."""
+        """Device-seconds of one step."""
         return None if self.plan is None else self.plan.predicted.step_time_s * self.plan.world
 
     @property
@@ -57,19 +57,19 @@ class SweepPoint:
     def cost_per_billion_tokens(self) -> float | None:
         if self.cost_per_step is None or self.plan is None:
             return None
-        said = self.plan.predicted
-        return self.cost_per_step / (said.tokens_per_s * said.step_time_s) * 1e9
+        predicted = self.plan.predicted
+        return self.cost_per_step / (predicted.tokens_per_s * predicted.step_time_s) * 1e9
 
     @property
     def efficiency(self) -> float | None:
-        """Tokens per second and device, relative to the first point."""
+        """Tokens/s per device, relative to the first point."""
         if self.plan is None or self.first is None:
             return None
         return _per_device(self.plan) / _per_device(self.first)
 
     @property
     def added(self) -> float | None:
-        """What each device more than at the point before brings, relative to those of the first point."""
+        """Tokens/s per device added since the previous point, relative to tokens/s per device of the first point."""
         if self.plan is None or self.first is None or self.before is None or self.plan.world <= self.before.world:
             return None
         more = self.plan.predicted.tokens_per_s - self.before.predicted.tokens_per_s
@@ -77,24 +77,24 @@ class SweepPoint:
 
     @property
     def pays(self) -> bool:
-        """Whether the devices added at this point are worth it; true where none were."""
+        """True if adding the devices of this point pays, or if none were added."""
         return self.added is None or self.added >= PAYS
 
     def to_data(self) -> dict[str, Any]:
-        """The row for machines; seconds, bytes, and prices in the unit of the price given."""
+        """Return the row as JSON data: seconds, bytes, and costs in the currency of the given price."""
         data: dict[str, Any] = {"values": dict(self.values), "fits": self.fits}
         if self.plan is None:
             assert isinstance(self.found, AutoptdError)
             return data | {"reason": reason(self.found), "error": type(self.found).__name__}
-        said = self.plan.predicted
+        predicted = self.plan.predicted
         return data | {
             "plan": short(self.plan),
             "world": self.plan.world,
             "batch": self.plan.batch,
-            "step_time_s": said.step_time_s,
-            "tokens_per_s": said.tokens_per_s,
-            "mfu": said.mfu,
-            "memory_bytes": said.memory_bytes,
+            "step_time_s": predicted.step_time_s,
+            "tokens_per_s": predicted.tokens_per_s,
+            "mfu": predicted.mfu,
+            "memory_bytes": predicted.memory_bytes,
             "device_seconds": self.device_seconds,
             "cost_per_step": self.cost_per_step,
             "cost_per_billion_tokens": self.cost_per_billion_tokens,
@@ -105,26 +105,26 @@ class SweepPoint:
 
 
 def sweep(
-    asked: PlanQuery,
+    query: PlanQuery,
     over: Mapping[str, Sequence[Any]],
     *,
     price_per_hour: float | None = None,
     progress: Progress | None = None,
 ) -> list[SweepPoint]:
-    """A point for every combination of values; one that does not fit or cannot be is a point all the same.
+    """Plan for every combination of values; one that does not fit or is invalid is a point as well.
 
-    over: swept name (what `PlanQuery.but` changes) -> values. Raises InputsError and ClusterError before
-    anything is planned.
+    over: swept name (see `PlanQuery.with_changes`) -> values. Raises InputsError and ClusterError before anything is
+    planned.
     """
     progress = progress or Silent()
-    questions = [
-        (dict(zip(over, values, strict=True)), asked.but(**dict(zip(over, values, strict=True))))
+    point_queries = [
+        (dict(zip(over, values, strict=True)), query.with_changes(**dict(zip(over, values, strict=True))))
         for values in product(*over.values())
     ]
     points: list[SweepPoint] = []
-    for values, question in questions:
+    for values, point_query in point_queries:
         with progress.stage("plan " + ", ".join(f"{name}={shown(value)}" for name, value in values.items())):
-            found = _answer(question)
+            found = _answer(point_query)
         alike = [p for p in points if p.plan is not None and _others(p.values) == _others(values)]
         plans = [p.plan for p in alike]
         first = plans[0] if plans else found if isinstance(found, Plan) else None
@@ -132,15 +132,15 @@ def sweep(
     return points
 
 
-def _answer(question: PlanQuery) -> Plan | AutoptdError:
+def _answer(point_query: PlanQuery) -> Plan | AutoptdError:
     try:
-        return question.plan()
+        return point_query.plan()
     except (DoesNotFit, PlanError, InputsError) as error:
         return error
 
 
 def _others(values: Mapping[str, object]) -> dict[str, object]:
-    """What sets points apart that are not to be compared with each other: all but the number of devices."""
+    """Return the swept values that compared points must share: all but the number of devices."""
     return {name: value for name, value in values.items() if name != "world"} if "world" in values else {}
 
 
@@ -149,15 +149,15 @@ def _per_device(plan: Plan) -> float:
 
 
 def reason(error: AutoptdError) -> str:
-    """Why there is no plan, in a line: what lacks, or what cannot be."""
+    """Return in one line why there is no plan: the shortfall of memory, or the invalid option."""
     if isinstance(error, DoesNotFit):
         lacks = error.where.splitlines()[-1] if error.where else error.what
         return f"does not fit: {lacks.strip()}"
-    return f"cannot be: {error.what.splitlines()[0]}"
+    return f"not possible: {error.what.splitlines()[0]}"
 
 
 def shown(value: object) -> str:
-    """A value as one writes it after `--sweep`."""
+    """Return a value in the syntax of `--sweep`."""
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,8 @@
-"""Entries written and read by torch.distributed.checkpoint, whose files other programs can read too.
+"""Entries written and read through torch.distributed.checkpoint (DCP), whose files other programs can read too.
 
-Its planners say which box of which tensor a rank writes or wants; the resharding between the boxes of two plans is its
-own. It never reads an index or a tensor itself: its reader is given what is known of them, and the bytes of tensors are
-copied here. Only this file knows its interfaces (seen in torch 2.13).
+Our planners tell DCP which box of which tensor a rank writes or needs; DCP itself reshards between the boxes of two
+plans. It never reads an index or a tensor: our storage reader gives it the verified index, and copies the bytes of
+tensors here. Only this file uses DCP's interfaces (seen in torch 2.13).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _CheckpointReader(LoadPlanner):
             assert isinstance(saved, TensorStorageMetadata), key
             items = create_read_items_for_chunk_list(key, saved, chunks)
             if sum(math.prod(item.lengths) for item in items) != sum(target.numel() for _, target in targets):
-                raise CheckpointError(f"it does not hold all of {key}", fix="use another one")
+                raise CheckpointError(f"elements of {key} are missing", fix="use another checkpoint")
             self._items += items
 
     def create_local_plan(self) -> LoadPlan:
@@ -113,9 +113,9 @@ class _CheckpointReader(LoadPlanner):
         raise AssertionError(read_item)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        place = read_item.dest_index
-        assert place.index is not None
-        _, target = self._targets[place.fqn][place.index]
+        dest = read_item.dest_index
+        assert dest.index is not None
+        _, target = self._targets[dest.fqn][dest.index]
         for dim, (first, count) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, first, count)
         return target
@@ -125,7 +125,7 @@ class _CheckpointReader(LoadPlanner):
 
 
 class _IndexedStorage(StorageReader):
-    """What torch's loading reads from: an index of ours, and the bytes that it names."""
+    """DCP's storage for loading: our index, and the bytes that it locates."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._folder, self._index = folder, index
@@ -149,9 +149,9 @@ class _IndexedStorage(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[tuple[Chunk, ReadItem]]] = defaultdict(list)
         for item in plan.items:
-            place = item.storage_index
-            assert place.offset is not None
-            chunk = self._chunks[place.fqn, tuple(place.offset)]
+            source = item.storage_index
+            assert source.offset is not None
+            chunk = self._chunks[source.fqn, tuple(source.offset)]
             by_file[chunk.file].append((chunk, item))
         for name, found in by_file.items():
             with files.opened(self._folder / name) as file:
@@ -160,7 +160,7 @@ class _IndexedStorage(StorageReader):
                     try:
                         box = _box(file, chunk, self._index[key], tuple(item.storage_offsets), tuple(item.lengths))
                     except ValueError as error:
-                        raise CheckpointError(f"{name} is damaged at {key}: {error}", fix=files.ANOTHER) from error
+                        raise CheckpointError(f"{name} is damaged at {key}: {error}", fix=files.LOAD_OLDER) from error
                     planner.resolve_tensor(item).detach().copy_(box)
         done: Future[None] = Future()
         done.set_result(None)
@@ -177,16 +177,16 @@ def _described(saved: SavedTensor) -> TensorStorageMetadata:
 
 
 def _box(file: BinaryIO, chunk: Chunk, saved: SavedTensor, first: Ints, lengths: Ints) -> Tensor:
-    """Elements [lengths] of a chunk, from `first` on in each dim. Raises ValueError for bytes that do not hold them."""
+    """Read the elements [first, first + lengths) of a chunk. Raises ValueError if its bytes do not hold them."""
     if chunk.archived:
         found = locate(file, chunk.at, chunk.bytes)
         if (found.dtype, found.sizes) != (saved.dtype, chunk.sizes):
-            told = f"{found.dtype} of shape {list(found.sizes)}, the index {saved.dtype} of {list(chunk.sizes)}"
-            raise ValueError(f"it holds {told}")
+            held = f"{found.dtype} of shape {list(found.sizes)}, the index {saved.dtype} of {list(chunk.sizes)}"
+            raise ValueError(f"it holds {held}")
         return _narrowed(found.read(file), first, lengths)
     if not lengths:
         return as_type(read_bytes(file, chunk.at, chunk.bytes), saved.dtype).view(())
-    row = chunk.bytes // max(1, chunk.sizes[0])  # no more than the rows that are asked for
+    row = chunk.bytes // max(1, chunk.sizes[0])  # bytes: only the rows that are asked for are read
     raw = read_bytes(file, chunk.at + first[0] * row, lengths[0] * row)
     box = as_type(raw, saved.dtype).view(lengths[0], *chunk.sizes[1:])
     return _narrowed(box, (0, *first[1:]), lengths)
@@ -199,32 +199,35 @@ def _narrowed(box: Tensor, first: Ints, lengths: Ints) -> Tensor:
 
 
 def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> Metadata:
-    """A collective over `group`; alone without. Raises CheckpointError on every rank where one of them fails.
+    """Write the entries and return torch's index of those of all ranks.
 
-    Returns torch's index of all that was written.
+    A collective over `group`; without one, this process writes alone. Raises CheckpointError on all ranks if one fails.
     """
     writer, planner = dcp.FileSystemWriter(folder), _CheckpointWriter(entries)
-    with _telling(folder, "cannot be written"):
+    with _as_checkpoint_error(folder, "cannot be written"):
         return dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
 def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
-    """Where the elements of the chunks are that a rank has just written. Raises CheckpointError."""
+    """Return our index of the chunks that a rank has just written. Raises CheckpointError."""
     index: dict[str, SavedTensor] = {}
     tensors = metadata.state_dict_metadata
     boxes = {(key, tuple(c.offsets)): c for key, each in tensors.items() for c in getattr(each, "chunks", ())}
     by_file: dict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
-    for place, lies in metadata.storage_data.items():
-        if lies.relative_path.startswith(f"__{rank}_"):
-            by_file[lies.relative_path].append((place, lies))
+    for position, info in metadata.storage_data.items():
+        if info.relative_path.startswith(f"__{rank}_"):
+            by_file[info.relative_path].append((position, info))
     for name, found in by_file.items():
         with files.opened(folder / name) as file:
-            for place, lies in found:
-                key, offsets = place.fqn, tuple(place.offset or ())
+            for position, info in found:
+                key, offsets = position.fqn, tuple(position.offset or ())
                 saved = tensors[key]
                 sizes, dtype = tuple(boxes[key, offsets].sizes), saved.properties.dtype  # type: ignore[union-attr]
-                at, count = storage_of(file, lies.offset, lies.length)
-                assert count == math.prod(sizes) * dtype.itemsize, f"{key} was not written element by element"
+                try:
+                    at, count = storage_of(file, info.offset, info.length)
+                except ValueError as error:
+                    raise CheckpointError(f"what was written of {key} to {name} reads back damaged: {error}") from error
+                assert count == math.prod(sizes) * dtype.itemsize, f"the storage of {key} is not its elements alone"
                 before = index[key].chunks if key in index else ()
                 whole = tuple(saved.size)  # type: ignore[union-attr]
                 index[key] = SavedTensor(dtype, whole, (*before, Chunk(name, at, count, offsets, sizes)))
@@ -232,46 +235,43 @@ def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
 
 
 def read(folder: Path, index: Index, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
-    """Fill the entries' elements. A collective over `group`; alone without. Raises CheckpointError on every rank."""
-    wanted = {key: index[key] for key in {entry.key for entry in entries}}
-    reader, planner = _IndexedStorage(folder, wanted), _CheckpointReader(entries)
-    with _telling(folder, "cannot be read"):
+    """Fill the entries. A collective over `group`, or this process alone. Raises CheckpointError on all ranks."""
+    needed = {key: index[key] for key in {entry.key for entry in entries}}
+    reader, planner = _IndexedStorage(folder, needed), _CheckpointReader(entries)
+    with _as_checkpoint_error(folder, "cannot be read"):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _telling(folder: Path, what: str) -> Iterator[None]:
-    """Its failures as ours, of the first rank; its warning to whoever is alone is not passed on."""
+def _as_checkpoint_error(folder: Path, what: str) -> Iterator[None]:
+    """Raise DCP's failure on the lowest rank as a CheckpointError; suppress its warning about a single process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        told = cause.what if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
+        reason = cause.what if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
         raise CheckpointError(
-            f"the checkpoint {what}: {told}", where=f"{folder}, rank {rank}", fix=getattr(cause, "fix", "")
+            f"the checkpoint {what}: {reason}", where=f"{folder}, rank {rank}", fix=getattr(cause, "fix", "")
         ) from error
 
 
 def index_of(folder: Path) -> Index:
-    """Every tensor of a checkpoint that torch.distributed.checkpoint wrote, of which nothing is verified.
-
-    Raises CheckpointError.
-    """
+    """Return the index of a checkpoint that DCP wrote without autoptd. Verifies nothing. Raises CheckpointError."""
     names = [path for path in folder.iterdir() if files.is_plain(path.name) and files.is_regular(path)]
     return read_torch_index(folder, {path.name: path.stat().st_size for path in names})
 
 
 def read_whole(folder: Path, index: Index, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Whole tensors, in this process alone. Raises CheckpointError."""
+    """Return whole tensors, read in this process alone. Raises CheckpointError."""
     found = {}
     for key in keys:
         try:
             found[key] = torch.empty(index[key].shape, dtype=index[key].dtype)
         except (RuntimeError, MemoryError) as error:
-            told = f"{key} of shape {list(index[key].shape)} needs more memory than there is"
-            raise CheckpointError(told, where=str(folder)) from error
+            what = f"{key} of shape {list(index[key].shape)} does not fit into memory"
+            raise CheckpointError(what, where=str(folder)) from error
     entries = [
         Entry(key, tuple(x.shape), x.view(-1), (Region((0,) * x.dim(), tuple(x.shape), 0, tuple(x.shape)),), False)
         for key, x in found.items()

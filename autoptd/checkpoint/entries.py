@@ -1,11 +1,11 @@
-"""What of a running rank is training state: its elements of every parameter and of the optimizer's moments.
+"""The training state of a running rank: its elements of every parameter and of the optimizer's moments.
 
-    model.<parameter>              at full precision (float32 where the model trains in less); persistent buffers too
-    optimizer.<parameter>.<key>    what the optimizer keeps for it, of the parameter's shape
-    counts.<parameter>.<key>       0-dim: how often the optimizer has stepped it
+    model.<parameter>              at full precision (float32 if the model trains in less); also persistent buffers
+    optimizer.<parameter>.<key>    the optimizer's state of it, of the parameter's shape
+    counts.<parameter>.<key>       0-dim: number of optimizer steps it has taken
 
-Names are those of the model, tensors are whole ones: nothing of mesh, stages, buckets or shards is in them. Each
-element has one owner, the rank that counts it towards the gradient norm; owners write, everyone reads.
+Names and shapes are those of the unsharded model and do not depend on mesh, stages, buckets or shards. Each element has
+one owner, the rank that counts it towards the gradient norm; owners write, all ranks read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOMENTS, COUNTS = "optimizer", "counts"
 
 @dataclass(frozen=True)
 class Entry:
-    """A rank's elements [n] of a tensor, and where they lie in the whole one."""
+    """A rank's elements [n] of a tensor, and the boxes of the whole tensor (shape `whole`) that they fill."""
 
     key: str
     whole: Ints
@@ -36,14 +36,14 @@ class Entry:
     owned: bool
 
 
-def model_entries(trainer: Trainer, still: Collection[str]) -> Iterator[Entry]:
-    """Trained parameters, then those of `still` that are here: frozen parameters and persistent buffers."""
-    sharded = [piece for piece in trainer.frozen_pieces if piece.name in still]
+def model_entries(trainer: Trainer, untrained: Collection[str]) -> Iterator[Entry]:
+    """Yield trained parameters, then this rank's tensors of `untrained` (names of frozen parameters and buffers)."""
+    sharded = [piece for piece in trainer.frozen_pieces if piece.name in untrained]
     for piece in (*trainer.pieces, *sharded):
         yield _of_piece(trainer, piece, f"model.{piece.name}", piece.param.detach())
     c, shared = trainer.communicators, trainer.layout.parameters if trainer.layout.zero == 3 else {}
     for name, local in trainer.tensors.items():
-        if name in still and name not in shared:
+        if name in untrained and name not in shared:
             spec = trainer.layout.parameters.get(name) or trainer.layout.buffers[name]
             split = isinstance(spec.placement, Split)
             first = c.stage == c.mesh.holder(spec.stages[0]) and c.data.rank == 0
@@ -53,7 +53,7 @@ def model_entries(trainer: Trainer, still: Collection[str]) -> Iterator[Entry]:
 
 
 def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
-    """What the optimizer keeps for each parameter that it has stepped."""
+    """Yield the optimizer's state of each parameter that it has stepped."""
     for piece in trainer.pieces:
         state = trainer.optimizer.state.get(piece.param, {})
         for key, value in sorted(state.items()):
@@ -62,7 +62,7 @@ def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
 
 
 def optimizer_entry(trainer: Trainer, piece: ParameterShard, key: str, value: Tensor) -> Entry:
-    """`value`: of the piece's length, or 0-dim, which the owner of the parameter's first element writes."""
+    """Return the entry of an optimizer's tensor. The owner of a parameter's first element writes its 0-dim ones."""
     if value.dim() == 0:
         owned = piece.counts and piece.start == 0 and _first_of_tp(trainer, piece)
         return Entry(f"{COUNTS}.{piece.name}.{key}", (), value.view(1), (Region((), (), 0, ()),), owned)
@@ -76,8 +76,8 @@ def _first_of_tp(trainer: Trainer, piece: ParameterShard) -> bool:
 
 def _of_piece(trainer: Trainer, piece: ParameterShard, key: str, flat: Tensor) -> Entry:
     spec = trainer.layout.parameters[piece.name]
-    lie = _regions(trainer, spec, piece.start, piece.start + flat.numel())
-    return Entry(key, spec.shape, flat, lie, piece.counts)
+    boxes = _regions(trainer, spec, piece.start, piece.start + flat.numel())
+    return Entry(key, spec.shape, flat, boxes, piece.counts)
 
 
 def _regions(trainer: Trainer, spec: TensorSpec, start: int, stop: int) -> tuple[Region, ...]:
@@ -86,6 +86,6 @@ def _regions(trainer: Trainer, spec: TensorSpec, start: int, stop: int) -> tuple
 
 
 def copied(entries: Sequence[Entry]) -> list[Entry]:
-    """The owned ones with values of their own on the CPU, which training leaves alone."""
+    """Return the owned entries with their values copied to the CPU, so that training may continue."""
     device = torch.device("cpu")
     return [Entry(e.key, e.whole, e.flat.detach().to(device, copy=True), e.regions, True) for e in entries if e.owned]

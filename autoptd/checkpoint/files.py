@@ -1,6 +1,6 @@
-"""Open the files of a checkpoint that others may have written: regular files, inside its folder, of bounded size.
+"""Safe access to files of a checkpoint from an untrusted source: regular files, in its folder, of bounded size.
 
-A link leads out of the folder, and opening a FIFO waits for a writer: neither is followed or waited for.
+A link may lead out of the folder, and opening a FIFO would block until there is a writer. Both are refused.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, BinaryIO
 
 from autoptd.errors import CheckpointError
 
-ANOTHER = "load an older checkpoint: one of the other step-… folders"
+LOAD_OLDER = "load an older checkpoint: one of the other step-… folders"
 _PLAIN = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.-]{1,200}")
 
 
 def is_plain(name: object) -> bool:
-    """Whether this names a file inside a folder: no separator, no `..`, no character that a terminal would act on."""
+    """Return whether this is the plain name of a file in a folder: no separator, no `..`, no control character."""
     return isinstance(name, str) and _PLAIN.fullmatch(name) is not None
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file is here, and no link to one."""
+    """Return whether a path is a regular file, not a link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def is_regular(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is here, and no link to one."""
+    """Return whether a path is a folder, not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -45,26 +45,26 @@ def is_folder(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. Raises CheckpointError, at once, for a link, a FIFO or a device."""
+    """Open a regular file for reading. Raises CheckpointError, without blocking, for a link, a FIFO or a device."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         kind = f"{path.name} is a link" if path.is_symlink() else f"{path.name} cannot be opened: {_reason(error)}"
-        raise CheckpointError(kind, where=str(path), fix=ANOTHER) from error
+        raise CheckpointError(kind, where=str(path), fix=LOAD_OLDER) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path.name} is not a regular file", where=str(path), fix=ANOTHER)
+        raise CheckpointError(f"{path.name} is not a regular file", where=str(path), fix=LOAD_OLDER)
     with os.fdopen(descriptor, "rb") as file:
         yield file
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """All bytes of a file. Raises CheckpointError, before reading, where there are more than `limit`."""
+    """Return all bytes of a file. Raises CheckpointError, before reading, if there are more than `limit`."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointError(
-                f"{path.name} has {size} bytes, more than the {limit} that one may have", where=str(path), fix=ANOTHER
+                f"{path.name} has {size} bytes, more than the limit of {limit}", where=str(path), fix=LOAD_OLDER
             )
         try:
             return file.read(limit)
@@ -73,9 +73,9 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """The value of a JSON file. Raises CheckpointError as `read_small` does, and ValueError for what is no JSON.
+    """Return the value of a JSON file. Raises CheckpointError as `read_small` does, and ValueError for invalid JSON.
 
-    Collecting garbage meanwhile would take several times as long: a million new lists are no garbage.
+    Garbage collection is off meanwhile: it would traverse a million new lists and take several times as long.
     """
     text = read_small(path, limit).decode("utf-8")
     collects = gc.isenabled()
@@ -90,7 +90,7 @@ def read_json(path: Path, limit: int) -> Any:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     found = hashlib.sha256()
     with opened(path) as file:
         while block := file.read(1 << 22):

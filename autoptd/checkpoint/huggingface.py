@@ -1,6 +1,6 @@
-"""Hugging Face folders: weights read slice by slice, and checkpoints turned into what `from_pretrained` loads.
+"""Hugging Face folders: weights read slice by slice, and checkpoints exported for `from_pretrained`.
 
-config.json  model.safetensors                                    or, of large models,
+config.json  model.safetensors                                    or, for large models,
 config.json  model-00001-of-00003.safetensors …  model.safetensors.index.json
 """
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autoptd.checkpoint import contents, dcp, folder
-from autoptd.checkpoint.files import ANOTHER
+from autoptd.checkpoint.files import LOAD_OLDER
 from autoptd.checkpoint.index import Index
 from autoptd.cost_models.complaints import MIB, quoted, read_json
 from autoptd.errors import CheckpointError, ModelError
@@ -28,23 +28,23 @@ from autoptd.runtime.lazy_tensor import Stored
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ENDING, _INDEX_BYTES = ".safetensors", 32 * MIB
-_CONVERT = f"give a folder with {ONE} or {INDEX}: .bin files are pickles, which may run code, and are never read"
-SHARD_BYTES = 5 * 10**9  # transformers' own default (max_shard_size, quoted from memory)
+_CONVERT = f"give a folder with {ONE} or {INDEX}; .bin files are pickles, which may run code, and are never read"
+SHARD_BYTES = 5 * 10**9  # the default of transformers (max_shard_size, quoted from memory)
 
 
 # ---- reading ----
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a folder holds safetensors; a link out of it counts, and is refused where it is read."""
+    """Return whether a folder holds safetensors. A link out of it counts, but reading it is refused."""
     return any(os.path.lexists(path / name) for name in (ONE, INDEX))
 
 
 class Weights(Mapping[str, Stored]):
-    """The tensors of a folder by the names of a model's `named_parameters` and buffers.
+    """The tensors of a folder, by the names of a model's parameters and buffers.
 
-    Files of a bare model lack its prefix (`wte.weight` for `transformer.wte.weight`), those of a whole one may have one
-    that the model has not; tied tensors may stand under any of their names. Raises ModelError.
+    Names in the files may lack the model's prefix (`wte.weight` for `transformer.wte.weight`), or have one that the
+    model lacks. Tied tensors are found under any of their names. Raises ModelError.
     """
 
     def __init__(self, path: Path, model: nn.Module) -> None:
@@ -52,17 +52,16 @@ class Weights(Mapping[str, Stored]):
         self._file_of = _files(path)
         self._open: dict[str, Any] = {}
         prefix = getattr(model, "base_model_prefix", "")
-        same: dict[int, list[str]] = {}
+        tied: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
-            same.setdefault(id(p), []).append(name)
-        names = [*(n for n, _ in model.named_buffers(remove_duplicate=False)), *(n for of in same.values() for n in of)]
-        others = {name: of for of in same.values() for name in of}
+            tied.setdefault(id(p), []).append(name)
+        aliases = {name: names for names in tied.values() for name in names}
         self._found: dict[str, str] = {}
-        for name in names:
-            for candidate in (name, *others.get(name, ())):
-                for spelled in _spellings(candidate, prefix):
-                    if spelled in self._file_of:
-                        self._found.setdefault(name, spelled)
+        for name in (*(n for n, _ in model.named_buffers(remove_duplicate=False)), *aliases):
+            for candidate in (name, *aliases.get(name, ())):
+                for key in _keys(candidate, prefix):
+                    if key in self._file_of:
+                        self._found.setdefault(name, key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
@@ -76,46 +75,47 @@ class Weights(Mapping[str, Stored]):
         if file not in self._open:
             self._open[file] = _opened(self._path, file)
         try:
-            lies = self._open[file].get_slice(key)
+            stored = self._open[file].get_slice(key)
         except SafetensorError as error:
             fix = "download the folder again: its index and its files are of two versions"
             raise ModelError(f"holds no tensor {quoted(key)}", where=str(self._path / file), fix=fix) from error
         return Stored(
-            tuple(lies.get_shape()), lambda places: lies[places] if places else self._open[file].get_tensor(key)
+            tuple(stored.get_shape()), lambda slices: stored[slices] if slices else self._open[file].get_tensor(key)
         )
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ModelError for parameters that are not there."""
+        """Raise ModelError if any of these parameters is missing."""
         if missing := [name for name in names if name not in self]:
             more = [f"and {len(missing) - 8} more"] if len(missing) > 8 else []
             held = ", ".join(sorted(self._file_of)[:3])
             raise ModelError(
                 f"{len(missing)} parameters of the model are not among the weights",
                 where="\n".join([str(self._path), *missing[:8], *more]),
-                fix=f"take the weights of this very model; the folder holds {held}, …",
+                fix=f"give the weights of this model; the folder holds {held}, …",
             )
 
 
-def _spellings(name: str, prefix: str) -> tuple[str, ...]:
+def _keys(name: str, prefix: str) -> tuple[str, ...]:
+    """Return the names under which files may hold a tensor."""
     bare = name.removeprefix(f"{prefix}.")
     return (name, bare, f"{prefix}.{name}") if prefix else (name,)
 
 
 def _files(path: Path) -> dict[str, str]:
-    """Tensor -> file."""
+    """Return the file of each tensor."""
     if os.path.lexists(path / INDEX):
         fix = "download the folder again"
         index = read_json(file_of(path, INDEX), "index of weights", ModelError, fix, _INDEX_BYTES)
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise ModelError("is no index of weights: no `weight_map`", where=str(path / INDEX), fix=fix)
+            raise ModelError("is not an index of weights: no `weight_map`", where=str(path / INDEX), fix=fix)
         for file in sorted(set(files.values())):
             if not file.endswith(_ENDING):
                 raise ModelError(f"names {quoted(file)}, which is not {_ENDING}", where=str(path / INDEX), fix=_CONVERT)
             file_of(path, file)
         return files
     if not os.path.lexists(path / ONE):
-        raise ModelError("holds no safetensors", where=str(path), fix=_CONVERT)
+        raise ModelError("holds no safetensors files", where=str(path), fix=_CONVERT)
     return dict.fromkeys(_opened(path, ONE).keys(), ONE)
 
 
@@ -130,23 +130,23 @@ def _opened(folder: Path, name: str) -> Any:
 
 
 def export(source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
-    """Write a checkpoint as a folder that `from_pretrained` loads; never more than a file's tensors in memory.
+    """Write a checkpoint as a folder that `from_pretrained` loads, holding one file's tensors in memory at a time.
 
-    dtype: of floating-point tensors; left out, the type that the model was trained in. Returns what was written.
+    dtype: of floating-point tensors; None for the plan's precision. Returns step, files, dtype and number of tensors.
     Raises CheckpointError.
     """
     where = folder.find(source)
     manifest = folder.read_manifest(where)
     if not isinstance(manifest.get("config"), dict):
         raise CheckpointError(
-            "the model is not one of transformers: it has no configuration to export",
+            "the model is not from transformers: it has no configuration to export",
             where=str(where),
             fix="read the tensors with `autoptd.Parallel.load`, or with torch.distributed.checkpoint",
         )
     if target.exists() and any(target.iterdir()):
-        raise CheckpointError("the folder is not empty", where=str(target), fix="give another one")
+        raise CheckpointError("the folder is not empty", where=str(target), fix="give an empty or a new folder")
     if damage := contents.damaged_files(where, manifest):
-        raise CheckpointError(f"the checkpoint is damaged: {damage[0]}", where=str(where), fix=ANOTHER)
+        raise CheckpointError(f"the checkpoint is damaged: {damage[0]}", where=str(where), fix=LOAD_OLDER)
     contents.check_listed(where, manifest, folder.PLAN)
     index = contents.index_of(where, manifest)
     known = {key.removeprefix("model."): saved for key, saved in index.items() if key.startswith("model.")}
@@ -181,22 +181,22 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped(known: Index, dtype: torch.dtype, limit: int) -> list[list[str]]:
-    """Names by file, each file's tensors within `limit` bytes unless it is one alone."""
+    """Return the names of each file's tensors: at most `limit` bytes, or a single larger tensor."""
     groups: list[list[str]] = []
-    room = 0
+    free = 0
     for name in sorted(known):
         own = known[name].dtype
         size = torch.Size(known[name].shape).numel() * (dtype if own.is_floating_point else own).itemsize
-        if not groups or size > room:
+        if not groups or size > free:
             groups.append([])
-            room = limit
+            free = limit
         groups[-1].append(name)
-        room -= size
+        free -= size
     return groups
 
 
 def _write_files(where: Path, index: Index, part: Path, groups: list[list[str]], dtype: torch.dtype) -> dict[str, str]:
-    """Returns tensor -> file."""
+    """Write the files, and the index if there are several. Returns the file of each tensor."""
     files: dict[str, str] = {}
     total = 0
     for number, names in enumerate(groups, 1):

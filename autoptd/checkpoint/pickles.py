@@ -1,9 +1,9 @@
-"""Read a pickle as data. Nothing is imported, and nothing is called but what the caller lists.
+"""Reader of pickles as data: nothing is imported, and only callables that the caller lists are called.
 
-A pickle is a program for a machine with a stack and a memo. Its instructions are decoded by `pickletools`, and those
-that plain data needs are followed here; every other one ends the reading. A name stands for what `known` has under its
-exact (module, qualified name). Work and memory are at most proportional to the length of the pickle: what is called may
-not copy one long argument again and again, and keys are never nested, so that hashing one is quick.
+A pickle is a program for a machine with a stack and a memo. `pickletools` decodes its opcodes. Those that plain data
+needs are executed here; any other one is an error. A global is looked up in `known` by its exact (module, qualified
+name). Time and memory are at most proportional to the length of the pickle: the total size of arguments is limited, so
+that no long argument is copied repeatedly, and keys are not nested, so that hashing one is quick.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Name = tuple[str, str]
-LONGEST = 1 << 26  # bytes of a pickle
+LONGEST = 1 << 26  # bytes of a pickle, at most
 _SIZED = (str, bytes, list, tuple, dict, set)
 _SCALARS = (str, int, float, bool, bytes, type(None))
-_COPIED = 16  # elements of arguments for each byte of the pickle, at most
+_COPIED = 16  # elements in arguments of all calls for each byte of the pickle, at most
 
 
 @dataclass(frozen=True)
 class Maker:
-    """What an allowed name does where it is called. `make` raises ValueError or TypeError for other arguments."""
+    """The implementation of an allowed callable. `make` raises ValueError or TypeError for invalid arguments."""
 
     make: Callable[..., Any]
 
 
 @dataclass(eq=False)
-class NotedCall:
-    """A call that is only noted: `name(*args)`, and the state that was set on its result."""
+class RecordedCall:
+    """A call `name(*args)` that is recorded, not made, and the state that was set on its result."""
 
     name: str
     args: tuple[Any, ...] = ()
     state: Any = field(default=None)
 
 
-def noted(name: str) -> Maker:
-    """Notes calls of a name."""
-    return Maker(lambda *args: NotedCall(name, args))
+def recorded(name: str) -> Maker:
+    """Return a maker that records calls of a name."""
+    return Maker(lambda *args: RecordedCall(name, args))
 
 
 class _Machine:
@@ -106,13 +106,13 @@ class _Machine:
 
     def _named(self, module: Any, name: Any) -> Any:
         if not (isinstance(module, str) and isinstance(name, str) and (module, name) in self._known):
-            raise ValueError(f"the pickle names {module!s:.60}.{name!s:.60}, which does not belong there")
+            raise ValueError(f"the pickle names {module!s:.60}.{name!s:.60}, which is not allowed there")
         return self._known[module, name]
 
     def _made(self, maker: Maker, args: tuple[Any, ...]) -> Any:
         self._budget -= len(args) + sum(len(each) for each in args if isinstance(each, _SIZED))
         if self._budget < 0:
-            raise ValueError("the pickle makes far more than it holds")
+            raise ValueError("the pickle builds far more data than it holds")
         return maker.make(*args)
 
     def _since_mark(self) -> list[Any]:
@@ -124,7 +124,7 @@ class _Machine:
     def _popped(self, count: int) -> tuple[Any, ...]:
         items = tuple(self._stack[-count:])
         if len(items) < count:
-            raise ValueError("the pickle takes what it never put down")
+            raise ValueError("the pickle pops more values than its stack has")
         del self._stack[-count:]
         return items
 
@@ -136,16 +136,16 @@ def _of(kind: type[Any], value: Any) -> Any:
 
 
 def checked_key(key: Any) -> Any:
-    """A key, or an element of a set. Raises ValueError where hashing it might take long."""
+    """Return a key of a dict or element of a set. Raises ValueError if hashing it might take long."""
     flat = isinstance(key, tuple) and len(key) <= 16 and all(isinstance(each, _SCALARS) for each in key)
-    if not (flat or isinstance(key, (*_SCALARS, NotedCall))):
+    if not (flat or isinstance(key, (*_SCALARS, RecordedCall))):
         raise ValueError(f"the pickle has a key of type {type(key).__name__}")
     return key
 
 
 def _set_state(value: Any, state: Any) -> None:
-    """On a noted call; and `_metadata`, which the state of a module has."""
-    if isinstance(value, NotedCall):
+    """Set the state of a recorded call, or `_metadata` of an OrderedDict, which `Module.state_dict` returns."""
+    if isinstance(value, RecordedCall):
         value.state = state
     elif type(value) is OrderedDict and isinstance(state, dict) and list(state) == ["_metadata"]:
         value._metadata = state["_metadata"]  # type: ignore[attr-defined]
@@ -154,12 +154,12 @@ def _set_state(value: Any, state: Any) -> None:
 
 
 def read_pickle(data: bytes, known: Mapping[Name, Any], persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The value of a pickle. `persistent` gives what an identifier of something outside of it stands for.
+    """Return the value of a pickle. `persistent` resolves persistent ids, as `persistent_load` does.
 
-    Raises ValueError for whatever is not plain data, of `known` names and calls.
+    Raises ValueError for anything but plain data and `known` globals.
     """
     if len(data) > LONGEST:
-        raise ValueError(f"the pickle has {len(data)} bytes, more than the {LONGEST} that one may have")
+        raise ValueError(f"the pickle has {len(data)} bytes, more than the limit of {LONGEST}")
     machine = _Machine(known, persistent or _nothing_outside, _COPIED * len(data))
     try:
         return machine.run(data)
@@ -170,4 +170,4 @@ def read_pickle(data: bytes, known: Mapping[Name, Any], persistent: Callable[[An
 
 
 def _nothing_outside(_: Any) -> Any:
-    raise ValueError("the pickle refers to something outside of it")
+    raise ValueError("the pickle has a persistent id, which plain data does not need")

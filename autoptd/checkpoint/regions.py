@@ -1,8 +1,8 @@
-"""Where a rank's elements of a tensor lie in the whole tensor, as boxes: what a checkpoint can say of a shard.
+"""Boxes of the whole tensor that a rank's elements fill, which is how a checkpoint describes a shard.
 
-A ZeRO shard is a range of a flat buffer, so it may begin and end in the middle of a row. Such a range of a contiguous
-tensor of n dims is 2 n - 1 boxes at most: the rest of a row, whole rows, the start of a row, and so on inwards. A split
-in several groups over tp (three, for queries, keys and values in one matrix) cuts boxes at the borders of groups.
+A ZeRO shard is a range of a flat buffer, so it may begin and end within a row. Such a range of a contiguous tensor of n
+dims is at most 2 n - 1 boxes: the rest of a row, whole rows, the start of a row, and recursively within those rows. A
+tp split in several groups (three, for queries, keys and values in one matrix) also cuts boxes at the groups' borders.
 
     flat [2, 11) of [4, 3]      offsets  sizes
     . . x                       (0, 2)   (1, 1)
@@ -26,16 +26,16 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a whole tensor, and where it lies in a rank's flat elements."""
+    """A box of a whole tensor, and its position in a rank's flat elements."""
 
     offsets: Ints  # in the whole tensor
     sizes: Ints
-    start: int  # in the flat elements, of the box that it is cut from
-    cut_from: Ints  # sizes of that
-    cut: tuple[int, int] | None = None  # dim and first index in it, where only a part is meant
+    start: int  # index in the flat elements of the local box that it is cut from
+    cut_from: Ints  # sizes of that box
+    cut: tuple[int, int] | None = None  # dim and first index of the cut; None for the whole local box
 
     def of(self, flat: Tensor) -> Tensor:
-        """A view of a rank's elements [n], in the shape `sizes`."""
+        """Return a view of a rank's elements [n], in the shape `sizes`."""
         box = flat[self.start : self.start + math.prod(self.cut_from)].view(self.cut_from)
         if self.cut is None:
             return box
@@ -44,7 +44,7 @@ class Region:
 
 
 def regions(shape: Ints, placement: Placement, ranks: int, rank: int, start: int, stop: int) -> list[Region]:
-    """Of elements [start, stop) of a rank's local tensor, whose whole one has `shape`."""
+    """Return the regions of elements [start, stop) of a rank's local tensor; `shape` is the whole tensor's."""
     if not isinstance(placement, Split) or ranks == 1:
         return [Region(offsets, sizes, at - start, sizes) for offsets, sizes, at in _boxes(shape, start, stop)]
     dim, groups = placement.dim, placement.groups
@@ -71,7 +71,7 @@ def regions(shape: Ints, placement: Placement, ranks: int, rank: int, start: int
 
 
 def _boxes(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]]:
-    """(offsets, sizes, flat index) of the boxes that make up a range of a contiguous tensor."""
+    """Yield (offsets, sizes, flat index) of the boxes that make up a range of a contiguous tensor."""
     if start >= stop:
         return
     if not shape:

@@ -1,8 +1,8 @@
-"""Write checkpoints beside training: a copy is taken at once, the rest happens in a thread of its own.
+"""Asynchronous saving: this rank's elements are copied at once, and a thread writes them while training continues.
 
-At most one copy exists at a time, of this rank's own elements: the next save waits for the one under way. The thread
-talks through a gloo group that nobody else uses, so its collectives never stand between those of a step. What went
-wrong in it is raised by the next save, or by `wait`, on every rank.
+At most one copy exists at a time: the next save waits for the one in progress. The thread has a gloo group of its own,
+so its collectives cannot interleave with those of a training step. An error in it is raised on all ranks by the next
+save or by `wait`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Sealed:
-    """What a rank has written: digests of its files, and where its tensors are in them."""
+class _RankFiles:
+    """The files that a rank wrote: their digests, and the index of its tensors in them."""
 
     digests: Mapping[str, str]
     index: Index
@@ -38,13 +38,13 @@ class _Sealed:
 
 @dataclass(frozen=True)
 class _Job:
-    """A checkpoint to be written; of `files` and `manifest`, rank 0's count."""
+    """A checkpoint to write. `files` and `manifest` are used on rank 0 alone."""
 
     root: Path
     step: int
     entries: Sequence[Entry]  # copies
     files: Mapping[str, bytes]
-    failed: CheckpointError | None  # in making them
+    failed: CheckpointError | None  # the error in making `files`
     manifest: Mapping[str, Any]
     keep: int | None
 
@@ -53,18 +53,17 @@ class _Job:
             raise self.failed
         folder.prepare(self.root, self.step)
 
-    def commit(self, sealed: Sequence[_Sealed]) -> Path:
-        """`sealed`: by rank."""
+    def commit(self, by_rank: Sequence[_RankFiles]) -> Path:
         part = folder.part_of(self.root, self.step)
-        text = to_json(merged(each.index for each in sealed))
+        text = to_json(merged(each.index for each in by_rank))
         folder.write_durably(part / folder.INDEX, text.encode())
-        digests = {name: found for each in sealed for name, found in each.digests.items()}
+        digests = {name: found for each in by_rank for name, found in each.digests.items()}
         digests[folder.INDEX] = digest(part / folder.INDEX)
         return folder.commit(self.root, self.step, self.manifest, digests, self.keep)
 
 
 class Saver:
-    """One per process. Made by all ranks of the world together."""
+    """The process's writer of checkpoints. Construction is a collective of all ranks of the world."""
 
     def __init__(self) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -83,9 +82,9 @@ class Saver:
         manifest: Mapping[str, Any],
         keep: int | None,
     ) -> None:
-        """Copy this rank's entries and write them later. `texts` are files by name, `progress` goes to one of torch's.
+        """Copy this rank's entries and start writing them. A collective.
 
-        A collective, of which `progress`, `texts` and `manifest` are rank 0's.
+        progress: the fields of `progress.pt`. texts: further files, by name. Only rank 0's and its `manifest` are used.
         """
         self.wait()
         files: dict[str, bytes] = {}
@@ -95,13 +94,13 @@ class Saver:
             try:
                 files[folder.PROGRESS] = to_bytes(progress)
             except CheckpointError as error:
-                failed = error  # told on every rank, by the thread
+                failed = error  # the thread raises it on all ranks
         job = _Job(root, step, copied(entries), files, failed, manifest, keep)
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save of step {step}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the checkpoint under way is durable. Raises what went wrong."""
+        """Wait until the checkpoint in progress is durable. Raises the error of its thread."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -118,45 +117,46 @@ class Saver:
     def _write(self, job: _Job) -> None:
         part = folder.part_of(job.root, job.step)
         try:
-            self.together("prepare", lambda: job.prepare() if self.rank == 0 else None)
+            self.on_all_ranks("prepare", lambda: job.prepare() if self.rank == 0 else None)
             metadata = dcp.write(part, job.entries, self.group)
-            sealed = self._gathered(self.together("seal", lambda: self._seal(part, job.files, metadata)))
-            self.together("commit", lambda: job.commit(sealed) if self.rank == 0 else None)
+            mine = self.on_all_ranks("finish", lambda: self._finish(part, job.files, metadata))
+            by_rank = self._gather(mine)
+            self.on_all_ranks("commit", lambda: job.commit(by_rank) if self.rank == 0 else None)
         except CheckpointError:
             if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             raise
 
-    def _seal(self, part: Path, files: Mapping[str, bytes], metadata: Metadata) -> _Sealed:
-        """Write the small files; say what this rank wrote."""
+    def _finish(self, part: Path, files: Mapping[str, bytes], metadata: Metadata) -> _RankFiles:
+        """Write the small files; return digests and index of all files that this rank wrote."""
         for name, data in files.items():
             folder.write_durably(part / name, data)
         mine = [path.name for path in part.glob(f"__{self.rank}_*")]
         mine += [*files, METADATA] if self.rank == 0 else []
-        return _Sealed({name: digest(part / name) for name in mine}, dcp.written_by(self.rank, part, metadata))
+        return _RankFiles({name: digest(part / name) for name in mine}, dcp.written_by(self.rank, part, metadata))
 
-    def _gathered(self, mine: T) -> list[T]:
-        """What each rank has, by rank, on rank 0; nothing elsewhere."""
+    def _gather(self, mine: T) -> list[T]:
+        """Return the values of all ranks on rank 0, and [] on the others. A collective."""
         if self.group is None:
             return [mine]
         each: list[Any] | None = [None] * dist.get_world_size(self.group) if self.rank == 0 else None
         dist.gather_object(mine, each, dst=0, group=self.group)
         return each or []
 
-    def together(self, what: str, do: Callable[[], T]) -> T:
-        """Do a part on each rank; fail on all of them where it fails on one."""
-        told, found = "", None
+    def on_all_ranks(self, step: str, do: Callable[[], T]) -> T:
+        """Run a step of saving on each rank. Raises CheckpointError on all ranks if it fails on one. A collective."""
+        failure, found = "", None
         try:
             found = do()
         except (OSError, CheckpointError) as error:
-            told = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self.everyone(told)):
+            failure = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(self.all_gather(failure)):
             if text:
-                raise CheckpointError(f"checkpoints cannot be written: {text}", where=f"{what}, rank {rank}")
+                raise CheckpointError(f"checkpoints cannot be written: {text}", where=f"{step}, rank {rank}")
         return cast(T, found)
 
-    def everyone(self, mine: T) -> list[T]:
-        """What each rank has, by rank."""
+    def all_gather(self, mine: T) -> list[T]:
+        """Return the values of all ranks, by rank. A collective."""
         if self.group is None:
             return [mine]
         each: list[Any] = [None] * dist.get_world_size(self.group)

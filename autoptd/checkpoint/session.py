@@ -1,4 +1,4 @@
-"""Saving and loading as a running part of a plan does it: what belongs to a checkpoint, and how training goes on."""
+"""Saving and loading the state of a running rank: its parts, and how training resumes from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoptd.runtime.trainer import Trainer
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, say: what a checkpoint keeps besides, the same on every rank."""
+    """A further state to save, such as a learning-rate scheduler; the same on all ranks."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -28,17 +28,17 @@ class Stateful(Protocol):
 
 
 class Session:
-    """Checkpoints of one running part. Made by all ranks of the world together.
+    """Checkpoints of a running trainer. Construction is a collective of all ranks of the world.
 
-    `still`: frozen parameters and persistent buffers, by name. `described`: what the manifest says of the model.
+    untrained: names of frozen parameters and persistent buffers. described: the manifest's fields about the model.
     """
 
-    def __init__(self, trainer: Trainer, plan: Plan, still: frozenset[str], described: Mapping[str, Any]) -> None:
-        self._trainer, self._plan, self._still, self._described = trainer, plan, still, described
+    def __init__(self, trainer: Trainer, plan: Plan, untrained: frozenset[str], described: Mapping[str, Any]) -> None:
+        self._trainer, self._plan, self._still, self._described = trainer, plan, untrained, described
         self._saver = Saver()
 
     def save(self, root: Path, step: int, others: Mapping[str, Stateful], keep: int | None) -> None:
-        """Copy now, write later."""
+        """Copy this rank's state and start writing it. `keep`: number of checkpoints to keep, None for all."""
         trainer = self._trainer
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
@@ -65,14 +65,14 @@ class Session:
         self._saver.wait()
 
     def resume(self, root: Path, others: Mapping[str, Stateful]) -> tuple[int, list[str]]:
-        """Load the newest whole checkpoint. Returns its step, 0 where there is none; and what is wrong with newer.
+        """Load the newest undamaged checkpoint. Returns its step (0 if there is none), and the faults of newer ones.
 
-        What will be saved there can be: else it says so now, before anything is trained.
+        Also checks that all ranks can write to the folder, so that training does not start if saving would fail.
         """
         self.wait()
-        self._saver.together(f"resume from {root}", lambda: folder.try_writing(root, self._saver.rank))
+        self._saver.on_all_ranks(f"resume from {root}", lambda: folder.try_writing(root, self._saver.rank))
         names = [path.name for path in folder.newest_first(root)]
-        for rank, theirs in enumerate(self._saver.everyone(names)):
+        for rank, theirs in enumerate(self._saver.all_gather(names)):
             if theirs != names:
                 raise CheckpointError(
                     f"rank {self._saver.rank} sees {names or 'nothing'} there, rank {rank} {theirs or 'nothing'}",
@@ -81,16 +81,17 @@ class Session:
                 )
         damaged: list[str] = []
         for name in names:
-            found = "; ".join(filter(None, self._saver.everyone(damage_here(root / name, self._trainer.communicators))))
-            if not found:
+            mine = damage_here(root / name, self._trainer.communicators)
+            if not (faults := "; ".join(filter(None, self._saver.all_gather(mine)))):
                 return self.load(root / name, others, optimizer=True), damaged
-            damaged.append(f"{root / name}: {found}")
+            damaged.append(f"{root / name}: {faults}")
         if damaged:
-            raise CheckpointError("no checkpoint is whole", where="\n".join(damaged), fix="begin in another folder")
+            fix = "start a new run in another folder"
+            raise CheckpointError("all checkpoints are damaged", where="\n".join(damaged), fix=fix)
         return 0, damaged
 
     def load(self, path: Path, others: Mapping[str, Stateful], *, optimizer: bool) -> int:
-        """Returns the step after which the checkpoint was written."""
+        """Load a checkpoint. Returns the step after which it was written."""
         self.wait()
         progress = restore(
             path, self._trainer, self._still, self._saver.group, optimizer=optimizer, others=others.keys()

@@ -1,8 +1,8 @@
-"""Read what `torch.save` wrote without running any of it.
+"""Reader of `torch.save` files that executes no code from them.
 
-Such a file is a zip archive whose records are stored as they are:
+Such a file is a zip archive whose records are stored uncompressed:
 
-    archive/data.pkl      a pickle of the value; a tensor in it is a call that names a storage, its sizes and strides
+    archive/data.pkl      a pickle of the value; each tensor is a call with a storage, sizes and strides
     archive/data/0 …      the bytes of the storages
     archive/byteorder     little or big
 """
@@ -15,7 +15,8 @@ import struct
 import sys
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -34,8 +35,8 @@ DTYPES = {
     )
     if hasattr(torch, name)
 }
-DIMS, LARGEST = 32, 2**60  # dims of a tensor, and elements
-_LOCAL = struct.Struct("<4s22xHH")  # a record's own header: mark, lengths of its name and of what else precedes it
+DIMS, LARGEST = 32, 2**60  # dims and elements of a tensor, at most
+_LOCAL = struct.Struct("<4s22xHH")  # a record's local header: signature, lengths of its name and of its extra field
 _STORAGES = {
     "Double": "float64",
     "Float": "float32",
@@ -50,11 +51,14 @@ _STORAGES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-_UNREADABLE = (zipfile.BadZipFile, NotImplementedError, struct.error, LookupError, EOFError, RuntimeError, TypeError)
+# Errors of a damaged archive besides ValueError and OSError: a truncated local header (struct.error), a missing record
+# (LookupError), a feature that zipfile lacks (NotImplementedError, a RuntimeError) or a storage that torch cannot
+# allocate (RuntimeError). Nothing wider: a bug here must not look like damage.
+_UNREADABLE = (zipfile.BadZipFile, struct.error, LookupError, RuntimeError)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`float32`."""
+    """Return the name of a type in `DTYPES`: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -63,14 +67,14 @@ def _is_count(n: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether these are sizes that a tensor may have."""
+    """Return whether a value is a valid shape, within `DIMS` and `LARGEST`."""
     if not isinstance(value, (tuple, list)) or len(value) > DIMS:
         return False
     return all(map(_is_count, value)) and math.prod(n or 1 for n in value) < LARGEST
 
 
 class _View:
-    """Bytes [start, start + length) of a file, as a file of their own. A read never asks for more than there is."""
+    """A file-like view of bytes [start, start + length) of a file. A read never asks for more than is left."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -78,7 +82,7 @@ class _View:
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if not 0 <= base + offset <= self._length:
-            raise OSError("a position outside of the archive")
+            raise OSError("a position outside the archive")
         self._at = base + offset
         return self._at
 
@@ -98,7 +102,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Storage:
-    """A storage: its elements' type (None: bytes), where its bytes are in the file, and how many there are."""
+    """A storage in a file: type of its elements (None: bytes), first byte, and number of bytes."""
 
     dtype: torch.dtype | None
     at: int
@@ -107,7 +111,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class Located:
-    """A tensor in a file: its storage there, and its elements in it."""
+    """A tensor in a file: a strided view of a storage."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -116,7 +120,7 @@ class Located:
     strides: Ints
 
     def read(self, file: BinaryIO) -> Tensor:
-        """The tensor, over all bytes of its storage. Raises ValueError or OSError."""
+        """Read the whole storage and return the tensor. Raises ValueError or OSError."""
         return self.of(as_type(read_bytes(file, self.storage.at, self.storage.bytes), self.dtype))
 
     def of(self, elements: Tensor) -> Tensor:
@@ -124,7 +128,7 @@ class Located:
 
 
 class _Archive:
-    """The records of an archive by name; the file stays the caller's."""
+    """The records of an archive by name. The caller closes the file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._records = file, dict[str, tuple[int, int]]()
@@ -132,7 +136,7 @@ class _Archive:
         with zipfile.ZipFile(cast(BinaryIO, view)) as archive:
             found = archive.infolist()
         if sum(each.file_size for each in found) > length:
-            raise ValueError("its records claim more bytes than it has")
+            raise ValueError("the archive's records claim more bytes than it has")
         for each in found:
             if each.compress_type != zipfile.ZIP_STORED or each.flag_bits & 1 or each.compress_size != each.file_size:
                 raise ValueError("a record is compressed or encrypted")
@@ -141,47 +145,45 @@ class _Archive:
             at = each.header_offset + _LOCAL.size + name + extra
             key = each.filename.partition("/")[2]
             if mark != b"PK\x03\x04" or at + each.file_size > length or key in self._records:
-                raise ValueError("its list of records is wrong")
+                raise ValueError("the archive's directory does not match its records")
             self._records[key] = (start + at, each.file_size)
         order = self.read("byteorder", 16).decode("ascii") if "byteorder" in self._records else "little"
         if order != sys.byteorder:
-            raise ValueError(f"it is of a machine with {order[:10]!r} byte order")
+            raise ValueError(f"the archive was written with {order[:10]!r} byte order")
 
     def read(self, name: str, limit: int) -> bytes:
         at, size = self._records[name]
         if size > limit:
-            raise ValueError(f"its record {name} has {size} bytes")
+            raise ValueError(f"the archive's record {name} has {size} bytes, more than the limit of {limit}")
         self._file.seek(at)
         return self._file.read(size)
 
     def only_storage(self) -> tuple[int, int]:
-        """First byte in the file, and bytes."""
+        """Return first byte and number of bytes of the one storage."""
         (found,) = (place for name, place in self._records.items() if name.startswith("data/"))
         return found
 
     def storage(self, identifier: Any) -> _Storage:
-        """What the pickle's `("storage", kind, key, device, elements)` stands for."""
+        """Return the storage of a persistent id `("storage", kind, key, device, elements)`."""
         word, kind, key, _, count = identifier
         at, size = self._records[f"data/{key}"] if isinstance(key, str) else (0, -1)
         known = word == "storage" and isinstance(kind, _StorageClass) and _is_count(count)
         if not known or count * (kind.dtype or torch.uint8).itemsize != size:
-            raise ValueError("a storage claims more or less than its record has")
+            raise ValueError("a storage claims more or fewer bytes than its record has")
         return _Storage(kind.dtype, at, size)
 
 
 @dataclass(frozen=True)
 class _StorageClass:
-    """A class of storages."""
-
     dtype: torch.dtype | None
 
 
 def _located(storage: Any, offset: Any, sizes: Any, strides: Any, dtype: torch.dtype | None) -> Located:
     dtype = dtype or (storage.dtype if isinstance(storage, _Storage) else None)
     if not (isinstance(storage, _Storage) and isinstance(dtype, torch.dtype) and is_shape(sizes)):
-        raise ValueError("a tensor of another form")
+        raise ValueError("a tensor has no valid storage, type or shape")
     if not (isinstance(strides, tuple) and len(strides) == len(sizes) and all(map(_is_count, (offset, *strides)))):
-        raise ValueError("a tensor of another form")
+        raise ValueError("a tensor has no valid offset or strides")
     elements, held = math.prod(sizes), storage.bytes // dtype.itemsize
     reach = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1 if elements else 0
     if offset + reach > held or elements > held:
@@ -190,7 +192,7 @@ def _located(storage: Any, offset: Any, sizes: Any, strides: Any, dtype: torch.d
 
 
 def _tensors(rebuilt: Callable[[Located], Any]) -> dict[Name, Any]:
-    """The names that tensors need. `rebuilt`: what a tensor becomes."""
+    """Return the globals that pickled tensors need. `rebuilt` makes the value of a tensor."""
     of_type = {("torch", f"{name}Storage"): _StorageClass(DTYPES[kind]) for name, kind in _STORAGES.items()}
     return {
         **of_type,
@@ -205,13 +207,13 @@ def _tensors(rebuilt: Callable[[Located], Any]) -> dict[Name, Any]:
 
 def _encoded(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise ValueError("bytes of another form")
+        raise ValueError("bytes are not encoded as latin1")
     return text.encode("latin1")
 
 
 def _bytearray(raw: bytes = b"") -> bytearray:
     if not isinstance(raw, bytes):
-        raise ValueError("bytes of another form")
+        raise ValueError("a bytearray is not made of bytes")
     return bytearray(raw)
 
 
@@ -223,7 +225,7 @@ def _device(kind: str, index: int | None = None) -> torch.device:
 
 def _size(sizes: Any) -> torch.Size:
     if not is_shape(sizes):
-        raise ValueError("sizes that no tensor has")
+        raise ValueError("a torch.Size is not a valid shape")
     return torch.Size(sizes)
 
 
@@ -243,7 +245,7 @@ _VALUES: dict[Name, Any] = {
 
 
 def locate(file: BinaryIO, start: int, length: int) -> Located:
-    """Where the one tensor lies that `torch.save` wrote to bytes [start, start + length) of a file.
+    """Locate the one tensor that `torch.save` wrote to bytes [start, start + length) of a file.
 
     Raises ValueError or OSError.
     """
@@ -254,19 +256,23 @@ def locate(file: BinaryIO, start: int, length: int) -> Located:
 
 
 def storage_of(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """First byte in the file, and bytes, of the one storage that `torch.save` wrote. Raises ValueError or OSError."""
-    return _Archive(file, start, length).only_storage()
+    """Return first byte in the file and number of bytes of the one storage in an archive that this process wrote.
+
+    Raises ValueError for a damaged file; OSError.
+    """
+    with _damage_as_value_error():
+        return _Archive(file, start, length).only_storage()
 
 
 def load(file: BinaryIO, length: int) -> Any:
-    """The value that `torch.save` wrote to a file: plain values, containers and tensors (on the CPU).
+    """Return the value that `torch.save` wrote to a file: plain values, containers and tensors (on the CPU).
 
-    Raises ValueError for a value of another type, and for a damaged file; OSError.
+    Raises ValueError for other types and for a damaged file; OSError.
     """
     storages: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def rebuilt(tensor: Located) -> Tensor:
-        """Tensors of one storage share its elements, which are read once."""
+        """Read each storage once, so that tensors that shared one share it again."""
         place = (tensor.storage.at, tensor.dtype)
         if place not in storages:
             storages[place] = as_type(read_bytes(file, tensor.storage.at, tensor.storage.bytes), tensor.dtype)
@@ -276,20 +282,26 @@ def load(file: BinaryIO, length: int) -> Any:
 
 
 def check_readable(file: BinaryIO, length: int) -> None:
-    """Raise ValueError for what `load` would not read; tensors are left where they are."""
+    """Raise ValueError if `load` would; reads no tensors."""
     _read(file, 0, length, {**_tensors(lambda tensor: tensor), **_VALUES})
 
 
 def _read(file: BinaryIO, start: int, length: int, known: dict[Name, Any]) -> Any:
-    try:
+    with _damage_as_value_error():
         archive = _Archive(file, start, length)
         return read_pickle(archive.read("data.pkl", LONGEST), known, archive.storage)
+
+
+@contextmanager
+def _damage_as_value_error() -> Iterator[None]:
+    try:
+        yield
     except _UNREADABLE as error:
         raise ValueError(f"not a file of torch.save: {type(error).__name__}: {error}") from error
 
 
 def read_bytes(file: BinaryIO, at: int, count: int) -> Tensor:
-    """Bytes [count], uint8, from a position on. Raises ValueError where the file has fewer."""
+    """Read `count` bytes from position `at`, as uint8 [count]. Raises ValueError if the file has fewer."""
     raw = torch.empty(count, dtype=torch.uint8)
     file.seek(at)
     view = memoryview(cast(Any, raw.numpy()))
@@ -303,7 +315,7 @@ def read_bytes(file: BinaryIO, at: int, count: int) -> Tensor:
 
 
 def as_type(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Elements [n] of bytes [bytes]. Raises ValueError where they are none."""
+    """Reinterpret uint8 [bytes] as elements [n] of a type. Raises ValueError for booleans that are not 0 or 1."""
     if dtype == torch.bool and bool((raw > 1).any()):
-        raise ValueError("a truth value is neither 0 nor 1")
+        raise ValueError("a boolean is neither 0 nor 1")
     return raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""The index that torch.distributed.checkpoint writes, a pickle, read as data: for checkpoints without one of ours."""
+"""Reader of the index that torch.distributed.checkpoint writes, a pickle, for checkpoints without an `index.json`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from autoptd.checkpoint.files import read_small
 from autoptd.checkpoint.index import Chunk, Index, SavedTensor, check, unreadable
-from autoptd.checkpoint.pickles import LONGEST, Maker, Name, NotedCall, noted, read_pickle
+from autoptd.checkpoint.pickles import LONGEST, Maker, Name, RecordedCall, read_pickle, recorded
 from autoptd.checkpoint.torch_files import DTYPES, is_shape
 
 METADATA = ".metadata"
-_OF_TORCH = {
+_TORCH_GLOBALS = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
         *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -23,7 +23,7 @@ _OF_TORCH = {
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }
 _KNOWN: dict[Name, Any] = {
-    **{(module, name): noted(name) for module, names in _OF_TORCH.items() for name in names},
+    **{(module, name): recorded(name) for module, names in _TORCH_GLOBALS.items() for name in names},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): Maker(lambda sizes: sizes),
     ("collections", "OrderedDict"): Maker(dict),
@@ -31,7 +31,7 @@ _KNOWN: dict[Name, Any] = {
 
 
 def read_torch_index(folder: Path, sizes: Mapping[str, int]) -> Index:
-    """`sizes`: bytes of the files that it may name. Raises CheckpointError."""
+    """Read and check `.metadata`, as data. `sizes`: bytes of the files that it may name. Raises CheckpointError."""
     path = folder / METADATA
     data = read_small(path, LONGEST)
     try:
@@ -44,52 +44,52 @@ def read_torch_index(folder: Path, sizes: Mapping[str, int]) -> Index:
 
 
 def _state(found: Any, name: str) -> dict[str, Any]:
-    if not (isinstance(found, NotedCall) and found.name == name and isinstance(found.state, dict)):
-        raise ValueError(f"holds something else than a {name}")
+    if not (isinstance(found, RecordedCall) and found.name == name and isinstance(found.state, dict)):
+        raise ValueError(f"holds something other than a {name}")
     return found.state
 
 
 def _index(metadata: dict[str, Any]) -> Index:
-    """Chunks by their tensor's name and offsets, as torch looks for them; each has a place of its own."""
-    places: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
-    for where, what in metadata["storage_data"].items():
+    """Return the index of all tensors. As in torch, a chunk is found by its tensor's name and offsets."""
+    stored: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
+    for where, info in metadata["storage_data"].items():
         named, offset = _state(where, "MetadataIndex"), _state(where, "MetadataIndex").get("offset")
         if not isinstance(named["fqn"], str) or not (offset is None or is_shape(offset)):
-            raise ValueError("has a place of no tensor")
-        places[named["fqn"], None if offset is None else tuple(offset)] = _state(what, "_StorageInfo")
+            raise ValueError("has stored bytes that belong to no tensor")
+        stored[named["fqn"], None if offset is None else tuple(offset)] = _state(info, "_StorageInfo")
     index: dict[str, SavedTensor] = {}
-    left = len(places)
+    left = len(stored)
     for key, found in metadata["state_dict_metadata"].items():
-        if isinstance(found, NotedCall) and found.name == "BytesStorageMetadata":
+        if isinstance(found, RecordedCall) and found.name == "BytesStorageMetadata":
             continue
         saved = _state(found, "TensorStorageMetadata")
         left -= len(saved["chunks"])
         if left < 0:
-            raise ValueError("has more chunks than places")
-        index[key] = _saved(key, saved, places)
+            raise ValueError("has chunks without stored bytes")
+        index[key] = _saved(key, saved, stored)
     return index
 
 
-def _saved(key: Any, state: dict[str, Any], places: Mapping[Any, dict[str, Any]]) -> SavedTensor:
+def _saved(key: Any, state: dict[str, Any], stored: Mapping[Any, dict[str, Any]]) -> SavedTensor:
     properties = state["properties"]
     if not (isinstance(key, str) and key.isprintable() and is_shape(state["size"])):
-        raise ValueError("has no name or shape of a tensor")
-    if not (isinstance(properties, NotedCall) and properties.name == "TensorProperties"):
-        raise ValueError(f"{key:.60}: is of no known type")
+        raise ValueError("has a tensor without a valid name or shape")
+    if not (isinstance(properties, RecordedCall) and properties.name == "TensorProperties"):
+        raise ValueError(f"{key:.60}: has no TensorProperties")
     dtype = properties.state[0]
     if dtype not in DTYPES.values():
-        raise ValueError(f"{key:.60}: is of no known type")
+        raise ValueError(f"{key:.60}: has an unknown type")
     chunks = []
     for each in state["chunks"]:
         box = _state(each, "ChunkStorageMetadata")
         offsets, sizes = box["offsets"], box["sizes"]
         if not (is_shape(offsets) and is_shape(sizes)):
-            raise ValueError(f"{key:.60}: has a chunk of no shape")
-        place = places[key, tuple(offsets)] if (key, tuple(offsets)) in places else places[key, None]
-        file, at, count = place["relative_path"], place["offset"], place["length"]
-        if place.get("transform_descriptors"):
-            raise ValueError(f"{key:.60}: was transformed when it was written; load it with torch")
+            raise ValueError(f"{key:.60}: has a chunk without a valid shape")
+        info = stored[key, tuple(offsets)] if (key, tuple(offsets)) in stored else stored[key, None]
+        file, at, count = info["relative_path"], info["offset"], info["length"]
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{key:.60}: was transformed (compressed, say) when it was written; load it with torch")
         if not (isinstance(file, str) and type(at) is int and type(count) is int and at >= 0 and count >= 0):
-            raise ValueError(f"{key:.60}: has a chunk without a place")
+            raise ValueError(f"{key:.60}: has a chunk without file, first byte or length")
         chunks.append(Chunk(file, at, count, tuple(offsets), tuple(sizes), archived=True))
     return SavedTensor(dtype, tuple(state["size"]), tuple(chunks))

@@ -1,6 +1,6 @@
-"""How words of the command line are read: `--fix`, `--assume`, `--sweep`, counts, times and prices.
+"""Parsers of command-line values: `--fix`, `--assume`, `--sweep`, counts, times and prices.
 
-Nothing here needs torch, so that `--help` and mistakes are answered at once.
+Nothing here imports torch, so `--help` and usage errors are printed at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
 
 SCHEDULE_KINDS = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
 
-# What `--fix` and `--assume` take, and how each value is read.
+# Names that `--fix`, `--assume` and `--sweep` accept -> the type, or the values, of each.
 FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "dp": int,
     "tp": int,
@@ -50,31 +50,31 @@ INCLUDABLE = (
     "zero",
     "zero-bubble",
     "zero-bubble-v",
-)  # what `--include` takes, or all
-COUNTED = ("world", "batch", "seq")  # what `--sweep` takes besides: numbers from 1,
+)  # values of `--include`, besides `all`
+COUNTED = ("world", "batch", "seq")  # `--sweep` accepts these too: numbers from 1,
 NAMED = ("cluster",)  # and names
 SWEPT = (*COUNTED, *NAMED, *FIXABLE)
-FIXED = tuple(name for name in FIXABLE if name != "attention")  # what `--fix` takes
+FIXED = tuple(name for name in FIXABLE if name != "attention")  # names of `--fix`
 
 
 class UsageError(AutoptdError, ValueError):
-    """The command line itself is wrong."""
+    """A mistake in the command line itself."""
 
 
 def read_fix(text: str) -> dict[str, object]:
-    """`tp=8,overlap=dp,p2p` -> {"tp": 8, "overlap": ("dp", "p2p")}. Raises argparse's error for a bad one."""
+    """Parse `tp=8,overlap=dp,p2p` to {"tp": 8, "overlap": ("dp", "p2p")}. Raises argparse.ArgumentTypeError."""
     fixed = _read_choices(text, FIXABLE, "fixed")
     for name, value in fixed.items():
         if only_predicted(name, value):
             said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
             raise argparse.ArgumentTypeError(
-                f"{said} is only predicted: no program can run it; give --assume {said}"
+                f"{said} can only be predicted, since no generated program does it; give --assume {said}"
             )
     return fixed
 
 
 def read_assume(text: str) -> dict[str, object]:
-    """`kernels=fused,overlap=dp` -> {"kernels": "fused", "overlap": ("dp",)}. Raises argparse's error for a bad one."""
+    """Parse `kernels=fused,overlap=dp`, as `read_fix` does. Raises argparse.ArgumentTypeError."""
     return _read_choices(text, ASSUMABLE, "assumed")
 
 
@@ -93,7 +93,7 @@ def _read_choices(text: str, known: Collection[str], done: str) -> dict[str, obj
 
 
 def read_sweep(text: str) -> tuple[str, tuple[object, ...]]:
-    """`world=8,16` -> ("world", (8, 16)); several streams of one overlap as `dp+p2p`. Raises argparse's error."""
+    """Parse `world=8,16` to ("world", (8, 16)); a value of overlap is `dp+p2p`. Raises argparse.ArgumentTypeError."""
     name, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not values:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE,…, for example world=8,16,32")
@@ -134,12 +134,12 @@ def _share(name: str, value: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{name} is a share from 0 to below 1, such as 0.1, not {value!r}")
+        raise argparse.ArgumentTypeError(f"{name} is a fraction, at least 0 and less than 1, not {value!r}")
     return share
 
 
 def read_include(text: str) -> tuple[str, ...]:
-    """`cp,virtual` or `all`. Raises argparse's error for a name that cannot be included."""
+    """Parse `cp,virtual` or `all`. Raises argparse.ArgumentTypeError for a name that cannot be included."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     known = (*INCLUDABLE, "all")
     for name in names:
@@ -149,7 +149,7 @@ def read_include(text: str) -> tuple[str, ...]:
 
 
 def read_split(text: str) -> tuple[str, str]:
-    """`*.q_proj.weight=S0` -> its two sides. Raises argparse's error."""
+    """Parse `*.q_proj.weight=S0` to its two sides. Raises argparse.ArgumentTypeError."""
     pattern, _, placement = (part.strip() for part in text.rpartition("="))
     if not pattern or not placement:
         raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=PLACEMENT, for example '*.q_proj.weight=S0'")
@@ -157,14 +157,14 @@ def read_split(text: str) -> tuple[str, str]:
 
 
 def module_name(text: str) -> str:
-    """A module's name or a pattern of names."""
+    """Parse the name of a module, or a pattern of names."""
     if not text.strip():
         raise argparse.ArgumentTypeError("an empty name")
     return text.strip()
 
 
 def all_fixed(arguments: argparse.Namespace) -> dict[str, object]:
-    """All choices made by hand, of every option. Raises UsageError for one that is given twice."""
+    """Return the constraints of all options together. Raises UsageError for one that is given twice."""
     fixed: dict[str, object] = dict(arguments.fix or {})
     for name, value in (arguments.assume or {}).items():
         if name in fixed:
@@ -180,7 +180,7 @@ def all_fixed(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _streams(value: str) -> tuple[str, ...]:
-    """`dp+p2p` or `none`: what runs beside compute."""
+    """Parse `dp+p2p` or `none`: the communication that overlaps with compute."""
     streams = FIXABLE["overlap"]
     assert isinstance(streams, tuple)
     named = () if value == "none" else tuple(part.strip() for part in value.split("+"))
@@ -190,19 +190,19 @@ def _streams(value: str) -> tuple[str, ...]:
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number from 1."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A positive time."""
+    """Parse a positive number of seconds."""
     return _positive(text, "number of seconds")
 
 
 def price(text: str) -> float:
-    """A positive price of one device for one hour, in any currency."""
+    """Parse a positive price of one device for one hour, in any currency."""
     return _positive(text, "price")
 
 

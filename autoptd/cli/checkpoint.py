@@ -1,4 +1,4 @@
-"""`autoptd checkpoint inspect | check | export FOLDER`: look at a checkpoint, prove its files, turn it into weights."""
+"""`autoptd checkpoint inspect | check | export FOLDER`: show a checkpoint, verify its files, export its weights."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "floa
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autoptd checkpoint` takes."""
-    parser.add_argument("what", choices=["inspect", "check", "export"], help="show it; prove its files; write weights")
+    """Add the arguments of `autoptd checkpoint`."""
     parser.add_argument(
-        "folder", metavar="FOLDER", help="a folder of checkpoints (its latest is meant), or one of them"
+        "what", choices=["inspect", "check", "export"], help="show it; verify its files; write its weights"
     )
-    parser.add_argument("-o", "--out", metavar="FOLDER", help="export: the folder to make, for from_pretrained")
-    parser.add_argument("--precision", choices=sorted(TYPES), help="export: of the weights (default as trained)")
+    parser.add_argument("folder", metavar="FOLDER", help="one checkpoint, or a folder of several (the latest is used)")
+    parser.add_argument("-o", "--out", metavar="FOLDER", help="export: the new folder, for from_pretrained")
+    parser.add_argument("--precision", choices=sorted(TYPES), help="export: type of the weights (default: as trained)")
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
-    """Exit code 1: `check` found damage. Raises CheckpointError."""
+    """Run the command; exit code 1 means that `check` found damage. Raises CheckpointError."""
     from autoptd.cli.arguments import UsageError
 
     if (arguments.out is None) == (arguments.what == "export"):
         what = "export needs a folder to write to" if arguments.out is None else f"{arguments.what} writes nothing"
-        raise UsageError(what, fix="--out FOLDER belongs to export")
+        raise UsageError(what, fix="give --out FOLDER with export, and only with it")
     return {"inspect": _inspect, "check": _check, "export": _export}[arguments.what](arguments)
 
 
@@ -45,7 +45,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         key: {"shape": list(saved.shape), "dtype": str(saved.dtype).removeprefix("torch.")}
         for key, saved in sorted(contents.index_of(where, manifest).items())
     }
-    whole = [path.name for path in folder.whole(where.parent)]
+    whole = [path.name for path in folder.checkpoints(where.parent)]
     beside = {"checkpoints": whole, "unverified": contents.unverified(manifest)}
     data = {**manifest, "folder": str(where), "contents": tensors, **beside}
     if arguments.json:
@@ -69,9 +69,9 @@ def _shown(data: dict[str, Any]) -> list[RenderableType]:
     facts.add_row("optimizer", data["optimizer"])
     facts.add_row("files", f"{len(data['files'])}, {total / GIB:.3g} GiB")
     facts.add_row("written by", versions)
-    facts.add_row("beside it", ", ".join(data["checkpoints"]))
-    facts.add_row("proved", data["unverified"] or "manifest and index; `check` proves the rest")
-    table = columns("parameter", "shape", "type", "optimizer keeps")
+    facts.add_row("in this folder", ", ".join(data["checkpoints"]))
+    facts.add_row("verified", data["unverified"] or "manifest and index; `check` verifies the rest")
+    table = columns("parameter", "shape", "type", "optimizer state")
     kept: dict[str, list[str]] = {}
     for key in data["contents"]:
         kind, _, rest = key.partition(".")
@@ -82,7 +82,7 @@ def _shown(data: dict[str, Any]) -> list[RenderableType]:
         kind, _, name = key.partition(".")
         if kind == "model":
             shape = " × ".join(map(str, found["shape"])) or "1"
-            table.add_row(name, shape, found["dtype"], ", ".join(sorted(kept.get(name, ()))) or "nothing")
+            table.add_row(name, shape, found["dtype"], ", ".join(sorted(kept.get(name, ()))) or "none")
     return [
         Text(printable(f"{data['model']} in {data['folder']}", keep="")),
         *section("", facts)[2:],
@@ -96,8 +96,8 @@ def _check(arguments: argparse.Namespace) -> int:
     where = folder.find(Path(arguments.folder))
     found = contents.examine(where)
     if arguments.json:
-        told = {"not_finite": found.not_finite, "unverified": found.unverified}
-        print_json({"folder": str(where), "files": found.files, "damage": found.damage, **told})
+        other = {"not_finite": found.not_finite, "unverified": found.unverified}
+        print_json({"folder": str(where), "files": found.files, "damage": found.damage, **other})
     else:
         for text in (*found.damage, *found.not_finite, *filter(None, [found.unverified])):
             show(text)

@@ -1,4 +1,4 @@
-"""`autoptd doctor`: the checks that can be made here, a line each; under torchrun also those between ranks."""
+"""`autoptd doctor`: checks of this machine, a line each; under torchrun also checks between ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PORT = 29500  # torchrun's own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autoptd doctor` takes."""
-    parser.add_argument("--cluster", metavar="NAME", help="the machine that it should be: a name or a .toml file")
-    parser.add_argument("--plan", metavar="FILE", help="the plan that is to run: its cluster, axes and checkpoint")
-    parser.add_argument("--checkpoint", metavar="FOLDER", default=".", help="where checkpoints go (default: here)")
+    """Add the arguments of `autoptd doctor`."""
+    parser.add_argument("--cluster", metavar="NAME", help="the expected machine: a name or a .toml file")
+    parser.add_argument("--plan", metavar="FILE", help="the plan to run: its cluster, axes and checkpoint are checked")
+    parser.add_argument("--checkpoint", metavar="FOLDER", default=".", help="folder for checkpoints (default: here)")
     parser.add_argument(
-        "--port", type=int, metavar="N", help=f"of rank 0's store (default {_PORT}; not under torchrun)"
+        "--port", type=int, metavar="N", help=f"port of rank 0's store (default {_PORT}; unused under torchrun)"
     )
 
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = examine(arguments.cluster, arguments.plan, Path(arguments.checkpoint), arguments.port)
     failed = any(finding.grade == "FAIL" for finding in found)
-    if os.environ.get("RANK", "0") != "0":  # rank 0 tells
+    if os.environ.get("RANK", "0") != "0":  # rank 0 reports
         return DONE
     if arguments.json:
         print_json([asdict(finding) for finding in found])
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(cluster: str | None, plan: str | None, folder: Path, port: int | None) -> list[Finding]:
-    """All findings, worst ones where they stand. A collective under torchrun."""
+    """Return all findings in the order of the checks. A collective under torchrun."""
     from autoptd.cost_models.cluster import Cluster
     from autoptd.plans.model import Plan
     from autoptd.profile.world import joined, launched

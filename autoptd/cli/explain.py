@@ -1,4 +1,4 @@
-"""`autoptd explain` and `autoptd compare`: what a plan does, why, and how it differs from another."""
+"""`autoptd explain` and `autoptd compare`: a plan, the reasons for its choices, and its differences from another."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DONE, NO = 0, 1
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """Show a plan; with `--memory` its formulas, with `--op` the alternatives to one choice."""
+    """Print a plan; with `--memory` its memory formulas, with `--op` the alternatives to one choice."""
     from autoptd.explain.plan import explain, headline, prediction
     from autoptd.plans.model import Plan
 
     if arguments.memory and arguments.op:
-        raise UsageError("--memory and --op are two questions", fix="ask one of them")
+        raise UsageError("--memory and --op are two different reports", fix="give one of them")
     plan = Plan.load(arguments.plan)
     if arguments.memory:
         return _memory(arguments, plan)
@@ -52,7 +52,7 @@ def _memory(arguments: argparse.Namespace, plan: Plan) -> int:
 def _op(arguments: argparse.Namespace, plan: Plan) -> int:
     model, progress = _model(arguments, plan)
     import autoptd.api
-    from autoptd.answers.op_alternatives import why, why_text
+    from autoptd.answers.op_alternatives import op_alternatives, op_alternatives_text
 
     traced = autoptd.api.trace(
         model,
@@ -61,16 +61,16 @@ def _op(arguments: argparse.Namespace, plan: Plan) -> int:
         progress=progress,
         loss_averaging=plan.loss_averaging,
     )
-    found, left = why(plan, traced, arguments.op, progress)
+    found, left = op_alternatives(plan, traced, arguments.op, progress)
     if arguments.json:
         print_json({"found": [one.to_data() for one in found], "left_out": [slot.node for slot in left]})
     else:
-        show(why_text(plan, found, left, width()))
+        show(op_alternatives_text(plan, found, left, width()))
     return DONE
 
 
 def _model(arguments: argparse.Namespace, plan: Plan) -> tuple[nn.Module, Progress]:
-    """The plan's model, where it is shipped or named. Raises UsageError."""
+    """Return the plan's model, which is shipped or given by `--model`. Raises UsageError."""
     from autoptd.models.load import load_model
 
     progress = progress_of(arguments)
@@ -81,7 +81,7 @@ def _model(arguments: argparse.Namespace, plan: Plan) -> tuple[nn.Module, Progre
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Show two plans side by side; the exit code says whether they are equal."""
+    """Print two plans side by side; the exit code is 0 if they are equal."""
     from autoptd.explain.compare import compare, comparison_data
     from autoptd.plans.model import Plan
 

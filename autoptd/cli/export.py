@@ -1,4 +1,4 @@
-"""`autoptd export PLAN --to megatron|torch|json`: read the plan, make the model if it is needed, write the text."""
+"""`autoptd export PLAN --to megatron|torch|json`: read the plan, make the model if needed, write the text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.errors import PlanError
-
 if TYPE_CHECKING:
     from autoptd.plans.model import Plan
 
@@ -16,15 +14,17 @@ TARGETS = ("json", "megatron", "torch")
 
 
 def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
-    """What `autoptd export` takes."""
+    """Add the arguments of `autoptd export`."""
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
-    parser.add_argument("--to", choices=TARGETS, required=True, help="arguments, a program, or a table of tensors")
+    parser.add_argument(
+        "--to", choices=TARGETS, required=True, help="a table of tensors, Megatron-LM's arguments, or a program"
+    )
     parser.add_argument("--model", metavar="MODEL", help=f"{model_help} (default: the plan's, if shipped)")
-    parser.add_argument("-o", "--out", metavar="FILE", help="write there, not to standard output")
+    parser.add_argument("-o", "--out", metavar="FILE", help="file to write (default: standard output)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns exit code 0. Raises PlanFileError, PlanError, ModelError."""
+    """Run the command; return exit code 0. Raises PlanFileError, PlanError, UsageError, ModelError."""
     from autoptd.cli.output import show
     from autoptd.outputs import refuse_unwritable, write_whole
     from autoptd.plans.model import Plan
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _exported(plan: Plan, to: str, model: str | None) -> dict[str, Any]:
-    """`text` (what a file gets), `data` (for JSON) and `differs`. The model is made only where it is used."""
+    """Return `text` (for a file), `data` (for JSON) and `differs`. The model is made only if it is used."""
     if to == "json":
         from autoptd.export.mapping import mapping
 
@@ -66,15 +66,10 @@ def _exported(plan: Plan, to: str, model: str | None) -> dict[str, Any]:
 
 
 def _model(plan: Plan, name: str | None, needed: bool) -> Any:
-    """The model on meta; None where it may be left out, and the plan's is not shipped. Raises PlanError, ModelError."""
+    """Return the model on meta; None if it is neither needed, nor given, nor shipped. Raises UsageError, ModelError."""
+    from autoptd.cli.output import model_of
     from autoptd.models.load import load_model, model_names
 
-    if name is None and plan.model not in model_names():
-        if needed:
-            raise PlanError(
-                f"the plan is for {plan.model!r}, which is no shipped model",
-                where="model",
-                fix="say which: --model MODEL",
-            )
+    if name is None and not needed and plan.model not in model_names():
         return None
-    return load_model(name or plan.model)[0]
+    return load_model(model_of(name, plan.model))[0]

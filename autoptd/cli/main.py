@@ -1,9 +1,9 @@
-"""The command line: `autoptd plan | explain | compare | simulate | emit | verify | models | clusters`.
+"""The command line: `autoptd plan | explain | compare | simulate | emit | verify | models | clusters | …`.
 
-Exit codes: 0 done; 1 the answer is no (nothing fits, plans or results differ); 2 bad usage or input, or a fault.
-With `--json` standard output holds one JSON value, an `{"error": …}` object if things went wrong.
+Exit codes: 0 done; 1 the answer is no (nothing fits, plans or results differ); 2 bad usage or input, or internal error.
+With `--json` standard output is one JSON value; after an error, an `{"error": …}` object.
 
-Whatever needs torch is imported inside the command that needs it, so that `--help` answers at once.
+Modules that need torch are imported inside the command that needs them, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from autoptd.search.constraints.assumed import ASSUMABLE
 
 DONE, NO, BAD = 0, 1, 2
 _MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
-_ALL_HELP = "show every stage, activation and op as well"
+_ALL_HELP = "show every stage, activation and op"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and leave, so that every mistake is answered in one way."""
+    """An argparse parser that raises UsageError instead of exiting, so that all errors are reported alike."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, fix=f"see `{self.prog} --help`")
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    atexit.register(gc.freeze)  # or Python looks for garbage once more as it leaves, for 1.5 s
+    atexit.register(gc.freeze)  # without it, Python's last garbage collection at exit takes 1.5 s
     try:
         arguments = _parser().parse_args(argv)
         code = _run(arguments)
@@ -69,22 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except AutoptdError as error:
         show_traceback(error)
-        _tell(error, as_json="--json" in argv)
+        _report(error, as_json="--json" in argv)
         return NO if isinstance(error, DoesNotFit) else BAD
-    except BrokenPipeError:  # the reader, such as `head`, has left
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
         show("autoptd: interrupted", on_error=True)
         return 130
-    except Exception as error:  # noqa: BLE001  at the edge of the program: Python's 1 is "no"
+    except Exception as error:  # noqa: BLE001  bugs and model code raise any type; uncaught, Python exits with 1: "no"
         show_traceback(error)
-        _tell(internal_error(error), as_json="--json" in argv)
+        _report(internal_error(error), as_json="--json" in argv)
         return BAD
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """The command's exit code. Raises InternalError where the model's own code would leave the process with another."""
+    """Return the command's exit code. Raises InternalError if the model's own code calls sys.exit."""
     try:
         with without_collector():
             code: int = arguments.run(arguments)
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise internal_error(error) from error
 
 
-def _tell(error: AutoptdError, *, as_json: bool) -> None:
+def _report(error: AutoptdError, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": error_data(error)})
     else:
@@ -197,7 +197,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         processes=arguments.processes,
         show=not arguments.json,
     )
-    if found is None:  # another rank of torchrun tells
+    if found is None:  # rank 0 of torchrun reports
         return DONE
     cluster, record, rows = found
     if arguments.json:
@@ -208,11 +208,11 @@ def _profile(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-# --- what the commands share --------------------------------------------------------------------------------------
+# --- parts of several commands ------------------------------------------------------------------------------------
 
 
 def _list(table: dict[str, str], *, as_json: bool) -> None:
-    """Name and text, a row each; wrapped on a terminal only."""
+    """Print a row per name and text, wrapped only on a terminal."""
     if as_json:
         print_json(table)
         return
@@ -223,8 +223,8 @@ def _list(table: dict[str, str], *, as_json: bool) -> None:
 
 
 def _refuse_folder(path: Path) -> None:
-    """Raise UsageError if no files could be written into a folder at `path`, which may be yet to be made."""
-    fix = "name a folder that is yours, or that can be made"
+    """Raise UsageError if no files can be written into the folder `path`, which need not exist yet."""
+    fix = "give a folder that you may write to, or that can be created"
     if path.exists() and not path.is_dir():
         raise UsageError(f"cannot write into {path}: it is a file", where=str(path), fix=fix)
     standing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -237,35 +237,35 @@ def _parser() -> _Parser:
 
     parser = _Parser(prog="autoptd", allow_abbrev=False)
     parser.description = "Plan how to train a PyTorch model on many devices, see what it costs, and write the program."
-    parser.epilog = "exit codes: 0 done; 1 the answer is no (nothing fits, the plans differ); 2 bad usage, or a fault"
+    parser.epilog = "exit codes: 0 done; 1 the answer is no (nothing fits, plans differ); 2 bad usage or internal error"
     parser.add_argument("--version", action="version", version=f"autoptd {version('autoptd')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", allow_abbrev=False)
         made.set_defaults(run=run)
-        made.add_argument("--json", action="store_true", help="print JSON for machines")
+        made.add_argument("--json", action="store_true", help="print JSON")
         return made
 
     plan = command("plan", run_plan, "find the fastest plan that fits")
     plan.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
-    plan.add_argument("--world", type=count, metavar="N", help="number of devices (unless it is swept)")
+    plan.add_argument("--world", type=count, metavar="N", help="number of devices (required unless swept)")
     plan.add_argument("--cluster", metavar="NAME", help="a shipped name (autoptd clusters) or a .toml file")
-    plan.add_argument("--batch", type=count, metavar="N", help="samples per step over all devices (default 8 × world)")
-    plan.add_argument("--seq", type=count, metavar="N", help="tokens per sample (default the model's own, up to 4096)")
+    plan.add_argument("--batch", type=count, metavar="N", help="samples per step over all devices (default: 8 × world)")
+    plan.add_argument("--seq", type=count, metavar="N", help="tokens per sample (default: the model's own, up to 4096)")
     plan.add_argument(
-        "--precision", choices=["bf16", "fp16", "fp32", "fp64"], default="bf16", help="default %(default)s"
+        "--precision", choices=["bf16", "fp16", "fp32", "fp64"], default="bf16", help="compute type (default: bf16)"
     )
     plan.add_argument(
         "--loss-averaging",
         choices=["global", "per-microbatch"],
         default="global",
-        help="of a loss that cannot be the whole batch's: refuse it, or take the mean of microbatches' own",
+        help="global (default): the loss of the whole batch, or an error; else the mean of microbatches' losses",
     )
-    plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default %(default)s")
-    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"choices made by hand: {', '.join(FIXED)}")
-    told = f"{', '.join(ASSUMABLE)}: as no program runs; the plan is a prediction only"
-    plan.add_argument("--assume", type=read_assume, metavar="K=V,…", help=told)
+    plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: %(default)s")
+    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"fix options, as tp=8,zero=2: {', '.join(FIXED)}")
+    assumed = f"predict only, with options that no generated program can run: {', '.join(ASSUMABLE)}"
+    plan.add_argument("--assume", type=read_assume, metavar="K=V,…", help=assumed)
     _add_constraints(plan)
     _add_answers(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
@@ -273,38 +273,37 @@ def _parser() -> _Parser:
     explain = command("explain", run_explain, "show a plan: what it does and what it costs")
     explain.add_argument("plan", metavar="PLAN", help="a plan file")
     explain.add_argument("--all", action="store_true", help=_ALL_HELP)
-    explain.add_argument("--memory", action="store_true", help="formulas of what occupies memory; traces the model")
-    explain.add_argument("--op", metavar="NAME", help="why this op, parameter or module is split so; traces the model")
+    explain.add_argument("--memory", action="store_true", help="show memory as formulas; traces the model")
+    explain.add_argument("--op", metavar="NAME", help="show the alternatives to its split; traces the model")
     explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
     compare = command("compare", run_compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")
-    simulate = command("simulate", _simulate, "play a plan's step and show where its time goes")
+    simulate = command("simulate", _simulate, "simulate one step of a plan and show where its time goes")
     simulate.add_argument("plan", metavar="PLAN", help="a plan file")
-    simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="play another schedule (default the plan's)")
-    simulate.add_argument("--virtual", type=count, metavar="N", help="chunks per rank, of equal work (interleaved)")
+    simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="the schedule to simulate (default: the plan's)")
+    simulate.add_argument("--virtual", type=count, metavar="N", help="equal chunks per rank (with interleaved)")
     simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")
     emit = command("emit", _emit, "write the program of each stage as Python files")
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
     emit.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP} (default: the plan's, if shipped)")
-    emit.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the files go")
-    emit.add_argument("--signed-by", metavar="KEY", help="a public key that must have signed the plan's certificate")
+    emit.add_argument("-o", "--out", required=True, metavar="FOLDER", help="folder for the files")
+    emit.add_argument("--signed-by", metavar="KEY", help="the public key with which the certificate must be signed")
     add_verify_arguments(
-        command("verify", run_verify, "prove a plan: run all its ranks here, beside the plain model"), _MODEL_HELP
+        command("verify", run_verify, "run all ranks of a plan in this process and compare with the plain model"),
+        _MODEL_HELP,
     )
     export = command("export", _export, "write a plan for Megatron-LM, for torch.distributed alone, or as a table")
     add_arguments(export, _MODEL_HELP)
-    checkpoint.add_arguments(
-        command("checkpoint", checkpoint.run_checkpoint, "look at saved training state, or export it")
-    )
+    checkpoint.add_arguments(command("checkpoint", checkpoint.run_checkpoint, "inspect, check or export a checkpoint"))
     profile = command("profile", _profile, "measure this machine and write its cluster file")
-    profile.add_argument("-o", "--out", default="cluster.toml", metavar="FILE", help="default %(default)s")
-    profile.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to spend, about (default 120)")
-    profile.add_argument("--processes", type=count, metavar="N", help="default one per GPU; without a GPU 2")
-    profile.add_argument("--points", metavar="FILE", help="keep all measured points as JSON")
-    profile.add_argument("--from", dest="source", metavar="FILE", help="fit kept points again, without measuring")
+    profile.add_argument("-o", "--out", default="cluster.toml", metavar="FILE", help="default: %(default)s")
+    profile.add_argument("--time-limit", type=seconds, metavar="S", help="approximate time to measure (default: 120)")
+    profile.add_argument("--processes", type=count, metavar="N", help="default: one per GPU, or 2 without GPUs")
+    profile.add_argument("--points", metavar="FILE", help="save all measured points as JSON")
+    profile.add_argument("--from", dest="source", metavar="FILE", help="fit saved points instead of measuring")
     doctor.add_arguments(
-        command("doctor", doctor.run, "look at versions, devices, links, clocks, ports and files before a run")
+        command("doctor", doctor.run, "check versions, devices, links, clocks, ports and files before a run")
     )
     command("models", _models, "list the shipped models")
     command("clusters", _clusters, "list the shipped clusters")
@@ -312,54 +311,54 @@ def _parser() -> _Parser:
 
 
 def _add_constraints(plan: argparse.ArgumentParser) -> None:
-    """What `plan` is held to by the names of modules and parameters, and how far it searches."""
+    """Add the options of `plan` that constrain modules and parameters, or extend or limit the search."""
     plan.add_argument(
         "--split",
         type=read_split,
         action="append",
         metavar="PATTERN=P",
-        help="how parameters lie on the tp axis: '*.q_proj.weight=S0'; may be given again",
+        help="placement of parameters on the tp axis: '*.q_proj.weight=S0'; repeatable",
     )
     plan.add_argument(
         "--cut",
         type=module_name,
         action="append",
         metavar="MODULE",
-        help="a stage begins with it; once for each stage but the first",
+        help="a stage begins at this module; once for each stage but the first",
     )
     plan.add_argument(
         "--whole",
         type=module_name,
         action="append",
         metavar="PATTERN",
-        help="modules that neither tp nor a stage's end cuts; may be given again",
+        help="modules that are split neither by tp nor across stages; repeatable",
     )
     plan.add_argument(
         "--include",
         type=read_include,
         metavar="NAME,…",
         default=(),
-        help=f"search dimensions beyond the usual: {', '.join(INCLUDABLE)}, or all",
+        help=f"dimensions to search besides the default ones: {', '.join(INCLUDABLE)}, or all",
     )
-    plan.add_argument("--exact", action="store_true", help="search until nothing better can be left; for small models")
-    plan.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to search, once there is a plan")
+    plan.add_argument("--exact", action="store_true", help="search until no better plan can exist; for small models")
+    plan.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to search after the first plan is found")
 
 
 def _add_answers(plan: argparse.ArgumentParser) -> None:
-    """What `plan` answers besides one plan."""
+    """Add the options of `plan` that answer something other than one plan."""
     many = plan.add_mutually_exclusive_group()
     many.add_argument(
         "--sweep",
         type=read_sweep,
         action="append",
         metavar="K=V,V,…",
-        help=f"a plan for each value, as a table; twice for both: {', '.join(SWEPT)}",
+        help=f"plan for each value, as world=8,16, and print a table; twice: for all pairs. K: {', '.join(SWEPT)}",
     )
-    many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less memory of a device")
-    many.add_argument("--pins", action="store_true", help="what each choice made by hand costs against a free one")
-    many.add_argument("--sensitivity", action="store_true", help="what changes if a rate or memory is 20%% off")
-    plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="for --sweep: cost per step and per token")
-    plan.add_argument("--why", action="store_true", help="where nothing fits: try every way out, however long it takes")
+    many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less device memory")
+    many.add_argument("--pins", action="store_true", help="the cost of each constraint: the plan without it")
+    many.add_argument("--sensitivity", action="store_true", help="the best plan if a rate or the memory is 20%% off")
+    plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="with --sweep: add costs to the table")
+    plan.add_argument("--why", action="store_true", help="if nothing fits: try every remedy, however long it takes")
 
 
 if __name__ == "__main__":

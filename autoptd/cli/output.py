@@ -1,4 +1,4 @@
-"""What commands share: output, progress, JSON, the width of the terminal, the model that a plan is of."""
+"""Output of all commands: text, progress, JSON, errors, terminal width; and the default of `--model`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from autoptd.printable import printable
 
 
 def progress_of(arguments: argparse.Namespace) -> Any:
-    """Where to report to: the terminal, or nowhere with `--json`."""
+    """Return the progress display: on standard error, or none with `--json`."""
     from autoptd.progress import Silent, progress_on
 
     return Silent() if arguments.json else progress_on(sys.stderr)
 
 
 def show(text: str, *, on_error: bool = False) -> None:
-    """Write text for people, `printable` and with a newline at its end: no string of a file reaches a terminal raw."""
+    """Write `printable` text that ends in a newline: strings from files must not reach the terminal raw."""
     stream = sys.stderr if on_error else sys.stdout
     stream.write(printable(text if text.endswith("\n") else f"{text}\n"))
 
 
 def print_json(value: object) -> None:
-    """One JSON value, keys sorted."""
+    """Print one JSON value with sorted keys."""
     show(json.dumps(value, indent=1, sort_keys=True))
 
 
 def error_data(error: AutoptdError) -> dict[str, Any]:
-    """An error for machines."""
+    """Return an error as JSON data."""
     return {"type": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
 
 
 def width() -> int:
-    """Columns to write in: the terminal's, at most 140; 100 where standard output is none."""
+    """Return the width of a report: that of the terminal, between 40 and 140; 100 if standard output is no terminal."""
     return max(40, min(140, shutil.get_terminal_size((100, 24)).columns)) if sys.stdout.isatty() else 100
 
 
 def model_of(given: str | None, planned: str) -> str:
-    """The model's name: given, or the plan's where it is shipped. Raises UsageError."""
+    """Return the model's name: the given one, or the plan's if it is shipped. Raises UsageError."""
     from autoptd.models.load import model_names
 
     if given is None and planned not in model_names():
-        raise UsageError(f"the plan is for {planned!r}, which is no shipped model", fix="say which: --model MODEL")
+        raise UsageError(f"the plan is for {planned!r}, which is not a shipped model", fix="give it as --model MODEL")
     return given or planned

@@ -1,10 +1,12 @@
-"""`autoptd plan`: one plan, or an answer made of many: a sweep, time against memory, sensitivity, why nothing fits."""
+"""`autoptd plan`: one plan, or an answer from many: a sweep, time against memory, sensitivity, why nothing fits."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,64 +20,64 @@ if TYPE_CHECKING:
     from autoptd.progress import Progress
 
 DONE, NO = 0, 1
-_WHY_S = 8.0, 2.0  # until when, and how long at least, why nothing fits is looked for, unless --why takes the time
+_WHY_S = 8.0, 2.0  # without --why, infeasibility is explained until the first since the start, and at least the second
 _PARETO_S = 60.0
-_SWEPT = 2  # names at once
+_SWEPT = 2  # most names of a sweep
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Plan as the words of the command line say. Raises UsageError, and what planning raises."""
+    """Run `autoptd plan`; return its exit code. Raises UsageError, and what planning raises."""
     arguments.started = time.monotonic()
     arguments.fix = all_fixed(arguments)
     swept = _swept(arguments)
     _check(arguments, swept)
     progress = progress_of(arguments)
-    asked = _asked(arguments, swept, progress)
+    query = _query(arguments, swept, progress)
     try:
         if swept:
-            return _sweep(arguments, asked, swept, progress)
+            return _sweep(arguments, query, swept, progress)
         if arguments.pareto:
-            return _pareto(arguments, asked, progress)
-        return _one(arguments, asked, progress)
+            return _pareto(arguments, query, progress)
+        return _one(arguments, query, progress)
     except DoesNotFit as error:
-        return _refused(arguments, asked, error, progress)
+        return _refused(arguments, query, error, progress)
 
 
 def _swept(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     swept: dict[str, tuple[Any, ...]] = {}
     for name, values in arguments.sweep or ():
         if name in swept:
-            raise UsageError(f"{name} is swept twice", fix="name its values in one --sweep")
+            raise UsageError(f"{name} is swept twice", fix="give all its values in one --sweep")
         swept[name] = values
     if len(swept) > _SWEPT:
-        raise UsageError(f"{len(swept)} names are swept", where="--sweep", fix=f"sweep {_SWEPT} at once, at most")
+        raise UsageError(f"{len(swept)} names are swept", where="--sweep", fix=f"sweep at most {_SWEPT}")
     return swept
 
 
 def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> None:
-    """Words that do not go together. Raises UsageError, PlanFileError."""
+    """Raise UsageError for conflicting options, PlanFileError if the plan could not be saved."""
     from autoptd.outputs import refuse_unwritable
 
     given = {"world": arguments.world, "batch": arguments.batch, "seq": arguments.seq, "cluster": arguments.cluster}
     given |= arguments.fix
     for name in swept:
         if given.get(name) is not None:
-            raise UsageError(f"{name} is swept, and given as well", where=f"--sweep {name}=", fix="leave one out")
+            raise UsageError(f"{name} is both swept and given", where=f"--sweep {name}=", fix="leave one out")
     if arguments.world is None and "world" not in swept:
         raise UsageError("the following arguments are required: --world", fix="see `autoptd plan --help`")
     many = "--sweep" if swept else "--pareto" if arguments.pareto else ""
     if arguments.out and many:
-        raise UsageError(f"{many} makes many plans, and -o saves one", fix="plan the one you want by itself, with -o")
+        raise UsageError(f"{many} makes many plans, and -o saves one", fix="leave out one of the two")
     if arguments.pins and not arguments.fix:
-        raise UsageError("--pins is about choices made by hand, and there are none", fix="add --fix, --split, --cut, …")
+        raise UsageError("--pins is for constraints, and none is given", fix="add --fix, --split, --cut, …")
     if arguments.price_per_gpu_hour is not None and not swept:
         raise UsageError("--price-per-gpu-hour is for --sweep", fix="add --sweep world=8,16,…")
     if arguments.out:
         refuse_unwritable(Path(arguments.out))
 
 
-def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], progress: Progress) -> PlanQuery:
-    """The question, its model traced, for the longest samples that are asked about; all that is quick is checked first.
+def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], progress: Progress) -> PlanQuery:
+    """Return the query, with its model traced for the longest samples; everything quick is checked first.
 
     Raises ModelError, ClusterError, PlanError, and what tracing raises.
     """
@@ -100,7 +102,7 @@ def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
         model, seq=seq, precision=arguments.precision, progress=progress, loss_averaging=averaging
     )
     world = max((arguments.world or 0, *swept.get("world", ())))
-    batch = arguments.batch or 8 * world  # of a sweep over devices the same at every point
+    batch = arguments.batch or 8 * world  # the same at every point of a sweep over devices
     options = {
         "optimizer": arguments.optimizer,
         "include": arguments.include,
@@ -110,28 +112,18 @@ def _asked(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     return PlanQuery(traced, world, cluster, batch, arguments.fix, options, name)
 
 
-def _one(arguments: argparse.Namespace, asked: PlanQuery, progress: Progress) -> int:
-    import autoptd.api
-    from autoptd.search.constraints.assumed import by_keyword
-
-    fix, assume = by_keyword(arguments.fix)
-    plan = autoptd.api.plan(
-        asked.traced,
-        world=asked.world,
-        cluster=asked.cluster,
-        batch=arguments.batch,
-        fix=fix,
-        assume=assume,
-        progress=progress,
-        **asked.options,
-    )
-    plan = plan.model_copy(update={"model": asked.name})
+def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) -> int:
+    plan = replace(query, batch=arguments.batch).plan(progress)  # without a batch, the plan notes its default
     if arguments.out:
         plan.save(arguments.out)
     if arguments.sensitivity:
-        return _sensitivity(arguments, asked, plan, progress)
+        from autoptd.answers.sensitivity import sensitivity, sensitivity_text
+
+        return _show_rows(arguments, query, plan, "reactions", sensitivity(query, plan, progress), sensitivity_text)
     if arguments.pins:
-        return _pins(arguments, asked, plan, progress)
+        from autoptd.answers.constraint_costs import pin_costs, pins_text
+
+        return _show_rows(arguments, query, plan, "without", pin_costs(query, plan, progress), pins_text)
     if arguments.json:
         show(plan.to_json())
     else:
@@ -143,61 +135,54 @@ def _one(arguments: argparse.Namespace, asked: PlanQuery, progress: Progress) ->
     return DONE
 
 
-def _sweep(arguments: argparse.Namespace, asked: PlanQuery, over: dict[str, Any], progress: Progress) -> int:
+def _sweep(arguments: argparse.Namespace, query: PlanQuery, over: dict[str, Any], progress: Progress) -> int:
     from autoptd.answers.sweep import sweep
     from autoptd.answers.sweep_text import sweep_text
 
-    points = sweep(asked, over, price_per_hour=arguments.price_per_gpu_hour, progress=progress)
+    points = sweep(query, over, price_per_hour=arguments.price_per_gpu_hour, progress=progress)
     notes = []
     if arguments.batch is None and "batch" not in over:
-        of = f"{asked.world}, the largest world, at every point" if len(over.get("world", ())) > 1 else str(asked.world)
-        notes.append(f"batch was not given: {asked.batch} samples, 8 × {of}")
+        of = f"{query.world}, the largest world, at every point" if len(over.get("world", ())) > 1 else str(query.world)
+        notes.append(f"batch was not given: {query.batch} samples, 8 × {of}")
     if arguments.json:
         print_json({"points": [point.to_data() for point in points], "notes": notes})
     else:
-        show(sweep_text(_title(asked, set(over)), points, notes, width()))
+        show(sweep_text(_title(query, over), points, notes, width()))
     return DONE if any(point.fits for point in points) else NO
 
 
-def _pareto(arguments: argparse.Namespace, asked: PlanQuery, progress: Progress) -> int:
+def _pareto(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) -> int:
     from autoptd.answers.pareto import frontier, pareto_text
 
-    found = frontier(asked, time_limit_s=_PARETO_S, progress=progress)
+    found = frontier(query, time_limit_s=_PARETO_S, progress=progress)
     if arguments.json:
         print_json(found.to_data())
     else:
-        show(pareto_text(_title(asked), found, width()))
+        show(pareto_text(_title(query), found, width()))
     return DONE
 
 
-def _sensitivity(arguments: argparse.Namespace, asked: PlanQuery, plan: Plan, progress: Progress) -> int:
-    from autoptd.answers.sensitivity import sensitivity, sensitivity_text
+def _show_rows(
+    arguments: argparse.Namespace,
+    query: PlanQuery,
+    plan: Plan,
+    key: str,
+    rows: Sequence[Any],
+    text: Callable[[str, Sequence[Any], int], str],
+) -> int:
+    """Print what was found about a plan: its rows under `key` as JSON, or as `text`."""
     from autoptd.explain.choices import short
 
-    found = sensitivity(asked, plan, progress)
     if arguments.json:
         chosen = {"plan": short(plan), "step_time_s": plan.predicted.step_time_s}
-        print_json({"chosen": chosen, "reactions": [reaction.to_data() for reaction in found]})
+        print_json({"chosen": chosen, key: [row.to_data() for row in rows]})
     else:
-        show(sensitivity_text(_title(asked), found, width()))
+        show(text(_title(query), rows, width()))
     return DONE
 
 
-def _pins(arguments: argparse.Namespace, asked: PlanQuery, plan: Plan, progress: Progress) -> int:
-    from autoptd.answers.constraint_costs import pin_costs, pins_text
-    from autoptd.explain.choices import short
-
-    found = pin_costs(asked, plan, progress)
-    if arguments.json:
-        chosen = {"plan": short(plan), "step_time_s": plan.predicted.step_time_s}
-        print_json({"chosen": chosen, "without": [row.to_data() for row in found]})
-    else:
-        show(pins_text(_title(asked), found, width()))
-    return DONE
-
-
-def _refused(arguments: argparse.Namespace, asked: PlanQuery, error: DoesNotFit, progress: Progress) -> int:
-    """Tell the error, then what causes it and what would help."""
+def _refused(arguments: argparse.Namespace, query: PlanQuery, error: DoesNotFit, progress: Progress) -> int:
+    """Print the error, then its cause and remedies; return the exit code."""
     from autoptd.answers.infeasibility import conflict
     from autoptd.answers.infeasibility_text import conflict_text
 
@@ -206,7 +191,7 @@ def _refused(arguments: argparse.Namespace, asked: PlanQuery, error: DoesNotFit,
         show(f"autoptd: {error}\n\n", on_error=True)
     until_s, least_s = _WHY_S
     limit_s = math.inf if arguments.why else max(least_s, until_s - (time.monotonic() - arguments.started))
-    found = conflict(asked, given, time_limit_s=limit_s, progress=progress)
+    found = conflict(query, given, time_limit_s=limit_s, progress=progress)
     if arguments.json:
         print_json({"error": error_data(error) | {"why": found.to_data()}})
     else:
@@ -214,15 +199,15 @@ def _refused(arguments: argparse.Namespace, asked: PlanQuery, error: DoesNotFit,
     return NO
 
 
-def _title(asked: PlanQuery, but: set[str] = frozenset()) -> str:  # type: ignore[assignment]
-    """What every point has in common: `gpt2 on 8 × dgx-h100: batch 64, s 1024, bf16, adamw, tp=2`."""
-    from autoptd.answers.constraint_costs import written
+def _title(query: PlanQuery, swept: Collection[str] = ()) -> str:
+    """Return what all points have in common: `gpt2 on 8 × dgx-h100: batch 64, s 1024, bf16, adamw, tp=2`."""
+    from autoptd.answers.constraint_costs import pin_texts
 
     where = " × ".join(
-        text for name, text in (("world", str(asked.world)), ("cluster", asked.cluster.name)) if name not in but
+        text for name, text in (("world", str(query.world)), ("cluster", query.cluster.name)) if name not in swept
     )
-    parts = [] if "batch" in but else [f"batch {asked.batch}"]
-    parts += [f"s {asked.traced.seq}"] if asked.traced.seq and "seq" not in but else []
-    parts += [asked.traced.precision, str(asked.options.get("optimizer", "adamw"))]
-    parts += [text for name, text in written(asked.fix) if name not in but]
-    return f"{asked.name}{f' on {where}' if where else ''}: {', '.join(parts)}"
+    parts = [] if "batch" in swept else [f"batch {query.batch}"]
+    parts += [f"s {query.traced.seq}"] if query.traced.seq and "seq" not in swept else []
+    parts += [query.traced.precision, str(query.options.get("optimizer", "adamw"))]
+    parts += [text for name, text in pin_texts(query.fix) if name not in swept]
+    return f"{query.name}{f' on {where}' if where else ''}: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""`autoptd profile`: measure (or read) points, fit a cluster to them, write both, and say how well they agree."""
+"""`autoptd profile`: measure (or read) points, fit a cluster to them, write both, and report the errors of the fit."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def profile(
 ) -> tuple[Cluster, ProfileRecord, list[ReportRow]] | None:
     """Measure, or read the points of `source`; write the cluster to `out` and the points to `points`.
 
-    show: a progress bar, if standard error is a terminal. None on the ranks of torchrun that only help measuring.
+    show: a progress bar, if standard error is a terminal. Returns None on all ranks of torchrun but 0.
     Raises PlanFileError, before anything is measured, if a file cannot be written; ClusterError for a bad `source` and
-    for points that no cluster can be fitted to; RuntimeFault if a process fails.
+    for points to which no cluster can be fitted; RuntimeFault if a process fails.
     """
     for path in filter(None, (out, points)):
         refuse_unwritable(path)
@@ -40,7 +40,7 @@ def profile(
         record = measure(limit_s, processes, show=show)
         if os.environ.get("RANK", "0") != "0":
             return None
-    if points is not None:  # first: points that no cluster can be fitted to are still worth having
+    if points is not None:  # before the fit, which may fail
         write_whole(points, record.to_json())
     cluster = fit(record)
     found = rows(record, cluster)
@@ -49,7 +49,7 @@ def profile(
 
 
 def text(cluster: Cluster, record: ProfileRecord, found: list[ReportRow], out: Path, points: Path | None) -> str:
-    """What a person reads at the end."""
+    """Return the final report."""
     head = f"{record.device}, torch {record.torch}, {record.date}: {record.world} rank(s), {len(record.points)} points"
     parts = [head, table(found), skipped_text(record), cluster.describe()]
     unknown = [f"{link.name}: {link.source}" for link in cluster.levels if link.source.startswith("not measured")]
@@ -66,7 +66,7 @@ def _remarks(record: ProfileRecord, cluster: Cluster, found: list[ReportRow]) ->
         f"autoptd profile: {record.origin}, {record.backend}, {record.world} rank(s), {len(record.points)} points.",
         f"Peaks and levels that were not measured are those of {known.name}."
         if known
-        else "Peaks are the best rates seen.",
+        else "Peaks are the best rates measured.",
         "Median errors of the models with these constants: "
         + "; ".join(f"{row.name} {row.median_error:.0%}" for row in found),
     )

@@ -15,21 +15,21 @@ DONE, NO = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser, model_help: str) -> None:
-    """Of the command."""
-    parser.add_argument("plan", metavar="PLAN", help="a plan file; if it is verified, the certificate is stored there")
+    """Add the arguments of `autoptd verify`."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan file; after success the certificate is stored in it")
     parser.add_argument("--model", metavar="MODEL", help=f"{model_help} (default: the plan's, if shipped)")
     parser.add_argument("--inputs", metavar="CALL", help="module:callable that returns the example inputs of the plan")
-    parser.add_argument("--loss", metavar="CALL", help="module:callable that is the loss, where forward gives none")
-    parser.add_argument("--targets", metavar="CALL", help="module:callable that returns what the loss takes besides")
-    parser.add_argument("--full", action="store_true", help="with all layers and microbatches; takes longer")
+    parser.add_argument("--loss", metavar="CALL", help="module:callable that is the loss, if forward returns none")
+    parser.add_argument("--targets", metavar="CALL", help="module:callable that returns the targets of the loss")
+    parser.add_argument("--full", action="store_true", help="run all layers and microbatches; takes longer")
     parser.add_argument("--all", action="store_true", help="show every parameter")
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument("--sign", metavar="KEY", help="sign the certificate: a private ed25519 key, a PEM file")
-    keys.add_argument("--signed-by", metavar="KEY", help="run nothing: is the stored certificate signed by this one?")
+    keys.add_argument("--signed-by", metavar="KEY", help="only check that this public key signed the certificate")
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """0 where the plan computes what the model computes, 1 where not. Raises what `verify_plan` raises."""
+    """Verify a plan; the exit code is 0 if it computes what the model computes. Raises what `verify_plan` raises."""
     from autoptd.outputs import refuse_unwritable
     from autoptd.plans.model import Plan
     from autoptd.plans.signing import private_key, sign
@@ -64,7 +64,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _check(plan: Plan, arguments: argparse.Namespace) -> int:
-    """Look at the stored certificate alone. Raises PlanFileError where it is of another plan, or not signed so."""
+    """Check the stored certificate alone. Raises PlanFileError if it is of another plan, or has another signature."""
     from autoptd.plans.signing import check_signature
 
     plan.check_certificate()

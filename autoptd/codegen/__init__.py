@@ -1,3 +1,3 @@
-"""Emitted programs: one readable stage module per pipeline stage. Import `emit_program` from
-`codegen.emit`. Imports passes and `ops`, never the search or the runtime.
+"""Code generation: one readable Python file per distinct pipeline stage. Import `emit_program`, `Program` and
+`load_stage` from `codegen.emit`. Imports passes, `ops` and what is below them, never the search, plans or the runtime.
 """

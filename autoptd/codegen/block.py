@@ -1,4 +1,4 @@
-"""One block class: its parameters under the names of the original module, and its forward."""
+"""Source of a block class: its parameters under the names of the original module, and its forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
 from autoptd.codegen.names import Names, hint
 from autoptd.codegen.quoting import code_of, in_docstring, is_name, literal
-from autoptd.codegen.recompute import again_of, in_place_of
+from autoptd.codegen.recompute import in_place_of, recomputation_of
 from autoptd.layout.placements import B, Placement, Split
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info
@@ -27,32 +27,32 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32", 
 
 @dataclass(frozen=True)
 class BlockClass:
-    """Source of a class, and how a stage calls it."""
+    """Source of a class, and what a stage must know to call it."""
 
     name: str
     source: str
     sizes: tuple[sympy.Symbol, ...]  # passed last, by name
     dropout: bool
-    tokens: bool = False  # whether it is given the cp axis
-    made: tuple[Made, ...] = ()  # what its arguments and its lines hold, for the unit's first instance
+    tokens: bool = False  # the constructor takes the cp axis
+    made: tuple[Made, ...] = ()  # tensors held by its arguments and lines, for the unit's first instance
 
 
 def block_arguments(layout: BlockNames, piece: BlockSegments) -> tuple[fx.Node, ...]:
-    """What a block instance is called with: receives, prelude, parameters that it does not own."""
+    """Return the arguments of a block call: receives, prelude, parameters that the block does not own."""
     own = set(owned_by(layout, piece))
     return (*piece.receives, *piece.prelude, *(p for p in piece.parameters if p not in own))
 
 
 def placement_of(sharding: Sharding, folded: Folded, node: fx.Node) -> Placement:
-    """The placement in which a tensor crosses between segments."""
+    """Return the placement in which a tensor crosses between segments."""
     for segment in folded.segments:
         if node in segment.sends:
             return sharding.kinds[segment.kind].sends[segment.sends.index(node)]
-    raise AssertionError(f"{node.name} crosses nowhere")
+    raise AssertionError(f"no segment sends {node.name}")
 
 
 def parameter_placement(sharding: Sharding, piece: BlockSegments, node: fx.Node) -> Placement:
-    """The placement in which a parameter is stored."""
+    """Return the placement in which a parameter is stored."""
     for segment in piece.segments:
         if node in segment.parameters:
             return sharding.kinds[segment.kind].parameters[segment.parameters.index(node)]
@@ -60,7 +60,7 @@ def parameter_placement(sharding: Sharding, piece: BlockSegments, node: fx.Node)
 
 
 def parameter_line(name: str, node: fx.Node, placement: Placement, ranks: int, frozen: bool) -> str:
-    """`parameter(self, "mlp.c_fc.weight", (768, 384), BF16)  # S1`."""
+    """Return `parameter(self, "mlp.c_fc.weight", (768, 384), BF16)  # S1`."""
     tensor = info(node)
     shape = local_shape_text(tensor, placement, ranks)
     grad = ", requires_grad=False" if frozen else ""
@@ -72,29 +72,29 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def attribute(name: str, getter: str = "get_parameter") -> str:
-    """`self.mlp.c_fc.weight`, or a call where a part of the name is a number, or no name for Python."""
+    """Return `self.mlp.c_fc.weight`, or a call of `getter` if a part of the name is not a Python name."""
     if all(map(is_name, name.split("."))):
         return f"self.{name}"
     return f"self.{getter}({literal(name)})"
 
 
 def argument_names(names: Names, receives: Sequence[fx.Node], others: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """`x` for what flows through, the usual names for the rest."""
+    """Choose names of arguments: `x` for received tensors, hints for the others."""
     found = {n: names.fresh("x") for n in receives}
     return found | {n: names.fresh(hint(n)) for n in others}
 
 
 def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) -> BlockClass:
-    """The class of a piece, written from the first instance of its unit."""
+    """Write the class of a piece from the first instance of its unit."""
     piece = piece.first_instance(layout)
     folded = layout.folded
     names = folded.traced.parameters
     own = owned_by(layout, piece)
     foreign = [p for p in piece.parameters if p not in own]
-    again = again_of(piece.segments, sharding, piece.policy, layout.gathers_again)
-    body = Body(sharding, Names(sizes=map(str, folded.traced.sizes)), first=piece.first, again=again)
+    recomputed = recomputation_of(piece.segments, sharding, piece.policy, layout.regather)
+    body = Body(sharding, Names(sizes=map(str, folded.traced.sizes)), first=piece.first, recomputation=recomputed)
     if layout.loss_in_place:
-        body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.gathers_again)
+        body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.regather)
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
     for node in piece.receives:
         body.bind(node, placement_of(sharding, folded, node), given[node])
@@ -119,7 +119,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
 def size_reads(
     body: Body, given: dict[fx.Node, str], sharding: Sharding, placements: dict[fx.Node, Placement] | None = None
 ) -> tuple[list[str], tuple[sympy.Symbol, ...]]:
-    """Lines that read the symbols the body mentions off its arguments, and those that must be passed."""
+    """Return lines that read the body's symbols from its arguments, and the symbols that must be passed."""
     held = {n: p for (n, p), text in body.held.items() if given.get(n) == text}
     lines, passed = [], []
     for symbol in sorted(body.sizes, key=str):
@@ -158,7 +158,7 @@ def _source(
     if body.dropout:
         lines += [
             "        self.dropout = dropout",
-            "        self._first = first  # its first segment: keys its random numbers",
+            "        self._first = first  # its first segment, part of the keys of its random numbers",
         ]
     for node in own:
         name = names[node.name]
@@ -174,26 +174,25 @@ def _source(
 
 
 def _joined(kinds: list[str]) -> str:
-    """One line of a docstring, or one per kind."""
     line = " + ".join(kinds)
     return line if len(line) < 100 else " +\n    ".join(kinds)
 
 
 def uses_axis(lines: Sequence[str], axis: str) -> bool:
-    """Whether any line talks to an axis, "tp" or "cp"."""
+    """Return whether any line uses an axis, "tp" or "cp"."""
     return any(re.search(rf"(?<![\w.]){axis}\b", code_of(line)) for line in lines)
 
 
 def owned_by(layout: BlockNames, piece: BlockSegments) -> list[fx.Node]:
-    """The parameters that a block instance declares itself."""
+    """Return the parameters that a block instance declares itself."""
     names = layout.folded.traced.parameters
     return [p for p in piece.parameters if piece.block and piece.prefix and names[p.name] in layout.owned]
 
 
 def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, symbols: Sequence[str]) -> str:
-    """`Wire("x0", BF16, lambda b, s: (b, s // 8, 4096), True, "S1")`."""
+    """Return `Wire("x0", BF16, lambda b, s: (b, s // 8, 4096), True, "S1")`."""
     tensor = info(node)
-    if folded.cut is not None:  # sizes are told at full length
+    if folded.cut is not None:  # sizes are passed at full length
         whole = {folded.cut.tokens: SEQUENCE / folded.cut.ranks}
         tensor = replace(tensor, shape=tuple(n if isinstance(n, int) else n.subs(whole) for n in tensor.shape))
     placement = placement_of(sharding, folded, node)

@@ -1,9 +1,9 @@
-"""How a stage is written: which segments become a block class, which stand in the stage's own forward.
+"""Division of a stage into pieces: segments that become a block class, and segments in the stage's own forward.
 
-A unit that repeats (attention + MLP, × 32) becomes one class; a stage that begins or ends inside a unit gets a class
-for the part it has. Segments that occur once stand in the stage itself, unless they are recomputed.
+A unit that repeats (attention + MLP, × 32) becomes one class; a stage that begins or ends inside a unit has a class for
+its part of it. Segments that occur once are in the stage's own forward, unless they are recomputed.
 
-Parameters that a block does not own (`passes/blocks.py`) are declared by the stage and passed in.
+Parameters that a block does not own (`passes/blocks.py`) are declared by the stage and passed as arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STAGE_NAMES = _BLOCK_NAMES | {
     "loss_of",
     "reads_counts",
 }
-# what lines beside a class read, none of which it may be called
+# names that emitted files use, which no block class may have
 _READ = TAKEN | {
     *("Tensor", "Axis", "Tokens", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
     *("BF16", "FP16", "FP32", "FP64", "loss_counts", "loss_of", "dropout", "first", "path", "i", "stage"),
@@ -51,12 +51,12 @@ _READ = TAKEN | {
 
 @dataclass(frozen=True)
 class BlockSegments:
-    """Consecutive segments of one stage; `block` is the class they make, or "" if they stand in the stage."""
+    """Consecutive segments of one stage; `block` is their class, or "" if they are in the stage's own forward."""
 
     segments: tuple[Segment, ...]
     block: str
     prefix: str  # dotted path of the module that owns its parameters
-    policy: str  # of recomputation: "none", or one of `passes.activations.POLICIES`
+    policy: str  # of recomputation: "none", or one of `passes.analysis.activations.POLICIES`
     model: tuple[Segment, ...]  # the same segments of the unit's first instance, from which the class is written
 
     @property
@@ -64,12 +64,12 @@ class BlockSegments:
         return self.segments[0].index
 
     def first_instance(self, layout: BlockNames) -> BlockSegments:
-        """The piece that stands for all instances of its class."""
+        """Return the piece of the first instance, from which the class is written."""
         return replace(self, segments=self.model, prefix=layout.prefix_of(self.model[0].index))
 
     @property
     def whole(self) -> bool:
-        """Whether the piece as a whole runs again."""
+        """True if calls of the whole piece are recomputed."""
         return self.policy in ("full", "ops")
 
     @property
@@ -90,7 +90,7 @@ class BlockSegments:
         return _unique(n for s in self.segments for n in s.receives if n not in inside)
 
     def sends(self, folded: Folded) -> tuple[fx.Node, ...]:
-        """What later pieces read, or the loss."""
+        """Return the tensors that other pieces read, and the loss."""
         inside = {s.index for s in self.segments}
         outside = {n for s in folded.segments if s.index not in inside for n in s.receives}
         return tuple(n for s in self.segments for n in s.sends if n in outside or n is folded.loss)
@@ -102,22 +102,22 @@ def _unique(nodes: Iterator[fx.Node]) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class BlockNames:
-    """Names that hold for the whole model: of blocks, and of the parameters that blocks own."""
+    """Names of blocks and of the parameters that blocks own, for the whole model; and options of its emitted code."""
 
     folded: Folded
     owned: dict[str, str]  # original name of a parameter -> its name within its block
     prefixes: dict[int, str]  # first segment of each unit's instance -> dotted path
-    classes: dict[int, str]  # first segment of each unit -> class name; of a single one, for when it is recomputed
-    loss_in_place: bool = False  # see `search/constraints/options.py`
-    gathers_again: bool = False
+    classes: dict[int, str]  # first segment of each unit -> class name; a unit without repeats uses it if recomputed
+    loss_in_place: bool = False  # see `loss` in `search/constraints/options.py`
+    regather: bool = False  # see `gathers` there
 
     def prefix_of(self, segment: int) -> str:
-        """The dotted path of the instance that a segment belongs to."""
+        """Return the dotted path of the instance that a segment belongs to."""
         return self.prefixes[max(i for i in self.prefixes if i <= segment)]
 
 
-def lay_out(folded: Folded, loss_in_place: bool = False, gathers_again: bool = False) -> BlockNames:
-    """Decide names once, for all stages alike."""
+def name_blocks(folded: Folded, loss_in_place: bool = False, regather: bool = False) -> BlockNames:
+    """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses."""
     axes = frozenset({"cp"} if folded.cut is not None else ())
     _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
     owned, prefixes = owned_by_blocks(folded)
@@ -127,21 +127,21 @@ def lay_out(folded: Folded, loss_in_place: bool = False, gathers_again: bool = F
         name = _class_name(segments) + ("" if unit.count > 1 else _last_word(segments[0].name))
         classes[unit.first] = _fresh_class(name, classes.values())
     _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
-    return BlockNames(folded, owned, prefixes, classes, loss_in_place, gathers_again)
+    return BlockNames(folded, owned, prefixes, classes, loss_in_place, regather)
 
 
 def _refuse_taken(parameters: Iterable[str], taken: frozenset[str]) -> None:
     wrong = [name for name in parameters if name.partition(".")[0] in taken]
     if wrong:
         raise TraceError(
-            "parameters keep their names, and emitted modules have attributes of these names themselves",
+            "parameters keep their names in the program, but its modules use these names themselves",
             where="\n".join(wrong),
-            fix=f"give the module another attribute name than {', '.join(sorted(taken))}",
+            fix=f"rename the attribute to something other than {', '.join(sorted(taken))}",
         )
 
 
 def _class_name(segments: tuple[Segment, ...]) -> str:
-    """The class of the innermost module that made all of these nodes."""
+    """Return a class name after the innermost module that made all of these nodes."""
     stacks = [dict(module_stack(n)) for s in segments for n in s.nodes if n.meta.get("nn_module_stack")]
     if not stacks:
         return "Block"
@@ -154,7 +154,7 @@ def _class_name(segments: tuple[Segment, ...]) -> str:
 
 
 def _fresh_class(name: str, others: Collection[str]) -> str:
-    """`LlamaDecoderLayer`, then `LlamaDecoderLayer2`."""
+    """Return an unused name: `LlamaDecoderLayer`, then `LlamaDecoderLayer2`."""
     numbers = itertools.chain([""], itertools.count(2))
     return next(found for number in numbers if (found := f"{name}{number}") not in others)
 
@@ -166,7 +166,7 @@ def _last_word(name: str) -> str:
 def pieces_of(
     layout: BlockNames, sharding: Sharding, first: int, last: int, recompute: Mapping[int, str]
 ) -> list[BlockSegments]:
-    """A stage's segments as pieces, in program order. `recompute`: segment -> policy."""
+    """Divide a stage's segments into pieces, in program order. `recompute`: segment -> policy."""
     folded = layout.folded
     found: list[BlockSegments] = []
     for unit in folded.units:
@@ -177,25 +177,25 @@ def pieces_of(
             if layout.prefixes[segments[0].index]:
                 _refuse_several(groups, recompute)
             for group in groups:
-                policy = settled(group, sharding, recompute.get(group[0].index, "none"))
+                policy = effective_policy(group, sharding, recompute.get(group[0].index, "none"))
                 found.append(_piece(layout, unit, segments, group, policy))
     return found
 
 
 def _refuse_several(groups: Sequence[tuple[Segment, ...]], recompute: Mapping[int, str]) -> None:
-    """One module holds the parameters of a block."""
+    """Raise PlanFileError for several policies within a block, since one module holds its parameters."""
     if len(groups) > 1:
-        told = ", ".join(f"{recompute.get(g[0].index, 'none')} for {g[0].index}" for g in groups)
+        policies = ", ".join(f"{recompute.get(g[0].index, 'none')} for {g[0].index}" for g in groups)
         first, last = groups[0][0].index, groups[-1][-1].index
         raise PlanFileError(
-            f"segments {first} to {last} are one block, which is recomputed by one policy, not {told}",
+            f"segments {first} to {last} are one block, which has one recomputation policy, not {policies}",
             where="stages",
             fix="give all segments of the block the same policy, or cut the stage between them",
         )
 
 
-def settled(segments: tuple[Segment, ...], sharding: Sharding, policy: str) -> str:
-    """The policy, or "none" where nothing of these segments is what it runs again."""
+def effective_policy(segments: tuple[Segment, ...], sharding: Sharding, policy: str) -> str:
+    """Return the policy, or "none" if it recomputes no op of these segments."""
     if policy == "selective" and not recomputed_steps(flow_of(segments, sharding).steps, policy):
         return "none"
     return policy

@@ -1,7 +1,7 @@
-"""The statements of a stretch of segments: ops at local shapes, with the conversions between them.
+"""Statements of consecutive segments: ops at local shapes, with the conversions between them.
 
-One variable per (tensor, placement): a conversion is written once, right before the first line that needs it, however
-many need it. Each line that communicates says what it converts and which collectives that is, forward and backward.
+There is one variable per (tensor, placement): a conversion is written once, right before the first line that needs it.
+The comment of each line that communicates states the conversion and its collectives, forward and backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 from autoptd.codegen.expressions import SourceText, expression, size_text, value_text
 from autoptd.codegen.names import TAKEN, Names, ends_line, hint
 from autoptd.codegen.quoting import code_of
-from autoptd.codegen.recompute import Again, core_lines, kept_text, runs_of
+from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs_of
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, sample_place
@@ -34,37 +34,37 @@ from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, ten
 
 aten = torch.ops.aten
 Held = tuple[fx.Node, Placement]
-Made = tuple[str, fx.Node, Placement]  # a variable, and the tensor that it holds in a placement
+Made = tuple[str, fx.Node, Placement]  # variable, and the tensor and placement that it holds
 
 
 @dataclass
 class Body:
-    """Lines under way, and which variable holds which tensor in which placement."""
+    """The lines written so far, and the variable that holds each tensor in each placement."""
 
     sharding: Sharding
     names: Names
     lines: list[str] = field(default_factory=list)
     held: dict[Held, str] = field(default_factory=dict)
     sizes: set[sympy.Symbol] = field(default_factory=set)  # symbols that the lines mention
-    dropout: bool = False  # whether a line draws random numbers
-    first: int | None = None  # in a block: the index of its first segment; random keys count from self.first
-    at: tuple[int, int] = (0, 0)  # segment and node under way
+    dropout: bool = False  # a line draws random numbers
+    first: int | None = None  # in a block: the index of its first segment, from which random keys count
+    at: tuple[int, int] = (0, 0)  # current segment and node
     uses_device: bool = False
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
-    again: Again = field(default_factory=Again)  # what of these segments runs again, what is kept meanwhile
-    in_place: Mapping[str, bool] = field(default_factory=dict)  # losses that are; whether in their logits or a copy
-    wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # of what the segment under way makes
+    recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
+    in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
+    wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # placements read of each made tensor
 
     @property
     def ranks(self) -> int:
         return self.sharding.ranks
 
     def bind(self, node: fx.Node, placement: Placement, text: str) -> None:
-        """A tensor that is given from outside."""
+        """Declare the text of a tensor that is defined outside these lines."""
         self.held[node, _plain(node, placement)] = text
 
     def read(self, node: fx.Node, given: Placement, needed: Placement) -> str:
-        """The variable that holds `node` as needed; converts it if nothing does yet."""
+        """Return the variable that holds `node` in the needed placement; write the conversion if there is none."""
         given, needed = _plain(node, given), _plain(node, needed)
         if (node, needed) not in self.held:
             self.held[node, needed] = self._convert(node, given, needed)
@@ -78,36 +78,36 @@ class Body:
         args = conversion_args(given, needed)
         once = self._serves_once(node, given, needed)
         name = source if once else self.names.fresh(_converted(source, node, needed))
-        if once:  # the tensor as given is freed when nobody else holds it
+        if once:  # rebinding the variable frees the tensor in its given placement
             del self.held[node, given]
         note = conversion_note(given, needed, info(node).requires_grad)
         call = f"tp.{row.function}({', '.join([source, *args])})"
-        if (tensor_name(node), str(needed)) in self.again.kept_conversions:
+        if (tensor_name(node), str(needed)) in self.recomputation.kept_conversions:
             call = kept_text(call)
         self.lines.append(f"{name} = {call}  # {note}")
         self.made.append((name, node, needed))
         return name
 
     def _serves_once(self, node: fx.Node, given: Placement, needed: Placement) -> bool:
-        """Whether a tensor is read as needed alone: then its variable may hold that, and the tensor as given goes."""
+        """Return whether a tensor is only read in the needed placement, so that the result can reuse its variable."""
         source = self.held[node, given]
         others = (text for key, text in self.held.items() if key != (node, given))
         return (
             self.wanted.get(node) == {needed}
-            and not self.again.core  # whose functions tell variables by name
+            and not self.recomputation.core  # functions of the core distinguish variables by name
             and source.isidentifier()
             and not any(re.search(rf"(?<![\w.]){source}\b", code_of(text)) for text in others)
         )
 
     def segment(self, segment: Segment) -> None:
-        """Write one segment. What it receives must be bound in the placement it is received in."""
+        """Write one segment, whose received tensors must be bound in the placements in which they are received."""
         decided = self.sharding.kinds[segment.kind]
         given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
         self.wanted = _wanted(segment, decided)
         before = set(self.held)
-        runs = runs_of(list(ops_of(segment)), self.again.core, self.again.views)
+        runs = runs_of(list(ops_of(segment)), self.recomputation.core, self.recomputation.views)
         last_use = {o: i for _, run in runs for i, n in run for o in operands(n)}
         local = set(segment.nodes) - set(segment.sends)
 
@@ -136,12 +136,12 @@ class Body:
         write: Callable[[int, fx.Node], None],
         segment: Segment,
     ) -> None:
-        """Write ops that run again as a function of their own."""
+        """Write recomputed ops as a function of their own."""
         inside = {n for _, n in run}
-        for i, node in run:  # conversions that do not run again
+        for i, node in run:  # conversions that are not recomputed
             for operand, placement in zip(operands(node), strategies[i].needs, strict=True):
                 key = tensor_name(operand), str(placement)
-                if operand in given and key not in self.again.core_conversions:
+                if operand in given and key not in self.recomputation.core_conversions:
                     self.read(operand, given[operand], placement)
         outer, self.lines = self.lines, []
         before = dict(self.held)
@@ -158,10 +158,10 @@ class Body:
         self.lines += core_lines(self.names.fresh("core"), lines, known, results)
 
     def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement], done: Sequence[fx.Node]) -> None:
-        """Write one op; `done` are the operands that nobody reads after it."""
+        """Write one op; `done` are the operands that no later op reads."""
         texts = [SourceText(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
         text = self.op_text(node, strategy, texts)
-        text = self.again.written(node, text)
+        text = self.recomputation.written(node, text)
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
         outputs = _outputs(node)
         for output, placement in zip(outputs, strategy.gives, strict=True):
@@ -185,7 +185,7 @@ class Body:
             self.names.release(self.held.pop(key))
 
     def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[SourceText]) -> str:
-        """The op's expression on local tensors."""
+        """Return the op's expression on local tensors."""
         call = op_call(node)
         rule = None if node.target in TOKEN_OPS else rule_for(call)
         args, kwargs = local_args(rule, call, strategy, self.ranks)
@@ -195,7 +195,9 @@ class Body:
         self._note_sizes((args, tuple(kwargs.values())))
         if node.name in self.in_place:
             kwargs = {**kwargs, "in_place": True}
-            if not self.in_place[node.name] and info(operands(node)[0]).dtype in WIDE:  # others are copied anyway
+            if (
+                not self.in_place[node.name] and info(operands(node)[0]).dtype in WIDE
+            ):  # narrower ones are copied anyway
                 args = (SourceText(f"{args[0]}.clone()"), *args[1:])
         if strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
@@ -207,9 +209,9 @@ class Body:
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
 
     def _random(self, node: fx.Node, strategy: Strategy) -> str:
-        """The same numbers under every plan: keyed by the place in the model, and by where each element stands.
+        """Return the arguments that key random numbers, equally under every plan, by the op and the element's position.
 
-        Of attention, elements are the scores [..., queries, keys]: they lie as the result does, but for its width.
+        The elements of attention are the scores [..., queries, keys], placed like the result except for its width.
         """
         self.dropout = True
         (index, i), before = self.at, before_cut(node)
@@ -244,7 +246,7 @@ class Body:
         return f"ops.{name}({args[0]}, {args[1]}, {args[2]}{cp}, {', '.join(options)})"
 
     def prelude(self, nodes: Sequence[fx.Node]) -> None:
-        """Write nodes that every rank computes in full."""
+        """Write nodes that every rank computes whole."""
         for node in nodes:
             if is_getitem(node):
                 continue
@@ -279,12 +281,12 @@ _SUFFIX = {"B": "whole", "S": "split", "P": "partial"}
 
 
 def _plain(node: fx.Node, placement: Placement) -> Placement:
-    """A tensor without gradient has one Broadcast."""
+    """Return the placement, with B for a Bp of a tensor without gradient."""
     return B if isinstance(placement, Broadcast) and not info(node).requires_grad else placement
 
 
 def _outputs(node: fx.Node) -> list[fx.Node | None]:
-    """The nodes that stand for each output; None for one that nobody reads."""
+    """Return the node of each output; None for one that is not read."""
     if not isinstance(node.meta["info"], tuple):
         return [node]
     found: list[fx.Node | None] = [None] * len(infos(node))
@@ -295,13 +297,13 @@ def _outputs(node: fx.Node) -> list[fx.Node | None]:
 
 
 def _converted(source: str, node: fx.Node, needed: Placement) -> str:
-    """`out_whole`, `x_split`: a name for what a conversion makes of a variable or an attribute."""
+    """Return a name for the result of a conversion: `out_whole`, `x_split`."""
     base = source if source.isidentifier() else "_".join(source.split(".")[-2:]) if "." in source else hint(node)
     return f"{base}_{_SUFFIX[str(needed)[0]]}"
 
 
 def _wanted(segment: Segment, decided: KindSharding) -> dict[fx.Node, set[Placement]]:
-    """The placements in which the tensors that a segment makes are read by its ops, and handed on."""
+    """Return the placements in which each tensor made by a segment is read by its ops or sent."""
     found: dict[fx.Node, set[Placement]] = {n: set() for n in segment.nodes}
     for i, node in ops_of(segment):
         for operand, placement in zip(operands(node), decided.strategies[i].needs, strict=True):
@@ -314,7 +316,7 @@ def _wanted(segment: Segment, decided: KindSharding) -> dict[fx.Node, set[Placem
 
 
 def _reads_in_place(node: fx.Node) -> bool:
-    """A turned weight, or a view within one line of the user's: written where it is read, once."""
+    """Return whether a transposed weight, or a view within one line of the user's, is inlined into its reader."""
     if node.target is aten.t.default:
         return operands(node)[0].op == "placeholder" and len(node.users) == 1
     if node.target not in _VIEWS or len(node.users) != 1:
@@ -339,7 +341,7 @@ def _with_texts(value: Any, texts: Iterator[SourceText]) -> Any:
 
 
 def _implementation_text(function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Vocabulary-parallel ops take the axis after their tensors, then what differs from their own defaults."""
+    """Return the call of an op with an implementation of its own: tensors, the axis, then non-default options."""
     tensors = [str(a) for a in args if isinstance(a, SourceText)]
     rest = [a for a in args if not isinstance(a, SourceText)]
     takes = list(signature(function).parameters.values())[len(tensors) + 1 :]
@@ -351,7 +353,7 @@ def _implementation_text(function: Callable[..., Any], args: Sequence[object], k
 
 
 def conversion_args(given: Placement, needed: Placement) -> list[str]:
-    """Arguments of the axis' method after the tensor."""
+    """Return the arguments of the axis' method after the tensor."""
 
     def dim(split: Split) -> list[str]:
         return [f"dim={split.dim}"] + ([f"groups={split.groups}"] if split.groups > 1 else [])
@@ -368,7 +370,7 @@ def conversion_args(given: Placement, needed: Placement) -> list[str]:
 
 
 def conversion_note(given: Placement, needed: Placement, grad: bool) -> str:
-    """`S1 -> Bp: all-gather; backward reduce-scatter`."""
+    """Return a comment such as `S1 -> Bp: all-gather; backward reduce-scatter`."""
     row = conversion(given, needed)
     forward = (row.forward or "local").replace("_", "-")
     backward = (row.backward or "local").replace("_", "-")
@@ -376,20 +378,20 @@ def conversion_note(given: Placement, needed: Placement, grad: bool) -> str:
 
 
 def implementation_note(strategy: Strategy) -> str:
-    """`vocabulary-parallel: S2, B -> B, all-reduce × 2`."""
+    """Return a comment such as `vocabulary-parallel: S2, B -> B, all-reduce × 2`."""
     word = strategy.implementation.replace("vocab_", "vocabulary-")
     issued = [name.replace("_", "-") for name, _ in strategy.collectives]
     return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
 
 
 def samples_text(place: SamplePlace) -> str:
-    """The argument that says where samples lie; nothing where they are the first dim."""
+    """Return the argument for the position of samples; "" if they are the first dim."""
     given = [f"{k}={size_text(v)}" for k, v in (("outer", place.outer), ("inner", place.inner)) if v != 1]
     given = [f"dim={place.dim}", *given] if place.dim else given
     return f", samples=ops.Samples({', '.join(given)})" if given else ""
 
 
 def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> str:
-    """`(4096, 512)` for the local part of a parameter."""
+    """Return the local shape of a tensor: `(4096, 512)`."""
     shape = local_shape(tensor, placement, ranks)
     return "(" + ", ".join(map(size_text, shape)) + ("," if len(shape) == 1 else "") + ")"

@@ -1,9 +1,9 @@
-"""Files of an emitted program, and how they are imported again.
+"""Writing and importing the files of an emitted program.
 
-out/__init__.py     what this is
+out/__init__.py     its title
 out/blocks.py       one class per distinct block, and the loss counts
-out/own.py          where backward passes of the user's own come from, if it has any
-out/stage_0.py …    one class per distinct stage; stages that differ in layer numbers alone share a file
+out/own.py          imports of the user's functions with backward passes of their own, if there are any
+out/stage_0.py …    one class per distinct stage; stages that differ only in layer numbers share a file
 out/plan.json       the plan that it was written from
 """
 
@@ -22,7 +22,7 @@ from threading import Lock
 from types import ModuleType
 from typing import Any
 
-from autoptd.codegen.blocks import lay_out
+from autoptd.codegen.blocks import name_blocks
 from autoptd.codegen.custom_grad import NAME as OWN
 from autoptd.codegen.custom_grad import own_file
 from autoptd.codegen.lines import wrapped
@@ -34,7 +34,7 @@ from autoptd.passes.fold import Cut, Folded
 from autoptd.passes.sharding.sharding import Sharding
 
 _MARK = "Written by autoptd from a plan"
-_IMPORTING = Lock()  # ranks that are threads: one must not see what another has imported by half
+_IMPORTING = Lock()  # so that a rank that is a thread does not see a partial import of another
 _HEADER = '''"""{title}
 
 Written by autoptd from a plan; `tp` is the tensor-parallel axis, the same code runs on each of its {ranks} ranks.
@@ -60,7 +60,7 @@ _DTYPES = {"BF16": "torch.bfloat16", "FP16": "torch.float16", "FP32": "torch.flo
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Inclusive segment indices of a stage, and what of its segments runs again: segment -> policy."""
+    """Inclusive segment indices of a stage, and its recomputation: segment -> policy."""
 
     first: int
     last: int
@@ -69,23 +69,20 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Program:
-    """File name -> source, and for every stage its file and class.
+    """The source files of an emitted program, and the class of every stage."""
 
-    `objects`: functions of the user's own that no file can import, by their names in `own.py`.
-    """
-
-    files: dict[str, str]
-    stages: tuple[tuple[str, str], ...]
-    objects: Mapping[str, Any] = field(default_factory=dict)
+    files: dict[str, str]  # name -> source
+    stages: tuple[tuple[str, str], ...]  # (file, class)
+    objects: Mapping[str, Any] = field(default_factory=dict)  # functions that no file can import, by name in `own.py`
 
     def write(self, directory: str | Path) -> Path:
-        """Write all files. Raises PlanFileError when one of them cannot be written; then none is."""
+        """Write all files and return the folder. Raises PlanFileError if one cannot be written; then none is."""
         path = make_folder(Path(directory))
         for name in self.files:
             refuse_unwritable(path / name)
-        for stale in path.glob("stage_*.py"):  # of an earlier plan: they would only mislead
+        for stale in path.glob("stage_*.py"):  # an earlier plan's would mislead
             if stale.name not in self.files:
-                with suppress(OSError):  # of another user, or no file
+                with suppress(OSError):  # another user's, or not a regular file
                     if _MARK.encode() in read_own(stale):
                         stale.unlink()
         for name, source in self.files.items():
@@ -100,10 +97,10 @@ def emit_program(
     title: str,
     *,
     loss_in_place: bool = False,
-    gathers_again: bool = False,
+    regather: bool = False,
 ) -> Program:
-    """Source of every distinct stage and block of a plan."""
-    layout, title = lay_out(folded, loss_in_place, gathers_again), in_docstring(title)
+    """Write the source of every distinct stage and block of a plan. `regather`: re-gather in backward."""
+    layout, title = name_blocks(folded, loss_in_place, regather), in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}
     for stage in written:
@@ -138,7 +135,7 @@ _RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
 
 
 def _template(body: str) -> tuple[str, list[tuple[int, ...]]]:
-    """The source with layer ranges as holes, and what fills them."""
+    """Return the source with layer ranges replaced by lookups, and the ranges."""
     numbers = [tuple(int(g) for g in m.groups() if g is not None) for m in _RANGE.finditer(code_of(body))]
     holes = iter(range(len(numbers)))
     lengths = [len(range(*n)) for n in numbers]
@@ -173,7 +170,7 @@ def _header(title: str, ranks: int, cut: Cut | None) -> str:
     if cut is None:
         return _HEADER.format(title=title, ranks=ranks, tokens="")
     held = "an early and a late part" if cut.zigzag else "one part"
-    tokens = f"`cp` is the axis of the {cut.ranks} ranks that share the tokens of a sample: each has {held} of them.\n"
+    tokens = f"`cp` is the axis of the {cut.ranks} ranks that share the tokens of a sample; each has {held} of them.\n"
     return _HEADER.format(title=title, ranks=ranks, tokens=tokens)
 
 
@@ -185,8 +182,8 @@ def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
 
     constants = [f"{name} = {text}" for name, text in _DTYPES.items() if reads(name)]
     lines = [text for name, text in _IMPORTS.items() if reads(name) or (constants and name == "torch")]
-    again = [n for n in ("keep", "recompute", "spare") if re.search(rf"(?<!\.)\b{n}\(", code)]
-    lines += [f"from autoptd.ops.recompute import {', '.join(again)}"] if again else []
+    recompute = [n for n in ("keep", "recompute", "spare") if re.search(rf"(?<!\.)\b{n}\(", code)]
+    lines += [f"from autoptd.ops.recompute import {', '.join(recompute)}"] if recompute else []
     stage = [n for n in _STAGE_NAMES if re.search(rf"(?<![\w.]){n}\(|\({n}\):|: {n}\b", code)]
     lines += [f"from autoptd.ops.stage import {', '.join(stage)}"] if stage else []
     torch_names = sorted({m for line in lines if (m := line.removeprefix("from torch import ")) != line})
@@ -204,17 +201,17 @@ def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
 
 
 def load_stage(program: Program, stage: int, directory: str | Path | None = None) -> Any:
-    """The class of a stage, imported from its file: `(tp, dropout=None) -> Stage`.
+    """Import the class of a stage from its file, written to `directory` or a temporary folder of the process.
 
-    Without a directory the files are written to a temporary folder that lives as long as the process.
+    The class is called as `(tp, dropout=None) -> Stage`.
     """
     with _IMPORTING:
         return _load_stage(program, stage, directory)
 
 
 def _load_stage(program: Program, stage: int, directory: str | Path | None) -> Any:
-    handed = [f"{name} {id(what)}" for name, what in program.objects.items()]  # alive while the package is loaded
-    digest = hashlib.sha256("\0".join([*program.files.values(), *handed]).encode()).hexdigest()[:16]
+    objects = [f"{name} {id(what)}" for name, what in program.objects.items()]  # alive while the package is loaded
+    digest = hashlib.sha256("\0".join([*program.files.values(), *objects]).encode()).hexdigest()[:16]
     package = f"autoptd_program_{digest}"
     if package not in sys.modules:
         if directory is None:

@@ -1,6 +1,6 @@
-"""One op as a Python expression: `F.linear(x, w, b)`, `x + y`, `x.reshape(b, s, 12, 64)`.
+"""Source of one op as a Python expression: `F.linear(x, w, b)`, `x + y`, `x.reshape(b, s, 12, 64)`.
 
-`PRINTERS` holds the ops that have a usual spelling; every other op is called by its ATen name, which is always right.
+`PRINTERS` holds the ops with a usual spelling; every other op is called by its ATen name, which is always correct.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autoptd.passes.sharding.context_parallel_graph import convert, ring, ulysse
 
 aten = torch.ops.aten
 _NUMBERS = (int, float, complex)
-_ONLY = "pass tensors, numbers, strings, and tuples or lists of them; a program can be given nothing else"
+_ONLY = "pass only tensors, numbers, strings, and tuples or lists of them: emitted source can hold nothing else"
 
 
 class SourceText(str):
-    """Python source of a tensor; its repr is itself, so that lists of them print as source."""
+    """Python source of a tensor. Its repr is itself, so that lists of them print as source."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class SourceText(str):
 
 
 class _Sizes(PythonCodePrinter):
-    """Sizes as Python: exact quotients with `//`."""
+    """Printer of symbolic sizes as Python, with `//` for exact quotients."""
 
     def _print_Mul(self, expr: sympy.Mul) -> str:
         numerator, denominator = expr.as_numer_denom()
@@ -57,12 +57,12 @@ class _Sizes(PythonCodePrinter):
 
 
 def size_text(size: Any) -> str:
-    """`s // 2`, `b * s`, `64`."""
+    """Return a size as source: `s // 2`, `b * s`, `64`."""
     return _Sizes({"fully_qualified_modules": False}).doprint(size) if isinstance(size, sympy.Basic) else repr(size)
 
 
 def value_text(value: Any) -> str:
-    """Any argument as source: tensors (SourceText), sizes, numbers, dtypes, lists."""
+    """Return an argument as source: a tensor (SourceText), size, number, dtype or list."""
     match value:
         case SourceText():
             return str(value)
@@ -89,7 +89,7 @@ def value_text(value: Any) -> str:
 
 
 def call_text(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """`function(a, b, c=d)`."""
+    """Return the call `function(a, b, c=d)`."""
     parts = [value_text(a) for a in args]
     parts += [
         f"{k}={value_text(v)}" if is_name(k) else f"**{{{literal(k)}: {value_text(v)}}}" for k, v in kwargs.items()
@@ -98,7 +98,7 @@ def call_text(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def expression(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The op as source, tensors being `SourceText`."""
+    """Return an op as source; tensors in `args` and `kwargs` are `SourceText`."""
     kwargs = {
         k: v for k, v in kwargs.items() if not (k in ("pin_memory", "layout") and v in (None, False, torch.strided))
     }
@@ -123,7 +123,7 @@ def _by_name(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return call_text(dotted_name(f"torch.ops.{target.namespace}.{name}.{target._overloadname}", "an op"), args, kwargs)
 
 
-# Spelled as in the ATen schema, argument for argument.
+# Ops whose arguments are those of the ATen schema.
 _AS_METHOD = frozenset(
     [
         "transpose",
@@ -214,7 +214,7 @@ _AS_FUNCTION = frozenset(
 
 
 def _operand(text: Any) -> str:
-    """Parenthesised where it binds loosely."""
+    """Return an operand, in parentheses if its operator binds loosely."""
     source = value_text(text)
     return f"({source})" if " " in source and not source.endswith(")") else source
 
@@ -253,7 +253,7 @@ def _attention(
 
 
 def _over_tokens(name: str) -> Callable[..., str]:
-    """Attention over the cp axis: the axis stands after the tensors."""
+    """Return a printer of attention over the cp axis, which follows the tensors."""
 
     def printer(
         q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Source that is too long for a line, broken at the arguments of its outermost call."""
+"""Wrapping of long lines of source at the arguments of the outermost call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WIDTH = 120
 
 
 def wrapped(source: str) -> str:
-    """The source with long statements over several lines; a comment stays with the first."""
+    """Wrap long statements over several lines; a comment stays on the first."""
     return "\n".join(text for line in source.split("\n") for text in _wrap(line))
 
 
@@ -28,7 +28,7 @@ def _wrap(line: str) -> list[str]:
 
 
 def _outermost(code: str) -> tuple[int, int] | None:
-    """Where the first parenthesis opens and closes."""
+    """Return the positions of the first parenthesis and its closing one; None if there is nothing between them."""
     plain = code_of(code)
     depth, start = 0, plain.find("(")
     for i in range(max(start, 0), len(code)):
@@ -39,7 +39,7 @@ def _outermost(code: str) -> tuple[int, int] | None:
 
 
 def _parts(arguments: str) -> list[str]:
-    """Arguments, cut at the commas that are in no bracket."""
+    """Split arguments at commas outside brackets."""
     depth, parts = 0, [""]
     for character, plain in zip(arguments, code_of(arguments), strict=True):
         depth += (plain in "([{") - (plain in ")]}")

@@ -1,4 +1,4 @@
-"""The functions that say what a loss is over a batch: `loss_counts` of a microbatch, and `loss_of` the batch's sums."""
+"""Source of the functions that define a loss over a batch: `loss_counts` of a microbatch, `loss_of` sums."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import Traced
 
 FUNCTIONS = ("loss_counts", "loss_of")
-_ARGUMENTS = ("self", "counts")  # what forward takes besides
+_ARGUMENTS = ("self", "counts")  # arguments of forward that are not inputs
 
 
 def count_text(node: fx.Node) -> str:
-    """A count of the batch, where counts are at hand."""
+    """Return the text of a count of the batch."""
     return f"counts[{count_index(node)}]"
 
 
 def buffer_text(traced: Traced, node: fx.Node) -> str:
-    """A buffer or constant, on the stage that holds it."""
+    """Return the text of a buffer or constant of a stage."""
     return attribute(traced.buffers.get(node.name) or node.name, "get_buffer")
 
 
 def size_source(traced: Traced, symbol: sympy.Symbol, have: Mapping[str, fx.Node]) -> tuple[str, int]:
-    """(input, dim) that has the size, an input that is read anyway first."""
+    """Return an (input, dim) with the size, preferably of an input that is already read."""
     for name, node in have.items():
         if symbol in info(node).shape:
             return name, info(node).shape.index(symbol)
@@ -44,22 +44,21 @@ def size_source(traced: Traced, symbol: sympy.Symbol, have: Mapping[str, fx.Node
 
 
 def input_node(traced: Traced, name: str) -> fx.Node:
-    """The placeholder of a model input."""
     return next(n for n in traced.graph.graph.nodes if n.op == "placeholder" and traced.inputs.get(n.name) == name)
 
 
 def names_of(folded: Folded, *besides: str) -> Names:
-    """The names of variables where the model's inputs are arguments by name. Raises TraceError for some inputs."""
+    """Return names with those of the model's inputs reserved. Raises TraceError for inputs that cannot be arguments."""
     traced = folded.traced
     for text in traced.inputs.values():
         if text in _ARGUMENTS or text in GLOBALS:
-            raise TraceError(f"an input of the model is called {text!r}", fix="call that argument of forward otherwise")
+            raise TraceError(f"an input of the model is called {text!r}", fix="rename that argument of forward")
         checked_name(text, "an input of the model")
     return Names((*traced.inputs.values(), *besides), map(str, traced.sizes))
 
 
 class LossFunctions:
-    """Of stages that are given counts; of the last one, whose loss may be a function of sums."""
+    """`loss_counts` of stages that take counts, and `loss_of` of the last one if its loss is a function of sums."""
 
     def __init__(self, folded: Folded, sharding: Sharding) -> None:
         self.folded, self.traced, self.form = folded, folded.traced, folded.loss_form
@@ -70,11 +69,9 @@ class LossFunctions:
             self.found["loss_of"] = self._outer(self.form.outer)
 
     def sources(self, last: bool) -> dict[str, str]:
-        """By name."""
         return {name: text for name, text in self.found.items() if last or name != "loss_of"}
 
     def attributes(self, last: bool) -> list[str]:
-        """Lines of the stage's class."""
         lines = [] if last else ["    reads_counts = True"]
         if self.folded.counts:
             lines.append(f"    count_inputs = {value_text(tuple(self.inputs))}")
@@ -87,7 +84,7 @@ class LossFunctions:
         return lines
 
     def _plain_counts(self) -> bool:
-        """Whether all are single numbers, summed in one round."""
+        """Return whether all counts are single numbers, summed in one round."""
         return (
             not any(self.form.rounds)
             and set(self.form.combines) <= {"sum"}
@@ -103,7 +100,6 @@ class LossFunctions:
             yield f"Count({literal(combine)}, {value_text(self._shape(node))}{rest})"
 
     def _counts(self) -> str:
-        """What a microbatch adds to the counts."""
         traced, body = self.traced, Body(self.sharding, names_of(self.folded))
         wanted = ancestors(self.folded.counts)
         nodes = [n for n in traced.graph.graph.nodes if n in wanted]
@@ -141,13 +137,12 @@ class LossFunctions:
         arguments += ["counts: tuple[Tensor, ...]"] * any(self.form.rounds)
         results = [body.held[n, B] for n in self.folded.counts]
         lines = [f"def loss_counts({', '.join(arguments)}) -> tuple[Tensor, ...]:"]
-        lines.append('    """What one microbatch adds to each count of the whole batch."""')
+        lines.append('    """Return this microbatch\'s contribution to each count of the whole batch."""')
         lines += [f"    {line}" for line in [*renames, *sizes, *first, *body.lines]]
         lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
         return "\n".join(lines) + "\n"
 
     def _outer(self, graph: fx.Graph) -> str:
-        """The loss of the sums of the batch."""
         body = Body(self.sharding, names_of(self.folded, "sums"))
         slices = partial_slices(self.form.partial_sums)
         for node in graph.nodes:
@@ -160,7 +155,7 @@ class LossFunctions:
         body.prelude([n for n in graph.nodes if n.op == "call_function"])
         (loss,) = next(n for n in graph.nodes if n.op == "output").args
         lines = ["def loss_of(self: Stage, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:"]
-        lines.append('    """The loss, a function of sums over all samples of the whole batch."""')
+        lines.append('    """Return the loss from sums over all samples of the whole batch."""')
         lines += ["    device = sums.device"] if body.uses_device else []
         lines += [f"    {line}" for line in body.lines]
         assert isinstance(loss, fx.Node)
@@ -169,7 +164,7 @@ class LossFunctions:
 
 
 def _part(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """A partial sum, out of all side by side."""
+    """Return the text of one partial sum from the vector of all."""
     text = f"sums[{start}]" if not shape else f"sums[{start}:{stop}]"
     text += f".view{value_text(shape)}" if len(shape) > 1 else ""
     return text if dtype == torch.float64 else f"{text}.to({dtype})"

@@ -1,4 +1,4 @@
-"""Names of variables in emitted code: the user's own module names where there are any, the op's name otherwise."""
+"""Names of variables in emitted code: those of the user's variables and modules if possible, else the op's name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autoptd.passes.fold import owner
 from autoptd.passes.graph import info, is_getitem, module_path
 from autoptd.passes.sharding.context_parallel_graph import convert
 
-GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # that lines of forward read
+GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # read by lines of forward
 TAKEN = GLOBALS | {"tp", "cp", "self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
 
 
 class Names:
-    """Hands out variable names, each once; `c_attn`, then `c_attn_2`.
+    """Allocator of unique variable names: `c_attn`, then `c_attn_2`.
 
-    inputs: arguments under names that are not ours to choose. sizes: variables that lines assign besides.
+    inputs: arguments whose names are fixed by the model. sizes: variables that other lines assign.
     """
 
     def __init__(self, inputs: Iterable[str] = (), sizes: Iterable[str] = ()) -> None:
@@ -39,7 +39,7 @@ class Names:
         return name
 
     def argument(self, name: str) -> tuple[str, list[str]]:
-        """The variable for an argument whose name is not ours to choose, reserved before; and what assigns it."""
+        """Return the variable for an argument with a fixed, reserved name, and lines that assign it."""
         assert name in self.used, name
         if name not in self._taken:
             return name, []
@@ -47,12 +47,12 @@ class Names:
         return variable, [f"{variable} = {name}"]
 
     def release(self, name: str) -> None:
-        """Nobody reads this variable any more: the name may be given again."""
+        """Free a name whose variable is no longer read."""
         self.used.discard(name)
 
 
 def hint(node: fx.Node) -> str:
-    """The variable that the user's own line assigns, else `q_proj` for that module's result, else the op's name."""
+    """Return a name for a node: the variable that the user's line assigns, else its module (`q_proj`), else its op."""
     if node.op == "placeholder":
         return node.name.removeprefix("inputs_")
     if node.target is convert:
@@ -73,13 +73,13 @@ def hint(node: fx.Node) -> str:
         if isinstance(target, torch._ops.OpOverload)
         else getattr(target, "__name__", "x")
     )
-    if name in _SAME_THING and not info(node).requires_grad and node.all_input_nodes:
+    if name in _NAMED_LIKE_OPERAND and not info(node).requires_grad and node.all_input_nodes:
         return hint(node.all_input_nodes[0])
     return _SHORT.get(name, name).strip("_").lower()
 
 
 def _target(node: fx.Node, assigned: Sequence[str]) -> str:
-    """The name for the last node of a line: the only one, or for `q, k = rotate(q, k)` the one in its place."""
+    """Return the name for the last node of a line: the only one, or its own of `q, k = rotate(q, k)`."""
     if len(assigned) < 2:
         return assigned[0] if assigned else ""
     ends = [n for n in _line_of(node) if ends_line(n) and not is_getitem(n)]
@@ -87,7 +87,7 @@ def _target(node: fx.Node, assigned: Sequence[str]) -> str:
 
 
 def _line_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the same line of the same module made, in order."""
+    """Return the nodes made by the same line of the same module, in order."""
 
     def alike(other: fx.Node) -> bool:
         same = other.meta.get("stack_trace") == node.meta.get("stack_trace")
@@ -102,11 +102,11 @@ def _line_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-_SAME_THING = frozenset({"unsqueeze", "expand", "to", "_to_copy", "pad", "slice", "contiguous"})  # as its operand
+_NAMED_LIKE_OPERAND = frozenset({"unsqueeze", "expand", "to", "_to_copy", "pad", "slice", "contiguous"})
 
 
 def assigned_names(node: fx.Node) -> list[str]:
-    """`["q", "k", "v"]` for a line `q, k, v = …` of the user's source; the attribute's name for `self.q = …`."""
+    """Return `["q", "k", "v"]` for a line `q, k, v = …` of the user's source; the attribute's name for `self.q = …`."""
     code = source_code(node)
     match = re.match(rf"\s*({_PLACE}(?:,\s*{_PLACE})*)(?::[^=]+)?(?:\*\*|//|[-+*/@&|^%])?=(?!=)", code)
     return [part.strip().rpartition(".")[2] for part in match[1].split(",")] if match else []
@@ -116,13 +116,13 @@ _PLACE = r"[A-Za-z_][\w.]*\s*"
 
 
 def source_code(node: fx.Node) -> str:
-    """The user's line that made the node."""
+    """Return the user's line that made the node."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     return lines[-1].strip() if len(lines) > 1 else ""
 
 
 def ends_line(node: fx.Node) -> bool:
-    """Whether the node is the last of its line: what the line assigns."""
+    """Return whether the node is the last of its line, which the line assigns."""
     place = node.meta.get("stack_trace")
     return all(u.meta.get("stack_trace") != place or module_path(u) != module_path(node) for u in node.users)
 

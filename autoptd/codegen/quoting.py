@@ -1,10 +1,10 @@
-"""The only way of text from outside into emitted source: as a literal, as a checked name, or as one printable line.
+"""Quoting of text from outside in emitted source: as a literal, as a checked name, or as one printable line.
 
-    literal, numbered      a string of Python: names of parameters, modules and inputs, arguments of ops
-    checked_name, …        a name of Python, refused if it is none, or made from any text
-    in_docstring           a line of a docstring; of a comment, of Python or a shell, `printable(text, keep="")`
+    literal, numbered      a Python string: names of parameters, modules and inputs, arguments of ops
+    checked_name, …        a Python name, checked, or derived from any text
+    in_docstring           a line of a docstring; for a comment of Python or a shell, `printable(text, keep="")`
 
-Who looks for something in emitted source asks `code_of`, which leaves literals and comments out, or `replace_code`.
+Searches in emitted source use `code_of`, which blanks literals and comments, or `replace_code`.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _ANY_TEXT = re.compile(
 
 
 def literal(text: str) -> str:
-    """`repr`, in double quotes unless the text holds one."""
+    """Return the `repr` of a text, in double quotes unless it contains one."""
     written = str.__repr__(text)
     return written if '"' in text or written[0] == '"' else f'"{written[1:-1]}"'
 
 
 def numbered(before: str, after: str) -> str:
-    """`f"transformer.h.{i}.attn"`: a literal with the variable `i` between two texts."""
+    """Return a literal with the variable `i` between two texts: `f"transformer.h.{i}.attn"`."""
     parts = (part.replace("{", "{{").replace("}", "}}") for part in (before, after))
     return "f" + literal("{i}".join(parts))
 
 
 def is_name(text: str) -> bool:
-    """Whether Python reads a text as that name, as a variable and as an attribute within a class.
+    """Return whether Python reads a text as exactly this name, as a variable and as an attribute within a class.
 
-    No keyword, not spelled otherwise once normalised (Python reads `ﬁ` as `fi`), not private to a class (`__x`).
+    False for keywords, for names that Python normalises (`ﬁ` to `fi`), and for names private to a class (`__x`).
     """
     usual = text.isidentifier() and unicodedata.normalize("NFKC", text) == text
     return usual and not keyword.iskeyword(text) and not text.startswith("__")
 
 
 def checked_name(text: str, what: str, where: str = "") -> str:
-    """A name that is not ours to choose. Raises TraceError, which calls it `what`."""
+    """Return a name that is fixed by the model. Raises TraceError, which calls it `what`, if Python cannot use it."""
     if not is_name(text):
-        raise TraceError(f"{what} is called {text!r}, which is no name in Python", where=where, fix="rename it")
+        raise TraceError(f"{what} is called {text!r}, which is not a Python name", where=where, fix="rename it")
     return text
 
 
 def dotted_name(text: str, what: str, where: str = "") -> str:
-    """Names with dots between them. Raises TraceError."""
+    """Return a name with dots, whose parts are checked. Raises TraceError."""
     for part in text.split("."):
         if not is_name(part):
             checked_name(text, what, where)
@@ -63,24 +63,24 @@ def dotted_name(text: str, what: str, where: str = "") -> str:
 
 
 def plain_name(text: str) -> str:
-    """The nearest name: what cannot be part of one is `_`; "" where nothing is left."""
+    """Return a name made from a text by replacing other characters with `_`; "" if nothing is left."""
     plain = re.sub(r"\W", "_", unicodedata.normalize("NFKC", text)).strip("_")
     plain = plain if f"_{plain}".isidentifier() else re.sub(r"[^0-9A-Za-z_]", "_", plain).strip("_")
     return f"x_{plain}" if plain and not plain.isidentifier() else plain
 
 
 def in_docstring(text: str) -> str:
-    """Text as a docstring may hold it: nothing in it ends the string or the line."""
+    """Escape a text for a docstring, so that it ends neither the string nor the line."""
     return printable(text, keep="").replace("\\", r"\\").replace('"', r"\"")
 
 
 def code_of(source: str) -> str:
-    """Source of the same length and lines, with `_` for what literals and comments hold."""
+    """Return the source with the contents of literals and comments replaced by `_`, of equal length and lines."""
     return _ANY_TEXT.sub(lambda match: _blank(match[0]), source)
 
 
 def replace_code(pattern: re.Pattern[str], new: Callable[[re.Match[str]], str], source: str) -> str:
-    """`pattern.sub(new, source)`, where it is neither in a literal nor in a comment."""
+    """Return `pattern.sub(new, source)` restricted to code outside literals and comments."""
     parts, at = list[str](), 0
     for match in pattern.finditer(code_of(source)):
         parts += [source[at : match.start()], new(match)]

@@ -1,4 +1,4 @@
-"""One stage class: what it receives, computes and sends, block by block.
+"""Source of a stage class: the tensors that it receives, its computation block by block, and the tensors that it sends.
 
 received ─┐
 inputs ───┼─ prelude ─ pieces: block calls (runs of equal calls as a loop) and single ops ─ sends, or the loss
@@ -32,7 +32,7 @@ from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, names_of, size_source
 from autoptd.codegen.names import hint
 from autoptd.codegen.quoting import literal, numbered
-from autoptd.codegen.recompute import again_of, in_place_of
+from autoptd.codegen.recompute import in_place_of, recomputation_of
 from autoptd.layout.placements import B, Placement
 from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, reads_counts
 from autoptd.passes.graph import info
@@ -43,18 +43,16 @@ from autoptd.passes.trace.traced import SEQUENCE
 
 @dataclass(frozen=True)
 class StageSource:
-    """Source of a stage class without its name, and the block classes it uses, by class name."""
+    """Source of a stage class without its name, and of the block classes it uses, by class name."""
 
     body: str
     blocks: dict[str, str]
     dropout: bool
-    made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by class; of the stage's own lines under ""
+    made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by class; "" for the stage's own lines
 
 
 @dataclass(frozen=True)
 class _BlockCall:
-    """One block call: constructor and arguments."""
-
     piece: BlockSegments
     block: BlockClass
     arguments: str
@@ -63,14 +61,12 @@ class _BlockCall:
 
 @dataclass
 class _StageWriter:
-    """A stage under way."""
-
     layout: BlockNames
     sharding: Sharding
     pieces: list[BlockSegments]
     body: Body
     blocks: dict[str, str] = field(default_factory=dict)
-    made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by each of them
+    made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by class
     setup: list[str] = field(default_factory=list)  # lines of __init__
     calls: list[_BlockCall] = field(default_factory=list)  # block calls not yet written
     groups: int = 0
@@ -82,7 +78,7 @@ class _StageWriter:
 
     @property
     def group(self) -> str:
-        """The attribute for lists of block calls: not one that the model has itself."""
+        """Name of the attribute for lists of blocks, which no attribute of the model has."""
         traced = self.folded.traced
         roots = {name.partition(".")[0] for name in (*traced.parameters.values(), *traced.buffers.values())}
         return next(name for name in ("blocks", "calls", "_blocks") if name not in roots)
@@ -91,7 +87,7 @@ class _StageWriter:
 def write_stage(
     layout: BlockNames, sharding: Sharding, first: int, last: int, recompute: Mapping[int, str]
 ) -> StageSource:
-    """Source of the stage that holds segments `first` to `last`; `recompute`: segment -> policy."""
+    """Write the stage of segments `first` to `last`; `recompute`: segment -> policy."""
     folded = layout.folded
     pieces = pieces_of(layout, sharding, first, last, recompute)
     is_last = last == len(folded.segments) - 1
@@ -122,12 +118,12 @@ def _bind_input(writer: _StageWriter, node: fx.Node) -> None:
 
 
 def _prelude(writer: _StageWriter) -> list[fx.Node]:
-    """All prelude nodes that the stage needs, placeholders included, in program order."""
+    """Return all prelude nodes that the stage needs, including placeholders, in program order."""
     return needed_prelude(writer.folded, (s for p in writer.pieces for s in p.segments))
 
 
 def _declare(writer: _StageWriter, preludes: Sequence[fx.Node], first: int, last: int) -> None:
-    """Parameters that no block owns, and buffers."""
+    """Declare buffers, and parameters that no block owns."""
     folded, traced = writer.folded, writer.folded.traced
     owned = {p for piece in writer.pieces for p in owned_by(writer.layout, piece)}
     done: set[str] = set()
@@ -162,11 +158,9 @@ def _write_piece(
 ) -> None:
     if not piece.block:
         _flush(writer)
-        how = piece.segments, writer.sharding, "none", writer.layout.gathers_again
-        writer.body.again, writer.body.in_place = (
-            again_of(*how),
-            in_place_of(*how) if writer.layout.loss_in_place else {},
-        )
+        how = piece.segments, writer.sharding, "none", writer.layout.regather
+        writer.body.recomputation = recomputation_of(*how)
+        writer.body.in_place = in_place_of(*how) if writer.layout.loss_in_place else {}
         for segment in piece.segments:
             writer.body.segment(segment)
         return
@@ -199,7 +193,7 @@ def _results(
     later: Sequence[BlockSegments],
     sent: Sequence[fx.Node],
 ) -> str:
-    """Names for what a block returns: those of the operands it used up, so that equal calls read alike."""
+    """Choose names for a block's results: those of operands that are not read later, so that equal calls look alike."""
     body = writer.body
     needed = {n for p in later for n in p.receives} | set(sent)
     free = [
@@ -220,7 +214,7 @@ def _results(
 
 
 def _flush(writer: _StageWriter) -> None:
-    """Write the pending block calls: runs of equal ones as a loop."""
+    """Write the pending block calls; a run of equal ones becomes a loop."""
     calls, writer.calls = writer.calls, []
     at = 0
     while at < len(calls):
@@ -269,7 +263,7 @@ def _write_run(writer: _StageWriter, run: list[_BlockCall]) -> None:
 
 
 def _loop_over(paths: Sequence[str]) -> tuple[str, str] | None:
-    """(`f"transformer.h.{i}"`, `range(0, 12)`) where the paths count up evenly in one place."""
+    """Return (`f"transformer.h.{i}"`, `range(0, 12)`) if one number of the paths counts up in equal steps."""
     split = [re.split(r"(0(?![0-9])|[1-9][0-9]*)", p) for p in paths]
     if not split or any(len(s) != len(split[0]) for s in split):
         return None
@@ -345,7 +339,7 @@ def _wire(node: fx.Node, index: int, folded: Folded, sharding: Sharding, symbols
 
 
 def _size_lines(writer: _StageWriter, inputs: list[fx.Node]) -> list[str]:
-    """Sizes are read off the model inputs, which reach every stage."""
+    """Return lines that read sizes from the model inputs, which every stage receives."""
     traced, body = writer.folded.traced, writer.body
     by_name = {traced.inputs[n.name]: n for n in inputs}
     lines = []

@@ -1,4 +1,5 @@
-"""From a model to a plan and to a program: `traced` traces and folds, `make_plan` searches and writes
-the plan down, `program` emits the stage files, `layout` derives what the runtime reads. Imports
-passes, search and codegen, never the runtime.
+"""The compiler's steps between a model, its plan and its program. Import `read_model` from `traced`
+(trace and fold), `make_plan` from `make_plan` (search), `make_program` from `program` (stage files),
+`make_layout` from `layout` (input of the runtime). Imports passes, search, plans and codegen, never
+`explain` or the API.
 """

@@ -1,4 +1,4 @@
-"""From a plan to the layout that the runtime reads."""
+"""The layout that the runtime reads, derived from a plan and the traced model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import sympy
 
-from autoptd.codegen.blocks import lay_out
+from autoptd.codegen.blocks import name_blocks
 from autoptd.compile.program import token_splits
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
@@ -22,7 +22,7 @@ from autoptd.search.pipeline.stage_parameters import parameter_dtypes
 
 
 def _cut_inputs(source: TracedModel, plan: Plan) -> tuple[bool, dict[tuple[str, int], int]]:
-    """(whether in zigzag, dims of inputs that must be multiples of a number)."""
+    """Return whether context parallelism splits tokens in a zigzag, and the multiples that input dims must be of."""
     if plan.mesh.cp == 1:
         return False, {}
     splits = token_splits(source, plan)
@@ -30,7 +30,7 @@ def _cut_inputs(source: TracedModel, plan: Plan) -> tuple[bool, dict[tuple[str, 
 
 
 def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
-    """What a batch must look like, by the model's inputs."""
+    """Return type and shape that a batch must have, by the model's inputs."""
     traced = source.folded.traced
     values = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
     found = {}
@@ -44,7 +44,7 @@ def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
 
 
 def make_layout(source: TracedModel, plan: Plan) -> Layout:
-    """What the runtime needs to know of the plan."""
+    """Return the part of a plan that the runtime needs, with shapes and types of the model's tensors."""
     folded, traced = source.folded, source.folded.traced
     shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
     dtypes = parameter_dtypes(folded)
@@ -64,18 +64,18 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             buffers[name] = TensorSpec(
                 parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
             )
-    again = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
-    recomputed = {traced.parameters[p.name] for i in again for p in folded.segments[i].parameters}
+    indices = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
+    recomputed = {traced.parameters[p.name] for i in indices for p in folded.segments[i].parameters}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
-    owned, unused = lay_out(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
+    owned, unused = name_blocks(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
     parameters = {
         name: TensorSpec(
             parse_placement(plan.splits.parameters[name]),
             shapes[name],
             tuple(held[name]),
             name not in traced.frozen,
-            dtype=None if dtypes[name] == PRECISIONS[plan.precision] else dtypes[name],  # integers, frozen
+            dtype=None if dtypes[name] == PRECISIONS[plan.precision] else dtypes[name],  # integer or frozen tensors
             recomputed=name in recomputed,
             block=name.removesuffix(owned.get(name, name)).rstrip("."),
             idle=name in unused,
@@ -111,6 +111,6 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
 
 
 def named_values(source: TracedModel) -> dict[str, Any]:
-    """Constants that the graph closes over, by the names under which stages hold them."""
+    """Return the constants that the graph closes over, by their names in the stages."""
     traced = source.folded.traced
     return {name: value for name, value in traced.constants.items() if name not in traced.buffers}

@@ -1,4 +1,4 @@
-"""From a folded graph to a plan: the search's answer, written down."""
+"""The search on a folded graph, and its answer written as a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from autoptd.codegen.blocks import lay_out
+from autoptd.codegen.blocks import name_blocks
 from autoptd.compile.notes import answer_notes, device_of
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
@@ -43,7 +43,10 @@ def make_plan(
     exact: bool = False,
     time_limit_s: float | None = None,
 ) -> Plan:
-    """Search, and write the answer down; or find it written down. Raises PlanError, DoesNotFit."""
+    """Search for the fastest plan and return it. Raises PlanError, DoesNotFit.
+
+    batch: samples per step over all ranks; None for 8 × world. exact: search without a limit on effort.
+    """
     notes = list(source.notes)
     notes += [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
     notes += idle_notes(constraints, world)
@@ -61,14 +64,14 @@ def make_plan(
         time_limit_s=time_limit_s or math.inf,
     )
     check_loss(source, dp=constraints.mesh.get("dp"), microbatches=size / int(constraints.mesh.get("micro", 1)))
-    lay_out(source.folded)  # raises TraceError for names that emitted modules have themselves
+    name_blocks(source.folded)  # raises TraceError for names that clash with those of emitted modules
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, constraints, answer.staged.candidate.tp)
     notes += answer_notes(source, answer)
-    return _written(source, task, answer, tuple(notes))
+    return _to_plan(source, task, answer, tuple(notes))
 
 
-def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
+def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
     staged, folded = answer.staged, source.folded
     candidate, sharding, method = staged.candidate, staged.sharded.sharding, staged.method
     strategies, boundaries = to_text(folded, sharding)
@@ -114,20 +117,20 @@ def _written(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
 
 
 def _common_policy(staged: Staged) -> str:
-    """What most recomputed segments run again."""
+    """Return the policy of most recomputed segments."""
     counts = Counter(policy for stage in staged.solution.policies for policy in stage.values())
     return min(counts, key=lambda policy: (-counts[policy], policy), default="full")
 
 
 def _stage(folded: Folded, run: tuple[int, int], policies: Mapping[int, str], common: str, device: str) -> StagePlan:
     first, last = run
-    again = tuple(sorted(policies))
-    mixed = tuple(policies[i] for i in again) if set(policies.values()) - {common} else ()
+    recomputed = tuple(sorted(policies))
+    mixed = tuple(policies[i] for i in recomputed) if set(policies.values()) - {common} else ()
     return StagePlan(
         first=first,
         last=last,
         modules=modules(folded, first, last),
-        recompute=again,
+        recompute=recomputed,
         device=device,
         policies=mixed,  # type: ignore[arg-type]
     )
@@ -138,19 +141,19 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
     ranks = [staged.route.of(staged.stages, rank) for rank in range(candidate.pp)]
     slowest = max(range(candidate.pp), key=lambda rank: sum(s.forward_s + s.backward_s for s in ranks[rank]))
     chunks, end = ranks[slowest], staged.ends[slowest]
-    again = sum(s.recompute_s for s in chunks)
+    recompute = sum(s.recompute_s for s in chunks)
     tp = sum(s.forward_tp_s + s.backward_tp_s for s in chunks)
     sharding = sum(s.sharding_s for s in chunks)
     work = sum(s.forward_s + s.backward_s for s in chunks)
     parts = {
-        "compute": m * max(0.0, work - tp - again - sharding),
-        "recompute": m * again,
+        "compute": m * max(0.0, work - tp - recompute - sharding),
+        "recompute": m * recompute,
         "tp_communication": m * tp,
         "dp_communication": m * sharding + end.reduce_s + end.gather_s,
         "optimizer": end.step_s,
     } | ({"loss_sums": staged.ahead_s} if staged.ahead_s else {})
     idle = staged.seconds - sum(parts.values())
-    parts["pipeline_bubble"] = idle if idle > 1e-9 * staged.seconds else 0.0  # or the rounding of the sum
+    parts["pipeline_bubble"] = idle if idle > 1e-9 * staged.seconds else 0.0  # less is rounding of the sum
     flop = source.known.flops(tuple(task.sizes.items())) * task.batch
     tokens = task.batch * float(task.sizes.get(SEQUENCE, 1))
     ranks_of = zip(task.cluster.pools, task.cluster.pool_ranks(task.world), strict=True)

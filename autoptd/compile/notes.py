@@ -1,4 +1,4 @@
-"""What a plan says besides its numbers: what was discovered, where it runs, why tables lie as they do."""
+"""A plan's notes: ops without a rule, devices, attention kernels, placements of embedding tables and their costs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def device_of(staged: Staged, cluster: Cluster, stage: int) -> str:
-    """The type of device of a stage, where the cluster has several."""
+    """Return the device type of a stage; "" if the cluster has only one."""
     pools = staged.candidate.pools
     return cluster.pools[pools[staged.route.holder(stage)]].device.name if pools else ""
 
 
 def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
-    """What to know of a plan that a search found."""
+    """Return the notes of a plan that a search found."""
     notes = list(source.folded.loss_form.notes)
     found = (discovery(op.call) for op in source.known.facts.ops.values())
     notes += [f"no row in the rule table: {text}" for text in dict.fromkeys(str(w) for w in found if w is not None)]
@@ -38,22 +38,22 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
         order = dict.fromkeys(
             device_of(answer.staged, answer.staged.chunks.cluster, k) for k in range(answer.staged.candidate.pp)
         )
-        notes.append(f"the pipeline runs on {', then '.join(order)}: number the processes' nodes in this order")
+        notes.append(f"the pipeline runs on {', then '.join(order)}: assign ranks to nodes in this order")
     unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
     if unused:
-        notes.append(f"parameters that do not reach the loss stay as they are: {', '.join(sorted(unused))}")
+        notes.append(f"parameters that do not reach the loss are not trained: {', '.join(sorted(unused))}")
     notes += attention_notes(source, answer.staged)
     notes += _embedding_notes(source, answer)
     notes += _context_notes(source, answer)
     notes.append(
-        f"{answer.considered} ways to run considered, {answer.visited} cut into stages; "
+        f"{answer.considered} configurations considered, {answer.visited} partitioned into stages; "
         f"by this cost model none is faster by more than {answer.gap:.1%}"
     )
     return notes
 
 
 def attention_notes(source: TracedModel, staged: Staged) -> list[str]:
-    """Which kernel does the attention, where it is not the flash kernel that models are timed with, and why."""
+    """Return notes on attention that runs in another kernel than flash, which the cost model assumes, and why."""
     device, ring = staged.chunks.cluster.device.kind, staged.candidate.cp > 1 and staged.method.context == "ring"
     found: Counter[tuple[str, str]] = Counter()
     for kind, segment in source.folded.representatives.items():
@@ -62,21 +62,21 @@ def attention_notes(source: TracedModel, staged: Staged) -> list[str]:
             if op.work.kind == "attention":
                 form = form_of(op.call, ring)
                 found[form.way(device), form.why(device)] += source.folded.multiplicity(kind)
-    return [f"{_times(count)} {_KERNELS[way]}: {why}" for (way, why), count in found.items() if way != "fused"]
+    return [f"{_subject(count)} {_KERNELS[way]}: {why}" for (way, why), count in found.items() if way != "fused"]
 
 
-def _times(count: int) -> str:
+def _subject(count: int) -> str:
     return "attention is" if count == 1 else f"{count} attentions are"
 
 
 _KERNELS = {
-    "written": "written out in stretches of scores, which takes several times as long as a fused kernel",
-    "efficient": "done by torch's memory-efficient kernel, at about half the rate of the flash kernel",
+    "written": "computed without a fused kernel, in blocks of scores, which takes several times as long",
+    "efficient": "computed by torch's memory-efficient kernel, at about half the rate of the flash kernel",
 }
 
 
 def _context_notes(source: TracedModel, answer: Answer) -> list[str]:
-    """Why tokens that are to be cut over cp ranks cannot be."""
+    """Return the reason if the tokens cannot be split over the plan's cp ranks."""
     c, tokens = answer.staged.candidate, source.sizes.get(SEQUENCE, 1)
     try:
         if c.cp > 1:
@@ -87,9 +87,9 @@ def _context_notes(source: TracedModel, answer: Answer) -> list[str]:
 
 
 def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
-    """Why each embedding table lies as it does: what a microbatch takes under each placement.
+    """Return each embedding table's placement, with the time of a microbatch under each alternative.
 
-    Not where tensors were placed by hand: each placement costs a solution of the splits ILP, as long as the prediction.
+    Left out if tensors were pinned by hand. Each alternative is a solution of the sharding ILP, as long as the plan's.
     """
     if answer.tensors.ranks == 1 or answer.question.pins:
         return []
@@ -101,7 +101,7 @@ def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
             if node.target is torch.ops.aten.embedding.default:
                 table = node.args[0]
                 assert isinstance(table, fx.Node)
-                if table.name not in names:  # made of a table, as by a dropout of it
+                if table.name not in names:  # computed from a table, by dropout, say
                     continue
                 rows, width = infos(table)[0].shape
                 name = names[table.name]
@@ -112,16 +112,16 @@ def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
 
 
 def _embedding_note(table: str, placed: str, costs: list[tuple[str, float | None]]) -> str:
-    """`embedding w [8, 4] is split by rows (S0): 2.00 ms a microbatch through the model; whole (B) 2.10 ms`."""
+    """Return `embedding w [8, 4] is split by rows (S0): 2.00 ms per microbatch; replicated (B) 2.10 ms`."""
     times = dict(costs)
     mine = times.pop(placed, None)
-    spent = "" if mine is None else f": {mine * 1e3:.2f} ms a microbatch through the model"
+    spent = "" if mine is None else f": {mine * 1e3:.2f} ms per microbatch"
     others = [
-        f"{_SPLIT_WORDS.get(p, 'whole')} ({p}) " + ("impossible" if t is None else f"{t * 1e3:.2f} ms")
+        f"{_SPLIT_WORDS.get(p, 'replicated')} ({p}) " + ("impossible" if t is None else f"{t * 1e3:.2f} ms")
         for p, t in times.items()
     ]
     against = f"; {', '.join(others)}" if others else ""
-    return f"embedding {table} is {_SPLIT_WORDS.get(placed, 'whole')} ({placed}){spent}{against}"
+    return f"embedding {table} is {_SPLIT_WORDS.get(placed, 'replicated')} ({placed}){spent}{against}"
 
 
 _SPLIT_WORDS = {"S0": "split by rows", "S1": "split by hidden size"}

@@ -1,4 +1,4 @@
-"""From a plan back to its decisions on a graph, and to the emitted program."""
+"""A plan's sharding read back onto the traced graph, and the program emitted from it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.consistency import check_derived, check_sizes
 from autoptd.plans.model import Plan
 
-# ---- from a plan to a program ----
-
 
 def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
-    """The plan's tensor-level decisions on this graph. Raises PlanFileError."""
+    """Return the plan's sharding of this graph. Raises PlanFileError."""
     plan.check_graph(source.graph_hash)
     check_loss(source, plan.mesh.dp, plan.schedule.microbatches)
     check_sizes(plan, source.folded)
     by_name = {str(s): s for s in source.folded.traced.sizes}
     values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
-    if plan.mesh.cp > 1 and SEQUENCE in values:  # tp splits what a rank has
+    if plan.mesh.cp > 1 and SEQUENCE in values:  # tp splits the tokens of one cp rank
         values[SEQUENCE] //= plan.mesh.cp
     sizes = Sizes(values, BATCH)
     sharding = from_text(
@@ -43,7 +41,7 @@ def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
 
 
 def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program:
-    """The emitted program of a plan. Raises PlanError where the model's tokens cannot be cut over cp ranks."""
+    """Emit the program of a plan. Raises PlanError if the model's tokens cannot be split over cp ranks."""
     specs = [StageSpec(s.first, s.last, plan.policies(s)) for s in plan.stages]
     folded = source.folded
     if plan.mesh.cp > 1:
@@ -54,12 +52,12 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
         specs,
         plan.model,
         loss_in_place=plan.method.loss == "in_place",
-        gathers_again=plan.method.gathers == "again" and plan.mesh.tp > 1,
+        regather=plan.method.gathers == "again" and plan.mesh.tp > 1,
     )
     return replace(program, files={**program.files, "plan.json": plan.to_json()})
 
 
 def token_splits(source: TracedModel, plan: Plan) -> TokenSplits:
-    """What each op does with the tokens that a cp rank has. Raises PlanError."""
+    """Return how each op handles the tokens of a cp rank. Raises PlanError if one cannot."""
     tokens, mesh = plan.sizes.get(str(SEQUENCE), 1), plan.mesh
     return split_tokens(source.folded, mesh.cp, tokens, plan.method.context, mesh.tp)

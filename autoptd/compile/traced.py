@@ -1,4 +1,4 @@
-"""From a model to a folded graph."""
+"""The traced model: its graph with the loss, normalised and folded into segments."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ AVERAGINGS = ("global", "per-microbatch")
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model traced and folded: what `autoptd.trace` gives, and what `plan` and `parallelize` take in its place.
+    """A traced and folded model: the result of `autoptd.trace`, which `plan` and `parallelize` take for the module.
 
-    Made once for many plans: what one plan works out (legal strategies, sharded models) is kept for the next in
-    `known`, under everything that it depends on. The module must not change meanwhile.
+    It serves many plans: `known` caches the results of one search (legal strategies, sharded models) for the next,
+    keyed by everything that they depend on. The module must not change in between.
     """
 
     model: nn.Module
     name: str
     folded: Folded
     graph_hash: str
-    sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
+    sizes: Mapping[sympy.Symbol, int]  # of every symbol except b
     precision: str
     known: ShardingCache = field(compare=False, repr=False)
-    notes: tuple[str, ...] = ()  # what its plans say of the module that was given
+    notes: tuple[str, ...] = ()  # notes about the given module, for its plans
 
     @property
     def objective(self) -> Objective:
-        """How its loss is made of a batch."""
+        """The loss, and how it is called."""
         return self.folded.traced.objective
 
     @property
     def loss_averaging(self) -> str:
-        """What was asked for of a loss that cannot be that of the whole batch."""
+        """The requested averaging of a loss that microbatches cannot compute exactly: "global" or "per-microbatch"."""
         return self.folded.traced.averaging
 
     @property
     def seq(self) -> int | None:
-        """Tokens of a sample; None where the model has no sequence."""
+        """Tokens of a sample; None if the model has no sequence."""
         return self.sizes.get(SEQUENCE)
 
 
@@ -67,7 +67,7 @@ def read_model(
     progress: Progress,
     loss_averaging: str = "global",
 ) -> TracedModel:
-    """Trace and fold. Raises InputsError without inputs and no way to make them; TraceError, UnsupportedOp."""
+    """Trace and fold a model. Raises InputsError for invalid arguments or missing inputs; TraceError, UnsupportedOp."""
     if precision not in _PRECISIONS:
         raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
     if loss_averaging not in AVERAGINGS:
@@ -83,14 +83,14 @@ def read_model(
     notes += eval_notes(model)
     refuse_unsuitable(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise InputsError("the model has no trainable parameter", fix="leave requires_grad=True on what is to train")
+        raise InputsError("the model has no trainable parameter", fix="set requires_grad=True on those to train")
     if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool) or seq < 1):
         raise InputsError(f"seq is {seq!r}", where="seq", fix="give the tokens of a sample, at least 1")
     if inputs is not None and not isinstance(inputs, Mapping):
         raise InputsError(
             f"inputs is of type {type(inputs).__name__}, not a mapping",
             where="inputs",
-            fix="pass inputs={'name': tensor, …} with the keywords that forward takes",
+            fix="pass inputs={'name': tensor, …} with the keyword arguments of forward",
         )
     given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
     objective, named = read_objective(loss, given, targets)
@@ -114,7 +114,7 @@ def read_model(
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:
-    """Raise what was found against a loss that only a batch in one microbatch has, unless it is one."""
+    """Raise the error recorded at tracing for a loss that cannot be split, unless dp and microbatches are 1."""
     refused = source.folded.loss_form.refused
     if refused and not (dp == 1 and microbatches == 1):
         raise refused[0]

@@ -1,4 +1,4 @@
-"""What one rank sees of its machine, as plain data: read here, judged in `machine`."""
+"""Facts about one rank's machine, as plain data; `machine` checks them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Literal
 
 Grade = Literal["ok", "warn", "FAIL"]
 PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "GLOO_", "OMP_", "MKL_", "AUTOPTD_")
-
-
 _SHARED = Path("/dev/shm")
 
 
@@ -33,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as torch reports it; bytes."""
+    """A device as torch reports it."""
 
     name: str
     memory_bytes: int
@@ -42,20 +40,20 @@ class Gpu:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """One rank's machine."""
+    """Facts about one rank's machine."""
 
     host: str
-    versions: Mapping[str, str]  # Python, torch, CUDA, NCCL, autoptd; "none" where it has none
+    versions: Mapping[str, str]  # Python, torch, CUDA, NCCL, autoptd; "none" for one that is missing
     gpus: tuple[Gpu, ...]
-    shared_memory_bytes: int | None  # of /dev/shm; None where there is none
-    open_files: int | None  # the limit of this process
+    shared_memory_bytes: int | None  # of /dev/shm; None if there is none
+    open_files: int | None  # the limit of this process; None if there is none
     cpus: int
-    environment: Mapping[str, str]  # variables that change what torch, NCCL and autoptd do
+    environment: Mapping[str, str]  # variables with one of `PREFIXES`
     local_ranks: int = 1  # processes of the run on this machine
 
 
 def gather() -> MachineFacts:
-    """The facts of this process."""
+    """Return the facts that this process observes."""
     import torch
 
     gpus = []

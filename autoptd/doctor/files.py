@@ -1,4 +1,4 @@
-"""Can checkpoints be written here: what `autoptd.checkpoint.folder` does, tried out with a few bytes."""
+"""Checks that checkpoints can be written: the file operations of `autoptd.checkpoint.folder` with a few bytes."""
 
 from __future__ import annotations
 
@@ -13,67 +13,68 @@ from autoptd.doctor.facts import Finding
 from autoptd.plans.model import Plan
 
 GIB = 2**30
-_KEPT = 2  # checkpoints that lie there at once: the last one, and the one that is being written
+_AT_ONCE = 2  # checkpoints on disk during a save: the last one, and the one being written
 
 
 def check_folder(folder: Path, plan: Plan | None) -> Iterator[Finding]:
-    """Write, flush, rename, and count what is free. What it makes, it removes."""
-    standing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not standing.is_dir():
-        fix = "name a folder that exists, or that can be made"
-        yield Finding("FAIL", "checkpoints", f"{standing} is a file", fix)
+    """Write, flush and rename files, and measure the free space. Removes all that it makes."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        fix = "give a folder that exists, or that can be made"
+        yield Finding("FAIL", "checkpoints", f"{existing} is a file", fix)
         return
     try:
-        with tempfile.TemporaryDirectory(prefix=".autoptd-doctor-", dir=standing) as made:
-            _try_out(Path(made))
+        with tempfile.TemporaryDirectory(prefix=".autoptd-doctor-", dir=existing) as trial:
+            _try_operations(Path(trial))
     except OSError as error:
-        fix = "name a folder on a file system where files can be made, flushed and renamed"
-        yield Finding("FAIL", "checkpoints", f"{standing}: {error.strerror}", fix)
+        fix = "give a folder on a file system where files can be made, flushed and renamed"
+        yield Finding("FAIL", "checkpoints", f"{existing}: {error.strerror}", fix)
         return
-    yield Finding("ok", "checkpoints", f"{standing} can be written, flushed and renamed in")
-    yield _free(standing, plan)
+    yield Finding("ok", "checkpoints", f"files can be written, flushed and renamed in {existing}")
+    yield _free(existing, plan)
 
 
-def _try_out(made: Path) -> None:
-    old, new = made / "old", made / "new"
+def _try_operations(trial: Path) -> None:
+    old, new = trial / "old", trial / "new"
     for path in (old, new):
         with path.open("wb") as file:
             file.write(b"doctor" + path.name.encode())
             file.flush()
             os.fsync(file.fileno())
-    new.replace(old)  # over one that exists, as `latest` is
-    descriptor = os.open(made, os.O_RDONLY)
+    new.replace(old)  # replaces an existing file, as is done with `latest`
+    descriptor = os.open(trial, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     if old.read_bytes() != b"doctornew":
-        raise OSError(0, "what was written is not what is read")
+        raise OSError(0, "a file does not hold what was written to it")
 
 
-def _free(standing: Path, plan: Plan | None) -> Finding:
-    free = shutil.disk_usage(standing).free
+def _free(folder: Path, plan: Plan | None) -> Finding:
+    free = shutil.disk_usage(folder).free
     if plan is None:
-        return Finding("ok", "free space", f"{free / GIB:.1f} GiB; with --plan FILE it is held against a checkpoint")
+        return Finding("ok", "free space", f"{free / GIB:.1f} GiB; --plan FILE compares it with a checkpoint's size")
     needed = checkpoint_bytes(plan)
-    seen = f"{free / GIB:.1f} GiB; a checkpoint takes up to {needed / GIB:.1f}"
+    seen = f"{free / GIB:.1f} GiB; a checkpoint takes up to {needed / GIB:.1f} GiB"
     if free < needed:
-        return Finding("FAIL", "free space", seen, "name a larger file system")
-    if free < _KEPT * needed:
-        return Finding("warn", "free space", f"{seen}, and the one before it is kept until it is whole", "make room")
+        return Finding("FAIL", "free space", seen, "give a folder on a larger file system")
+    if free < _AT_ONCE * needed:
+        seen += ", and the previous one is removed only after the next is complete"
+        return Finding("warn", "free space", seen, "free some space")
     return Finding("ok", "free space", seen)
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Of parameters in full precision and the optimizer's moments: (k + 1) · main · elements.
+    """Return an upper bound on the bytes of a checkpoint: (moments + 1) · main bytes · elements.
 
-    At most: what every tp rank holds whole is counted once for each here, and stands once in a file.
+    It counts tensors that are replicated over tp once per tp rank; a checkpoint holds them once.
     """
     moments, main, compute = MOMENTS.get(plan.optimizer, 2), MAIN_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
-    kept = moments + (main != compute and plan.zero < 3)  # copies of each element in the optimizer's part
+    copies = moments + (main != compute and plan.zero < 3)  # values per element that the plan counts as optimizer state
     data = (plan.method.shards or plan.mesh.dp * plan.mesh.cp) if plan.zero else 1
-    if kept:
-        elements = sum(stage.get("optimizer", 0) for stage in plan.predicted.memory) * data / (kept * main)
-    else:  # no moments: its parameters alone
+    if copies:
+        elements = sum(stage.get("optimizer", 0) for stage in plan.predicted.memory) * data / (copies * main)
+    else:  # no optimizer state: count parameters
         elements = sum(stage.get("parameters", 0) for stage in plan.predicted.memory) / compute
     return round(elements * plan.mesh.tp * (moments + 1) * main)

@@ -1,4 +1,4 @@
-"""Checks between ranks: the port, clocks, the file system they share, and links against the cluster's figures."""
+"""Checks between ranks: the port, clocks, the shared file system, and measured links against the cluster file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from autoptd.profile.record import Case, Measurement
 from autoptd.profile.timing import timer
 from autoptd.runtime.comm.listening import is_one_address
 
-_SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: latency, bandwidth
-_SHARE_S = 0.5  # of measuring one size
-_SLOW, _BROKEN = 2.0, 10.0  # times as long as the cluster says: of any message, of a large one
-_OFFSET_S = 1.0  # of a clock: logs and names of files of different ranks are then out of order
+_SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: one for latency, one for bandwidth
+_SHARE_S = 0.5  # time for measuring one size
+_SLOW, _BROKEN = 2.0, 10.0  # measured / predicted time: warn above _SLOW, fail if the large size is above _BROKEN
+_OFFSET_S = 1.0  # between clocks: beyond it logs and file names of different ranks are out of order
 _PINGS = 5
 _CONNECT_S = 5.0
 
@@ -36,18 +36,18 @@ _CONNECT_S = 5.0
 
 
 def check_port(port: int) -> Finding:
-    """Whether a run could listen on it here."""
+    """Return whether this process can listen on a port."""
     if not 0 < port < 65536:
-        return Finding("FAIL", "port", f"{port} is no port", "give one from 1024 to 65535: --port N")
+        return Finding("FAIL", "port", f"{port} is not a port number", "give one from 1024 to 65535: --port N")
     try:
-        with _bound("", port):  # on every interface, and nobody is answered there
+        with _bound("", port):  # bound to every interface, but not accepting connections
             return Finding("ok", "port", f"{port} is free")
     except OSError as error:
-        return Finding("FAIL", "port", f"{port} cannot be listened on: {error.strerror}", "give another: --port N")
+        return Finding("FAIL", "port", f"cannot listen on {port}: {error.strerror}", "give another: --port N")
 
 
 def check_reachable(port: int, group: dist.ProcessGroup) -> Finding:
-    """Rank 0 listens, the others connect to its address. A collective."""
+    """Listen on rank 0 and connect from all other ranks. A collective."""
     rank, host = dist.get_rank(), os.environ.get("MASTER_ADDR", "127.0.0.1")
     found = [check_port(port) if rank == 0 else None]
     dist.broadcast_object_list(found, 0, group=group)
@@ -57,18 +57,18 @@ def check_reachable(port: int, group: dist.ProcessGroup) -> Finding:
         return first
     server = _listening(host, port) if rank == 0 else None
     dist.barrier(group)
-    lost = _told(None if rank == 0 else _connects(host, port), group)
+    failures = _all_gather(None if rank == 0 else _connection_failure(host, port), group)
     if server is not None:
         server.close()
-    wrong = [f"rank {i}: {text}" for i, text in enumerate(lost) if text]
+    wrong = [f"rank {i}: {text}" for i, text in enumerate(failures) if text]
     if wrong:
-        fix = "open the port between the machines, or set MASTER_ADDR to an address that all of them reach"
-        return Finding("FAIL", "port", f"{host}:{port} is not reached by {'; '.join(wrong[:4])}", fix)
-    return Finding("ok", "port", f"{host}:{port} is free, and reached by all ranks")
+        fix = "open the port between the machines, or set MASTER_ADDR to an address that all of them can reach"
+        return Finding("FAIL", "port", f"{host}:{port} cannot be reached by {'; '.join(wrong[:4])}", fix)
+    return Finding("ok", "port", f"{host}:{port} is free, and all ranks can reach it")
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Where rank 0's store would listen: `listening.on_named_interface`."""
+    """Return a socket that listens where rank 0's store would, as `listening.on_named_interface` chooses it."""
     try:
         server = _bound(host if is_one_address(host) else "", port)
     except OSError:
@@ -88,7 +88,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return server
 
 
-def _connects(host: str, port: int) -> str | None:
+def _connection_failure(host: str, port: int) -> str | None:
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -96,38 +96,38 @@ def _connects(host: str, port: int) -> str | None:
     return None
 
 
-# --- what ranks tell each other -------------------------------------------------------------------------------------
+# --- exchanges between ranks ----------------------------------------------------------------------------------------
 
 
 def all_facts(own: MachineFacts, group: dist.ProcessGroup) -> list[MachineFacts]:
-    """Every rank's, by rank. A collective."""
-    told = _told(asdict(own), group)
-    return [MachineFacts(**{**data, "gpus": tuple(Gpu(**gpu) for gpu in data["gpus"])}) for data in told]
+    """Return the facts of all ranks, by rank. A collective."""
+    gathered = _all_gather(asdict(own), group)
+    return [MachineFacts(**{**data, "gpus": tuple(Gpu(**gpu) for gpu in data["gpus"])}) for data in gathered]
 
 
-def _told(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def _all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 
 
 def check_clocks(group: dist.ProcessGroup) -> Finding:
-    """Rank 0 asks each other rank for its time; the answer of the quickest of some pings counts. A collective.
+    """Compare the clocks of all ranks with rank 0's. A collective.
 
-    offset = theirs - (sent + received) / 2, right to half the ping.
+    offset = theirs - (sent + received) / 2 of the fastest of several pings, exact to half its round trip.
     """
     offsets = {rank: _offset_s(rank, group) for rank in range(1, dist.get_world_size(group))}
     return judged_clocks({rank: found for rank, found in offsets.items() if found is not None})
 
 
 def judged_clocks(offsets_s: Mapping[int, float]) -> Finding:
-    """Of each rank against rank 0."""
+    """Return the finding for the offset of each rank's clock from rank 0's."""
     if not offsets_s:
-        return Finding("ok", "clocks", "nothing to compare with")
+        return Finding("ok", "clocks", "one rank, nothing to compare")
     rank, worst = max(offsets_s.items(), key=lambda row: abs(row[1]))
     seen = f"at most {abs(worst):.3g} s apart (rank {rank})"
     if abs(worst) > _OFFSET_S:
-        return Finding("warn", "clocks", seen, "run a time service (chrony, ntpd) on all machines")
+        return Finding("warn", "clocks", seen, "run a time daemon (chrony, ntpd) on all machines")
     return Finding("ok", "clocks", seen)
 
 
@@ -149,24 +149,24 @@ def _offset_s(other: int, group: dist.ProcessGroup) -> float | None:
 
 
 def check_shared(folder: Path, group: dist.ProcessGroup) -> Finding:
-    """Whether all ranks see what rank 0 writes to the folder of checkpoints. A collective."""
-    standing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    """Check that all ranks see a file that rank 0 writes to the folder of checkpoints. A collective."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     name = [""]
-    if dist.get_rank() == 0 and os.access(standing, os.W_OK):
-        descriptor, path = tempfile.mkstemp(prefix=".autoptd-doctor-", dir=standing)
+    if dist.get_rank() == 0 and os.access(existing, os.W_OK):
+        descriptor, path = tempfile.mkstemp(prefix=".autoptd-doctor-", dir=existing)
         os.close(descriptor)
         name = [Path(path).name]
     dist.broadcast_object_list(name, 0, group=group)
-    mark = standing / (name[0] or f".autoptd-doctor-{secrets.token_hex(8)}")
-    blind = [rank for rank, seen in enumerate(_told(mark.exists(), group)) if not seen]
+    probe = existing / (name[0] or f".autoptd-doctor-{secrets.token_hex(8)}")
+    blind = [rank for rank, seen in enumerate(_all_gather(probe.exists(), group)) if not seen]
     dist.barrier(group)
     if dist.get_rank() == 0:
-        mark.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
     if blind:
-        seen = f"{standing} of rank 0 is not that of rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind[:8]))}"
-        fix = "name a folder on a file system that all machines share: --checkpoint FOLDER"
-        return Finding("FAIL", "shared folder", seen, fix)
-    return Finding("ok", "shared folder", f"{standing} is the same on all ranks")
+        ranks = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind[:8]))}"
+        fix = "give a folder on a file system that all machines share: --checkpoint FOLDER"
+        return Finding("FAIL", "shared folder", f"{existing} is not shared between rank 0 and {ranks}", fix)
+    return Finding("ok", "shared folder", f"{existing} is shared by all ranks")
 
 
 # --- links --------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def check_shared(folder: Path, group: dist.ProcessGroup) -> Finding:
 def check_links(
     device: torch.device, node_ranks: int, mesh: MeshSizes | None, cluster: Cluster | None
 ) -> Iterator[Finding]:
-    """All-reduces over each axis of the mesh, or inside of a machine and over all ranks. A collective."""
+    """Time all-reduces over each axis of the mesh; without one, within a machine and over all ranks. A collective."""
     network = Network(device, timer(device))
     for name, (ranks, stride) in _axes(network.world, node_ranks, mesh).items():
         points = []
@@ -187,13 +187,14 @@ def check_links(
         measured = [point for point in points if isinstance(point, Measurement)]
         if len(measured) < len(points):
             why = "; ".join(point.why for point in points if not isinstance(point, Measurement))
-            yield Finding("FAIL", f"links, {name}", f"an all-reduce fails: {why}", "set NCCL_DEBUG=INFO, and look why")
+            fix = "set NCCL_DEBUG=INFO and read its log"
+            yield Finding("FAIL", f"links, {name}", f"an all-reduce failed: {why}", fix)
         else:
             yield judged_link(name, measured, cluster)
 
 
 def _axes(world: int, node_ranks: int, mesh: MeshSizes | None) -> dict[str, tuple[int, int]]:
-    """Name -> (ranks of a group, their distance)."""
+    """Return (ranks of a group, their stride) for each name of an axis, without duplicates."""
     if mesh is not None:
         inner = mesh.cp * mesh.tp
         found = {
@@ -204,24 +205,22 @@ def _axes(world: int, node_ranks: int, mesh: MeshSizes | None) -> dict[str, tupl
         }
     else:
         found = {f"{node_ranks} ranks of a machine": (node_ranks, 1), f"all {world} ranks": (world, 1)}
-    found = {name: place for name, place in found.items() if place[0] > 1}
-    return {name: place for i, (name, place) in enumerate(found.items()) if place not in list(found.values())[:i]}
+    found = {name: axis for name, axis in found.items() if axis[0] > 1}
+    return {name: axis for i, (name, axis) in enumerate(found.items()) if axis not in list(found.values())[:i]}
 
 
 def judged_link(name: str, points: Sequence[Measurement], cluster: Cluster | None) -> Finding:
-    """Times of a small and a large all-reduce, against what the cluster's figures make them."""
+    """Return the finding for a small and a large all-reduce, compared with the cluster's predicted times."""
     small, large = points[0], points[-1]
     ranks = large.case.ranks
-    rate = (
-        2 * (ranks - 1) / ranks * large.case.nbytes / large.seconds
-    )  # as NCCL's tests count: bytes on the busiest link
+    rate = 2 * (ranks - 1) / ranks * large.case.nbytes / large.seconds  # bus bandwidth, as nccl-tests defines it
     seen = f"all-reduce of 8 KiB {small.seconds * 1e6:.0f} us, of 16 MiB {rate / 1e9:.3g} GB/s"
     if cluster is None:
         return Finding("ok", f"links, {name}", seen)
     slow = [p.seconds / collective_s("all_reduce", p.case.nbytes, cluster, ranks, p.case.stride) for p in points]
     against = " and ".join(f"{times:.1f}" for times in slow)
-    seen += f", {against} times as long as {cluster.name} says"
+    seen += f", {against} times as long as {cluster.name} predicts"
     if max(slow) <= _SLOW:
         return Finding("ok", f"links, {name}", seen)
-    fix = "measure the machine: autoptd profile -o cluster.toml; or find the slow link"
+    fix = "measure the machine (autoptd profile -o cluster.toml), or find the slow link"
     return Finding("FAIL" if slow[-1] > _BROKEN else "warn", f"links, {name}", seen, fix)

@@ -1,10 +1,10 @@
-"""A step, term by term: seconds of the slowest pipeline rank, bytes of the fullest, and two plans compared in them.
+"""The breakdown of a step into terms: seconds of the slowest pipeline rank, bytes of the fullest, for one plan or two.
 
     step = forward + backward + recompute + tp + sends + bubble + dp reduce + dp gather + optimizer - hidden
 
-The terms are those of the pipeline rank with most work, over all microbatches. `pipeline_sends` is what the step would
-gain if messages between stages took no time (it is simulated so); `pipeline_bubble` is the rest of what the rank waits.
-`hidden_behind_compute` is negative: what runs beside other work and is counted above all the same.
+The terms are those of the pipeline rank with most work, over all microbatches. `pipeline_sends` is the gain in a
+simulation where messages between stages take no time; `pipeline_bubble` is the rest of the rank's waiting time.
+`hidden_behind_compute` is negative: work that overlaps with other work, and is counted in its own term too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoptd.cost_models.step_times import ChunkTimes, StageTimes, times_from_da
 from autoptd.explain.timeline import chunk_times
 from autoptd.plans.data import PlanData
 
-_ROUNDING = 1e-9  # of a step: below that, a remainder is rounding
+_ROUNDING = 1e-9  # of a step: a smaller remainder is rounding
 
 
 @dataclass(frozen=True)
@@ -30,34 +30,34 @@ class CostTerm:
 
     @property
     def difference(self) -> float:
-        """What `b` has more."""
+        """The excess of `b` over `a`."""
         return self.b - self.a
 
     def to_data(self) -> dict[str, float | str]:
-        """`{"term": …, "a": …, "b": …, "difference": …}`"""
+        """Return `{"term": …, "a": …, "b": …, "difference": …}`."""
         return {"term": self.name, "a": self.a, "b": self.b, "difference": self.difference}
 
 
 def compared(a: Mapping[str, float], b: Mapping[str, float]) -> list[CostTerm]:
-    """The terms that differ, largest difference first."""
+    """Return the terms that differ, the largest difference first."""
     names = [*a, *(name for name in b if name not in a)]
     terms = [CostTerm(name, a.get(name, 0.0), b.get(name, 0.0)) for name in names]
     return sorted((t for t in terms if t.a != t.b), key=lambda t: -abs(t.difference))
 
 
 def time_terms(a: PlanData, b: PlanData) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a step of each by term, in the finest terms that both have; they sum up to the step."""
-    fine = all(map(_tells_passes, (a, b)))
+    """Return the seconds of a step of each plan, in the finest terms that both have; they add up to the step."""
+    fine = all(map(_separates_passes, (a, b)))
     return step_terms(a, passes=fine), step_terms(b, passes=fine)
 
 
 def step_terms(plan: PlanData, passes: bool = True) -> dict[str, float]:
-    """Seconds of a step by term. `passes`: compute as forward and backward, where the plan tells them apart."""
+    """Return the seconds of a step by term. `passes`: split compute into forward and backward where possible."""
     terms = dict(plan.predicted.time_s)
     if plan.predicted.times:
         lists, times, overlap = chunk_times(plan)
         slowest = max(times, key=_work_s)
-        if passes and _tells_passes(plan):
+        if passes and _separates_passes(plan):
             compute = terms.pop("compute", 0.0)
             forward = min(compute, plan.schedule.microbatches * sum(c.forward_s for c in slowest.chunks))
             terms = {"forward_compute": forward, "backward_compute": compute - forward, **terms}
@@ -75,18 +75,18 @@ def step_terms(plan: PlanData, passes: bool = True) -> dict[str, float]:
 
 
 def memory_terms(plan: PlanData) -> dict[str, float]:
-    """Bytes of the fullest rank by category."""
+    """Return the bytes of the fullest rank by category."""
     row = max(plan.predicted.memory, key=lambda memory: sum(memory.values()))
     return {name: float(size) for name, size in row.items() if size}
 
 
-def _tells_passes(plan: PlanData) -> bool:
-    """Whether forward and backward are known apart: not where data-parallel communication runs within both."""
-    said = plan.predicted
-    if not said.times:
+def _separates_passes(plan: PlanData) -> bool:
+    """Return whether forward and backward are known separately: not if both contain data-parallel communication."""
+    predicted = plan.predicted
+    if not predicted.times:
         return False
-    slowest = max(times_from_data(said.times, plan.mesh.pp, plan.route.shape), key=_work_s)
-    within = said.time_s.get("dp_communication", 0.0) - slowest.reduce_s - slowest.gather_s
+    slowest = max(times_from_data(predicted.times, plan.mesh.pp, plan.route.shape), key=_work_s)
+    within = predicted.time_s.get("dp_communication", 0.0) - slowest.reduce_s - slowest.gather_s
     return _rest(plan, within) <= 0
 
 
@@ -99,8 +99,8 @@ def _work_s(rank: StageTimes) -> float:
 
 
 def _without_sends(rank: StageTimes) -> StageTimes:
-    return replace(rank, chunks=tuple(map(_silent, rank.chunks)))
+    return replace(rank, chunks=tuple(map(_chunk_without_sends, rank.chunks)))
 
 
-def _silent(chunk: ChunkTimes) -> ChunkTimes:
+def _chunk_without_sends(chunk: ChunkTimes) -> ChunkTimes:
     return replace(chunk, send_forward_s=0.0, send_backward_s=0.0)

@@ -1,4 +1,4 @@
-"""What a plan chose, in words: a line for a table, names and texts for two plans side by side."""
+"""The choices of a plan in words: a line for a table; names and texts to compare two plans."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from autoptd.plans.data import PlanData
 
 
 def recompute_text(plan: PlanData) -> str:
-    """`none`, `full`, or how many segments, and what of them if not all: `selective, 16 of 196 segments`."""
-    again = _again(plan)
-    if again == 0:
+    """Return `none`, `full`, or the policy and number of recomputed segments: `selective, 16 of 196 segments`."""
+    count = _recomputed_segments(plan)
+    if count == 0:
         return "none"
     part = f"{'/'.join(plan.partial)}, " if plan.partial else ""
-    return "full" if again == len(plan.segments) and not part else f"{part}{again} of {len(plan.segments)} segments"
+    return "full" if count == len(plan.segments) and not part else f"{part}{count} of {len(plan.segments)} segments"
 
 
 def short(plan: PlanData) -> str:
-    """`dp4 tp2 pp8 micro1 recompute 16/196`: what is usual (1F1B, ZeRO-1, axes of one rank) is left out."""
+    """Return `dp4 tp2 pp8 micro1 recompute 16/196`; defaults (1F1B, ZeRO-1, axes of one rank) are omitted."""
     mesh = plan.mesh
     words = [f"{axis}{n}" for axis in ("dp", "tp", "pp", "cp") if (n := getattr(mesh, axis)) > 1] or ["dp1"]
     words += [f"micro{plan.micro}"]
     words += [f"zero{plan.zero}"] if mesh.dp > 1 and plan.zero != 1 else []
     if plan.schedule.kind != "1f1b":
         words.append(f"{plan.schedule.kind}{plan.schedule.virtual if plan.schedule.virtual > 1 else ''}")
-    if again := _again(plan):
+    if count := _recomputed_segments(plan):
         policy = f"{'/'.join(plan.partial)} " if plan.partial else ""
-        words.append(f"recompute {policy}{again}/{len(plan.segments)}")
+        words.append(f"recompute {policy}{count}/{len(plan.segments)}")
     return " ".join(words)
 
 
 def choices(plan: PlanData) -> dict[str, str]:
-    """Every choice of a plan but the placements: name -> text."""
-    asked = plan.method
+    """Return every choice of a plan except the placements: name -> text."""
+    options = plan.method
     return {
         "mesh": str(plan.mesh),
         "samples per microbatch": str(plan.micro),
@@ -40,25 +40,25 @@ def choices(plan: PlanData) -> dict[str, str]:
         "schedule": plan.schedule.kind,
         "chunks per rank": str(plan.schedule.virtual),
         "ZeRO": str(plan.zero),
-        "shards": str(asked.shards or "all"),
+        "shards": str(options.shards or "all"),
         "recompute": recompute_text(plan),
         "segments per stage": ", ".join(str(stage.last - stage.first + 1) for stage in plan.stages),
-        "kernels": asked.kernels,
-        "attention": asked.attention,
-        "loss": asked.loss,
-        "tp gathers": asked.gathers,
-        "gradients": asked.gradients,
-        "beside compute": ", ".join(asked.overlap) or "nothing",
-        "bucket bytes": str(asked.bucket_bytes),
-        "sends": asked.sends,
-        "context": asked.context,
+        "kernels": options.kernels,
+        "attention": options.attention,
+        "loss": options.loss,
+        "tp gathers": options.gathers,
+        "gradients": options.gradients,
+        "overlapped with compute": ", ".join(options.overlap) or "nothing",
+        "bucket bytes": str(options.bucket_bytes),
+        "sends": options.sends,
+        "context": options.context,
     }
 
 
 def changes(a: PlanData, b: PlanData) -> list[str]:
-    """What differs from `a` to `b`, in a few words each: `tp 2 → 4`, `recompute none → full`. Empty for equal choices.
+    """Return the changes from `a` to `b`: `tp 2 → 4`, `recompute none → full`. Empty for equal choices.
 
-    What follows from others is left out: microbatches from the mesh, and cuts from a change of pp.
+    Changes implied by others are omitted: microbatches by the mesh, cuts by pp.
     """
     found = [
         f"{axis} {x} → {y}"
@@ -68,22 +68,22 @@ def changes(a: PlanData, b: PlanData) -> list[str]:
     found += [f"micro {a.micro} → {b.micro}"] if a.micro != b.micro else []
     left, right = choices(a), choices(b)
     found += _recomputed(a, b)
-    told = {"mesh", "samples per microbatch", "microbatches", "segments per stage", "recompute"}
-    found += [f"{name} {left[name]} → {right[name]}" for name in left if name not in told and left[name] != right[name]]
+    skip = {"mesh", "samples per microbatch", "microbatches", "segments per stage", "recompute"}
+    found += [f"{name} {left[name]} → {right[name]}" for name in left if name not in skip and left[name] != right[name]]
     if a.mesh.pp == b.mesh.pp and _cuts(a) != _cuts(b):
-        found.append("stages cut elsewhere")
+        found.append("different stage cuts")
     if a.mesh.tp == b.mesh.tp and (a.splits != b.splits or a.strategies != b.strategies):
-        found.append(_replaced(a.splits.parameters, b.splits.parameters))
+        found.append(_split_changes(a.splits.parameters, b.splits.parameters))
     return found
 
 
-def _again(plan: PlanData) -> int:
-    """Segments that are recomputed."""
+def _recomputed_segments(plan: PlanData) -> int:
+    """Return the number of segments that are recomputed."""
     return sum(len(set(stage.recompute)) for stage in plan.stages)
 
 
 def _recomputed(a: PlanData, b: PlanData) -> list[str]:
-    x, y = _again(a), _again(b)
+    x, y = _recomputed_segments(a), _recomputed_segments(b)
     if a.partial != b.partial and x and y:
         return [f"recompute {recompute_text(a)} → {recompute_text(b)}"]
     return [f"recompute {x} → {y} of {len(b.segments)} segments"] if x != y else []
@@ -93,7 +93,7 @@ def _cuts(plan: PlanData) -> list[int]:
     return [stage.last for stage in plan.stages]
 
 
-def _replaced(a: Mapping[str, str], b: Mapping[str, str]) -> str:
+def _split_changes(a: Mapping[str, str], b: Mapping[str, str]) -> str:
     count = sum(a.get(name) != text for name, text in b.items())
     what = f"{count} parameters" if count > 1 else "1 parameter" if count else "ops"
-    return f"{what} split otherwise"
+    return f"{what} split differently"

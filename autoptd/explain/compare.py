@@ -1,4 +1,4 @@
-"""Two plans side by side: what differs, what it costs, and which one is faster."""
+"""Comparison of two plans: which is faster, which terms make the difference, and which choices differ."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from autoptd.explain.breakdown import CostTerm, compared, memory_terms, time_terms
-from autoptd.explain.plan import TELLING, TOLD, choice_lines, headline
+from autoptd.explain.plan import MOST_TERMS, SIGNIFICANT, choice_lines, headline
 from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed, words
 from autoptd.fold_names import fold_names
 from autoptd.plans.data import PlanData
 
 
 def compare(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), width: int = WIDTH) -> str:
-    """Two plans side by side: which is faster and which terms make it so, every choice and split that differs."""
+    """Return two plans side by side: which is faster, the terms that make it so, all choices and splits that differ."""
     if a == b:
         return f"{names[0]} and {names[1]} are the same plan: {headline(a)}\n"
     parts: list[RenderableType] = [Text(verdict(a, b, names))]
@@ -36,7 +36,7 @@ def compare(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), width
 
 
 def comparison_data(a: PlanData, b: PlanData) -> dict[str, object]:
-    """The same for machines: seconds and bytes by term, and every field of the plans that differs."""
+    """Return the comparison as JSON data: seconds and bytes by term, and every field of the plans that differs."""
     return {
         "same": a == b,
         "verdict": verdict(a, b),
@@ -47,17 +47,18 @@ def comparison_data(a: PlanData, b: PlanData) -> dict[str, object]:
 
 
 def _makes(a: PlanData, b: PlanData, terms: Sequence[CostTerm], names: tuple[str, str]) -> str:
-    """The few terms that make the difference: `B takes 50 ms more: bubble +50 ms`."""
+    """Return the few terms that make the difference: `B takes 50 ms more: bubble +50 ms`."""
     whole = b.predicted.step_time_s - a.predicted.step_time_s
-    telling = [t for t in terms if abs(t.difference) >= TELLING * max(abs(whole), abs(terms[0].difference))][:TOLD]
-    if not telling or not whole:
+    largest = max([abs(whole), *(abs(t.difference) for t in terms)])
+    named = [t for t in terms if abs(t.difference) >= SIGNIFICANT * largest][:MOST_TERMS]
+    if not named or not whole:
         return ""
-    listed = ", ".join(f"{words(t.name)} {signed(t.difference, seconds(t.difference))}" for t in telling)
+    listed = ", ".join(f"{words(t.name)} {signed(t.difference, seconds(t.difference))}" for t in named)
     return f"{names[1]} takes {seconds(abs(whole))} {'more' if whole > 0 else 'less'}: {listed}"
 
 
 def verdict(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:
-    """Which of the two is faster, and by how much, in one line."""
+    """Return in one line which plan is faster, and by how much."""
     time_a, time_b = a.predicted.step_time_s, b.predicted.step_time_s
     if time_a == time_b:
         return f"{names[0]} and {names[1]} are predicted equally fast: {seconds(time_a)} a step"
@@ -67,7 +68,7 @@ def verdict(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> st
 
 
 def differences(a: PlanData, b: PlanData) -> dict[str, list[object]]:
-    """Field path -> the values of both plans, for the fields that differ; None where one lacks the field."""
+    """Return field path -> the values of both plans, for the fields that differ; None if one lacks the field."""
     left, right = (dict(_leaves(plan.model_dump(mode="json"), "")) for plan in (a, b))
     paths = [path for path in sorted({*left, *right}) if left.get(path) != right.get(path)]
     return {path: [left.get(path), right.get(path)] for path in paths}

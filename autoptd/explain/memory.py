@@ -1,8 +1,8 @@
-"""Where a plan's memory comes from, as formulas: what `autoptd explain PLAN --memory` prints.
+"""A plan's memory as formulas: the report of `autoptd explain PLAN --memory`.
 
-State in n, d, u and r (`cost_models/memory.py`); activations of every block in b, s, t and under cp c and, where the
-model says what its widths are, in h, a, f and v (`passes/analysis/activations.py`); the fullest moment
-(`passes/analysis/liveness.py`).
+State in n, d, u and r (`cost_models/memory.py`). Activations of each block in b, s, t, with cp also c, and, if the
+model has a configuration with its widths, in h, a, f and v (`passes/analysis/activations.py`). The memory peak of each
+block (`passes/analysis/liveness.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.memory import D, N, U, formulas, in_flight
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
-from autoptd.passes.analysis.activations import kept, nbytes, symbolic_bytes
+from autoptd.passes.analysis.activations import nbytes, saved_activations, symbolic_bytes
 from autoptd.passes.analysis.dataflow import RANKS
 from autoptd.passes.analysis.liveness import walk
 from autoptd.passes.fold import Segment
@@ -32,8 +32,8 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Progress
 
 _MIB = 2**20
-_TOKEN_RANKS = sympy.Symbol("c", integer=True, positive=True)  # of the cp axis
-_WIDTHS = (  # symbol, and what Hugging Face configurations call it
+_TOKEN_RANKS = sympy.Symbol("c", integer=True, positive=True)  # ranks of the cp axis
+_WIDTHS = (  # symbol, and its names in Hugging Face configurations
     ("h", ("hidden_size", "n_embd", "d_model")),
     ("f", ("intermediate_size", "n_inner", "ffn_dim")),
     ("v", ("vocab_size",)),
@@ -42,7 +42,7 @@ _WIDTHS = (  # symbol, and what Hugging Face configurations call it
 
 
 def size_names(config: Any) -> dict[int, sympy.Expr]:
-    """Names for the sizes in a model's configuration: hidden h, MLP f, vocabulary v, heads a. {} without one."""
+    """Return symbols for the sizes in a model's configuration: hidden h, MLP f, vocabulary v, heads a. {} for None."""
     found: dict[int, sympy.Expr] = {}
     values: dict[str, int] = {}
     for symbol, attributes in _WIDTHS:
@@ -56,7 +56,7 @@ def size_names(config: Any) -> dict[int, sympy.Expr]:
 
 
 def traced(plan: Plan, model: nn.Module, progress: Progress) -> tuple[TracedModel, Sharding]:
-    """The model's graph, and the plan's decisions for it. Raises PlanFileError for the plan of another model."""
+    """Return the model's graph and the plan's sharding of it. Raises PlanFileError for the plan of another model."""
     seq = plan.sizes.get("s")
     source = read_model(
         model,
@@ -71,7 +71,7 @@ def traced(plan: Plan, model: nn.Module, progress: Progress) -> tuple[TracedMode
 
 
 def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str, Any]:
-    """The formulas and their values at the plan's sizes, in bytes."""
+    """Return the formulas, and their values at the plan's sizes, in bytes."""
     names = size_names(getattr(source.model, "config", None))
     state = formulas(
         precision=plan.precision,
@@ -105,12 +105,12 @@ def _block(
     number: Sizes,
     plan: Plan,
 ) -> dict[str, Any]:
-    cp, again, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
-    found = kept(segments, sharding.kinds, policy, regather=again)
-    moments = walk(segments, sharding.kinds, policy, regather=again, in_place_loss=in_place)
+    cp, regather, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
+    found = saved_activations(segments, sharding.kinds, policy, regather=regather)
+    moments = walk(segments, sharding.kinds, policy, regather=regather, in_place_loss=in_place)
     where, _ = moments.fullest(number, sharding.ranks, cp)
     formula = symbolic_bytes(found, names)
-    if cp > 1:  # of scores too a rank has its tokens' rows
+    if cp > 1:  # a rank has the rows of its own tokens, of attention scores too
         terms = sympy.Add.make_args(formula)
         formula = sympy.Add(*(term / _TOKEN_RANKS if term.has(SEQUENCE) else term for term in terms))
     return {
@@ -124,40 +124,40 @@ def _block(
 
 
 def _common(names: list[str]) -> str:
-    """What the names of a block's segments begin with."""
+    """Return the common prefix of the names of a block's segments."""
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     return "".join(letters[0] for letters in alike).rstrip(".{") or names[0]
 
 
 def _blocks(source: TracedModel) -> list[tuple[Segment, ...]]:
-    """One repetition of every unit, in order."""
+    """Return the segments of one repetition of each unit, in order."""
     segments = source.folded.segments
     return [segments[u.first : u.first + u.length] for u in source.folded.units]
 
 
 def _number(plan: Plan, source: TracedModel) -> Sizes:
-    """The sizes of one cp rank."""
+    """Return the sizes of one cp rank."""
     by_name = {str(symbol): symbol for symbol in source.folded.traced.sizes}
     values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}
     return Sizes(values | {s: v // plan.mesh.cp for s, v in values.items() if s == SEQUENCE}, BATCH)
 
 
 def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: int = WIDTH) -> str:
-    """The formulas as text of at most `width` columns."""
+    """Return the formulas as text of at most `width` columns."""
     data = memory_data(plan, source, sharding)
     legend = (
-        f"{N}: elements of a rank's parameters, padding included; {D}: ranks that share what is sharded; "
+        f"{N}: elements of a rank's parameters, padding included; {D}: ranks over which ZeRO shards; "
         f"{U}: elements of the largest block"
     )
     sizes = ", ".join(f"{name} = {value}" for name, value in data["sizes"].items())
     state = columns("part", "bytes", gap=1)
     for name, text in data["state"].items():
         state.add_row(name, _readable(text))
-    blocks = columns("block", "kept per microbatch, bytes", "MiB", "then at most, MiB", "at", gap=1)
+    blocks = columns("block", "saved per microbatch, bytes", "MiB", "temporary peak, MiB", "at", gap=1)
     for row in data["blocks"]:
-        again = "" if row["recompute"] == "none" else f" ({row['recompute']} recompute)"
+        policy = "" if row["recompute"] == "none" else f" ({row['recompute']} recompute)"
         cells = [f"{row[key] / _MIB:,.1f}" for key in ("kept_bytes", "temporary_bytes")]
-        blocks.add_row(f"{row['block']}{again}", _readable(row["kept"]), *cells, row["fullest"])
+        blocks.add_row(f"{row['block']}{policy}", _readable(row["kept"]), *cells, row["fullest"])
     flying = ", ".join(map(str, data["in_flight"]))
     return render(
         [
@@ -170,7 +170,7 @@ def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: i
             Text(f"Activations of a rank: {sizes}"),
             Padding(blocks, (0, 0, 0, 2)),
             Text(""),
-            Text(f"Microbatches in flight, by stage: {flying}"),
+            Text(f"In-flight microbatches, by stage: {flying}"),
         ],
         width,
     )

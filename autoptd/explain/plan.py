@@ -1,7 +1,7 @@
-"""What a person reads of a plan: the answer first, then what it costs, then what lies where.
+"""The text of a plan: the answer first, then its cost, then the placement of every parameter.
 
-Everything is plain text from rich tables. The first screen holds the answer, the prediction, time and memory; the
-rest says which modules are in which stage and how every parameter is split.
+All is plain text from rich tables. The first screen holds the answer, the prediction, time and memory; the rest lists
+the modules of each stage and the placement of each parameter.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from autoptd.plans.data import PlanData
 from autoptd.printable import printable
 
 _BAR = 24
-TELLING, TOLD = 0.05, 5  # of the largest difference, at least; terms named in a sentence, at most
-_STAGES = 16  # rows of a table with one for each stage
+SIGNIFICANT, MOST_TERMS = 0.05, 5  # share of the largest difference that is named; most terms in a sentence
+_STAGES = 16  # most rows of a table with a row per stage
 _SHORT = {
     "activations": "acts",
     "communication": "comm",
     "gradients": "grads",
     "parameters": "params",
     "temporary": "temp",
-}  # where the page is narrower than WIDTH, or many columns share it
+}  # column heads if the page is narrower than WIDTH, or has many columns
 _LEGEND = (
-    ("S", "S<dim> split"),
+    ("S", "S<dim> split along dim"),
     ("S/", "S<dim>/<n> split within each of n fused parts"),
-    ("B", "B whole"),
-    ("Bp", "Bp whole, gradients summed"),
+    ("B", "B replicated"),
+    ("Bp", "Bp replicated, gradients summed over tp"),
 )
 _Row = TypeVar("_Row")
 
 
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # as people write them
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # usual spellings
+_GRADIENTS = {"main": "main gradients", "compute": "compute-type gradients", "both": "gradients in both types"}
 
 
 def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
-    """The plan as text of at most `width` columns; with `all`, every stage, activation and op."""
+    """Return the plan as text of at most `width` columns; with `all`, every stage, activation and op."""
     parts: list[RenderableType] = [
         Text(headline(plan)),
         Text(steps(plan)),
@@ -62,7 +63,7 @@ def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
     parts += section("Collectives of the tp axis, per microbatch", _collective_table(plan))
     if all:
         parts += section("Activations on the tp axis", _split_table(plan.splits.activations.items(), hide="B"))
-        parts += section("Given to each segment", _boundary_table(plan))
+        parts += section("Inputs of each segment", _boundary_table(plan))
         for kind, strategies in sorted(plan.strategies.items()):
             parts += section(f"Strategies in {kind}", _split_table(strategies.items()))
     parts += _notes(plan)
@@ -70,18 +71,18 @@ def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
 
 
 def explain_html(plan: PlanData) -> str:
-    """The same for a notebook."""
+    """Return the plan as HTML for a notebook."""
     return f"<pre>{html.escape(explain(plan))}</pre>"
 
 
 def headline(plan: PlanData) -> str:
-    """The answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, ZeRO-1, recompute none`."""
+    """Return the answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, ZeRO-1, recompute none`."""
     zero = f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO"
     return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}"
 
 
 def steps(plan: PlanData) -> str:
-    """What one step is made of: `a step of 512 samples, s 2048: 512 microbatches of 1, 1F1B, bf16, adamw`."""
+    """Return the makeup of a step: `a step of 512 samples, s 2048: 512 microbatches of 1, 1F1B, bf16, adamw`."""
     count = plan.schedule.microbatches
     sizes = "".join(
         f", {printable(name, keep='')} {value}" for name, value in sorted(plan.sizes.items()) if name != "b"
@@ -93,46 +94,46 @@ def steps(plan: PlanData) -> str:
 
 
 def prediction(plan: PlanData) -> str:
-    """What the cost models say of it, in one line."""
-    said = plan.predicted
-    totals = [sum(row.values()) for row in said.memory]
-    room = plan.device_of(totals.index(max(totals))).memory_bytes
+    """Return the prediction of the cost models in one line."""
+    predicted = plan.predicted
+    totals = [sum(row.values()) for row in predicted.memory]
+    capacity = plan.device_of(totals.index(max(totals))).memory_bytes
     return (
-        f"predicted {seconds(said.step_time_s)}/step, {said.tokens_per_s:,.0f} tokens/s, MFU {said.mfu:.1%}, "
-        f"fullest rank {said.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB"
+        f"predicted {seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {predicted.mfu:.1%}, fullest rank {predicted.memory_bytes / GIB:.1f} of {capacity / GIB:.1f} GiB"
     )
 
 
 def method(plan: PlanData) -> str:
-    """How it is carried out; a second line says so if only a prediction is possible."""
-    asked = plan.method
-    beside = f"{', '.join(asked.overlap)} beside compute" if asked.overlap else "nothing beside compute"
-    parts = [f"{asked.kernels} kernels", f"gradients in the {asked.gradients} type", beside]
-    if asked.loss != "kept":
-        parts.append("the loss in place")
-    if asked.attention != "flash":
-        parts.append(f"{asked.attention} attention")
+    """Return the execution options; a second line names those that the runtime cannot run, if any."""
+    options = plan.method
+    overlap = f"{', '.join(options.overlap) or 'nothing'} overlapped with compute"
+    parts = [f"{options.kernels} kernels", _GRADIENTS[options.gradients], overlap]
+    if options.loss != "kept":
+        parts.append("in-place loss")
+    if options.attention != "flash":
+        parts.append(f"{options.attention} attention")
     if plan.mesh.cp > 1:
-        parts.append("keys in a ring" if asked.context == "ring" else "heads exchanged for tokens (Ulysses)")
-    if asked.gathers == "again":
-        parts.append("what tp gathers gathered again")
-    if asked.bucket_bytes:
-        parts.append(f"buckets of {asked.bucket_bytes / 1e6:.0f} MB")
+        parts.append("ring attention" if options.context == "ring" else "Ulysses attention")
+    if options.gathers == "again":
+        parts.append("tp re-gather in backward")
+    if options.bucket_bytes:
+        parts.append(f"buckets of {options.bucket_bytes / 1e6:.0f} MB")
     if plan.schedule.virtual > 1:
         turned = " as a V" if plan.route.shape == "vee" else ""
         parts.append(f"{plan.schedule.virtual} chunks per rank{turned}")
-    if asked.shards:
-        parts.append(f"shards of {asked.shards} ranks")
-    if asked.sends == "slices":
-        parts.append("sends in slices")
-    if asked.sums == "ahead":
-        parts.append("forward passes of the whole batch ahead, for sums that the loss is a function of")
-    elif asked.sums == "held":
-        parts.append("sums that the loss is a function of added up before the first backward pass")
+    if options.shards:
+        parts.append(f"shards of {options.shards} ranks")
+    if options.sends == "slices":
+        parts.append("scatter-gather P2P")
+    if options.sums == "ahead":
+        parts.append("an extra forward pass over the batch for the sums in the loss")
+    elif options.sums == "held":
+        parts.append("sums in the loss added up before the first backward pass")
     if plan.loss_averaging == "per-microbatch":
-        parts.append("the loss averaged over microbatches")
-    said = f"carried out with {', '.join(parts)}"
-    return f"{said}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else said
+        parts.append("loss averaged over microbatches")
+    text = f"execution: {', '.join(parts)}"
+    return f"{text}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else text
 
 
 # --- tables of one plan -------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def _time_table(plan: PlanData) -> Table | None:
     whole = plan.predicted.step_time_s
     for name, value in sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0])):
         share = value / whole if whole else 0.0
-        if share >= 0.0005:  # what would print as 0.0%
+        if share >= 0.0005:  # smaller ones would print as 0.0%
             table.add_row(words(name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
     return table if table.row_count else None
 
@@ -156,7 +157,7 @@ def _memory_table(plan: PlanData, width: int, all: bool) -> Table:
     heads = [words(name if long else _SHORT.get(name, name)) for name in categories]
     table = columns("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
     runs = _runs(rows)
-    for first, last, row in _shown(runs, all):
+    for first, last, row in _first_rows(runs, all):
         total = sum(row.values())
         cells = [f"{row.get(name, 0) / GIB:.2f}" for name in categories]
         table.add_row(
@@ -165,7 +166,7 @@ def _memory_table(plan: PlanData, width: int, all: bool) -> Table:
             f"{total / GIB:.2f}",
             f"{total / plan.device_of(first).memory_bytes:.0%}",
         )
-    if len(_shown(runs, all)) < len(runs):
+    if len(_first_rows(runs, all)) < len(runs):
         table.add_row("…")
     return table
 
@@ -174,22 +175,22 @@ def _stage_table(plan: PlanData, all: bool) -> Table:
     several = bool(plan.cluster.others)
     table = columns("stage", *["device"] * several, "segments>", "recomputed>", "modules")
     stages = list(enumerate(plan.stages))
-    for i, stage in _shown(stages, all):
-        again = (ranges(stage.recompute) if all else str(len(stage.recompute))) if stage.recompute else "-"
+    for i, stage in _first_rows(stages, all):
+        recomputed = (ranges(stage.recompute) if all else str(len(stage.recompute))) if stage.recompute else "-"
         device = [stage.device] * several
-        table.add_row(str(i), *device, str(stage.last - stage.first + 1), again, stage.modules)
-    if len(_shown(stages, all)) < len(stages):
+        table.add_row(str(i), *device, str(stage.last - stage.first + 1), recomputed, stage.modules)
+    if len(_first_rows(stages, all)) < len(stages):
         table.add_row("…")
     return table
 
 
-def _shown(rows: Sequence[_Row], all: bool) -> Sequence[_Row]:
-    """The first of very many rows, on the pages that are meant to be short."""
+def _first_rows(rows: Sequence[_Row], all: bool) -> Sequence[_Row]:
+    """Return the first rows if there are very many, unless all are wanted."""
     return rows if all or len(rows) <= _STAGES else rows[: _STAGES - 1]
 
 
 def _parameter_table(plan: PlanData) -> Table | None:
-    """Layers folded into ranges, and the tensors of one module that lie alike into one line."""
+    """Return the table of parameters: layers folded into ranges, equally placed tensors of a module into one row."""
     groups: dict[tuple[str, str], list[str]] = {}
     for line, text in fold_table(plan.splits.parameters.items()):
         module, _, leaf = line.rpartition(".")
@@ -209,7 +210,7 @@ def _is_used(plan: PlanData, start: str) -> bool:
 
 
 def _collective_table(plan: PlanData) -> Table | None:
-    """Kinds of one repeated block together: the pieces of a transformer layer are one row."""
+    """Return the table of collectives: one row per repeated block, which may consist of several kinds."""
     blocks: dict[tuple[str, int], tuple[Counter[str], Counter[str]]] = {}
     for kind, found in sorted(plan.collectives.items()):
         name = kind[: kind.rindex(".*") + 2] if ".*" in kind and found.count > 1 else kind
@@ -250,7 +251,7 @@ def _boundary_table(plan: PlanData) -> Table | None:
 
 
 def _runs(rows: Sequence[Mapping[str, int]]) -> list[tuple[int, int, Mapping[str, int]]]:
-    """`(first, last, row)`: neighbours of equal content are one row."""
+    """Return `(first, last, row)` of each run of equal rows."""
     runs: list[tuple[int, int, Mapping[str, int]]] = []
     for i, row in enumerate(rows):
         if runs and runs[-1][2] == row:

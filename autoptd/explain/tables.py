@@ -1,4 +1,4 @@
-"""Drawing: tables without lines, sections, and numbers in units that a person reads."""
+"""Text layout: tables without lines, sections, and numbers in readable units."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autoptd.printable import printable
 
 WIDTH = 100
 GIB = 2**30
-_ROWS = 4000  # of a page; rich takes about a millisecond for each
-_CELL = 2000  # characters
-_REST = "…  the rest is left out of this page: --json has all of it"
+_ROWS = 4000  # most rows of a report; rich takes about a millisecond for each
+_CELL = 2000  # most characters of a cell
+_REST = "…  further rows are omitted here: --json has all of them"
 
 
 class _PrintableRows(Table):
-    """A table of strings that may come from files: each cell is one printable line, and not endless."""
+    """A table of strings that may come from files: each cell is one printable line of limited length."""
 
     left_out = 0
 
@@ -37,7 +37,7 @@ def _cell(text: str) -> str:
 
 
 def columns(*names: str, gap: int = 2, whole: bool = False) -> Table:
-    """A table without lines; a column name that ends in `>` is set to the right. `whole`: such columns never wrap."""
+    """Return a table without lines. Columns whose name ends in `>` are right-aligned; with `whole` these never wrap."""
     made = _PrintableRows(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
     for column in names:
         justify = "right" if column.endswith(">") else "left"
@@ -47,12 +47,12 @@ def columns(*names: str, gap: int = 2, whole: bool = False) -> Table:
 
 
 def section(title: str, content: Table | None) -> list[RenderableType]:
-    """A blank line, the title, the table indented; nothing where there is no table."""
+    """Return a blank line, the title, and the table indented; nothing if there is no table."""
     return [] if content is None else ["", Text(_cell(title)), Padding(content, (0, 0, 0, 2))]
 
 
 def render(parts: Sequence[RenderableType], width: int) -> str:
-    """Tables and text as plain, `printable` text of at most `width` columns; a line says where rows are left out."""
+    """Return tables and text as plain, `printable` text of at most `width` columns, at most `_ROWS` rows."""
     sink = io.StringIO()
     console = Console(file=sink, width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
     room = _ROWS
@@ -67,12 +67,12 @@ def render(parts: Sequence[RenderableType], width: int) -> str:
 
 
 def words(name: str) -> str:
-    """`pipeline_bubble` -> `pipeline bubble`."""
+    """Return a name with spaces: `pipeline_bubble` -> `pipeline bubble`."""
     return name.replace("_", " ")
 
 
 def seconds(value: float) -> str:
-    """`0.0123` -> `12.3 ms`: three digits in the fitting unit; a difference keeps its sign."""
+    """Return a time with three digits in a suitable unit: `0.0123` -> `12.3 ms`. A difference keeps its sign."""
     size = abs(value)
     for unit, step in (("s", 1.0), ("ms", 1e-3)):
         if size >= step:
@@ -81,12 +81,12 @@ def seconds(value: float) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes as `79.65 GiB`, small ones as MiB; a difference keeps its sign."""
+    """Return bytes as `79.65 GiB`, small ones in MiB. A difference keeps its sign."""
     return f"{nbytes / GIB:.2f} GiB" if abs(nbytes) >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def rate(value: float) -> str:
-    """Three digits: `212k`, `1.58M`, `987`."""
+    """Return a rate with three digits: `212k`, `1.58M`, `987`."""
     for unit, step in (("M", 1e6), ("k", 1e3)):
         if value >= step:
             return f"{value / step:.3g}{unit}" if value / step < 1000 else f"{value / step:,.0f}{unit}"
@@ -94,5 +94,5 @@ def rate(value: float) -> str:
 
 
 def signed(value: float, text: str) -> str:
-    """`+` before what grows; the text of a negative value has its sign already."""
+    """Return the text of a value with `+` if it is positive; that of a negative value has its sign already."""
     return f"+{text}" if value > 0 else text

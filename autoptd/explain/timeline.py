@@ -1,4 +1,4 @@
-"""What `autoptd simulate` shows: the step of a plan, played from the action lists of its schedule."""
+"""The report of `autoptd simulate`: the step of a plan, simulated from the action lists of its schedule."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_from_data
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
+from autoptd.explain.tables import seconds
 from autoptd.plans.data import PlanData
 from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
 
-_TRACED = 50_000  # forward passes, 100 MB
-LEAST_COLUMNS = 3  # of the shortest forward, for a picture that can be read
+_TRACED = 50_000  # most forward passes in a trace, 100 MB
+LEAST_COLUMNS = 3  # of the shortest forward pass, for a readable picture
 
 
 def chunk_times(
     plan: PlanData, kind: str | None = None, virtual: int | None = None
 ) -> tuple[Schedule, tuple[StageTimes, ...], Overlap]:
-    """The action lists of a plan, the times of its ranks, and what overlaps.
+    """Return the action lists of a plan, the times of its ranks, and its overlap.
 
-    `kind` and `virtual` ask what another schedule would give on the same ranks: a rank's work, summed over its chunks,
-    is then cut into `virtual` equal chunks. Raises PlanError for a plan without times, for a schedule that cannot be.
+    kind, virtual: another schedule on the same ranks; each rank's work, summed over its chunks, is then cut into
+    `virtual` equal chunks. Raises PlanError for a plan without times, and for an impossible schedule.
     """
     if not plan.predicted.times:
         raise PlanError(
-            "the plan holds no times of its stages",
+            "the plan has no times of its stages",
             where="predicted.times",
-            fix="make the plan again with this autoptd",
+            fix="plan again with this version of autoptd",
         )
     schedule = plan.schedule
     kind = kind or schedule.kind
@@ -38,14 +39,14 @@ def chunk_times(
     if (virtual, row_of(kind).shape) != (len(times[0].chunks), plan.route.shape):
         times = _cut_again(times, plan.route, route_of(kind, plan.mesh.pp, virtual))
     lists = step_lists(kind, plan.mesh.pp, schedule.microbatches, virtual)
-    # a plan's tp seconds are those that computing does not hide, op by op; hiding them again would count that twice
+    # the tp seconds of a plan are the exposed ones, op by op: overlapping them again would count the overlap twice
     return lists, times, Overlap.of(set(plan.method.overlap) - {"tp"})
 
 
 def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tuple[StageTimes, ...]:
-    """Each rank's work in as many equal chunks as another route has.
+    """Return each rank's work cut into as many equal chunks as another route has.
 
-    A message between two ranks takes what it took; where the plan has none between them, as long as its longest.
+    A message between two ranks takes as long as in the plan; if the plan has none there, as long as its longest.
     """
     known: dict[frozenset[int], float] = {}
     for stage in range(old.stages - 1):
@@ -70,25 +71,25 @@ def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tup
 
 
 def refuse_untraceable(plan: PlanData) -> None:
-    """Raise PlanError for a step of so many microbatches that its trace would be too large to be opened."""
+    """Raise PlanError for a step with so many microbatches that its trace would be too large to open."""
     passes = len(plan.stages) * plan.schedule.microbatches
     if passes > _TRACED:
         raise PlanError(
-            f"a trace of {passes:,} forward passes would be too large to be opened; at most {_TRACED:,} are written",
+            f"a trace of {passes:,} forward passes would be too large to open; the limit is {_TRACED:,}",
             where="schedule.microbatches",
-            fix="leave out --trace, or plan with a smaller batch: all rounds of a step are alike",
+            fix="leave out --trace, or plan with a smaller batch: the steady state repeats",
         )
 
 
 def simulate_plan(plan: PlanData, kind: str | None = None, virtual: int | None = None) -> tuple[Schedule, Timeline]:
-    """Play one step of a plan. Raises what `chunk_times` raises."""
+    """Simulate one step of a plan. Raises what `chunk_times` raises."""
     schedule, times, overlap = chunk_times(plan, kind, virtual)
     kind = kind or plan.schedule.kind
     return schedule, simulate(schedule, times, overlap, route_of(kind, len(schedule), chunks_of(schedule)))
 
 
 def summary(plan: PlanData, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """What the command prints, for machines."""
+    """Return the report as JSON data."""
     return {
         "makespan_s": timeline.makespan_s,
         "bubble": timeline.bubble,
@@ -99,7 +100,7 @@ def summary(plan: PlanData, schedule: Schedule, timeline: Timeline) -> dict[str,
                 "name": name,
                 "busy_s": timeline.busy_s[rank],
                 "in_flight": list(in_flight(schedule[rank])),
-                **{f"{part}_s": seconds for part, seconds in timeline.breakdown_s(rank).items()},
+                **{f"{part}_s": value for part, value in timeline.breakdown_s(rank).items()},
             }
             for rank, name in enumerate(rank_names(plan))
         ],
@@ -107,18 +108,19 @@ def summary(plan: PlanData, schedule: Schedule, timeline: Timeline) -> dict[str,
 
 
 def rank_names(plan: PlanData) -> list[str]:
-    """What each pipeline rank holds."""
+    """Return the modules of each pipeline rank."""
     held = [plan.route.of(plan.stages, rank) for rank in range(plan.mesh.pp)]
     return ["; ".join(stage.modules for stage in stages) for stages in held]
 
 
 def report(plan: PlanData, schedule: Schedule, timeline: Timeline, kind: str, width: int) -> str:
-    """What the command prints, for people: a headline, a row per pipeline rank, a picture if there is room for one."""
+    """Return the report as text: a headline, a row per pipeline rank, and a picture if `width` suffices."""
     virtual = chunks_of(schedule)
     chunks = f" of {virtual} chunks each" if virtual > 1 else ""
-    exposed = ", ".join(f"{stream} {_time(seconds)}" for stream, seconds in timeline.exposed_s.items())
+    exposed = ", ".join(f"{stream} {_time(value)}" for stream, value in timeline.exposed_s.items())
     lines = [
-        f"{plan.model}: {kind}, {plan.mesh.pp} stages{chunks} × {plan.schedule.microbatches} microbatches",
+        f"{plan.model}: {kind}, {_count(plan.mesh.pp, 'stage')}{chunks} × "
+        f"{_count(plan.schedule.microbatches, 'microbatch')}",
         f"step {_time(timeline.makespan_s)}, bubble {timeline.bubble:.1%}; "
         f"exposed on the busiest stage, {timeline.critical}: {exposed}",
         "",
@@ -135,7 +137,7 @@ def _table(schedule: Schedule, timeline: Timeline) -> list[str]:
         [
             str(rank),
             f"{timeline.busy_s[rank] / timeline.makespan_s:.1%}" if timeline.makespan_s else "-",
-            *(_time(seconds) for seconds in part.values()),
+            *(_time(value) for value in part.values()),
             "+".join(map(str, in_flight(schedule[rank]))),
         ]
         for rank, part in enumerate(parts)
@@ -144,17 +146,18 @@ def _table(schedule: Schedule, timeline: Timeline) -> list[str]:
     return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
 
 
-def _time(seconds: float) -> str:
-    for unit, least in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= least:
-            return f"{seconds / least:.3g} {unit}" if seconds < 1000 * least else f"{seconds / least:,.0f} {unit}"
-    return f"{seconds * 1e6:.3g} us" if seconds > 1e-9 else "0"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("h") else "s")
+
+
+def _time(value: float) -> str:
+    return seconds(value) if value > 1e-9 else "0"
 
 
 def picture(timeline: Timeline, width: int) -> list[str]:
-    """A row of at most `width` characters per rank, as long as the step: `F0---B0------..`, a dot where nothing runs.
+    """Return a row of at most `width` characters per rank, to scale: `F0---B0------..`; a dot means idle.
 
-    Empty where the shortest forward would get fewer than three columns.
+    Empty if the shortest forward pass would get fewer than three columns.
     """
     work = [event for event in timeline.events if event.action.kind not in ("RF", "RB")]
     forwards = [event.end_s - event.start_s for event in work if event.action.kind == "F"]

@@ -1,11 +1,11 @@
-"""A plan seen in whole layers, which is what other systems can cut between.
+"""A plan in units of whole layers: other systems can cut stages only between layers.
 
     segments   transformer.wte | h.0.{ln_1,attn} h.0.{ln_2,mlp} | h.1… | … | transformer.ln_f  lm_head
     units      0: before       | 1: layer 0                     | 2    | … | count + 1: after
 
-A unit is what lies before the stack of layers, one layer, or what lies after it. A stage that begins inside a unit is
-moved to the nearer end of it, and the move is written down; of two ends equally near, to the unit's beginning, so that
-the later stage, which holds fewer microbatches, gets the whole layer.
+A unit is everything before the stack of layers, one layer, or everything after the stack. A stage that begins inside a
+unit is moved to the nearer end of it, and the move is reported. If both ends are equally near it is moved to the
+beginning, so that the later stage, which has fewer in-flight microbatches, gets the whole layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LAYER = re.compile(r"^(?P<stack>(?:(?!\d+\.)[^.{}]+\.)*)(?P<index>\d+)(?=\.|$)"
 class Layers:
     """The stack of layers that a plan's segments belong to.
 
-    stack    path of the modules that are numbered, "transformer.h"; "" where they are the model's own children
-    count    how many layers
+    stack    path of the parent of the numbered modules, "transformer.h"; "" if that is the model itself
+    count    number of layers
     owners   unit of each segment: 0 before the stack, 1 + i for layer i, count + 1 after it
     bounds   first unit of each stage, then count + 2; stage k has units bounds[k] to bounds[k + 1] - 1
-    moved    a sentence for each stage that had to begin elsewhere
+    moved    a sentence for each stage whose first layer was moved
     """
 
     stack: str
@@ -41,29 +41,29 @@ class Layers:
     moved: tuple[str, ...]
 
     def layers_of(self, stage: int) -> range:
-        """Layers of a stage, from 0."""
+        """Return the layers of a stage, counted from 0."""
         first, end = self.bounds[stage : stage + 2]
         return range(max(0, first - 1), min(self.count, end - 1))
 
     def path(self, layer: int) -> str:
-        """`transformer.h.3`."""
+        """Return the path of a layer: `transformer.h.3`."""
         return f"{self.stack}.{layer}" if self.stack else str(layer)
 
     @property
     def pattern(self) -> str:
-        """`transformer.h.*`: every layer, where names are patterns."""
+        """The pattern that matches every layer: `transformer.h.*`."""
         return f"{escape(self.stack)}.*" if self.stack else "*"
 
     def stage_of(self, unit: int) -> int:
-        """The stage that holds a unit."""
+        """Return the stage that holds a unit."""
         return next(k for k, (first, end) in enumerate(pairwise(self.bounds)) if first <= unit < end)
 
 
 def read_layers(plan: Plan) -> Layers:
-    """Raises PlanError if no numbered layers are found, several stacks of them, or a stage that would be left empty."""
+    """Find the layers of a plan. Raises PlanError if there are none or several stacks, or a stage would be empty."""
     if plan.route.shape != "loop":
         raise PlanError(
-            f"the schedule {plan.schedule.kind} lays stages over the ranks as a V: what is exported has them in a loop",
+            f"the schedule {plan.schedule.kind} places stages on ranks in a V: exported programs place them in a loop",
             where="schedule.kind",
             fix="plan with the schedule 'interleaved' or 'zero-bubble', or run the program that autoptd emits",
         )
@@ -71,17 +71,17 @@ def read_layers(plan: Plan) -> Layers:
     stacks = Counter(m["stack"] for m in found if m)
     if not stacks:
         raise PlanError(
-            f"no layers are found in {plan.model}: no segment is called like layers.0",
+            f"no layers are found in {plan.model}: no segment has a name like layers.0",
             where="segments",
-            fix="export as json, which needs none",
+            fix="export to json, which needs no layers",
         )
     numbers = {stack: {int(m["index"]) for m in found if m and m["stack"] == stack} for stack in stacks}
     if several := sorted(stack for stack in stacks if len(numbers[stack]) > 1)[1:]:
         names = ", ".join(sorted(stack.rstrip(".") for stack in stacks if len(numbers[stack]) > 1))
         raise PlanError(
-            f"{plan.model} has {1 + len(several)} stacks of layers ({names}); one can be exported",
+            f"{plan.model} has {1 + len(several)} stacks of layers ({names}); only one can be exported",
             where="segments",
-            fix="export as json, which takes any number",
+            fix="export to json, which takes any number of stacks",
         )
     stack = max(stacks, key=lambda s: (len(numbers[s]), stacks[s]))
     owners, count = _owners([int(m["index"]) if m and m["stack"] == stack else None for m in found], plan)
@@ -90,11 +90,11 @@ def read_layers(plan: Plan) -> Layers:
 
 
 def _owners(indices: list[int | None], plan: Plan) -> tuple[tuple[int, ...], int]:
-    """Units of all segments. One without a number counts to the layer before it, or to an end of the model."""
+    """Return each segment's unit (unnumbered ones join the layer before, or an end of the model), and the count."""
     known = [i for i in indices if i is not None]
     if list(dict.fromkeys(known)) != list(range(max(known) + 1)):
         raise PlanError(
-            f"the layers of {plan.model} do not follow one another from 0: {ranges(known)}", where="segments"
+            f"the layers of {plan.model} are not numbered consecutively from 0: {ranges(known)}", where="segments"
         )
     last = max(i for i, index in enumerate(indices) if index is not None)
     owners, unit = [], 0
@@ -132,12 +132,12 @@ def _move(plan: Plan, stage: int, unit: int, count: int) -> str:
 
 
 def recomputed(plan: Plan) -> dict[int, str]:
-    """Segment -> "full", "selective" or "ops", for those that run again."""
+    """Return the policy ("full", "selective" or "ops") of each recomputed segment."""
     return {i: policy for stage in plan.stages for i, policy in sorted(plan.policies(stage).items())}
 
 
 def whole_layers(plan: Plan, layers: Layers) -> dict[int, str]:
-    """Layer -> policy, for those all of whose segments run again under one policy."""
+    """Return the policy of each layer whose segments are all recomputed under the same policy."""
     found: dict[int, list[str]] = {}
     for i, policy in recomputed(plan).items():
         found.setdefault(layers.owners[i], []).append(policy)
@@ -149,7 +149,7 @@ def whole_layers(plan: Plan, layers: Layers) -> dict[int, str]:
 
 
 def is_sequence_parallel(plan: Plan, layers: Layers) -> bool:
-    """Whether the layers hand on hidden states that are split along the sequence: dim 1 of [b, s, width]."""
+    """Return whether the hidden states between layers, [b, s, width], are split along the sequence, dim 1."""
     if plan.mesh.tp == 1:
         return False
     inside = {
@@ -160,19 +160,19 @@ def is_sequence_parallel(plan: Plan, layers: Layers) -> bool:
 
 
 def _name_of(kind: str) -> str:
-    """What its segments are called: without the number by which kinds of one name are told apart."""
+    """Return the name of a kind's segments, without the number that distinguishes kinds of the same name."""
     return re.sub(r"#\d+$", "", kind)
 
 
 def _is_of_layers(kind: str, plan: Plan, layers: Layers) -> bool:
-    """Kinds are called like their segments, with stars for numbers."""
+    """Return whether a kind is part of the layers. Its name is that of its segments, with stars for numbers."""
     inside = range(1, layers.count + 1)
     named = {re.sub(r"\d+", "*", plan.segments[i]) for i, unit in enumerate(layers.owners) if unit in inside}
     return _name_of(kind) in named
 
 
 def planned_collectives(plan: Plan, layers: Layers) -> dict[str, float]:
-    """What the tp axis is asked for by a layer's forward pass, the mean of all layers; empty where none is recorded."""
+    """Return the tp collectives of a layer's forward pass, averaged over the layers; {} if the plan records none."""
     counts: Counter[str] = Counter()
     for kind, found in plan.collectives.items():
         if _is_of_layers(kind, plan, layers):
@@ -181,7 +181,7 @@ def planned_collectives(plan: Plan, layers: Layers) -> dict[str, float]:
 
 
 def collectives_differ(plan: Plan, layers: Layers, theirs: dict[str, float], whose: str) -> list[str]:
-    """A sentence if a layer communicates otherwise in the plan than there."""
+    """Return a sentence if a layer's collectives in the plan differ from `theirs`."""
     planned = planned_collectives(plan, layers)
     if not planned or planned == theirs:
         return []
@@ -189,10 +189,10 @@ def collectives_differ(plan: Plan, layers: Layers, theirs: dict[str, float], who
         ", ".join(f"{name.replace('_', '-')} {number:.3g}" for name, number in row.items()) or "nothing"
         for row in (planned, theirs)
     )
-    return [f"a layer's forward pass takes {mine}: {whose} takes {other}"]
+    return [f"a layer's forward pass has {mine}: {whose} has {other}"]
 
 
 def modules_of(segment: str) -> list[str]:
-    """`h.0.{ln_1,attn}` -> ["h.0.ln_1", "h.0.attn"]."""
+    """Return the modules of a segment: `h.0.{ln_1,attn}` -> ["h.0.ln_1", "h.0.attn"]."""
     head, brace, inside = segment.partition("{")
     return [head + name for name in inside.removesuffix("}").split(",")] if brace else [segment]

@@ -1,6 +1,6 @@
 """A plan as a table for any other framework: each parameter's placement on every mesh axis, and its stages.
 
-dp  B: whole on every rank (gradients are averaged)     F: a share of the flattened tensor (ZeRO-3)
+dp  B: replicated (gradients are averaged)     F: a shard of the flattened tensor (ZeRO-3)
 cp  B
 tp  the plan's placement, `autoptd.layout.placements`
 """
@@ -16,9 +16,10 @@ FORMAT = "autoptd-export"
 
 
 def mapping(plan: Plan) -> dict[str, Any]:
-    """JSON data. Stages of a parameter are those whose segments' modules hold it; several where a tensor is shared.
+    """Return the table as JSON data.
 
-    A parameter that no segment's name covers has an empty list.
+    A parameter's stages are those with a segment whose modules hold it: several for a shared tensor, none for a
+    parameter that no segment's name covers.
     """
     axes = ["pp", "dp", "cp", "tp"]  # rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
     return {
@@ -52,7 +53,7 @@ def mapping(plan: Plan) -> dict[str, Any]:
 
 
 def _stages(plan: Plan, names: list[str]) -> list[list[int]]:
-    """By the longest module path of a segment that a parameter's name begins with."""
+    """Return the stages of each parameter, found by the longest module path of a segment that begins its name."""
     owners: dict[str, list[int]] = {}
     for k, stage in enumerate(plan.stages):
         for segment in plan.segments[stage.first : stage.last + 1]:

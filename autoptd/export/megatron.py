@@ -1,10 +1,10 @@
-"""A plan as arguments of Megatron-LM's `pretrain_gpt.py`, with what they cannot say.
+"""A plan as arguments of Megatron-LM's `pretrain_gpt.py`, and what of the plan they cannot express.
 
 Arguments and their rules: megatron/training/arguments.py (`_add_distributed_args`, `_add_training_args`,
 `validate_args`) of Megatron-LM with Megatron-Core 0.15; the layout string: `parse_str_to_list` of
-megatron/core/transformer/pipeline_parallel_layer_layout.py. Ranks are numbered alike: tp fastest, then cp, dp, pp.
+megatron/core/transformer/pipeline_parallel_layer_layout.py. Both number ranks alike: tp fastest, then cp, dp, pp.
 
-    E  embedding   t  a layer   L  final norm, output layer and loss   |  next stage   x*n  n times   (…)*n  the same
+    E  embedding   t  a layer   L  final norm, output layer and loss   |  next stage   x*n, (…)*n  n times
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from autoptd.export.megatron_splits import split_differences
 from autoptd.plans.model import Plan
 from autoptd.printable import printable
 
-_LEFT = "--lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints"
+_LEFT = "--lr and its schedule, --clip-grad (1.0 by default), --train-iters, data, tokenizer and checkpoints"
 _GRADIENT_BYTES = {"main": 4, "both": 4, "compute": 2}
 
 
 @dataclass(frozen=True)
 class Megatron:
-    """Arguments in order, environment variables (None: unset), and what differs from the plan."""
+    """Arguments in order, environment variables (None: unset), and differences from the plan."""
 
     title: str
     arguments: tuple[Argument, ...]
@@ -45,7 +45,7 @@ class Megatron:
     differs: tuple[str, ...]
 
     def to_text(self) -> str:
-        """A piece of a bash script that sets `MEGATRON_ARGS`."""
+        """Return bash code that sets `MEGATRON_ARGS` and the environment."""
         lines = [f"# {printable(text, keep='')}" for text in (self.title, *(f"differs: {d}" for d in self.differs))]
         lines += [f"# left to you: {_LEFT}"]
         lines += [f"unset {k}" if v is None else f"export {k}={v}" for k, v in self.environment]
@@ -63,16 +63,16 @@ class Megatron:
 
 
 def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
-    """The nearest arguments, and a sentence for everything of the plan that they do not say.
+    """Return the closest arguments, and a sentence for each property of the plan that they do not express.
 
-    With the model (it may be on meta) its sizes are arguments too, and placements are compared. Raises PlanError for
-    what Megatron-LM has no counterpart of: fp64, no or several stacks of layers, a stage without a whole layer.
+    With the model (it may be on meta) they include its sizes, and placements are compared. Raises PlanError for plans
+    without a counterpart: fp64, no or several stacks of layers, a stage without a whole layer.
     """
     if plan.precision == "fp64":
         raise PlanError("Megatron-LM trains in bf16, fp16 or fp32, not in fp64", where="precision", fix="plan in bf16")
     layers = read_layers(plan)
     sizes: list[Argument] = []
-    differs = ["placements are not compared, and the model's sizes left to you: no model was given"]
+    differs = ["no model was given: placements are not compared, and the model's sizes are left to you"]
     if model is not None:
         sizes, differs = shape_arguments(model)
         differs = [*differs, *_padded(sizes, plan.mesh.tp), *split_differences(plan, model, layers)]
@@ -87,10 +87,10 @@ def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
     )
 
 
-Said = Iterator[Argument | str]  # an argument, or a difference
+Items = Iterator[Argument | str]  # arguments and differences
 
 
-def _parallel(plan: Plan, layers: Layers) -> Said:
+def _parallel(plan: Plan, layers: Layers) -> Items:
     mesh = plan.mesh
     yield "--tensor-model-parallel-size", str(mesh.tp)
     yield "--pipeline-model-parallel-size", str(mesh.pp)
@@ -105,16 +105,16 @@ def _parallel(plan: Plan, layers: Layers) -> Said:
         if sequence:
             yield "--tp-comm-overlap", ""
         else:
-            yield "tensor-parallel sums beside compute: Megatron-LM overlaps them with sequence parallelism only"
+            yield "tensor-parallel all-reduces overlap compute: Megatron-LM needs sequence parallelism for that"
     if mesh.tp > 1:
         usual = {"all_gather": 2.0, "reduce_scatter": 2.0} if sequence else {"all_reduce": 2.0}
         yield from collectives_differ(plan, layers, usual, "Megatron-LM's")
     if sequence and plan.method.gathers == "kept":
-        yield "what tp gathers is kept: Megatron-LM gathers it again in the backward pass, for less memory"
+        yield "tp-gathered inputs are saved for backward: Megatron-LM re-gathers them in backward, for less memory"
 
 
 def layout(layers: Layers) -> str:
-    """`Et*3|(t*4|)*6,t*3L`, of all stages in the model's order."""
+    """Return the layout string of all stages, in the model's order: `Et*3|(t*4|)*6,t*3L`."""
     stages = []
     for k in range(len(layers.bounds) - 1):
         count = len(layers.layers_of(k))
@@ -126,7 +126,7 @@ def layout(layers: Layers) -> str:
     return "".join(pieces) + stages[-1]
 
 
-def _pipeline(plan: Plan, layers: Layers) -> Said:
+def _pipeline(plan: Plan, layers: Layers) -> Items:
     mesh, schedule = plan.mesh, plan.schedule
     if mesh.pp == 1:
         return
@@ -134,21 +134,20 @@ def _pipeline(plan: Plan, layers: Layers) -> Said:
         yield "--pipeline-model-parallel-layout", layout(layers)
     elif schedule.virtual > 1:
         yield "--num-virtual-stages-per-pipeline-rank", str(schedule.virtual)
-    beside = "p2p" in plan.method.overlap
+    overlapped = "p2p" in plan.method.overlap
     if schedule.virtual > 1:
-        left = schedule.microbatches % mesh.pp
-        if left:  # megatron/core/pipeline_parallel/schedules.py raises otherwise
+        if schedule.microbatches % mesh.pp:  # megatron/core/pipeline_parallel/schedules.py raises otherwise
             raise PlanError(
-                f"{schedule.microbatches} microbatches leave {left} after groups of {mesh.pp}: Megatron-LM raises",
+                f"{schedule.microbatches} microbatches are not a multiple of pp {mesh.pp}, as Megatron-LM requires",
                 where="schedule.microbatches",
                 fix=f"plan with a batch of a multiple of {mesh.dp * plan.micro * mesh.pp} samples",
             )
-        if not beside and mesh.pp == 2:
-            yield "sends are not beside compute: Megatron-LM needs them so for chunks on 2 pipeline ranks"
-        elif not beside:
+        if not overlapped and mesh.pp == 2:
+            yield "P2P does not overlap compute: Megatron-LM must overlap it for interleaved chunks on 2 pipeline ranks"
+        elif not overlapped:
             yield "--no-overlap-p2p-communication", ""
-    elif beside:
-        yield "sends between stages are beside compute: those of Megatron-LM's 1F1B are not"
+    elif overlapped:
+        yield "P2P between stages overlaps compute: that of Megatron-LM's 1F1B does not"
     if schedule.kind in ("gpipe", "zero-bubble"):
         yield f"the schedule is {schedule.kind}: Megatron-LM runs 1F1B, with the same gradients"
     if mesh.tp > 1 and plan.method.sends == "whole" and not is_sequence_parallel(plan, layers):
@@ -156,13 +155,13 @@ def _pipeline(plan: Plan, layers: Layers) -> Said:
 
 
 def is_even(layers: Layers) -> bool:
-    """Whether all stages have as many layers, the first the embedding and the last the head."""
+    """Return whether all stages have equally many layers, the first the embedding and the last the head."""
     stages = len(layers.bounds) - 1
     ends = layers.stage_of(0) == 0 and layers.stage_of(layers.count + 1) == stages - 1
     return ends and len({len(layers.layers_of(k)) for k in range(stages)}) == 1
 
 
-def _batch(plan: Plan) -> Said:
+def _batch(plan: Plan) -> Items:
     whole = plan.mesh.dp * plan.micro * plan.schedule.microbatches
     yield "--micro-batch-size", str(plan.micro)
     yield "--global-batch-size", str(whole)
@@ -171,10 +170,10 @@ def _batch(plan: Plan) -> Said:
     if seq := plan.sizes.get("s"):
         yield "--seq-length", str(seq)
     else:
-        yield "--seq-length is left to you: the plan has no sequence"
+        yield "--seq-length is left to you: the plan has no sequence length"
 
 
-def _data_parallel(plan: Plan) -> Said:
+def _data_parallel(plan: Plan) -> Items:
     method, dp = plan.method, plan.mesh.dp
     if plan.precision in ("bf16", "fp16"):
         yield f"--{plan.precision}", ""
@@ -197,34 +196,36 @@ def _data_parallel(plan: Plan) -> Said:
         if method.bucket_bytes:
             yield "--ddp-bucket-size", str(max(1, method.bucket_bytes // _GRADIENT_BYTES[method.gradients]))
     elif method.bucket_bytes and dp > 1:
-        yield f"buckets of {method.bucket_bytes} bytes: without overlap Megatron-LM reduces all gradients at once"
+        yield f"buckets have {method.bucket_bytes} bytes: without overlap Megatron-LM reduces all gradients at once"
     if plan.precision == "bf16" and method.gradients == "compute":
         yield "--grad-reduce-in-bf16", ""
     if plan.precision == "fp16" and method.gradients == "compute":
-        yield "gradients in fp16: Megatron-LM accumulates and reduces them in float32"
+        yield "gradients are in fp16: Megatron-LM accumulates and reduces them in float32"
     if plan.precision == "bf16" and method.gradients == "both":
-        yield "gradients have a bf16 buffer beside the float32 one: Megatron-LM keeps the float32 one alone"
+        yield "gradients have a bf16 and a float32 buffer: Megatron-LM has only the float32 one"
 
 
-def _shards(plan: Plan) -> Said:
+def _shards(plan: Plan) -> Items:
     shards, dp = plan.method.shards, plan.mesh.dp
     if plan.zero and shards not in (0, dp):
         if dp % shards:
-            raise PlanError(f"shards of {shards} ranks do not divide dp {dp}", where="method.shards", fix="plan again")
+            raise PlanError(
+                f"ZeRO over {shards} ranks does not divide dp {dp}", where="method.shards", fix="plan again"
+            )
         yield "--num-distributed-optimizer-instances", str(dp // shards)
 
 
-def _recompute(plan: Plan, layers: Layers) -> Said:
-    again = recomputed(plan)
-    if not again:
+def _recompute(plan: Plan, layers: Layers) -> Items:
+    segments = recomputed(plan)
+    if not segments:
         return
-    units = {layers.owners[i] for i in again}
+    units = {layers.owners[i] for i in segments}
     inside = {unit - 1 for unit in units if 1 <= unit <= layers.count}
-    policies = sorted(set(again.values()))
+    policies = sorted(set(segments.values()))
     if len(policies) > 1:
-        yield f"recomputation is {' and '.join(policies)} by segment: Megatron-LM does one, here whole layers"
+        yield f"recomputation is {' and '.join(policies)} by segment: Megatron-LM has one policy, here whole layers"
     if units - {i + 1 for i in inside}:
-        yield "what is before or after the layers is recomputed too: Megatron-LM recomputes layers only"
+        yield "modules before or after the layers are recomputed too: Megatron-LM recomputes only layers"
     if not inside:
         return
     if policies == ["full"] or len(policies) > 1:
@@ -232,12 +233,12 @@ def _recompute(plan: Plan, layers: Layers) -> Said:
         return
     yield "--recompute-granularity", "selective"
     if policies == ["ops"]:
-        yield "ops are recomputed by kind (every second product): Megatron-LM recomputes attention's core instead"
+        yield "ops are recomputed by kind (every second matmul): Megatron-LM recomputes core attention instead"
     if missing := layers.count - len(inside):
-        yield f"{missing} layers are not recomputed: --recompute-granularity selective is for all layers"
+        yield f"{missing} layers are not recomputed: --recompute-granularity selective applies to all layers"
 
 
-def _whole_layers(plan: Plan, layers: Layers, inside: set[int]) -> Said:
+def _whole_layers(plan: Plan, layers: Layers, inside: set[int]) -> Items:
     if partial := len(inside - whole_layers(plan, layers).keys()):
         count = "1 layer is" if partial == 1 else f"{partial} layers are"
         yield f"{count} recomputed in part: Megatron-LM recomputes whole layers"
@@ -255,32 +256,32 @@ def _whole_layers(plan: Plan, layers: Layers, inside: set[int]) -> Said:
 
 
 def _listed(counts: list[int]) -> str:
-    """`8, 6, 2 × 5, 0`."""
+    """Return counts with runs folded: `8, 6, 2 × 5, 0`."""
     runs = [(value, len(list(group))) for value, group in groupby(counts)]
     return ", ".join(f"{value} × {n}" if n > 1 else str(value) for value, n in runs)
 
 
-def _kernels(plan: Plan) -> Said:
+def _kernels(plan: Plan) -> Items:
     method = plan.method
     yield "--attention-backend", "fused" if method.attention == "cudnn" else "flash"
     if method.attention == "triton":
-        yield "attention is planned with the kernels of version 1: Megatron-LM's are newer"
+        yield "attention is planned with the Triton kernels of FlashAttention 1: Megatron-LM's are newer"
     if method.kernels != "fused":
-        yield f"{method.kernels} kernels are planned: Megatron-LM's are fused by hand, so that times will differ"
+        yield f"{method.kernels} kernels are planned: Megatron-LM's are fused by hand, so times will differ"
     if method.loss == "kept":
-        yield "the gradient of the logits is kept beside them: Megatron-LM writes it in their place, for less memory"
+        yield "the logits and their gradient are both held: Megatron-LM writes the gradient in place, for less memory"
 
 
 def _padded(sizes: list[Argument], tp: int) -> Iterator[str]:
-    """`--make-vocab-size-divisible-by` is 128 unless said otherwise, for each tp rank."""
+    """Yield the padding of the vocabulary: to 128 rows per tp rank, the default of --make-vocab-size-divisible-by."""
     vocabulary, multiple = int(dict(sizes).get("--vocab-size", 0)), 128 * tp
     if vocabulary % multiple:
         rows = -(-vocabulary // multiple) * multiple
         yield f"the vocabulary is {vocabulary}: Megatron-LM pads it to {rows} rows, a multiple of {multiple}"
 
 
-def _experts(plan: Plan, model: nn.Module | None) -> Said:
-    """Experts are parameters [expert, …, …]: split by the first dim they are Megatron-LM's expert parallelism."""
+def _experts(plan: Plan, model: nn.Module | None) -> Items:
+    """Yield expert parallelism: parameters [expert, …, …] that are split by their first dim."""
     shapes = {} if model is None else {name: p.shape for name, p in model.named_parameters()}
     texts = {text for name, text in plan.splits.parameters.items() if len(shapes.get(name, ())) == 3}
     if plan.mesh.tp > 1 and "S0" in texts:
@@ -289,7 +290,7 @@ def _experts(plan: Plan, model: nn.Module | None) -> Said:
 
 
 def _environment(plan: Plan) -> tuple[tuple[str, str | None], ...]:
-    """`validate_args` asks for 1 connection with tp or cp before Blackwell, and for more with FSDP."""
+    """Return what `validate_args` asks for: 1 connection with tp or cp before Blackwell, and more with FSDP."""
     if plan.zero > 1:
         return (("CUDA_DEVICE_MAX_CONNECTIONS", None),)
     return (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),) if plan.mesh.tp * plan.mesh.cp > 1 else ()

@@ -1,4 +1,4 @@
-"""A model's sizes in Megatron-LM's arguments, from a Hugging Face configuration of a decoder.
+"""A model's sizes as Megatron-LM's arguments, read from the Hugging Face configuration of a decoder.
 
 Names of arguments: megatron/training/arguments.py of Megatron-LM (Megatron-Core 0.15), `_add_network_size_args`,
 `_add_regularization_args`, `_add_training_args`, `_add_tokenizer_args`, `_add_moe_args`.
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-Argument = tuple[str, str]  # the second is "" for a switch
+Argument = tuple[str, str]  # name and value; "" for a flag
 
 _LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _MOE = ("mixtral", "qwen3_moe")
@@ -19,7 +19,7 @@ KNOWN = ("gpt2", *_LLAMA_LIKE)
 
 
 def shape_arguments(model: nn.Module) -> tuple[list[Argument], list[str]]:
-    """The arguments, and what differs. Nothing but a difference for models that Megatron-LM has no arguments for."""
+    """Return the arguments and the differences; for a model of an unknown type, only a difference."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind == "gpt2":
@@ -27,7 +27,7 @@ def shape_arguments(model: nn.Module) -> tuple[list[Argument], list[str]]:
     if kind in _LLAMA_LIKE:
         return list(_llama(config, model)), list(_llama_differs(config))
     what = f"a {kind}" if kind else f"a {type(model).__name__}, which has no configuration"
-    return [], [f"the model's sizes are left to you: it is {what}; they are read from {', '.join(KNOWN)}"]
+    return [], [f"the model's sizes are left to you: it is {what}; they are known for {', '.join(KNOWN)}"]
 
 
 def _gpt2(config: Any) -> Iterator[Argument]:
@@ -44,9 +44,10 @@ def _gpt2(config: Any) -> Iterator[Argument]:
 
 def _gpt2_differs(config: Any) -> Iterator[str]:
     if config.activation_function not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
-        yield f"the activation {config.activation_function}: Megatron-LM takes gelu here"
+        yield f"the activation is {config.activation_function}: Megatron-LM uses gelu here"
     if config.embd_pdrop != config.resid_pdrop:
-        yield f"dropout {config.embd_pdrop:g} of embeddings: --hidden-dropout {config.resid_pdrop:g} holds for them too"
+        hidden = f"--hidden-dropout {config.resid_pdrop:g}"
+        yield f"dropout of embeddings is {config.embd_pdrop:g}: {hidden} applies to them too"
 
 
 def _llama(config: Any, model: nn.Module) -> Iterator[Argument]:
@@ -80,12 +81,12 @@ def _llama(config: Any, model: nn.Module) -> Iterator[Argument]:
 def _llama_differs(config: Any) -> Iterator[str]:
     rope = _rope(config).get("rope_type", "default")
     if rope not in ("default", "llama3"):
-        yield f"rotary embedding of type {rope}: Megatron-LM's arguments here are those of the default type"
+        yield f"rotary embeddings are of type {rope}: the arguments here are those of the default type"
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
-        yield f"sliding-window attention of {window} tokens: say which layers with --window-size"
+        yield f"attention has a sliding window of {window} tokens: set --window-size for the layers that have it"
     if config.model_type == "qwen2_moe":
-        yield "experts of qwen2_moe, with a shared one, are left to you"
+        yield "experts of qwen2_moe, one of which is shared, are left to you"
 
 
 def _sizes(layers: int, width: int, heads: int, ffn: int) -> Iterator[Argument]:

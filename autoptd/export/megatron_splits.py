@@ -1,8 +1,8 @@
-"""Where the plan's placements are not those of Megatron-LM's tensor parallelism.
+"""Differences between the plan's placements and Megatron-LM's tensor parallelism.
 
-Megatron-LM (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2): in every layer what makes heads
-and what makes the inner width is column-parallel, what leads back to the hidden width row-parallel; the embedding and
-the output layer are split by the vocabulary; norms, biases of row-parallel layers and positions are whole.
+Megatron-LM (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2): in every layer the projections to
+heads and to the FFN width are column-parallel, those back to the hidden width row-parallel. The embedding and the
+output layer are split by the vocabulary. Norms, biases of row-parallel layers and position embeddings are replicated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN = 8
 
 
 def split_differences(plan: Plan, model: nn.Module, layers: Layers) -> list[str]:
-    """A sentence for each folded group of parameters that lie otherwise. Raises PlanError for another model."""
+    """Return a sentence per folded group of parameters with other placements. Raises PlanError for another model."""
     if plan.mesh.tp == 1:
         return []
     parts = read_parts(plan, model)
@@ -35,13 +35,13 @@ def split_differences(plan: Plan, model: nn.Module, layers: Layers) -> list[str]
 
 
 def _of_part(part: SplitModule, model: nn.Module, layers: Layers) -> Iterator[tuple[str, str, str]]:
-    """(parameter, the plan's placement, Megatron-LM's)."""
+    """Yield (parameter, the plan's placement, Megatron-LM's)."""
     module = model.get_submodule(part.path)
     inside = part.path.startswith(f"{layers.stack}." if layers.stack else "") and _within(part.path, layers)
     for name, text in part.tensors:
         leaf = name.rpartition(".")[2]
         if part.kind == "other" and getattr(module, leaf).dim() == 3:
-            continue  # experts, for which there are arguments of their own
+            continue  # experts, which have arguments of their own
         yield name, text, _theirs(part, leaf, module, model, inside)
 
 
@@ -55,7 +55,7 @@ def _theirs(part: SplitModule, leaf: str, module: nn.Module, model: nn.Module, i
         return "S0" if _is_first_table(part.path, model) else "B"
     if part.kind == "other":
         return "B"
-    column = not inside or not _leads_back(part.path, module, model)
+    column = not inside or not _is_output(part.path, module, model)
     out_dim, in_dim = (1, 0) if part.kind == "transposed" else (0, 1)
     if leaf == "bias":
         return "S0" if column else "B"
@@ -63,12 +63,12 @@ def _theirs(part: SplitModule, leaf: str, module: nn.Module, model: nn.Module, i
 
 
 def _is_first_table(path: str, model: nn.Module) -> bool:
-    """The embedding of the vocabulary: the first one, whatever it is called."""
+    """Return whether this is the vocabulary's embedding, which is the first one whatever its name."""
     return path == next(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
 
 
-def _leads_back(path: str, module: nn.Module, model: nn.Module) -> bool:
-    """Whether a layer is the last one of its parent: the output projection of attention, the second of the MLP."""
+def _is_output(path: str, module: nn.Module, model: nn.Module) -> bool:
+    """Return whether a linear layer is its parent's last: attention's output projection, the MLP's second layer."""
     parent, _, _ = path.rpartition(".")
     linear = [name for name, child in model.get_submodule(parent).named_children() if type(child) is type(module)]
     return len(linear) > 1 and path.rpartition(".")[2] == linear[-1]

@@ -1,10 +1,10 @@
-"""What each parameter is to the systems that split by type of module: a column- or row-parallel layer, a table, a norm.
+"""Roles of modules in systems that split by type of module: column- or row-parallel layer, table, replicated.
 
-    role        weight of y = x Wᵀ  [out, in]    the same with W [in, out]    what the ranks exchange
-    column      S0                               S1                           nothing after it: y is split
-    row         S1                               S0                           the sum of y
-    table       S0 by rows, S1 by hidden size                                 the sum, or a gather
-    whole       B, Bp                                                         nothing
+    role        weight of y = x Wᵀ  [out, in]    of y = x W  [in, out]    collective
+    column      S0                               S1                       none after it: y is split
+    row         S1                               S0                       all-reduce of y
+    table       S0 by rows, S1 by hidden size                             all-reduce, or all-gather
+    whole       B, Bp                                                     none
 
 (Shoeybi et al. 2019, section 3: a pair of a column- and a row-parallel layer needs one all-reduce each way.)
 """
@@ -27,13 +27,13 @@ _TRANSPOSED = "Conv1D"  # transformers' name for a linear layer whose weight is 
 
 @dataclass(frozen=True)
 class SplitModule:
-    """A module that holds parameters of its own, and what the plan makes of it.
+    """A module that holds parameters of its own, and its placement in the plan.
 
     path       "model.layers.0.self_attn.q_proj"
     kind       "linear" (weight [out, in]), "transposed" (weight [in, out]), "embedding", or "other"
-    role       by the placement of its weight
-    groups     fused parts of the split: 3 of a query-key-value layer that is split by heads
-    tensors    parameter name -> the plan's placement
+    role       given by the placement of its weight
+    groups     groups of the split: 3 for a fused query-key-value layer that is split by heads
+    tensors    pairs of a parameter's name and its placement in the plan
     """
 
     path: str
@@ -47,12 +47,12 @@ class SplitModule:
         return self.path.rpartition(".")[0]
 
     def text_of(self, leaf: str) -> str:
-        """The plan's placement of `weight` or `bias`; "" where there is none."""
+        """Return the plan's placement of `weight` or `bias`; "" if there is none."""
         return dict(self.tensors).get(f"{self.path}.{leaf}" if self.path else leaf, "")
 
 
 def read_parts(plan: Plan, model: nn.Module) -> list[SplitModule]:
-    """In module order. Raises PlanError if the plan is of another model."""
+    """Return all modules with parameters, in module order. Raises PlanError if the plan is of another model."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if missing := sorted(set(plan.splits.parameters) - names):
         raise PlanError(
@@ -97,11 +97,11 @@ def _role(kind: str, weight: str) -> tuple[Role, int]:
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Parameter name -> the first name of the same tensor, for those with several."""
+    """Return, for each further name of a tied parameter, the tensor's first name."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        kept = first.setdefault(id(parameter), name)
-        if kept != name:
-            found[name] = kept
+        source = first.setdefault(id(parameter), name)
+        if source != name:
+            found[name] = source
     return found

@@ -1,4 +1,4 @@
-"""One process, no parallelism: the program that `autoptd export --to torch` fills in with a plan."""
+"""Template of the program that `autoptd export --to torch` writes. Unfilled, it runs one process, not parallel."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 # --- the plan ---
 
-MESH = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}  # rank = all of them in this order, tp fastest
+MESH = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}  # in rank order, tp fastest
 MICRO_BATCH = 1  # samples of a microbatch on one data-parallel rank
 MICROBATCHES = 1  # per step
 SCHEDULE: Any = Schedule1F1B
 STAGES: tuple[tuple[str, ...], ...] = ((),)  # modules of each stage; stage k is on pipeline rank k % pp
 TENSOR_PARALLEL: dict[str, ParallelStyle] = {}  # by module name, * for any number
-GATHERED: tuple[str, ...] = ()  # modules whose sequence-split input is gathered once for all that reads it
-TIED: dict[str, str] = {}  # parameter -> the one that it is
-RECOMPUTED: dict[str, str] = {}  # modules that run again: "full", "selective" (attention's core), "ops" (see _policy)
+GATHERED: tuple[str, ...] = ()  # modules whose sequence-split input is all-gathered once for all submodules
+TIED: dict[str, str] = {}  # parameter -> name of the parameter that it is tied to
+RECOMPUTED: dict[str, str] = {}  # recomputed modules: "full", "selective" (core attention), "ops" (see _policy)
 SHARDED: tuple[str, ...] = ()  # modules that FSDP gathers one at a time
 RESHARD_AFTER_FORWARD = False  # ZeRO-3
-REDUCE_EACH_MICROBATCH = False  # ZeRO-2 and 3: gradients are never whole between microbatches
+REDUCE_EACH_MICROBATCH = False  # ZeRO-2 and 3: gradients stay sharded between microbatches
 PARAM_DTYPE: torch.dtype | None = None
 REDUCE_DTYPE: torch.dtype | None = None
 
-# --- what carries it out ---
+# --- the program ---
 
 
 Loss = Callable[[Any, Tensor], Tensor]  # outputs and targets of a microbatch -> their mean loss
@@ -55,7 +55,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # outputs and targets of a microbatch ->
 
 @dataclass
 class StageModules:
-    """This rank's part: its stages' modules (`parts`), whose parameters are for the optimizer, and the schedule."""
+    """This rank's stages (`parts`) and the pipeline schedule that runs them."""
 
     mesh: DeviceMesh
     parts: list[nn.Module]
@@ -63,16 +63,16 @@ class StageModules:
     loss_fn: Loss
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank's stages."""
+        """Yield the parameters of this rank's stages, for the optimizer."""
         for part in self.parts:
             yield from part.parameters()
 
 
 def parallelize(model: nn.Module, loss_fn: Loss, device_type: str = "cuda") -> StageModules:
-    """Split `model` in place: the same model on every rank, one process per rank of MESH, on the rank's device.
+    """Parallelize `model` in place. Every rank of MESH, one process each, passes the same model, on its device.
 
-    `model` takes one tensor and returns one, or an object with `.logits`, which `loss_fn` then gets. It may be on meta:
-    give its parameters values afterwards.
+    `model` takes one tensor and returns one, or an object whose `.logits` go to `loss_fn`. It may be on meta: then
+    initialize its parameters afterwards.
     """
     mesh = init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
     pipe = mesh["pp"]
@@ -99,16 +99,16 @@ def _tensor_of(module: nn.Module, args: Any, output: Any) -> Tensor:
 
 
 def make_schedule(stages: list[PipelineStage], loss_fn: Loss) -> Any:
-    """SCHEDULE of this rank's stages; it divides gradients by MICROBATCHES."""
+    """Return SCHEDULE for this rank's stages; it divides gradients by MICROBATCHES."""
     single = SCHEDULE in (Schedule1F1B, ScheduleGPipe)
     return SCHEDULE(stages[0] if single else stages, MICROBATCHES, loss_fn=loss_fn)
 
 
 def train_step(parallel: StageModules, inputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Forward and backward of this data-parallel rank's samples; returns their mean loss where the last stage is.
+    """Run forward and backward on this data-parallel rank's samples; return their mean loss on the last pipeline rank.
 
     `inputs` and `targets`: [MICROBATCHES * MICRO_BATCH, …], the same on all tp and pp ranks. Gradients are means over
-    microbatches and dp ranks, so each microbatch must hold equally many targets.
+    microbatches and dp ranks, so all microbatches must have the same number of targets.
     """
     if parallel.schedule is None:
         return _step_alone(parallel.parts[0], inputs, targets, parallel.loss_fn)
@@ -131,50 +131,50 @@ def _step_alone(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss
 
 
 def present(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Modules of this stage whose names fit a pattern, part by part."""
-    names = [name for name, module in model.named_modules() if not isinstance(module, (Passing, Nothing))]
-    wanted = [pattern.split(".") for pattern in patterns]
-    return [name for name in names if any(_fits(name.split("."), pattern) for pattern in wanted)]
+    """Return the modules of this stage whose dotted names match a pattern, component by component."""
+    names = [name for name, module in model.named_modules() if not isinstance(module, (PassThrough, ZeroEmbedding))]
+    split = [pattern.split(".") for pattern in patterns]
+    return [name for name in names if any(_matches(name.split("."), pattern) for pattern in split)]
 
 
-def _fits(name: list[str], pattern: list[str]) -> bool:
+def _matches(name: list[str], pattern: list[str]) -> bool:
     return len(name) == len(pattern) and all(fnmatchcase(part, p) for part, p in zip(name, pattern, strict=True))
 
 
 # Pipeline: a stage is the model without the modules of all other stages.
 
 
-class Passing(nn.Module):
-    """In place of a module of another stage: hands on what it is given, which is the hidden state."""
+class PassThrough(nn.Module):
+    """Stand-in for a module of another stage that returns its first input, the hidden state."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
 
 
-class Nothing(nn.Module):
-    """In place of a further embedding, which another stage has added already."""
+class ZeroEmbedding(nn.Module):
+    """Stand-in for a second embedding, which another stage has already added to the hidden state."""
 
     def forward(self, *args: Any, **kwargs: Any) -> float:
         return 0.0
 
 
 def cut_stage(model: nn.Module, index: int) -> nn.Module:
-    """Make `model` stage `index` of itself. It must hand one tensor on from module to module, from the first table."""
+    """Reduce `model` to stage `index`. It must pass one tensor from module to module, from the first embedding on."""
     tables = 0
     for number, names in enumerate(STAGES):
         for name in names:
             table = isinstance(model.get_submodule(name), nn.Embedding)
             if number != index:
-                model.set_submodule(name, Nothing() if table and tables else Passing())
+                model.set_submodule(name, ZeroEmbedding() if table and tables else PassThrough())
             tables += table
     return model
 
 
-# Tensor parallel: torch's styles, and one more.
+# Tensor parallelism: torch's styles, and one more.
 
 
 class GatherOnce(ParallelStyle):
-    """A module's first tensor is split by sequence: gather it once, and reduce-scatter its gradient once."""
+    """All-gather a module's first tensor, which is split by sequence, once; reduce-scatter its gradient once."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(self._gather, device_mesh), with_kwargs=True)
@@ -196,7 +196,7 @@ class GatherOnce(ParallelStyle):
 
 
 def split_tensors(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Apply TENSOR_PARALLEL and GATHERED to the modules that this stage has; tie again what was tied."""
+    """Apply TENSOR_PARALLEL and GATHERED to this stage's modules, then restore the ties of parameters."""
     if mesh.size() == 1:
         return
     for pattern, style in TENSOR_PARALLEL.items():
@@ -213,7 +213,7 @@ def split_tensors(part: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def recompute(module: nn.Module, policy: str) -> None:
-    """Run the module's forward again in the backward pass; names of parameters stay."""
+    """Recompute the module's forward pass in backward, without changing the names of its parameters."""
     chosen: dict[str, Any] = {} if policy == "full" else {"context_fn": partial(_contexts, policy)}
     module.forward = partial(checkpoint, module.forward, use_reentrant=False, **chosen)  # type: ignore[method-assign]
 
@@ -223,21 +223,21 @@ def _contexts(policy: str) -> Any:
 
 
 def _policy(
-    policy: str, products: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any
+    policy: str, matmuls: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """What is kept: all but attention's core ("selective"), or attention and every second product alone ("ops")."""
+    """Save for backward all but core attention ("selective"), or core attention and every second matmul ("ops")."""
     name = str(op)
     core = any(word in name for word in ("scaled_dot_product", "softmax", "bmm"))
     if policy == "selective":
-        kept = not core
+        saved = not core
     else:
-        product = ".mm" in name or "addmm" in name
-        products[context.is_recompute] += product
-        kept = core or (product and products[context.is_recompute] % 2 == 1)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        matmul = ".mm" in name or "addmm" in name
+        matmuls[context.is_recompute] += matmul
+        saved = core or (matmul and matmuls[context.is_recompute] % 2 == 1)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# Data parallel.
+# Data parallelism.
 
 
 def shard_data_parallel(part: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,6 +1,6 @@
-"""A plan as a Python file on torch.distributed alone: DTensor styles, FSDP, pipeline stages, recomputation.
+"""A plan as a Python file that needs only torch: DTensor styles, FSDP, pipeline stages, recomputation.
 
-The file is `torch_body.py`, which runs without a plan, with the constants of its section `the plan` replaced.
+The file is the template `torch_body.py` with the constants of its section `the plan` replaced.
 APIs of torch 2.13: `torch.distributed.tensor.parallel`, `torch.distributed.pipelining`, `torch.distributed.fsdp`.
 """
 
@@ -22,7 +22,7 @@ from autoptd.export.torch_styles import Styles, styles_of
 from autoptd.plans.model import Plan
 
 _BODY = Path(__file__).with_name("torch_body.py")
-_BEGIN, _END = "# --- the plan ---\n", "# --- what carries it out ---\n"
+_BEGIN, _END = "# --- the plan ---\n", "# --- the program ---\n"
 _SCHEDULES = {
     "1f1b": "Schedule1F1B",
     "gpipe": "ScheduleGPipe",
@@ -34,7 +34,7 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class TorchProgram:
-    """The file's text, and what differs from the plan (it stands in the file as well)."""
+    """The file's text, and the differences from the plan, which its docstring lists too."""
 
     text: str
     differs: tuple[str, ...]
@@ -47,10 +47,10 @@ class TorchProgram:
 
 
 def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
-    """The program of a plan, for `model`, which may be on meta.
+    """Return the program of a plan for `model`, which may be on meta.
 
-    Raises PlanError for what has no counterpart: context parallelism, no or several stacks of layers, a stage without a
-    whole layer, parameters tied across stages, stages that hand on several tensors, a plan of another model.
+    Raises PlanError for plans without a counterpart: context parallelism, fp16, no or several stacks of layers, a stage
+    without a whole layer, parameters tied across stages, several tensors between stages, a plan of another model.
     """
     if plan.mesh.cp > 1:
         raise PlanError(
@@ -60,7 +60,7 @@ def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
         )
     if plan.precision == "fp16":
         raise PlanError(
-            "an exported torch program does not scale its loss, which fp16 needs",
+            "fp16 needs loss scaling, which an exported torch program does not have",
             where="precision",
             fix="plan in bf16, or run the program that autoptd emits",
         )
@@ -69,9 +69,9 @@ def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
     stages = stage_modules(plan, model, layers)
     _check_schedule(plan)
     _check_stages(plan, model, stages)
-    again, lines = _recomputed(plan, model, layers)
+    policies, lines = _recomputed(plan, model, layers)
     differs = (*layers.moved, *styles.differs, *lines, *_differences(plan))
-    constants = "\n".join(_constants(plan, model, layers, styles, stages, again))
+    constants = "\n".join(_constants(plan, model, layers, styles, stages, policies))
     return TorchProgram(_filled(_docstring(plan, differs), constants), differs)
 
 
@@ -97,11 +97,11 @@ def _docstring(plan: Plan, differs: tuple[str, ...]) -> str:
         "    optimizer.step(); optimizer.zero_grad()",
         "",
         "The model takes one tensor and returns one, or an object with `.logits`; models of transformers need",
-        "config.use_cache = False. Modules that reshape by heads must write -1 for their number: a rank has a share of",
-        "them. Compare the first losses with those of one process before a long run.",
+        "config.use_cache = False. Reshapes to heads must have -1 for their number: a tp rank has only some of the",
+        "heads. Before a long run, compare the first losses with those of one process.",
     ]
     if differs:
-        lines += ["", "What differs from the plan:", *(f"- {in_docstring(what)}" for what in differs)]
+        lines += ["", "Differences from the plan:", *(f"- {in_docstring(what)}" for what in differs)]
     return "\n".join([*lines, '"""'])
 
 
@@ -111,12 +111,12 @@ def _optimizer(plan: Plan) -> str:
 
 
 def _constants(
-    plan: Plan, model: nn.Module, layers: Layers, styles: Styles, stages: list[list[str]], again: dict[str, str]
+    plan: Plan, model: nn.Module, layers: Layers, styles: Styles, stages: list[list[str]], policies: dict[str, str]
 ) -> Iterator[str]:
     mesh = plan.mesh
     shard = (plan.method.shards or mesh.dp) if plan.zero else 1
     sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp // shard, "dp_shard": shard, "tp": mesh.tp}
-    yield f"MESH = {_literal(sizes)}  # rank = all of them in this order, tp fastest"
+    yield f"MESH = {_literal(sizes)}  # in rank order, tp fastest"
     yield f"MICRO_BATCH = {plan.micro}  # samples of a microbatch on one data-parallel rank"
     yield f"MICROBATCHES = {plan.schedule.microbatches}  # per step"
     yield f"SCHEDULE: Any = {_SCHEDULES[plan.schedule.kind]}"
@@ -128,7 +128,7 @@ def _constants(
     yield "}"
     yield from _named("GATHERED: tuple[str, ...]", list(styles.gathered))
     yield f"TIED: dict[str, str] = {_literal(tied(model))}"
-    yield from _mapping("RECOMPUTED: dict[str, str]", again)
+    yield from _mapping("RECOMPUTED: dict[str, str]", policies)
     yield from _named("SHARDED: tuple[str, ...]", [layers.pattern])
     yield f"RESHARD_AFTER_FORWARD = {plan.zero == 3}"
     yield f"REDUCE_EACH_MICROBATCH = {plan.zero >= 2}"
@@ -150,7 +150,7 @@ def _named(name: str, values: list[str]) -> Iterator[str]:
 
 
 def _mapping(name: str, values: dict[str, str]) -> Iterator[str]:
-    """On one line if it fits."""
+    """Yield an assignment of a dict, on one line if it fits."""
     line = f"{name} = {_literal(values)}"
     yield from (
         [line]
@@ -164,7 +164,7 @@ def _mapping(name: str, values: dict[str, str]) -> Iterator[str]:
 
 
 def _tuple(values: list[str], depth: int) -> Iterator[str]:
-    """`("a", "b"),` on one line if it fits, else one value per line."""
+    """Yield `("a", "b"),` on one line if it fits, else one value per line."""
     quoted = [literal(value) for value in values]
     indent = "    " * depth
     line = f"{indent}({', '.join(quoted)}{',' if len(quoted) == 1 else ''}),"
@@ -180,7 +180,7 @@ def _tuple(values: list[str], depth: int) -> Iterator[str]:
 
 
 def stage_modules(plan: Plan, model: nn.Module, layers: Layers) -> list[list[str]]:
-    """Module names of each stage: what a stage owns and the others go without."""
+    """Return the names of the modules of each stage, which other stages replace by stand-ins."""
     known = {name for name, _ in model.named_modules() if name}
     ends: dict[int, list[str]] = {0: [], layers.count + 1: []}
     for segment, unit in zip(plan.segments, layers.owners, strict=True):
@@ -195,20 +195,20 @@ def stage_modules(plan: Plan, model: nn.Module, layers: Layers) -> list[list[str
 
 
 def _check_schedule(plan: Plan) -> None:
-    """What the constructors of torch's schedules refuse."""
+    """Raise PlanError for numbers of microbatches that torch's schedules refuse."""
     count, pp, stages = plan.schedule.microbatches, plan.mesh.pp, len(plan.stages)
     if stages == 1:
         return
     if plan.schedule.kind == "1f1b" and count < stages:
         raise PlanError(
-            f"{count} microbatches are fewer than {stages} stages: torch's Schedule1F1B refuses that",
+            f"{count} microbatches are fewer than {stages} stages, which torch's Schedule1F1B refuses",
             where="schedule.microbatches",
             fix="plan with smaller microbatches, a larger batch, or schedule='gpipe'",
         )
     rounds = max(1, count // pp)
     if plan.schedule.kind in ("interleaved", "zero-bubble") and count % rounds:
         raise PlanError(
-            f"{count} microbatches do not divide into {rounds} rounds: torch's interleaved schedules refuse that",
+            f"{count} microbatches do not divide into {rounds} rounds, as torch's interleaved schedules require",
             where="schedule.microbatches",
             fix=f"plan with a batch of a multiple of {plan.mesh.dp * plan.micro * pp} samples",
         )
@@ -226,32 +226,32 @@ def _check_stages(plan: Plan, model: nn.Module, stages: list[list[str]]) -> None
     for name, _ in model.named_parameters():
         if stage_of(name) is None:
             raise PlanError(
-                f"{name} belongs to no module of one stage",
+                f"{name} is not in a module that belongs to one stage",
                 where=name,
                 fix="plan with pp=1, or write this stage by hand",
             )
     for name, source in tied(model).items():
         if stage_of(name) != stage_of(source):
             raise PlanError(
-                f"{name} is {source}, in another stage: torch's stages do not add up gradients of tied parameters",
+                f"{name} is tied to {source} of another stage: torch's stages do not sum gradients of tied parameters",
                 where=name,
-                fix="plan with pp=1, or give each its own tensor",
+                fix="plan with pp=1, or untie them",
             )
     if wide := sorted(kind for kind, texts in plan.boundaries.items() if len(texts) > 1):
         raise PlanError(
-            f"{wide[0]} is given {len(plan.boundaries[wide[0]])} tensors: exported stages hand on one",
+            f"{wide[0]} receives {len(plan.boundaries[wide[0]])} tensors: exported stages send one",
             where=f"boundaries[{wide[0]!r}]",
             fix="plan with pp=1, or run the program that autoptd emits",
         )
 
 
-# --- recomputation and what differs -------------------------------------------------------------------------------
+# --- recomputation and differences --------------------------------------------------------------------------------
 
 
 def _recomputed(plan: Plan, model: nn.Module, layers: Layers) -> tuple[dict[str, str], list[str]]:
-    """Modules that run again, with their policies, and what differs.
+    """Return the policies of recomputed modules, and the differences.
 
-    Whole layers, or the modules of the segments where a part of a layer runs again.
+    They are whole layers, or the modules of recomputed segments if only a part of a layer is recomputed.
     """
     known = {name for name, _ in model.named_modules() if name}
     whole = whole_layers(plan, layers)
@@ -259,16 +259,16 @@ def _recomputed(plan: Plan, model: nn.Module, layers: Layers) -> tuple[dict[str,
         names = {layers.pattern: whole[0]}
     else:
         names = {escape(layers.path(i)): policy for i, policy in whole.items()}
-    parts, lost = 0, []
+    parts, dropped = 0, []
     for index, policy in recomputed(plan).items():
         if layers.owners[index] - 1 in whole:
             continue
         found = [escape(m) for m in modules_of(plan.segments[index]) if m in known]
         names |= {name: policy for name in found if name not in names}
         parts += bool(found)
-        lost += [] if found else [plan.segments[index]]
-    lines = [f"parts of layers are recomputed by module ({parts}): the input of each module is kept"] if parts else []
-    return names, [*lines, *(f"{name} is no module: it is not recomputed" for name in lost)]
+        dropped += [] if found else [plan.segments[index]]
+    lines = [f"parts of layers are recomputed by module ({parts}): the input of each module is saved"] if parts else []
+    return names, [*lines, *(f"{name} is not a module: it is not recomputed" for name in dropped)]
 
 
 def _differences(plan: Plan) -> Iterator[str]:
@@ -277,26 +277,26 @@ def _differences(plan: Plan) -> Iterator[str]:
     if whole != plan.batch:
         yield f"the batch is {plan.batch}: this program takes whole microbatches on every rank, {whole} samples"
     if plan.zero == 1 and mesh.dp > 1:
-        yield "ZeRO-1: FSDP splits parameters too, and gathers them once a step; less memory between steps"
+        yield "ZeRO-1 is planned: FSDP also shards parameters, and gathers them once a step; less memory between steps"
     if plan.zero >= 2 and mesh.pp > 1:
-        yield f"ZeRO-{plan.zero}: torch's schedules reduce gradients after the last microbatch, whole until then"
+        yield f"ZeRO-{plan.zero} is planned: torch's schedules reduce gradients only after the last microbatch"
     if mesh.dp > 1 and "dp" not in method.overlap:
-        yield "what data-parallel ranks exchange is beside compute here"
+        yield "data-parallel collectives overlap compute in this program"
     if "tp" in method.overlap and mesh.tp > 1:
-        yield "what tensor-parallel ranks exchange is not beside compute here"
+        yield "tensor-parallel collectives do not overlap compute in this program"
     if method.gathers == "again" and mesh.tp > 1:
-        yield "what tp gathers is kept here, not gathered again"
+        yield "tp-gathered inputs are saved for backward in this program, not re-gathered"
     if method.gradients == "both":
-        yield "gradients have no second buffer here"
+        yield "gradients have no second buffer in this program"
     if method.kernels != "eager":
         yield f"{method.kernels} kernels are planned: this program runs torch's own; compile modules with torch.compile"
     if method.attention != "flash":
-        yield f"attention with {method.attention} kernels is planned: this program calls what the model calls"
+        yield f"attention with {method.attention} kernels is planned: this program uses the model's own call"
     if method.loss != "kept":
-        yield "the loss is planned in place of the logits: that is up to loss_fn"
+        yield "the gradient of the logits is planned in place of the logits: that is up to loss_fn"
     if method.bucket_bytes:
         yield f"buckets of {method.bucket_bytes} bytes are planned: FSDP's buckets are layers"
     if method.sends != "whole" and mesh.pp > 1 and mesh.tp > 1:
-        yield "sends in slices are planned: stages send whole tensors here"
+        yield "scatter-gather P2P is planned: stages of this program send whole tensors"
     if plan.precision == "fp64":
         yield "the precision is fp64: give a model in torch.float64"

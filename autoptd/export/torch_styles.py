@@ -1,17 +1,17 @@
 """A plan's tensor splits as styles of `torch.distributed.tensor.parallel`.
 
-    role in the plan          style                                               parameters then lie
-    columns, before another   ColwiseParallel()                                   S0, bias S0
-    the other, a row          RowwiseParallel(output_layouts=hidden)              S1, bias B
-    the other, a column       ColwiseParallel(input_layouts=Shard(-1), output_…)  S0, bias S0
+    role in the plan          style                                               placement of parameters
+    column, first of a pair   ColwiseParallel()                                   S0, bias S0
+    row, last of a pair       RowwiseParallel(output_layouts=hidden)              S1, bias B
+    column, last of a pair    ColwiseParallel(input_layouts=Shard(-1), output_…)  S0, bias S0
     column, alone (a head)    ColwiseParallel(input_layouts=hidden, output_…)     S0
     table by rows             RowwiseParallel(input_layouts=Replicate(), …)       S0
     table by hidden size      ColwiseParallel(output_layouts=hidden)              S1
     norm on a split tensor    SequenceParallel()                                  B
 
-hidden is Shard(1) where the plan splits hidden states by sequence, else Replicate(). What these styles cannot split
-(fused layers by groups, `Conv1D`, bare parameters) stays whole; a sequence-parallel plan that needs one of them is
-exported without sequence parallelism, because a whole module on a slice of the sequence sees a part of its gradient.
+hidden is Shard(1) if the plan splits hidden states by sequence, else Replicate(). Modules that these styles cannot
+split (fused layers by groups, `Conv1D`, bare parameters) are replicated. A sequence-parallel plan that needs one of
+them is exported without sequence parallelism: on a slice of the sequence their gradient would be a partial value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Styles:
-    """Styles by folded module name, modules whose input is gathered once, and what differs."""
+    """Styles by folded module name, modules whose input is gathered once, and differences from the plan."""
 
     styles: dict[str, str]
     gathered: tuple[str, ...]
@@ -46,12 +46,12 @@ class Styles:
 @dataclass(frozen=True)
 class _Style:
     text: str
-    weight: str  # where the weight then lies
+    weight: str  # the weight's placement under the style
     bias: str
 
 
 def styles_of(plan: Plan, model: nn.Module, layers: Layers) -> Styles:
-    """Raises PlanError if the plan is of another model. Empty where nothing is split."""
+    """Return the styles of a plan; none if tp is 1. Raises PlanError if the plan is of another model."""
     parts = read_parts(plan, model)
     if plan.mesh.tp == 1:
         return Styles({}, (), ())
@@ -84,15 +84,15 @@ def _is_norm(part: SplitModule, model: nn.Module) -> bool:
 
 
 def _obstacle(parts: list[SplitModule], model: nn.Module, layers: Layers) -> str:
-    """Why hidden states cannot be split by sequence; "" if they can."""
+    """Return why hidden states cannot be split by sequence; "" if they can."""
     if type(model).__module__.startswith("transformers."):
-        return "models of transformers take positions from the length of the hidden states"
+        return "models of transformers derive positions from the length of the hidden states"
     tables = [part.path for part in parts if part.kind == "embedding"]
     if len(tables) != 1:
-        return f"{' and '.join(tables) or 'no table'} would have to be split alike"
+        return f"the model must have one embedding table, and has {' and '.join(tables) or 'none'}"
     for part in parts:
         if _is_inside(part.path, layers) and not _can_split(part) and not _is_norm(part, model):
-            return f"{part.path} stays whole ({part.text_of('weight') or 'no weight'})"
+            return f"{part.path} is replicated ({part.text_of('weight') or 'no weight'})"
     return ""
 
 
@@ -122,12 +122,12 @@ def _decide(
 
 
 def _is_unit(path: str, layers: Layers) -> bool:
-    """Whether a module is a whole layer: its input is the hidden state, which its norms must see split."""
+    """Return whether a module is a whole layer: its input is the hidden state, which its norms need split."""
     return path.count(".") == layers.path(0).count(".")
 
 
 def _groups(parts: list[SplitModule], layers: Layers) -> dict[str, list[SplitModule]]:
-    """Linear layers with the same parent, in layers: kept only where all of them can be split as planned."""
+    """Return linear layers inside layers by parent, omitting parents with one that cannot be split as planned."""
     groups: dict[str, list[SplitModule]] = {}
     for part in parts:
         if part.kind in ("linear", "transposed") and _is_inside(part.path, layers):
@@ -136,7 +136,7 @@ def _groups(parts: list[SplitModule], layers: Layers) -> dict[str, list[SplitMod
 
 
 def _is_chain(group: list[SplitModule]) -> bool:
-    """Columns, then one layer, a row as a rule, that takes what they make."""
+    """Return whether column-parallel layers feed the group's last layer, which is usually row-parallel."""
     return len(group) > 1 and all(part.role == "column" for part in group[:-1])
 
 
@@ -173,7 +173,7 @@ def _rows_divide(part: SplitModule, model: nn.Module, tp: int) -> bool:
 
 
 def _norm(part: SplitModule, in_group: bool, sequence: bool) -> _Style | None:
-    """A norm of heads, inside attention, sees this rank's heads: [b, s, heads, head size], dim 2."""
+    """Return the style of a norm. A norm of heads, inside attention, has [b, s, heads, head size] split in dim 2."""
     if in_group and any(text == "Bp" for _, text in part.tensors):
         return _Style("SequenceParallel(sequence_dim=2, use_local_output=True)", "B", "B")
     return _Style("SequenceParallel()", "B", "B") if sequence else None
@@ -188,13 +188,13 @@ def _row(given: str, gives: str) -> _Style:
 
 
 def _layouts(given: tuple[str, str], gives: tuple[str, str]) -> str:
-    """Each a layout and the style's default, which need not be written."""
+    """Return the keyword arguments for pairs of a layout and the style's default, without those at their default."""
     pairs = (("input_layouts", *given), ("output_layouts", *gives))
     return ", ".join(f"{name}={layout}" for name, layout, default in pairs if layout != default)
 
 
 def _collectives(styles: list[str], gathered: int, layers: int) -> dict[str, float]:
-    """What styles ask for in a forward pass, by layer. The last columns' output stays split, which costs nothing."""
+    """Return the forward collectives of the styles, per layer. A column-parallel output that stays split needs none."""
     counts = Counter({"all_gather": gathered})
     for text in styles:
         given, gives = (
@@ -211,7 +211,7 @@ def _collectives(styles: list[str], gathered: int, layers: int) -> dict[str, flo
 
 
 def _folded(styles: dict[str, str], layers: Layers) -> dict[str, str]:
-    """`layers.*.q_proj` for what holds in all layers; names as patterns of themselves for the rest."""
+    """Fold names whose style is the same in all layers to `layers.*.q_proj`; escape the others as patterns."""
     prefix = re.escape(f"{layers.stack}." if layers.stack else "")
     pattern = re.compile(rf"^{prefix}\d+(?=\.|$)")
 
@@ -232,9 +232,9 @@ def _differences(parts: list[SplitModule], found: dict[str, _Style]) -> Iterator
     for part in parts:
         style = found.get(part.path)
         for name, text in part.tensors:
-            here = "B" if style is None else style.bias if name.endswith("bias") else style.weight
-            if text.replace("Bp", "B") != here:
-                rows[name, f"{text} in the plan, {here} here"] = None
+            placed = "B" if style is None else style.bias if name.endswith("bias") else style.weight
+            if text.replace("Bp", "B") != placed:
+                rows[name, f"{text} in the plan, {placed} in this program"] = None
     lines = [f"{name} is {text}" for name, text in fold_table(rows)]
     yield from lines[:_SHOWN]
     if len(lines) > _SHOWN:

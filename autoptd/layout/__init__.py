@@ -1,4 +1,4 @@
-"""Facts about ranks and tensors that passes, search and runtime all read: the mesh, placements,
-buckets of flat buffers, and the bytes of training state. Imports schedules, cost models and errors
-only.
+"""Descriptions of ranks and tensors that passes, search and runtime share: the mesh, placements, the buckets of flat
+buffers, and the bytes of training state. Every module may be imported from above. Imports schedules, cost models and
+errors only.
 """

@@ -1,4 +1,4 @@
-"""How a training program lies on its ranks: the part of a plan that the runtime reads."""
+"""The layout of a training program over its ranks: the part of a plan that the runtime reads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class TensorSpec:
     stages: tuple[int, ...] = (0,)  # ascending; more than one: tied, every stage holds a copy
     trainable: bool = True
     dtype: torch.dtype | None = None  # None: the layout's
-    recomputed: bool = False  # by a block that runs again in the backward pass
-    block: str = ""  # the emitted block that alone reads it, by its path; "": the stage itself does
+    recomputed: bool = False  # read by a block that is recomputed in the backward pass
+    block: str = ""  # path of the only emitted block that reads it; "": the stage itself does
     idle: bool = False  # no gradient reaches it
 
     @property
     def unit(self) -> tuple[str, tuple[int, ...]]:
-        """What it is gathered with, where parameters are sharded."""
+        """Block and stages that parameters must share to be gathered together under ZeRO 3."""
         return self.block, self.stages
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """The shape on each of `tp` ranks."""
+        """Return the shape on each of `tp` ranks."""
         if not isinstance(self.placement, Split):
             return self.shape
         dim = self.placement.dim
@@ -43,7 +43,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of the model: its dims after the samples, as planned. `symbols`: what varies with it, "" if nothing."""
+    """One input of the model: its planned dims after the samples. `symbols`: the symbol of each, "" if it is fixed."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -51,16 +51,16 @@ class InputSpec:
 
     @property
     def text(self) -> str:
-        """`[samples, s up to 1024] of torch.int64`."""
+        """Text such as `[samples, s up to 1024] of torch.int64`."""
         dims = [f"{symbol} up to {n}" if symbol else str(n) for symbol, n in zip(self.symbols, self.sizes, strict=True)]
         return f"[{', '.join(['samples', *dims])}] of {self.dtype}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh, microbatches, and where each tensor of the model lies. Identical on every rank.
+    """Mesh, microbatches, and the placement of each tensor of the model. Identical on every rank.
 
-    `parameters` is in the model's forward order. Raises PlanError for what the runtime cannot run.
+    `parameters` is in the model's forward order. Raises PlanError for a layout that the runtime cannot run.
     """
 
     mesh: Mesh
@@ -69,20 +69,20 @@ class Layout:
     inputs: tuple[str, ...]  # all model inputs that any stage reads; dim 0 counts samples
     parameters: Mapping[str, TensorSpec]
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
-    zero: int = 1  # what dp ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing
-    shards: int = 0  # dp ranks that share one copy, neighbours on the axis; 0: all of them
+    zero: int = 1  # sharded over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
+    shards: int = 0  # neighbouring dp ranks that share one copy of sharded state; 0: all of them
     precision: str = "fp32"
     schedule: str = "1f1b"
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
-    sums_ahead: bool = False  # forward passes of the whole batch first, for sums that the loss is a function of
-    one_microbatch: bool = False  # of a loss that no more than one microbatch and rank can have
-    gather_later: bool = False  # collect updated parameters while the next step begins
-    zigzag: bool = False  # which tokens of a sample a cp rank has: see `tokens.py`
-    multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> what must divide its size
-    specs: Mapping[str, InputSpec] = field(default_factory=dict)  # of `inputs`, where a batch is held to them
-    slices: bool = False  # of what all tp ranks hold alike, each sends its slice, and the receivers gather
-    modules: tuple[str, ...] = ()  # of each stage, in words: names for a profiler
-    gradients: str = "main"  # the type they are added up and summed in: "main", or "compute", that of the parameters
+    sums_ahead: bool = False  # run the batch's forward passes first, for the sums that the loss is a function of
+    one_microbatch: bool = False  # the loss is only defined for one microbatch on one dp rank
+    gather_later: bool = False  # all-gather updated parameters while the next step begins
+    zigzag: bool = False  # each cp rank holds an early and a late chunk of tokens: see `ops/cp_axis.py`
+    multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> divisor of its size
+    specs: Mapping[str, InputSpec] = field(default_factory=dict)  # of `inputs` that a batch is checked against
+    slices: bool = False  # scatter-gather P2P: each tp rank sends a slice of replicated tensors, receivers gather
+    modules: tuple[str, ...] = ()  # names of each stage's modules, for a profiler
+    gradients: str = "main"  # type of gradient accumulation and reduction: "main", or "compute", the parameters'
     bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Layout:
             )
         shape = row_of(self.schedule, self.mesh.virtual).shape
         if shape != self.mesh.way:
-            raise PlanError(f"the schedule {self.schedule} is one of a {shape}, the mesh of a {self.mesh.way}")
+            raise PlanError(f"the schedule {self.schedule} needs a {shape} of stages, not a {self.mesh.way}")
         if self.schedule not in RUNNABLE:
             raise PlanError(
                 f"the runtime cannot run the schedule {self.schedule!r}", fix=f"use {' or '.join(RUNNABLE)}"
@@ -105,15 +105,15 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Dp ranks that share one copy of what is sharded."""
+        """Number of dp ranks that share one copy of sharded state; 1 without ZeRO."""
         return (self.shards or self.mesh.copies) if self.zero else 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """Type of parameters and activations."""
         return PRECISIONS[self.precision]
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """Of what the optimizer updates: float32 at least."""
+        """Type of the parameters that the optimizer updates: float32 at least."""
         return torch.promote_types(self.dtype, torch.float32)

@@ -1,11 +1,11 @@
-"""The mesh of ranks: tp fastest, then cp, dp, pp, so that a tensor-parallel group lies inside a node.
+"""The mesh of ranks: tp fastest, then cp, dp, pp, so that a tensor-parallel group is inside a node.
 
     rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i
 
 16 ranks with tp 2, pp 4 (hence dp 2): tp [0, 1] …, dp [0, 2] …, pp [0, 4, 8, 12] …, as in Megatron-LM.
 
-Ranks of one cp group take the same samples and share their tokens; parameters are copies over dp and cp together, the
-axis `data` of gradients and ZeRO shards.
+Ranks of one cp group process the same samples and split their tokens. Parameters are replicated over dp and cp
+together, which is the axis `data` of gradients and ZeRO shards.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the orde
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes, how many chunks of the model each pipeline rank holds, and how the model lies on them:
-    `way`, of `autoptd.schedule.stage_map`.
+    """Sizes of the axes, the chunks of the model per pipeline rank, and the placement of stages, `way`: "loop" or "vee"
+    (`autoptd.schedule.stage_map`).
     """
 
     dp: int = 1
@@ -48,45 +48,42 @@ class Mesh:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same parameters: dp and cp together."""
+        """Number of ranks that hold the same parameters: dp × cp."""
         return self.dp * self.cp
 
     @property
     def stages(self) -> int:
-        """Of the model: chunks of all pipeline ranks."""
+        """Number of stages: the chunks of all pipeline ranks."""
         return self.pp * self.virtual
 
     @cached_property
     def route(self) -> StageMap:
-        """The way over the pipeline ranks."""
+        """Placement of the stages on pipeline ranks."""
         return StageMap(self.pp, self.virtual, self.way)
 
     def stages_of(self, pp: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds, by chunk."""
         return self.route.stages_of(pp)
 
     def holder(self, stage: int) -> int:
-        """The pipeline rank of a stage."""
         return self.route.holder(stage)
 
     def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Pipeline ranks that hold any of these stages, ascending."""
         return tuple(sorted({self.holder(stage) for stage in stages}))
 
     def rank(self, pp: int, dp: int, tp: int, cp: int = 0) -> int:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(pp, dp, tp) of a rank; `cp_of` is the fourth."""
+        """Return (pp, dp, tp) of a rank; `cp_of` is the fourth coordinate."""
         sample = rank // (self.cp * self.tp)
         return sample // self.dp, sample % self.dp, rank % self.tp
 
     def cp_of(self, rank: int) -> int:
-        """The place of a rank among those that share its samples' tokens."""
+        """Return the index of a rank in its cp group."""
         return rank // self.tp % self.cp
 
     def group_of(self, rank: int, axis: AxisName) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in `axis` only, itself included, ascending."""
+        """Return the ranks that differ from `rank` in `axis` only, including itself, ascending."""
         (pp, dp, tp), cp = self.coordinates(rank), self.cp_of(rank)
         match axis:
             case "pp":
@@ -101,7 +98,7 @@ class Mesh:
                 return tuple(self.rank(pp, i, tp, j) for i in range(self.dp) for j in range(self.cp))
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
-        """All groups of an axis, by their first rank."""
+        """Return all groups of an axis, sorted by their first rank."""
         return sorted({self.group_of(rank, axis) for rank in range(self.world)})
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
-"""One-dimensional buffers cut into buckets: which element belongs to which parameter, bucket and dp rank.
+"""Flat buffers divided into buckets: the elements of each parameter, bucket and dp rank.
 
     bucket 0                          bucket 1
     | w3 | w2 ......| pad |           | w1 | w0 .........| pad |
     | rank 0  | rank 1  |             | rank 0  | rank 1  |       shards of two dp ranks
 
-Parameters stand in the order in which their gradients come (the reverse of forward). Buckets are padded so that every
-rank's shard is equal and aligned; a shard boundary may cut a parameter.
+Parameters are in the order in which their gradients are computed, the reverse of forward. Buckets are padded so that
+every rank's shard is equal and aligned; a shard boundary may cut a parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGN = 32  # elements; 128 bytes of float32
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies."""
+    """The elements of one parameter in a buffer."""
 
     name: str
     start: int
@@ -27,14 +27,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range that is reduced and gathered as one."""
+    """A range of a buffer that is reduced and gathered by one collective."""
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
 
     def shard(self, rank: int, ranks: int) -> slice:
-        """The elements of one of `ranks` equal shards."""
+        """Return the elements of one of `ranks` equal shards."""
         width = (self.stop - self.start) // ranks
         return slice(self.start + rank * width, self.start + (rank + 1) * width)
 
@@ -42,9 +42,9 @@ class Bucket:
 def pack(
     sizes: Iterable[tuple[str, int]], ranks: int, bucket_elements: int, blocks: Mapping[str, Hashable] | None = None
 ) -> list[Bucket]:
-    """Lay (name, elements) out in order. A bucket closes once it holds `bucket_elements` or the parameters end.
+    """Pack (name, elements) in order. A bucket closes once it holds `bucket_elements`, or the parameters end.
 
-    `blocks`: by name, the block that it is a part of; a bucket then closes where another begins.
+    `blocks`: the block of each parameter, by name; a bucket then also closes at the end of a block.
     """
     buckets: list[Bucket] = []
     start = end = 0
@@ -71,6 +71,6 @@ def pack(
 
 
 def overlap(slot: Slot, shard: slice) -> slice | None:
-    """The elements of a parameter that lie in a shard."""
+    """Return the elements of a parameter within a shard; None if there are none."""
     low, high = max(slot.start, shard.start), min(slot.stop, shard.stop)
     return slice(low, high) if low < high else None

@@ -1,16 +1,16 @@
-"""How one tensor lies on one mesh axis, and what it costs to lie otherwise.
+"""Placements of a tensor on a mesh axis, and the conversions between them.
 
-A placement says what each rank of an axis holds, and, by conjugation, what it holds of the gradient:
+A placement says what each rank of an axis holds of a tensor and, by conjugation, of its gradient:
 
     text     value on each rank                            gradient on each rank
     B        the whole tensor                              the whole gradient
     Bp       the whole tensor                              a partial gradient (its sum is the gradient)
     S1       the rank's slice of dim 1                     the same slice of the gradient
-    S1/3     dim 1 seen as 3 equal groups, each sliced     the same
+    S1/3     a slice of each of 3 equal groups of dim 1    the same slices of the gradient
     P        a partial value (the sum over ranks is the value)   the whole gradient
 
-Splitting a factor that an operand lacks makes the operand `Bp`: every rank needs all of it and adds a share to its
-gradient. `S1/3` is the slice of an inner factor: a fused query-key-value weight keeps each rank's heads of all three.
+Splitting a factor that an operand lacks makes the operand `Bp`: every rank needs all of it and computes a partial
+gradient. `S1/3` is the slice of an inner factor: of a fused query-key-value weight, each rank holds its heads of all 3.
 
 Every communication of an emitted program is one row of `CONVERSIONS`. The backward column is the conjugate: it turns
 the gradient of the target placement into that of the source. (Xu et al. 2021, GSPMD; Shoeybi et al. 2019, f and g;
@@ -61,7 +61,7 @@ P = PartialSum()
 
 
 def parse_placement(text: str) -> Placement:
-    """Read back what `str` wrote: `parse_placement(str(p)) == p`. Raises ValueError naming the text."""
+    """Parse the output of `str(placement)`. Raises ValueError naming the text."""
     if text == "B":
         return B
     if text == "Bp":
@@ -75,14 +75,14 @@ def parse_placement(text: str) -> Placement:
 
 @dataclass(frozen=True)
 class Conversion:
-    """One row: the function of an emitted program's axis that converts, and the collectives it issues."""
+    """The method of an emitted program's axis that converts one placement to another, and the collectives it issues."""
 
-    function: str  # method of autoptd.ops.tp_axis.Axis; "" where nothing is to be done
-    forward: str | None  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or None where no rank talks
+    function: str  # method of autoptd.ops.tp_axis.Axis; "" for the identity
+    forward: str | None  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or None
     backward: str | None
 
 
-# (from, to), Split written S whatever its dim; (S, S) is for two different splits.
+# (from, to); S stands for any Split, (S, S) for two different ones.
 CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("B", "B"): Conversion("", None, None),
     ("B", "Bp"): Conversion("sum_gradient", None, "all_reduce"),
@@ -105,12 +105,12 @@ _NOTHING = Conversion("", None, None)
 
 
 def kind(placement: Placement) -> str:
-    """The placement's row and column name in `CONVERSIONS`."""
+    """Return the placement's row and column name in `CONVERSIONS`."""
     return "S" if isinstance(placement, Split) else str(placement)
 
 
 def conversion(source: Placement, target: Placement) -> Conversion:
-    """What turns `source` into `target`, forward and backward."""
+    """Return the conversion from `source` to `target`."""
     if source == target:
         return _NOTHING
     return CONVERSIONS[kind(source), kind(target)]

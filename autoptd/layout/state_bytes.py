@@ -1,9 +1,9 @@
-"""What the runtime allocates for parameters, gradients and optimizer, to the byte, from the layout alone.
+"""Exact bytes that the runtime allocates for parameters, gradients and optimizer, computed from the layout alone.
 
-`buffers.py` lays trainable parameters of one (gradient class over tp, stages) into buckets, each padded so that all dp
-ranks have equal, aligned shards. Moments belong to the elements of parameters, padding has none. Frozen parameters lie
-in buckets of their own under ZeRO 3, in their own dtype, and stay as they are otherwise. Here the same `pack` runs over
-sizes.
+`runtime/zero` packs trainable parameters of equal (gradient class over tp, stages) into buckets, each padded so that
+all dp ranks have equal, aligned shards. The optimizer's moments exist for elements of parameters, not for padding.
+Under ZeRO 3 frozen parameters have buckets of their own, in their own dtype; otherwise they are not packed. Here the
+same `pack` runs over the sizes.
 """
 
 from __future__ import annotations
@@ -19,34 +19,31 @@ from autoptd.layout.layout import Layout
 from autoptd.layout.packing import Bucket, overlap, pack
 from autoptd.layout.placements import Placement, Split
 
-Unit: TypeAlias = tuple[str, tuple[int, ...]]  # as `TensorSpec.unit`: a block's path, or "" and the stages that read it
+Unit: TypeAlias = tuple[str, tuple[int, ...]]  # `TensorSpec.unit`: path of a block or "", and the stages that read it
 BUCKET_ELEMENTS = Layout.bucket_elements
 
 
 def elements_of(bucket_bytes: int, gradient_bytes: int) -> int:
-    """What a bucket closes at, in elements, where a plan asks for so many bytes of gradients; 0: as it is set."""
+    """Return the elements at which a bucket of `bucket_bytes` of gradients closes; 0 bytes: the default."""
     return max(1, bucket_bytes // gradient_bytes) if bucket_bytes else BUCKET_ELEMENTS
 
 
 def buffer_class(placement: Placement) -> str:
-    """What parameters of one buffer have in common over tp: how their gradients lie."""
+    """Return the class of gradients over tp that the parameters of one buffer share."""
     return "split" if isinstance(placement, Split) else str(placement)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Elements of every bucket with its padding, and those that the optimizer of each dp rank updates, without.
-
-    `buffers` are of trainable parameters, `frozen` of those that are sharded all the same.
-    """
+    """Buckets of packed trainable parameters (`buffers`) and of the frozen ones that ZeRO 3 shards (`frozen`)."""
 
     dp: int
     shards: int  # ranks that share one copy; 1 without ZeRO
     buffers: tuple[tuple[Bucket, ...], ...]
-    idle: frozenset[str] = frozenset()  # names of slots that no gradient reaches: they have no moments
-    units: tuple[Unit, ...] = ()  # by slot, where gradients are sharded
+    idle: frozenset[str] = frozenset()  # names of slots that no gradient reaches; they have no moments
+    units: tuple[Unit, ...] = ()  # by slot; empty unless gradients are sharded
     frozen: tuple[tuple[Bucket, ...], ...] = ()
-    itemsizes: tuple[int, ...] = ()  # by slot, of those in `frozen`; 0 of others
+    itemsizes: tuple[int, ...] = ()  # by slot, for those in `frozen`; 0 for others
 
     @property
     def laid_out(self) -> tuple[Bucket, ...]:
@@ -58,10 +55,10 @@ class Packed:
 
     @property
     def whole(self) -> int:
-        """Elements of gradients that ZeRO 2 and 3 hold whole at the most: a bucket of each buffer, one under way.
+        """The most gradient elements that ZeRO 2 and 3 hold unsharded: a bucket per buffer, and one being reduced.
 
-        Buffers take gradients in the same order, so of each one bucket is filled at a time, and the one under way
-        (`reduction.UNDER_WAY`) is the one before it in its buffer.
+        Buffers receive gradients in the same order, so each fills one bucket at a time. The one being reduced
+        (`grad_reduce.UNDER_WAY`) is the previous one of its buffer.
         """
         each = [list(map(_elements, buckets)) for buckets in self.buffers]
         filled = sum(map(max, each))
@@ -69,18 +66,18 @@ class Packed:
 
     @property
     def frozen_bytes(self) -> int:
-        """This rank's shards of frozen parameters."""
+        """Bytes of a rank's shards of frozen parameters."""
         return sum(self._bytes(bucket, 0) // self.shards for buckets in self.frozen for bucket in buckets)
 
     def _bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Of a whole bucket, of so many bytes an element where it is not frozen."""
+        """Return the bytes of a whole bucket. `itemsize`: bytes per element unless the bucket is frozen."""
         slot = int(bucket.slots[0].name)
         return _elements(bucket) * (self.itemsizes[slot] if self.itemsizes and self.itemsizes[slot] else itemsize)
 
     def gathered_bytes(self, itemsize: int) -> int:
-        """Bytes of parameters that ZeRO 3 holds whole at the most: what a stage reads itself, and two blocks.
+        """Return the most bytes of parameters that ZeRO 3 holds gathered: two blocks, and those a stage reads itself.
 
-        `itemsize`: of the compute dtype, in which trainable ones are gathered.
+        `itemsize`: bytes of the compute dtype, in which trainable parameters are gathered.
         """
         blocks, stages = dict[str, int](), dict[int, int]()
         held = (*self.laid_out, *(bucket for buckets in self.frozen for bucket in buckets))
@@ -101,7 +98,7 @@ class Packed:
         return max(self.stepped) if self.idle else self.stepped_by(0)
 
     def stepped_by(self, rank: int) -> int:
-        """Of one dp rank; the first has most, since buckets are filled from their start, where none is idle."""
+        """Return the elements that a dp rank's optimizer updates; rank 0 has the most unless parameters are idle."""
         slots = ((bucket, slot) for bucket in self.laid_out for slot in bucket.slots if slot.name not in self.idle)
         own = rank % self.shards
         parts = (overlap(slot, bucket.shard(own, self.shards)) for bucket, slot in slots)
@@ -117,27 +114,27 @@ def packed(
     units: Sequence[Unit] = (),
     frozen: Mapping[int, int] | None = None,
 ) -> Packed:
-    """What (buffer, local elements) of parameters that lie in buffers, in forward order, become.
+    """Pack parameters, given as (buffer, local elements) in forward order.
 
     Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `shards`: dp ranks that share
-    one copy. `idle`: positions of those that no gradient reaches. `units`: with ZeRO 2 and 3, what each shares buckets
-    with; nothing else does. `frozen`: bytes per element of those that are, by position.
+    one copy. `idle`: positions of parameters that no gradient reaches. `units`: with ZeRO 2 and 3, the unit of each;
+    only parameters of one unit share a bucket. `frozen`: bytes per element of frozen parameters, by position.
     """
     frozen = frozen or {}
     buffers: dict[tuple[int, Hashable], list[tuple[str, int]]] = {}
-    resting, count = set(), 0
+    idle_names, count = set(), 0
     for i, (buffer, elements) in enumerate(parameters):
         count += 1
         buffers.setdefault((frozen.get(i, 0), buffer), []).insert(0, (str(i), elements))
         if i in idle:
-            resting.add(str(i))
+            idle_names.add(str(i))
     named = {str(i): unit for i, unit in enumerate(units)} if units else None
     laid_out = {key: tuple(pack(sizes, dp, bucket_elements, named)) for key, sizes in buffers.items()}
     return Packed(
         dp,
         shards,
         tuple(buckets for (still, _), buckets in laid_out.items() if not still),
-        frozenset(resting),
+        frozenset(idle_names),
         tuple(units),
         tuple(buckets for (still, _), buckets in laid_out.items() if still),
         tuple(frozen.get(i, 0) for i in range(count)),
@@ -149,9 +146,9 @@ def _elements(bucket: Bucket) -> int:
 
 
 def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int = 0, fullest: bool = False) -> Memory:
-    """Parameters, gradients and optimizer state of a rank; `dp_rank` counts dp and cp together.
+    """Return the bytes of parameters, gradients and optimizer state of a rank, without optimizers' step counts.
 
-    Optimizers' step counts are left out. `fullest`: with what ZeRO 2 and 3 hold whole while they hold most.
+    `dp_rank` counts dp and cp together. `fullest`: add what ZeRO 2 and 3 hold unsharded at their peak.
     """
     tp, dp = layout.mesh.tp, layout.mesh.copies
     alone, held, units, idle, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), set[int](), dict[int, int]()

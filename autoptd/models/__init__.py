@@ -1,7 +1,8 @@
-"""Models by name, file or callable, always without weights: shipped configurations live here as JSON.
+"""Models by name, file or callable, built without weights, and their example inputs. `__all__` is imported from here;
+`models.load` also loads callables. Imports errors and the cost models' file readers only.
 
-A configuration is in the Hugging Face dialect with a `source` (where its shapes are published), perhaps a `note`, and a
-`seq` where its step is not of the usual length (tokens per sample, unless another number is asked for).
+Shipped models are JSON configurations in the Hugging Face format, with a `source` (where the shapes are published), an
+optional `note`, and an optional `seq`: the default tokens per sample, if it is not the usual one.
 """
 
 from autoptd.models.inputs import example_inputs, model_name, sequence_limit

@@ -1,11 +1,11 @@
-"""What of a Hugging Face folder is data: which files are read, and what its configuration may say.
+"""Safe reading of a downloaded Hugging Face folder: which files are read, and what its configuration may contain.
 
-A folder that was downloaded is data. Its configuration describes a model that transformers has; nothing that it says
-may fetch or run code, or take a machine for itself. Its files lie in it, or where the hub's own cache puts them:
+A downloaded folder is untrusted data. Its configuration describes a model class of transformers; nothing in it may
+fetch or run code, or exhaust the machine. Its files are in the folder, or in the blobs of the hub's cache:
 
     models--org--name/snapshots/<revision>/model.safetensors  ->  ../../blobs/<digest>
 
-A link leads to a file of the folder itself, or to one of the blobs of the same repository.
+A link must lead to a file of the folder itself, or to one of the blobs of the same repository.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoptd.printable import printable
 
 MOST_MODULES = 150_000
 _MOST_LAYERS, _MOST_OF_A_KIND, _LARGEST = 1_000, 10_000, 2**53
-_OWN = ("eager", "sdpa")  # attention and experts that are part of transformers and torch
+_OWN = ("eager", "sdpa")  # implementations of attention and experts that are part of transformers and torch
 _OWN_EXPERTS = (*_OWN, "grouped_mm", "batched_mm")
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 _CODE = {  # field -> what transformers would do with it
@@ -42,11 +42,11 @@ _NOT_COUNTED = re.compile(r"_(id|ids|size|dim|freq|interval|step|offset|index|ep
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """The file of that name in a folder. Raises ModelError for what is no plain file there."""
-    fix = "download the folder again, whole; files of a folder lie in it, or in the blobs of its own cache entry"
+    """Return the path of a file in a folder. Raises ModelError unless it is a regular file there or in its blobs."""
+    fix = "download the complete folder again; its files must be in it, or in the blobs of its own cache entry"
     where = str(folder / brief(name))
     if not name or name != Path(name).name or name in (".", "..") or "\0" in name or "\\" in name:
-        raise ModelError(f"{quoted(name)} is no name of a file in the folder", where=str(folder), fix=fix)
+        raise ModelError(f"{quoted(name)} is not the name of a file in the folder", where=str(folder), fix=fix)
     path = folder / name
     try:
         real, home = path.resolve(strict=True), folder.resolve(strict=True)
@@ -55,17 +55,17 @@ def file_of(folder: Path, name: str) -> Path:
     if real.parent != home and real.parent not in _blobs(home):
         raise ModelError(f"{brief(name)} is a link out of the folder, to {real}", where=where, fix=fix)
     if not real.is_file():
-        raise ModelError(f"{brief(name)} is no plain file", where=where, fix=fix)
+        raise ModelError(f"{brief(name)} is not a regular file", where=where, fix=fix)
     return path
 
 
 def _blobs(folder: Path) -> list[Path]:
-    """Where the hub's cache keeps the files that a snapshot links to."""
+    """Return the folder of the hub's cache that holds the files a snapshot links to, if the folder is a snapshot."""
     return [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"][:1]
 
 
 def check_config(data: dict[str, Any], where: str) -> None:
-    """Raise ModelError for a field by which transformers would fetch or run code, and for a size that cannot be."""
+    """Raise ModelError for a field that makes transformers fetch or run code, and for an impossible size."""
     todo: list[tuple[tuple[str | int, ...], Any]] = [((), data)]
     while todo:
         path, value = todo.pop()
@@ -78,9 +78,9 @@ def check_config(data: dict[str, Any], where: str) -> None:
 
 
 def _wrong(name: str, value: Any) -> tuple[str, str] | None:
-    """What is wrong with a field, or with what is inside it, and the way out."""
+    """Return what is wrong with a field or a value inside it, and the fix; None if it is fine."""
     if name in _CODE and value not in (None, False):
-        return f"{_CODE[name]}: {name}", f"take {name} out, where the model is one that transformers itself has"
+        return f"{_CODE[name]}: {name}", f"remove {name}, if transformers itself has the model"
     if found := _IMPLEMENTATION.fullmatch(name):
         own = _OWN_EXPERTS if found[1] == "experts" else _OWN
         if any(leaf is not None and leaf not in own for leaf in _leaves(value)):
@@ -90,17 +90,17 @@ def _wrong(name: str, value: Any) -> tuple[str, str] | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:
-        return f"has the number {quoted(value)}", f"give a whole number of at most {_LARGEST:,}"
+        return f"has the number {quoted(value)}", f"use a whole number of at most {_LARGEST:,}"
     layers = _LAYERS.search(name) is not None
     if (layers or _COUNT.search(name)) and not _NOT_COUNTED.search(name):
         most = _MOST_LAYERS if layers or "layer" in name else _MOST_OF_A_KIND
         if not 0 <= value <= most:
-            return f"has {name} {quoted(value)}", f"give a number from 0 to {most:,}"
+            return f"has {name} {quoted(value)}", f"use a number from 0 to {most:,}"
     return None
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What is said of the parts of a model, or of all of it."""
+    """Yield the values of a field: one for each part of the model, or one for all of it."""
     for inner in value.values() if isinstance(value, dict) else ():
         yield from _leaves(inner)
     if not isinstance(value, dict):
@@ -109,9 +109,9 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def contained(where: str) -> Iterator[None]:
-    """While transformers makes a model: nothing is fetched, modules are counted, and its log is `printable`.
+    """Restrict transformers while it builds a model: no downloads, a `printable` log, at most MOST_MODULES modules.
 
-    Raises ModelError for a model of more than MOST_MODULES modules.
+    Raises ModelError beyond that number.
     """
     from huggingface_hub import constants
     from torch.nn.modules.module import register_module_module_registration_hook

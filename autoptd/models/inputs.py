@@ -1,6 +1,6 @@
-"""Example inputs that a model can be traced with, made from what it says of itself.
+"""Example inputs for tracing, made from a model's configuration or its own `example_inputs`.
 
-Each is a meta tensor of its own: two inputs that are one tensor object would be traced as one input.
+Each input is a separate meta tensor: one tensor object in two places would be traced as one input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Suffix of a Hugging Face class name -> the kind of task, which decides the inputs.
+# Suffix of a Hugging Face class name -> kind of task, which decides the inputs.
 _TASKS = {
     "ForCausalLM": "causal",
     "LMHeadModel": "causal",
@@ -24,29 +24,30 @@ _TASKS = {
     "ForImageClassification": "image",
     "ForConditionalGeneration": "conditional",
 }
-# What a collator hands to a text model of that kind, each [batch, seq]. An encoder-decoder shifts its labels by itself
-# if it has to, but with in-place writes that take four times as long to trace (t5-3b: 40 s instead of 10 s).
+# Inputs that a collator makes for a text model of that kind, each [batch, seq]. An encoder-decoder without
+# decoder_input_ids shifts its labels itself, with in-place writes that take four times as long to trace (t5-3b: 40 s
+# instead of 10 s).
 _TEXT = {
     "causal": ("input_ids", "labels"),
     "masked": ("input_ids", "attention_mask", "labels"),
     "conditional": ("input_ids", "decoder_input_ids", "labels"),
 }
-_SAMPLES = 2  # of a batch to trace with
+_SAMPLES = 2  # per traced batch
 _LONGEST_NAME = 200
-_CAP = 4096  # tokens per sample at most where nobody says
+_CAP = 4096  # limit of the default tokens per sample
 _HOW = "pass inputs={'name': tensor, …} as forward takes them, or define example_inputs(batch, seq) on the model"
 
 
 def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict[str, torch.Tensor]:
-    """Keyword tensors on the meta device for a batch of `batch` samples of `seq` tokens.
+    """Return keyword tensors on the meta device for a batch of `batch` samples of `seq` tokens.
 
-    `seq` is `default_sequence` when left out; an encoder and its decoder get as many each. Raises InputsError where
-    the model does not say what it takes.
+    `seq`: default, `default_sequence`; an encoder and its decoder get as many tokens each. Raises InputsError if the
+    inputs of the model are unknown, or `seq` exceeds its positions.
     """
     task = _task(model)
     own = getattr(model, "example_inputs", None)
     if own is None and task is None:
-        raise InputsError(f"{type(model).__name__} does not say what inputs it takes", fix=_HOW)
+        raise InputsError(f"the inputs of {type(model).__name__} are not known", fix=_HOW)
     if task == "image":
         return _image_inputs(model, batch)
     limit = sequence_limit(model)
@@ -60,20 +61,20 @@ def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict
 
 
 def inputs_beside(model: nn.Module, seq: int | None, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs made to trace a model with: as many samples as its targets, and none of those by their names."""
+    """Return example inputs with as many samples as `targets`, without those that are targets by name."""
     samples = next((x.shape[0] for x in targets.values() if x.ndim), _SAMPLES)
     return {name: x for name, x in example_inputs(model, samples, seq).items() if name not in targets}
 
 
 def model_name(model: nn.Module) -> str:
-    """What to call a model: the last part of its configuration's name or path, or else its class."""
+    """Return the last part of the name or path in a model's configuration, or its class name."""
     path = getattr(getattr(model, "config", None), "name_or_path", "")
     name = PurePath(path).name if isinstance(path, str) else ""
     return printable(name if name and name.isprintable() else type(model).__name__, keep="")[:_LONGEST_NAME]
 
 
 def sequence_limit(model: nn.Module) -> int | None:
-    """The longest sequence the model has positions for, in tokens; None where it does not say (an image model)."""
+    """Return the number of positions of a model, in tokens; None if it has no such field (an image model)."""
     config = getattr(model, "config", model)
     for field in ("max_position_embeddings", "n_positions", "max_seq"):
         limit = getattr(config, field, None)
@@ -83,8 +84,8 @@ def sequence_limit(model: nn.Module) -> int | None:
 
 
 def default_sequence(model: nn.Module) -> int:
-    """Tokens per sample where nobody says: the model's own maximum, or what its shipped configuration says (a T5 has no
-    maximum), up to 4,096."""
+    """Return the default tokens per sample, at most 4,096: the model's maximum, or its shipped configuration's `seq`
+    (a T5 has no maximum)."""
     own = getattr(model, "default_seq", None)
     return min(own if isinstance(own, int) else sequence_limit(model) or _CAP, _CAP)
 
@@ -100,7 +101,7 @@ def _task(model: nn.Module) -> str | None:
 
 
 def _from_text(config: Any) -> bool:
-    """Whether generation is conditioned on text; other models of that name take images or sound."""
+    """Return whether generation is conditioned on text; other models with this class suffix take images or sound."""
     others = ("vision_config", "audio_config", "num_mel_bins")
     return bool(getattr(config, "is_encoder_decoder", False)) and not any(hasattr(config, name) for name in others)
 
@@ -122,10 +123,10 @@ def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, torch.Tensor]:
     inputs = own(batch, seq)
     good = isinstance(inputs, dict) and all(isinstance(value, torch.Tensor) for value in inputs.values())
     if not good or not inputs:
-        what = f"example_inputs({batch}, {seq}) of the model returned no mapping of keyword tensors"
+        what = f"example_inputs({batch}, {seq}) of the model did not return a mapping of keyword tensors"
         raise InputsError(what, fix="return {'name': tensor, …} as forward takes them")
     if len({id(value) for value in inputs.values()}) < len(inputs):
-        raise InputsError("two example inputs are the same tensor object", fix="make a tensor of its own for each")
+        raise InputsError("two example inputs are the same tensor object", fix="make a separate tensor for each")
     return {str(name): value.to("meta") for name, value in inputs.items()}
 
 

@@ -1,7 +1,7 @@
-"""From what a person writes (`llama3-70b`, `./folder`, `train:build`) to a module on the meta device.
+"""Loading of models by name (`llama3-70b`), folder (`./folder`) or callable (`train:build`), on the meta device.
 
-Nothing is ever fetched: configurations are local files and models are made empty from them.
-torch and transformers are imported where a model is made, so that listing the names stays quick.
+Nothing is downloaded: configurations are local files, and models are built from them without weights. torch and
+transformers are imported when a model is built, so that listing names is fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SHIPPED = Path(__file__).parent
 _OURS = ("source", "note", "seq")  # fields of a shipped configuration that transformers does not know
 _NANOGPT = "nanogpt"
-_USER_ERRORS = (  # what a user's own code may raise; a SyntaxError also stands in their file
+_USER_ERRORS = (  # errors that a user's own code may raise
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -38,25 +38,25 @@ _USER_ERRORS = (  # what a user's own code may raise; a SyntaxError also stands 
     TypeError,
     ValueError,
 )
-_ACCEPTED = "give a shipped name, a Hugging Face config.json or its folder, or module:callable"
+_ACCEPTED = "pass a shipped name, a Hugging Face config.json or its folder, or module:callable"
 
 
 def model_names() -> list[str]:
-    """Shipped names, sorted."""
+    """Return the names of shipped models, sorted."""
     return sorted([_NANOGPT, *(path.stem for path in _SHIPPED.glob("*.json"))])
 
 
 def describe_models() -> dict[str, str]:
-    """Shipped name -> where its shapes come from."""
+    """Return the source of each shipped model's shapes, by name."""
     found = {_NANOGPT: "a plain nn.Module of GPT-2's sizes: autoptd/models/nanogpt.py"}
     found |= {path.stem: json.loads(path.read_text("utf-8"))["source"] for path in _SHIPPED.glob("*.json")}
     return dict(sorted(found.items()))
 
 
 def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
-    """The module, with parameters on `device`, and a short name for it; one that is made here is in training mode.
+    """Return a module with parameters on `device`, and a short name for it. Raises ModelError.
 
-    Raises ModelError.
+    Modules from a configuration are in training mode; a callable's are returned as they are.
     """
     path = Path(name)
     if name == _NANOGPT:
@@ -73,12 +73,12 @@ def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
         return from_config(file, device), path.resolve().name if path.is_dir() else _short_name(path)
     if ":" in name:
         return _from_callable(name, device), name.partition(":")[2]
-    fix = f"{nearest(name, model_names())}; or {_ACCEPTED.removeprefix('give a shipped name, ')}"
+    fix = f"{nearest(name, model_names())}; or {_ACCEPTED.removeprefix('pass a shipped name, ')}"
     raise ModelError(f"there is no model {name!r}", fix=fix)
 
 
 def from_config(path: Path, device: str = "meta") -> nn.Module:
-    """The module that a Hugging Face configuration file describes, without weights. Raises ModelError."""
+    """Build the model of a Hugging Face configuration file, without weights. Raises ModelError."""
     data = _read_config(path)
     check_config(data, str(path))
     try:
@@ -91,7 +91,7 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
     architecture = _config_field(data, "architectures", path)
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
     if kind not in known:
-        raise ModelError(f"transformers knows no model_type {quoted(kind)}", where=str(path), fix=_close(kind, known))
+        raise ModelError(f"transformers has no model_type {quoted(kind)}", where=str(path), fix=_close(kind, known))
     fields = {key: value for key, value in data.items() if key not in (*_OURS, "model_type")}
     strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
@@ -106,12 +106,12 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
         if isinstance(data.get("seq"), int):
             model.default_seq = data["seq"]
         if getattr(model, "loss_type", "") is None:
-            model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning
+            model.loss_type = "ForCausalLM"  # transformers' own default, which it takes with a warning
         return model
     except ModelError:
         raise
     except (*_USER_ERRORS, strict) as error:
-        what = f"transformers cannot make a {architecture} of {path.name}: {_first_line(error)}"
+        what = f"transformers cannot build a {architecture} from {path.name}: {_first_line(error)}"
         raise ModelError(what, where=str(path), fix="correct the configuration") from error
 
 
@@ -120,22 +120,22 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"there is no file {path}", where=str(path), fix=_ACCEPTED)
     data = read_json(path, "configuration", ModelError, _ACCEPTED)
     if not isinstance(data, dict):
-        raise ModelError(f"{path} holds no configuration: it is a JSON {type(data).__name__}", where=str(path))
+        raise ModelError(f"{path} is not a configuration: it holds a JSON {type(data).__name__}", where=str(path))
     return data
 
 
 def _config_field(data: dict[str, Any], field: str, path: Path) -> str:
-    """A field's text, or the first text of its list."""
+    """Return a field's text, or the first text of its list. Raises ModelError if there is none."""
     value = data.get(field)
     first = value[0] if isinstance(value, list) and value else value
     if not isinstance(first, str):
-        what = f"{path} is no Hugging Face configuration of a model: {field!r} is {quoted(value)}"
-        raise ModelError(what, where=str(path), fix="take the config.json that came with the model")
+        what = f"{path} is not a Hugging Face configuration of a model: {field!r} is {quoted(value)}"
+        raise ModelError(what, where=str(path), fix="use the config.json that came with the model")
     return first
 
 
 def load_callable(name: str) -> Callable[..., Any]:
-    """What `module:callable` names, found as a model is. Raises ModelError."""
+    """Return the object that `module:callable` names, imported as for a model. Raises ModelError."""
     if ":" not in name:
         raise ModelError(f"{name!r} is not module:callable", where=name, fix="name a function of a Python file")
     with _importing_from(str(Path.cwd())):
@@ -143,7 +143,7 @@ def load_callable(name: str) -> Callable[..., Any]:
 
 
 def load_inputs(name: str) -> dict[str, Any]:
-    """Example inputs that a `module:callable` returns. Raises ModelError."""
+    """Return the example inputs that a `module:callable` makes. Raises ModelError."""
     build = load_callable(name)
     try:
         made = build()
@@ -156,7 +156,7 @@ def load_inputs(name: str) -> dict[str, Any]:
 
 
 def _from_callable(name: str, device: str) -> nn.Module:
-    """`module:callable`, found from the current folder as well as among the installed packages."""
+    """Build the model of a `module:callable`, imported from the current folder or the installed packages."""
     with _importing_from(str(Path.cwd())):
         build = _find_callable(name)
         import torch
@@ -197,13 +197,13 @@ def _importing_from(folder: str) -> Iterator[None]:
 
 
 def _short_name(path: Path) -> str:
-    """The folder names a `config.json`, as a download leaves it; any other file names itself."""
+    """Return the folder's name for a `config.json`, otherwise the name of the file without its suffix."""
     path = path.resolve()
     return path.parent.name if path.name == "config.json" else path.stem
 
 
 def _close(name: str, known: Any) -> str:
-    """`nearest` without the list of several hundred."""
+    """Return the guess of `nearest` without its list of several hundred names."""
     guess, _, _ = nearest(name, known).partition("known:")
     return guess.strip() or "use the transformers release that the model needs"
 
@@ -214,6 +214,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """`file:line` of the innermost frame."""
+    """Return `file:line` of an error's innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

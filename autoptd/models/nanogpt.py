@@ -1,7 +1,7 @@
-"""A GPT in plain PyTorch, as people write them: fused qkv, learned positions, tied head, loss from `forward`.
+"""A GPT in plain PyTorch, in the usual style: fused qkv, learned positions, tied head, loss from `forward`.
 
-Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. Made empty under `torch.device("meta")`,
-its parameters get values later from `reset_parameters` of its layers and `_init_weights`.
+Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. If it is built under `torch.device("meta")`,
+`reset_parameters` of its layers and `_init_weights` initialise its parameters later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GPTSizes:
-    """The defaults are GPT-2 small with the vocabulary rounded up to a multiple of 64."""
+    """Sizes of a `NanoGPT`. The defaults are GPT-2 small with the vocabulary rounded up to a multiple of 64."""
 
     vocab: int = 50304
     max_seq: int = 1024  # tokens
@@ -27,7 +27,7 @@ class GPTSizes:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; one linear layer makes queries, keys and values."""
+    """Causal self-attention; one linear layer computes queries, keys and values."""
 
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm perceptron four times as wide."""
+    """Pre-norm attention, then a pre-norm MLP four times as wide."""
 
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """`model(idx)` gives the logits; `model(idx, targets)` the mean cross entropy, targets of -1 ignored."""
+    """GPT: `model(idx)` returns logits, `model(idx, targets)` the mean cross entropy; targets of -1 are ignored."""
 
     def __init__(self, sizes: GPTSizes | None = None) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class NanoGPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal weights of deviation 0.02 and zero biases (Radford et al. 2018, section 4.1)."""
+        """Initialise weights from N(0, 0.02²) and biases with zeros (Radford et al. 2018, section 4.1)."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -95,5 +95,5 @@ class NanoGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def example_inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
-        """Tokens and targets on the meta device."""
+        """Return tokens and targets on the meta device."""
         return {name: torch.empty(batch, seq, dtype=torch.int64, device="meta") for name in ("idx", "targets")}

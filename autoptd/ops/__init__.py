@@ -1,3 +1,3 @@
-"""What emitted stage files import: the stage class, the tp and cp axes, and ops with an implementation
-of their own. Imports `layout` only, so that passes can name these ops without the runtime.
+"""The library that emitted stage files import: the stage class, the tp and cp axes, and ops with an implementation of
+their own. Passes and runtime may import every module. Imports `layout` and what is below it, never the runtime.
 """

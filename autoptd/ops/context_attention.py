@@ -1,27 +1,28 @@
-"""Attention over a sequence that is cut over the ranks of the cp axis.
+"""Attention over a sequence that is split over the ranks of the cp axis.
 
-Ring attention (Liu et al. 2023, Ring Attention with Blockwise Transformers): queries stay, keys and values go round.
-Each rank folds the block of keys that is passing into its result by the running maximum M and sum L of the softmax
-(Milakov and Gimelshein 2018; Dao et al. 2022, FlashAttention):
+Ring attention (Liu et al. 2023, Ring Attention with Blockwise Transformers): queries stay on their rank, keys and
+values are passed around the ring. Each rank accumulates the block of keys that it holds into its result by the running
+maximum M and sum L of the softmax (Milakov and Gimelshein 2018; Dao et al. 2022, FlashAttention):
 
     M' = max(M, max s)     L' = L e^(M-M') + Σ e^(s-M')     O' = O e^(M-M') + e^(s-M') V     result O / L
 
-M and L are kept apart for the backward pass: where a mask adds the lowest number of the type, M + log L is M again, and
-the sum would be lost. Backward, with p = e^(s-M) / L and D = Σ dO ∘ O over a row (Dao et al. 2022, appendix B.2):
+M and L are saved separately for backward: if a mask adds the lowest number of the type, M + log L rounds to M, and the
+sum would be lost. Backward, with p = e^(s-M) / L and D = Σ dO ∘ O over a row (Dao et al. 2022, appendix B.2):
 
     dV += pᵀ dO     ds = p ∘ (dO Vᵀ - D)     dQ += ds K · scale     dK += dsᵀ Q · scale
 
-With dropout a score counts in its row's sum whether it is kept or not, and K = keep / (1 - p) of its key's element in
-the whole [..., heads, s, s] stands beside p where values are read: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and
-ds = p ∘ (K ∘ (dO Vᵀ) - D). It is made again in the backward pass.
+With dropout every score counts in its row's sum, dropped or not, and K = keep / (1 - p) scales p in products with
+values: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and ds = p ∘ (K ∘ (dO Vᵀ) - D). K is keyed by the element's position
+in the whole [..., heads, s, s] and recomputed in backward.
 
-Without a mask and dropout a tile is done by torch's fused kernel, which keeps no scores (`fused.py`): to the sums above
-it is one key, with the log of the tile's sum for a score. Else it is written out, in pieces.
+A tile without a mask and dropout is computed by torch's fused kernel, which stores no scores (`fused_attention.py`). In
+the sums above it counts as one key, whose score is the log of the tile's sum. Other tiles are computed in pieces.
 
-dK and dV travel with the keys that they belong to, and one step further, home. The next block is under way while a rank
-computes. Sums over tiles are in float32 at least, and so are the products of a tile that is written out.
+dK and dV are passed along with the keys that they belong to, and one step further, to their owner. The next block is
+sent while a rank computes. Sums over tiles are in float32 at least, and so are products computed in pieces.
 
-Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses): an all-to-all gives each rank all tokens of some heads, and back.
+Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses): an all-to-all gives each rank all tokens of some heads; another one
+reverses it for the result.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from autoptd.ops import fused_attention as fused
 from autoptd.ops.attention import SCORES, attention
 from autoptd.ops.cp_axis import Tokens
-from autoptd.ops.dropout import FIRST_DIM, DimSlice, DropoutKey, Elements, Where
+from autoptd.ops.dropout import FIRST_DIM, DimSlice, DropoutKey, Elements, SamplePosition
 
 
 def ring_attention(
@@ -52,15 +53,15 @@ def ring_attention(
     scale: float | None = None,
     key: str = "",
     rng: DropoutKey | None = None,
-    samples: Where = FIRST_DIM,
+    samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """This rank's rows of scaled dot product attention over the whole sequence.
+    """Compute this rank's rows of scaled dot product attention over the whole sequence.
 
     q [..., heads, s/n, d], k and v [..., kv heads, s/n, d]: own tokens. mask [..., s/n or 1, s]: rows of own tokens,
-    all columns; true where a key is seen, or what is added to its scores; it takes no gradient. `samples` and `parts`
-    are those of the rows of the scores [..., heads, s/n, s], own tokens among them.
+    all columns; true for visible keys, or a number added to the scores; it takes no gradient. `samples` and `parts`
+    describe the rows of the scores [..., heads, s/n, s], including the split of tokens.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if cp.size == 1:
@@ -84,13 +85,13 @@ def ulysses_attention(
     scale: float | None = None,
     key: str = "",
     rng: DropoutKey | None = None,
-    samples: Where = FIRST_DIM,
+    samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `ring_attention`, with heads exchanged for tokens; n divides heads and kv heads. mask [..., s or 1, s].
+    """Compute the result of `ring_attention` by exchanging tokens for heads; n divides heads and kv heads.
 
-    `samples` and `parts` are those of the scores [..., heads/n, s, s], own heads among them.
+    mask [..., s or 1, s]. `samples` and `parts` describe the scores [..., heads/n, s, s], including the split of heads.
     """
     q, k, v = (cp.all_to_all(x, (x.ndim - 2, 1), (x.ndim - 3, 1)) for x in (q, k, v))
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
@@ -100,7 +101,7 @@ def ulysses_attention(
 
 
 class _Ring(torch.autograd.Function):
-    """Saves its operands, its result, and two numbers per row."""
+    """Ring attention. Saves its operands, its result, and two numbers per row for backward."""
 
     @staticmethod
     def forward(
@@ -128,7 +129,7 @@ class _Ring(torch.autograd.Function):
                 highest[..., query, :] = above
         unseen = total == 0
         highest, total = highest.masked_fill_(unseen, 0), total.masked_fill_(unseen, 1)
-        # in memory by tokens, as fused kernels write: joining the heads copies nothing
+        # stored with tokens before heads, as fused kernels do, so that joining the heads copies nothing
         result = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])).transpose(-3, -2)
         rows.grouped_view(result).copy_(out.div_(total))
         ctx.save_for_backward(q, k, v, result, highest, total)
@@ -141,9 +142,9 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, highest, total = ctx.saved_tensors
         rows, cp = ctx.rows, ctx.cp
         rows.q = rows.grouped(q)
-        rows.turn(grad, out, highest, total)
+        rows.begin_backward(grad, out, highest, total)
         d_q = rows.like_q(q.shape[-1]).zero_()
-        arriving: _Sent | None = None
+        arriving: _RingMessage | None = None
         for owner, (keys, values) in _round(cp, k, v):
             sums = _packed(*(torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (k, v)))
             d_k, d_v = _unpacked(sums)
@@ -155,7 +156,7 @@ class _Ring(torch.autograd.Function):
             if arriving is not None:
                 for mine, theirs in zip(sums, arriving.wait(), strict=True):
                     mine += theirs
-            arriving = _Sent(cp, sums)  # with the keys to the next rank; the last time home
+            arriving = _RingMessage(cp, sums)  # to the next rank with the keys; the last time to their owner
         assert arriving is not None
         d_k, d_v = _unpacked(arriving.wait())
         rows.q = rows.given = None
@@ -163,37 +164,37 @@ class _Ring(torch.autograd.Function):
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """What to subtract: of a row that has seen no key yet, nothing."""
+    """Return the largest scores, with 0 for rows that have seen no key yet."""
     return highest.masked_fill(highest == -math.inf, 0)
 
 
 @dataclass(frozen=True)
 class _Dropped:
-    """What dropout drops of own rows, and with which probability."""
+    """Dropout of the scores of own rows, with probability `p`."""
 
     elements: Elements  # rows of own tokens, columns of any rank's
     p: float
     cp: Tokens
 
     def kept(self, owner: int, query: slice, key: slice) -> Tensor:
-        """Whether a tile's scores are kept, [..., heads, queries, keys]; keys are the owner's."""
+        """Return which scores of a tile are kept, [..., heads, queries, keys]; keys are the owner's."""
         here = replace(self.elements, parts=(*self.elements.parts, self.cp.part_of(owner, -1)))
         return here.narrow(-2, query.start, query.stop).narrow(-1, key.start, key.stop).keep(self.p)
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries of this rank and keys of an owner that meet."""
+    """A block of scores: queries of this rank and keys of an owner."""
 
     owner: int
     query: slice
     key: slice  # of the owner's
-    column: int  # the first one of the mask
+    column: int  # the first one in the mask
     on_diagonal: bool
 
 
 class _RingQueries:
-    """The queries of this rank, heads that share a key together, and the tiles in which they meet keys: written out."""
+    """The queries of this rank, grouped by key head, and the computation of their tiles by plain products."""
 
     def __init__(
         self,
@@ -209,9 +210,9 @@ class _RingQueries:
         self.heads, self.length = k.shape[-3], k.shape[-2]
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.q: Any = self.grouped(q)
-        self.given: Any = None  # in the backward pass: gradients, row sums, and what the forward pass kept of rows
+        self.given: Any = None  # in backward: gradients, row sums, and the saved numbers of each row
         self.mask = mask
-        if mask is not None and mask.ndim > 2:  # heads as the queries have them
+        if mask is not None and mask.ndim > 2:  # group heads like those of the queries
             self.mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (self.heads, -1))
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class _RingQueries:
         return self.grouped_view(x.to(self.dtype))
 
     def grouped_view(self, x: Tensor) -> Tensor:
-        """The same of the tensor itself."""
+        """Group the heads of a tensor without a copy."""
         return x.unflatten(-3, (self.heads, -1))
 
     def joined(self, x: Tensor) -> Tensor:
@@ -230,11 +231,11 @@ class _RingQueries:
         return torch.empty((*self.q.shape[:-1], width), dtype=self.dtype, device=self.q.device)
 
     def shared(self, x: Tensor, rows: slice) -> Tensor:
-        """Some of the keys or values, for the heads that share them."""
+        """Return some of the keys or values, with a dim for the heads that share them."""
         return x[..., rows, :].to(self.dtype).unsqueeze(-3)
 
     def tiles(self, owner: int) -> Iterator[_Tile]:
-        """Those of this rank's queries with the keys of an owner."""
+        """Yield the tiles of this rank's queries with the keys of an owner."""
         mine, theirs = self.cp.chunks(self.cp.rank), self.cp.chunks(owner)
         width = self.length // len(theirs)
         for j, there in enumerate(theirs):
@@ -249,24 +250,23 @@ class _RingQueries:
                         yield _Tile(owner, query, key, column, here == there)
 
     def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
-        """Of at most `SCORES` scores each."""
+        """Split a range of queries into pieces of at most `SCORES` scores."""
         most = max(1, SCORES // max(1, columns * math.prod(self.q.shape[:-2])))
         return (slice(at, min(at + most, last)) for at in range(first, last, most))
 
     def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the rows' largest score so far, the tile's sums of exponentials and of values, both less the largest)."""
+        """Return the rows' largest score so far, and relative to it the tile's sums of exponentials and of values."""
         scores = self._scores(tile, keys)
         above = torch.maximum(highest, scores.amax(-1, keepdim=True))
         weights = (scores - _finite(above)).exp_()
         return above, weights.sum(-1, keepdim=True), self._kept(weights, tile) @ self.shared(values, tile.key)
 
-    def turn(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
-        """To the backward pass."""
+    def begin_backward(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
         given = self.grouped(grad)
         self.given = given, (given * self.grouped(out)).sum(-1, keepdim=True), highest, total
 
     def gradients(self, tile: _Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a tile adds to those of its queries, keys and values."""
+        """Return a tile's contributions to the gradients of its queries, keys and values."""
         grad, inner, highest, total = (x[..., tile.query, :] for x in self.given)
         weights = (self._scores(tile, keys) - highest).exp_() / total
         kept = self._kept(weights, tile)
@@ -277,14 +277,14 @@ class _RingQueries:
         return to_scores @ self.shared(keys, tile.key), to_keys, to_values
 
     def _kept(self, weights: Tensor, tile: _Tile) -> Tensor:
-        """A tile's weights where they are kept, scaled; zero where they are dropped."""
+        """Return a tile's weights after dropout."""
         if self.dropped is None:
             return weights
         keep = self.dropped.kept(tile.owner, tile.query, tile.key).unflatten(-3, (self.heads, -1))
         return weights * keep * (1 / (1 - self.dropped.p or 1))
 
     def _scores(self, tile: _Tile, keys: Tensor) -> Tensor:
-        """[..., kv heads, heads per kv head, queries, keys], masked."""
+        """Return a tile's masked scores, [..., kv heads, heads per kv head, queries, keys]."""
         query = tile.query
         scores: Tensor = self.q[..., query, :] @ self.shared(keys, tile.key).transpose(-2, -1) * self.scale
         if tile.on_diagonal:
@@ -299,7 +299,7 @@ class _RingQueries:
 
 
 class _Fused(_RingQueries):
-    """The same by a kernel that keeps no scores: whole chunks, heads as they are, products in the operands' type."""
+    """Tiles computed by a fused kernel that stores no scores: whole chunks, ungrouped heads, the operands' type."""
 
     def grouped(self, x: Tensor) -> Tensor:
         return x
@@ -310,7 +310,7 @@ class _Fused(_RingQueries):
         yield slice(first, last)
 
     def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A tile as one key: its score is the log of its sum, its value the tile's result."""
+        """Treat a tile as one key: its score is the log of its sum, its value the tile's result."""
         out, sums = fused.forward(
             self.q[..., tile.query, :], keys[..., tile.key, :], values[..., tile.key, :], tile.on_diagonal, self.scale
         )
@@ -318,7 +318,7 @@ class _Fused(_RingQueries):
         weight = (sums.unsqueeze(-1) - above).exp_()
         return above, weight, out * weight
 
-    def turn(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
+    def begin_backward(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
         self.given = grad, out, (highest + total.log()).squeeze(-1)
 
     def gradients(self, tile: _Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,18 +339,17 @@ Parts = tuple[Tensor, ...]
 
 
 def _packed(k: Tensor, v: Tensor) -> Parts:
-    """As one message, where they are alike."""
+    """Stack keys and values into one message if their shapes and types agree."""
     alike = k.shape == v.shape and k.dtype == v.dtype
     return (torch.stack((k, v)),) if alike else (k.contiguous(), v.contiguous())
 
 
 def _unpacked(parts: Parts) -> Parts:
-    """Keys and values, views of a message."""
     return parts if len(parts) == 2 else parts[0].unbind()
 
 
-class _Sent:
-    """A message on its way to the next rank, and that which comes from the one before."""
+class _RingMessage:
+    """A message in transfer to the next rank, and the one that arrives from the previous rank."""
 
     def __init__(self, cp: Tokens, parts: Parts) -> None:
         self.coming = tuple(torch.empty_like(x) for x in parts)
@@ -363,10 +362,10 @@ class _Sent:
 
 
 def _round(cp: Tokens, k: Tensor, v: Tensor) -> Iterator[tuple[int, Parts]]:
-    """(owner, its keys and values) of every rank, own first; the next are under way while these are used."""
+    """Yield (owner, its keys and values) of every rank, own first; the next ones are sent while these are used."""
     here = _packed(k, v)
     for step in range(cp.size):
-        coming = _Sent(cp, here) if step < cp.size - 1 else None
+        coming = _RingMessage(cp, here) if step < cp.size - 1 else None
         yield (cp.rank - step) % cp.size, _unpacked(here)
         if coming is not None:
             here = coming.wait()

@@ -1,13 +1,13 @@
-"""The cp axis: ranks that share the tokens of a sample, as an emitted program sees it.
+"""The cp axis of an emitted program: ranks that share the tokens of a sample.
 
-A sample of s tokens is cut into chunks of equal length, and a rank holds one chunk, or under a causal mask two:
+A sample of s tokens is split into chunks of equal length. A rank holds one chunk, or two with a causal mask:
 
     in order     rank r of n:  chunk r of n
     zigzag       rank r of n:  chunks r and 2n-1-r of 2n
 
-With zigzag every rank has an early and a late chunk, so that the rows of a causal mask give all ranks the same work
-(the load balance of Megatron-LM's and of zhuzilin/ring-flash-attention's zigzag, quoted from memory). Ops that work on
-each token by itself do not notice; what counts positions is cut from what was computed at full length.
+With zigzag every rank has an early and a late chunk, so that a causal mask gives all ranks equal work (the load balance
+of Megatron-LM's and of zhuzilin/ring-flash-attention's zigzag, quoted from memory). Ops on single tokens are not
+affected; tensors that depend on positions are computed at full length and then sliced.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from autoptd.ops.tp_axis import Axis, from_slices, own_slice, to_slices
 
 
 def tokens_axis(layout: Layout, group: Group) -> dict[str, Tokens]:
-    """What a stage of a program whose tokens are cut takes besides."""
+    """Return the keyword of a stage for its cp axis; empty unless tokens are split."""
     return {"cp": Tokens(group, layout.zigzag)} if layout.mesh.cp > 1 else {}
 
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """The tokens of one rank, along a dim: some of the equal parts of a sequence, one after the other."""
+    """The tokens of one rank along a dim: a concatenation of some of the equal chunks of a sequence."""
 
     dim: int
     size: int  # ranks
     chunks: tuple[int, ...]
 
     def whole(self, index: Tensor, length: int) -> Tensor:
-        """Where elements of the rank's tokens, of which there are `length`, lie in the whole dim."""
+        """Map positions in the rank's `length` tokens to positions in the whole dim."""
         width = length // len(self.chunks)
         where = index % width
         for i, chunk in enumerate(self.chunks):
@@ -46,23 +46,21 @@ class TokenChunks:
 
 
 class Tokens(Axis):
-    """The conversions of `Axis`, for dims of tokens. `zigzag`: which tokens are a rank's own."""
+    """The conversions of `Axis` for dims of tokens. `zigzag`: each rank holds an early and a late chunk."""
 
     def __init__(self, group: Group, zigzag: bool = False) -> None:
         super().__init__(group)
         self.zigzag = zigzag
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks that a rank holds, in the order in which it holds them; one chunk per rank, or two."""
+        """Return the one or two chunks that a rank holds, in its order."""
         return (rank, 2 * self.size - 1 - rank) if self.zigzag else (rank,)
 
     def part(self, dim: int, groups: int = 1) -> DimSlice:
-        """Which part of a split dim this rank holds."""
-        assert groups == 1, "tokens are cut once"
+        assert groups == 1, "tokens are split once"
         return self.part_of(self.rank, dim)
 
     def part_of(self, rank: int, dim: int) -> TokenChunks:
-        """Which part of a split dim a rank holds."""
         return TokenChunks(dim, self.size, self.chunks(rank))
 
     def _own(self, x: Tensor, dim: int, groups: int) -> Tensor:
@@ -87,7 +85,6 @@ class Tokens(Axis):
         return torch.cat([x.narrow(dim, order.index(i) * width, width) for i in range(len(order))], dim)
 
     def _width(self, x: Tensor, dim: int) -> int:
-        """The length of a chunk."""
         length, count = x.shape[dim], 2 * self.size
         assert length % count == 0, f"dim {dim} of {list(x.shape)} does not divide by {count} chunks"
         return length // count

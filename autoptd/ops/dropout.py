@@ -1,16 +1,17 @@
-"""Keyed randomness: what a dropout drops is a function of the element alone, so that no plan can change it.
+"""Keyed dropout: whether an element is dropped is a function of its key alone, so that no plan can change it.
 
     key of an element = (seed, step, op, global sample, position in each dim of the sample's whole tensor)
 
-How the batch is cut into dp shares and microbatches, the tensor into slices, the model into stages, and whether a block
-runs twice, plays no part: every rank computes the keys of the elements that it holds. No generator has a state.
+The key does not depend on the split of the batch into dp shares and microbatches, of tensors into slices, of the model
+into stages, or on recomputation. Every rank computes the keys of the elements that it holds, without generator state.
 
 The op's key, the sample and the positions in all dims but the last are folded one after the other into 64 bits by steps
 of SplitMix64 (Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators; constants quoted from
-memory): a few operations per row. Each element then mixes the two halves of its row's word with the word of its column
-by two rounds of xor-shift and multiply, those of the 32-bit finalizer "lowbias32" (Wellons, hash-prospector; constants
-quoted from memory): eleven vectorised 32-bit operations per element, half the time of `bernoulli_` on a CPU. Philox
-(Salmon et al. 2011) takes ten rounds of two 64-bit products, which no torch op does in one pass.
+memory), which takes a few operations per row. Each element then mixes the two 32-bit parts of its row's word with the
+word of its column by two rounds of xor-shift and multiply, those of the 32-bit finalizer "lowbias32" (Wellons,
+hash-prospector; constants quoted from memory). This takes eleven vectorised 32-bit operations per element, half the
+time of `bernoulli_` on a CPU. Philox (Salmon et al. 2011) takes ten rounds of two 64-bit products, which no torch op
+does in one pass.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-_AT_ONCE = {"cpu": 1 << 16}  # elements that are mixed together: temporaries that stay in a core's cache
-_AT_ONCE_ELSEWHERE = 1 << 25
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 16}  # mixed by one op, so that temporaries fit into a core's cache
+_ELEMENTS_AT_ONCE_ELSEWHERE = 1 << 25
 
 
 class DimSlice(Protocol):
-    """A slice of a dim that this rank holds. One dim may be cut several times over: innermost cut first."""
+    """A slice of a dim that this rank holds. If a dim is split several times, the innermost slice comes first."""
 
     @property
     def dim(self) -> int: ...
 
     @property
     def size(self) -> int:
-        """How many times as long the whole dim is."""
+        """Length of the whole dim over that of the slice."""
 
     def whole(self, index: Tensor, length: int) -> Tensor:
-        """Where elements of the slice, which is `length` long, lie in the whole dim."""
+        """Map positions in the slice, which is `length` long, to positions in the whole dim."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Where samples lie in a tensor: dim `dim` is (outer, samples, inner); after a reshape to (b s) inner is s."""
+    """Position of samples in a tensor: dim `dim` is (outer, samples, inner); after a reshape to (b s), inner is s."""
 
     dim: int = 0
     outer: int = 1
@@ -51,16 +52,17 @@ class Samples:
 
 
 FIRST_DIM = Samples()
-MICROBATCH: Literal["microbatch"] = "microbatch"  # rows that no one sample has: drawn anew for each microbatch
-Where: TypeAlias = "Samples | Literal['microbatch'] | None"  # None: one draw for all samples, as for a parameter
+MICROBATCH: Literal["microbatch"] = "microbatch"  # rows that belong to no single sample: one draw per microbatch
+SamplePosition: TypeAlias = "Samples | Literal['microbatch'] | None"  # None: one draw for all samples, as of weights
 
 
 @dataclass
 class DropoutKey:
-    """Where training stands. Not `active`: dropout is the identity.
+    """Seed and training progress, from which keys are made. Dropout is the identity unless `active`.
 
-    The trainer moves `step` and `share`, the first sample of this dp rank's share of the batch; the executor moves
-    `sample`, the first one of the microbatch within the share. `share` may be a 0-dim tensor: nobody waits for it.
+    The trainer sets `step` and `share`, the first sample of this dp rank's share of the batch; the executor sets
+    `sample`, the first one of the microbatch within the share. `share` may be a 0-dim tensor, so that the host need not
+    wait for it.
     """
 
     seed: int = 0
@@ -70,20 +72,20 @@ class DropoutKey:
     active: bool = True
 
     def word(self, key: str) -> int:
-        """64 bits, signed, for one op of one step."""
+        """Return 64 bits, as a signed integer, for one op of one step."""
         where = f"{self.seed}/{self.step}/{key}"
         return int.from_bytes(hashlib.blake2b(where.encode(), digest_size=8).digest(), "big", signed=True)
 
     def elements(
-        self, shape: Sequence[int], key: str, samples: Where, parts: Sequence[DimSlice], device: torch.device
+        self, shape: Sequence[int], key: str, samples: SamplePosition, parts: Sequence[DimSlice], device: torch.device
     ) -> Elements:
-        """The elements of a local tensor, here and now."""
+        """Return the elements of a local tensor in the current microbatch."""
         return Elements(self.word(key), self.share + self.sample, tuple(shape), samples, tuple(parts), device)
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Along one dim: the position of each local element in its sample's whole tensor, and its sample."""
+    """Coordinates along one dim: each local element's position in its sample's whole tensor, and its sample."""
 
     position: Tensor
     sample: Tensor | None = None
@@ -92,7 +94,7 @@ class Coordinates:
         return len(self.position)
 
     def words(self, word: Tensor) -> Tensor:
-        """`word` [...] folded with every element: [..., length]."""
+        """Fold `word` [...] with every element: [..., length]."""
         word = word.unsqueeze(-1)
         if self.sample is not None:
             word = _fold(word, self.sample)
@@ -101,22 +103,22 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a local tensor; no tensor itself, so that it costs nothing to keep."""
+    """A description of a local tensor's elements; it holds no tensor, so that saving it for backward is free."""
 
     word: int  # of the op and the step
-    first: int | Tensor  # sample of the microbatch, in the global batch
+    first: int | Tensor  # first sample of the microbatch, in the global batch
     shape: tuple[int, ...]
-    samples: Where
+    samples: SamplePosition
     parts: tuple[DimSlice, ...]
     device: torch.device
-    stretches: tuple[tuple[int, int, int], ...] = ()  # dim, start, stop: those alone; one of a dim
+    ranges: tuple[tuple[int, int, int], ...] = ()  # (dim, start, stop) that narrow it; at most one per dim
 
     def narrow(self, dim: int, start: int, stop: int) -> Elements:
-        """Those from `start` to `stop` along a dim; once of a dim."""
-        return replace(self, stretches=(*self.stretches, (dim % len(self.shape), start, stop)))
+        """Return the elements from `start` to `stop` along a dim, which was not narrowed before."""
+        return replace(self, ranges=(*self.ranges, (dim % len(self.shape), start, stop)))
 
     def keep(self, p: float) -> Tensor:
-        """Whether each is kept, which it is with probability 1 − p to within 2⁻³²: bool, of the local shape."""
+        """Return which elements are kept, each with probability 1 − p to within 2⁻³²: bool, of the local shape."""
         dims = [self._coordinates(dim) for dim in range(len(self.shape))]
         below = round((1 - p) * 2**32) - 2**31
         if below > 2**31 - 1:
@@ -131,7 +133,7 @@ class Elements:
         low, high = (half.reshape(-1, 1) for half in rows.unsqueeze(-1).view(torch.int32).unbind(-1))
         column = columns.view(torch.int32)[::2]
         found = torch.empty(low.shape[0], len(column), dtype=torch.bool, device=self.device)
-        for at in _stretches(found):
+        for at in _row_blocks(found):
             torch.lt(_mixed(low[at], high[at], column), below, out=found[at])
         return found.view([len(d) for d in dims])
 
@@ -139,7 +141,7 @@ class Elements:
         index, whole = torch.arange(self.shape[dim], device=self.device), self.shape[dim]
         for part in (p for p in self.parts if p.dim % len(self.shape) == dim):
             index, whole = part.whole(index, whole), whole * part.size
-        for _, start, stop in (s for s in self.stretches if s[0] == dim):
+        for _, start, stop in (r for r in self.ranges if r[0] == dim):
             index = index[start:stop]
         if not isinstance(self.samples, Samples) or self.samples.dim % len(self.shape) != dim:
             return Coordinates(index)
@@ -149,9 +151,9 @@ class Elements:
         return Coordinates(index // (inner * count) * inner + index % inner, sample)
 
 
-def _stretches(x: Tensor) -> Iterator[slice]:
-    """Rows of x, as many at once as is quick."""
-    step = max(1, _AT_ONCE.get(x.device.type, _AT_ONCE_ELSEWHERE) // max(1, x.shape[1]))
+def _row_blocks(x: Tensor) -> Iterator[slice]:
+    """Return slices of the rows of x, of a size that is fast on its device."""
+    step = max(1, _ELEMENTS_AT_ONCE.get(x.device.type, _ELEMENTS_AT_ONCE_ELSEWHERE) // max(1, x.shape[1]))
     return (slice(i, i + step) for i in range(0, x.shape[0], step))
 
 
@@ -164,7 +166,7 @@ _THIRD, _FOURTH = (_signed(x, 32) for x in (0x7FEB352D, 0x846CA68B))
 
 
 def _fold(word: Tensor, number: Tensor) -> Tensor:
-    """The word after `number` steps of SplitMix64 from `word`, broadcast, int64: for one word no two numbers agree."""
+    """Advance SplitMix64 by `number` steps from `word`, broadcast, int64; injective in `number` for each word."""
     x = word + (number + 1) * _GAMMA
     x ^= _shifted(x, 30, 64)
     x *= _FIRST
@@ -175,7 +177,7 @@ def _fold(word: Tensor, number: Tensor) -> Tensor:
 
 
 def _mixed(low: Tensor, high: Tensor, column: Tensor) -> Tensor:
-    """A new int32 tensor [rows, columns]; good in its upper bits, which a comparison reads."""
+    """Mix words of rows and columns into a new int32 tensor [rows, columns]; its upper bits, which count, are good."""
     x = low ^ column
     x ^= _shifted(x, 16, 32)
     x *= _THIRD
@@ -186,5 +188,5 @@ def _mixed(low: Tensor, high: Tensor, column: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int, bits: int) -> Tensor:
-    """x >> by without its sign."""
+    """Shift x right by `by` bits, filling with zeros."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)

@@ -1,7 +1,7 @@
 """One tile of attention by torch's fused kernels, with the log of each query's sum of exponentials.
 
-Tiles of one row of scores are put together by those sums, and each one's gradients follow from the sum and the result
-of the whole row (Dao et al. 2022, FlashAttention, section 3.1 and appendix B.4): no scores are ever in memory.
+The tiles of a row of scores are combined by those sums, and each tile's gradients follow from the sum and the result of
+the whole row (Dao et al. 2022, FlashAttention, section 3.1 and appendix B.4). Scores are never stored.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-_WIDEST, _GRAIN = 256, 8  # heads that the flash kernel of CUDA takes: as wide at most, a multiple
-_OLDEST = (8, 0)  # compute capability that it asks for
-HALVES = (torch.bfloat16, torch.float16)
+_WIDEST, _GRAIN = 256, 8  # largest width of a head that CUDA's flash kernel accepts, and what must divide it
+_OLDEST = (8, 0)  # compute capability that the kernel requires
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def is_fused(device: str, dtype: torch.dtype, width: int, value_width: int, masked: bool, dropped: bool) -> bool:
-    """Whether a kernel of torch that tells its sums does a tile of such attention on a kind of device."""
+    """Return whether a kernel of torch that also returns its sums can compute such a tile on a kind of device."""
     if masked or dropped or width != value_width:
         return False
-    return device == "cpu" or (device == "cuda" and dtype in HALVES and width <= _WIDEST and width % _GRAIN == 0)
+    return device == "cpu" or (device == "cuda" and dtype in HALF_TYPES and width <= _WIDEST and width % _GRAIN == 0)
 
 
 def takes(q: Tensor, v: Tensor, masked: bool, dropped: bool) -> bool:
-    """Whether such a kernel runs here, on q [..., heads, n, d] and v [..., kv heads, m, dv]; on meta, as on a GPU."""
+    """Return whether such a kernel can run on q [..., heads, n, d], v [..., kv heads, m, dv]; meta counts as a GPU."""
     device = q.device.type.replace("meta", "cuda")
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < _OLDEST:
         return False
@@ -42,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> t
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the tile adds to the gradients of q, k and v. `out`, `sums`: of whole rows, other tiles among them."""
+    """Return the tile's contributions to the gradients of q, k and v. `out` and `sums` are those of the whole rows."""
     if q.device.type == "cpu":
         at_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
         to_q, to_k, to_v = at_cpu(grad, q, k, v, out, sums, 0.0, is_causal, scale=scale)

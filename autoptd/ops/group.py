@@ -1,4 +1,4 @@
-"""The ranks of one axis as ops and the runtime see them: collectives on a group, and the group of one rank."""
+"""`Group`, the interface of collectives among the ranks of one axis, and the group of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Reduction: TypeAlias = Literal["sum", "max"]
 
 
 class Handle(Protocol):
-    """Something under way. The tensors handed in may be neither read nor written before `wait` returns."""
+    """An asynchronous collective. Its tensors may be neither read nor written before `wait` returns."""
 
     def wait(self) -> None: ...
 
@@ -26,44 +26,44 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        """Reduce in place; returns x."""
+        """Reduce in place and return x."""
         ...
 
     def all_reduce_later(self, x: Tensor) -> Handle:
-        """Sum in place, of floating point."""
+        """Sum a floating-point x in place, asynchronously."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[...] -> [size, ...]."""
+        """Gather x [...] of every rank: [size, ...]."""
         ...
 
     def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
-        """x [n] of every rank into out [size * n], flat; x may be this rank's part of out."""
+        """Gather x [n] of every rank into out [size * n], asynchronously; x may be this rank's part of out."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[size, ...] -> [...]: the sum over ranks of this rank's row."""
+        """Return the sum over ranks of this rank's row: [size, ...] -> [...]."""
         ...
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
-        """x [size * n] into out [n], flat, of floating point; out may be this rank's part of x."""
+        """Reduce-scatter floating-point x [size * n] into out [n], asynchronously; out may be this rank's part of x."""
         ...
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """[size, ...] -> [size, ...]: row j goes to rank j, row i comes from rank i."""
+        """Exchange rows, [size, ...] -> [size, ...]: row j goes to rank j, row i comes from rank i."""
         ...
 
     def shift_later(self, out: Tensor, x: Tensor) -> Handle:
-        """Round the ring: x goes to the next rank, out comes from the one before, of the same shape and dtype."""
+        """Send x to the next rank of the ring, and receive out, of equal shape and dtype, from the previous one."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x with that of the group's rank `source`; returns x."""
+        """Overwrite x with the x of the group's rank `source`, and return it."""
         ...
 
 
 class Done:
-    """A handle of something that is complete."""
+    """The handle of a completed collective."""
 
     def wait(self) -> None:
         return None

@@ -1,10 +1,11 @@
-"""Ops with an implementation of their own: the vocabulary-parallel pair, sums for losses, keyed dropout and attention.
+"""Ops with an implementation of their own: vocabulary-parallel embedding and loss, sums for losses, keyed dropout,
+experts and attention.
 
-Vocabulary-parallel cross entropy (Shoeybi et al. 2019, §3): with v cut over ranks, per position
+Vocabulary-parallel cross entropy (Shoeybi et al. 2019, §3), with v split over ranks, is per position
 
     loss = log Σ_v exp(x_v − M) − (x_label − M),   M = max_v x_v
 
-takes one all-reduce of M and one of the pair (Σ exp, x_label); the gradient softmax − onehot is local.
+It takes one all-reduce of M and one of the pair (Σ exp, x_label); the gradient softmax − onehot is local.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch.autograd.function import once_differentiable
 
 from autoptd.ops.attention import SCORES, attention
 from autoptd.ops.context_attention import ring_attention, ulysses_attention
-from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, Samples, Where
+from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.fused_attention import is_fused
 from autoptd.ops.group import SingleRankGroup
 from autoptd.ops.tp_axis import Axis
 
 _ALONE = Axis(SingleRankGroup())
 
-# for emitted programs, which say where samples lie, and call these here; and for passes that look at what ops do
+# imported from here by emitted programs and by passes
 __all__ = [
     "MICROBATCH",
     "SCORES",
@@ -40,9 +41,9 @@ __all__ = [
 
 
 def vocab_embedding(weight: Tensor, indices: Tensor, tp: Axis, padding_idx: int = -1) -> Tensor:
-    """Lookup in a table cut over the vocabulary: weight [v/t, h], indices [...] -> partial value [..., h].
+    """Look up rows of a table split over the vocabulary: weight [v/t, h], indices [...] -> partial value [..., h].
 
-    Rows of other ranks come out as zeros (placement P). `padding_idx` is global; its row takes no gradient.
+    Rows of other ranks are zeros (placement P). `padding_idx` is global; its row takes no gradient.
     """
     rows = weight.shape[0]
     first = tp.rank * rows
@@ -61,9 +62,9 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     in_place: bool = False,
 ) -> Tensor:
-    """Sum over valid positions: logits [..., v], labels [...] -> 0-dim, computed in float32 at least.
+    """Sum the cross entropy of valid positions: logits [..., v], labels [...] -> 0-dim, in float32 at least.
 
-    `in_place`: probabilities overwrite the logits, where these are as wide, and their gradient the probabilities.
+    `in_place`: probabilities overwrite the logits if these are float32 or wider, and the gradient overwrites both.
     """
     if in_place:
         return _CrossEntropy.apply(logits, labels, _ALONE, ignore_index, label_smoothing, True)
@@ -80,16 +81,16 @@ def cross_entropy(
 def vocab_cross_entropy(
     logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int = -100, in_place: bool = False
 ) -> Tensor:
-    """`cross_entropy` of logits [..., v/t] cut over the vocabulary, labels [...]: the same 0-dim sum on every rank."""
+    """Compute `cross_entropy` of logits [..., v/t] split over the vocabulary; every rank returns the whole sum."""
     if tp.size == 1:
         return cross_entropy(logits, labels, ignore_index, in_place=in_place)
     return _CrossEntropy.apply(logits, labels, tp, ignore_index, 0.0, in_place)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the local softmax and two tensors of the labels' shape; `smoothing` where the vocabulary is not cut.
+    """Cross entropy that saves the local softmax and two tensors of the labels' shape for backward.
 
-    With smoothing e over v classes (Szegedy et al. 2016, section 7) the labels are (1 - e) onehot + e / v.
+    Smoothing e over v unsplit classes makes labels (1 - e) onehot + e / v (Szegedy et al. 2016, section 7).
     """
 
     @staticmethod
@@ -97,13 +98,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int, smoothing: float, in_place: bool
     ) -> Tensor:
         width = logits.shape[-1]
-        # detached: what is saved is no view that autograd would have to follow to a base that was written to
+        # detached, so that autograd does not take the saved tensor for a view of a base that was written to
         x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         largest = tp.max(x.amax(-1)).unsqueeze(-1)
         x = x.sub_(largest) if in_place else x - largest
         valid = own = labels != ignore_index
         local = labels - tp.rank * width
-        if tp.size > 1:  # a label that no rank has would be an error of `gather`
+        if tp.size > 1:  # with one rank, `gather` raises for a label out of range
             own = valid & (local >= 0) & (local < width)
         local = local.masked_fill(~own, 0).unsqueeze(-1)
         at_label = x.gather(-1, local).squeeze(-1).masked_fill(~own, 0)
@@ -128,7 +129,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def valid_count(labels: Tensor, ignore_index: int = -100, weight: Tensor | None = None) -> Tensor:
-    """How many labels count, 0-dim float64: exact for any batch. With a weight per class [c], these added up."""
+    """Count the valid labels, 0-dim float64, exact for any batch; with a weight per class [c], sum their weights."""
     valid = labels != ignore_index
     if weight is None:
         return valid.sum().to(torch.float64)
@@ -140,13 +141,13 @@ def dropout(
     p: float,
     key: str,
     rng: DropoutKey | None,
-    samples: Where = FIRST_DIM,
+    samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
 ) -> Tensor:
     """Zero elements with probability p and scale the rest by 1/(1-p); the identity without an active `rng`.
 
-    Which elements, depends on `key` and on where they stand in the whole tensor: `samples` tells where the microbatch's
-    samples lie in x, `parts` of which dims x holds a slice (`Axis.part`).
+    The choice depends on `key` and on an element's position in the whole tensor. `samples`: position of the
+    microbatch's samples in x. `parts`: the dims of which x holds a slice (`Axis.part`).
     """
     if p == 0 or rng is None or not rng.active:
         return x
@@ -156,7 +157,7 @@ def dropout(
 
 
 def hooked(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
-    """x, whose gradient goes through `hook` on its way to what x was computed from."""
+    """Return x with its gradient passed through `hook`."""
     if not x.requires_grad:
         return x
     x = x.view_as(x)
@@ -165,9 +166,9 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows in groups, each group times a matrix of its own: x [r, k], weight [e, k, n], ends [e] -> [r, n].
+    """Multiply each group of rows by a matrix of its own: x [r, k], weight [e, k, n], ends [e] -> [r, n].
 
-    Group i is the rows from ends[i - 1] (or 0) up to ends[i]; rows behind the last end come out as zeros.
+    Group i is the rows from ends[i - 1] (or 0) up to ends[i]; rows after the last end are zeros.
     """
     if x.is_cuda and x.dtype == torch.bfloat16 and _aligned(x) and _aligned(weight):
         return F.grouped_mm(x, weight, offs=ends)
@@ -176,9 +177,9 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def expert_mm(x: Tensor, weight: Tensor, ends: Tensor, tp: Axis) -> Tensor:
-    """`grouped_mm` with the groups cut over ranks: x [r, k], weight [e/t, k, n], ends [e] -> partial value [r, n].
+    """`grouped_mm` with the groups split over ranks: x [r, k], weight [e/t, k, n], ends [e] -> partial value [r, n].
 
-    Rows of other ranks' groups come out as zeros (placement P). Reads two of the ends on the host.
+    Rows of other ranks' groups are zeros (placement P). Reads two of the ends on the host.
     """
     count = weight.shape[0]
     ends = torch.cat((ends.new_zeros(1), ends))[tp.rank * count : (tp.rank + 1) * count + 1]
@@ -187,7 +188,7 @@ def expert_mm(x: Tensor, weight: Tensor, ends: Tensor, tp: Axis) -> Tensor:
 
 
 class _GroupedMM(torch.autograd.Function):
-    """One product per group, for types and layouts that torch's kernel does not take; saves its operands."""
+    """One product per group, for types and layouts that torch's kernel does not accept; saves its operands."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -215,17 +216,17 @@ def _per_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groups(ends: Tensor) -> list[slice]:
-    """The rows of each group; none on meta, where nobody knows them and shapes are all that matters."""
+    """Return the rows of each group; none on meta, where they are unknown and only shapes matter."""
     last = [] if ends.is_meta else ends.tolist()
     return [slice(a, b) for a, b in zip([0, *last], last, strict=False)]
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether rows or columns are contiguous and begin every 16 bytes, as torch's grouped kernel wants them."""
+    """Return whether rows or columns are contiguous and 16-byte aligned, as torch's grouped kernel requires."""
     *_, rows, columns = x.stride()
     return 1 in (rows, columns) and max(rows, columns) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def element_count(count: int) -> Tensor:
-    """A count that is known from the sizes, as `valid_count` gives those that are not."""
+    """Return a count that is known from the sizes in the form of `valid_count`."""
     return torch.tensor(count, dtype=torch.float64)

@@ -1,17 +1,18 @@
-"""Run a part of the forward pass again in the backward pass, instead of keeping what autograd saves of it.
+"""Activation recomputation: run a part of the forward pass a second time in backward instead of saving its tensors.
 
-    recompute(fn, *args)    keeps the arguments alone; when the backward pass first asks for a tensor that autograd
-                            would have saved, fn runs again and hands over all of them, in the order of the first time
-    keep(fn, *args)         within such an fn: what fn returns is kept, and so is what it saves of its own; it does not
-                            run again, its operands are those of the second run
-    spare(fn, *args)        the same for a result that nothing else of fn reads: not even that is kept
+    recompute(fn, *args)    saves only the arguments; when backward first needs a tensor that autograd would have
+                            saved, runs fn again, which recreates all of them in the order of the first run
+    keep(fn, *args)         within such an fn: saves the result of this inner fn, and what it saves itself; it is not
+                            run again, and its operands are those of the second run
+    spare(fn, *args)        `keep` for a result that nothing else of the recomputed fn reads; it is not saved either
 
-So `full` is `recompute(block, x)`, `selective` is `recompute(core, q, k, v)` within a block, `ops` is a recomputed
-block in which some results are kept, and what is gathered for products, and again for their gradients, is a recomputed
-function of the gather and the spared products. The graph is that of the first run: the second makes no gradient, it
-ends with the last tensor that is wanted, and it draws the same random numbers because these have no state. (Chen et al.
-2016; hooks for saved tensors as in torch.utils.checkpoint without reentrance, which cannot keep what a collective
-returned.)
+Thus `full` is `recompute(block, x)`, `selective` is `recompute(core, q, k, v)` within a block, and `ops` is a
+recomputed block that keeps some results. Re-gather in backward is a recomputed function of the all-gather and the
+spared products.
+
+Gradients are those of the first run's graph. The second run computes no gradient, stops at the last tensor that is
+needed, and draws equal random numbers, because these have no state. (Chen et al. 2016; hooks for saved tensors as in
+the non-reentrant torch.utils.checkpoint, which cannot keep the result of a collective.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 def recompute(fn: Callable[..., T], *args: Any) -> T:
-    """`fn(*args)`, of which nothing is kept but `args` and what `keep` keeps. `fn` must do the same every time."""
+    """Return `fn(*args)`, saving only `args` and the results of `keep`. `fn` must be deterministic."""
     if not torch.is_grad_enabled():
         return fn(*args)
     run = _RecomputedCall(fn, args)
@@ -38,18 +39,18 @@ def recompute(fn: Callable[..., T], *args: Any) -> T:
 
 
 def keep(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`fn(*args, **kwargs)`, one tensor or a tuple of them, that a recompute around it does not do again."""
+    """Return `fn(*args, **kwargs)`, a tensor or a tuple of them, which an enclosing `recompute` saves."""
     run: _RecomputedCall | None = getattr(_HERE, "run", None)
     return fn(*args, **kwargs) if run is None else run.keep(fn, args, kwargs)
 
 
 def spare(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`keep` of one tensor that a second run does not read: it gets None."""
+    """Return `fn(*args, **kwargs)`, a tensor that the second run does not read; it gets None in its place."""
     run: _RecomputedCall | None = getattr(_HERE, "run", None)
     return fn(*args, **kwargs) if run is None else run.keep(fn, args, kwargs, hold=False)
 
 
-_HERE = threading.local()  # `run`: what is being run, or run again, on this thread
+_HERE = threading.local()  # `run`: the innermost recomputed call of this thread, in its first or second run
 
 
 @contextmanager
@@ -62,13 +63,13 @@ def _under_way(run: _RecomputedCall) -> Iterator[None]:
         _HERE.run = before
 
 
-class _Enough(Exception):
-    """The second run has made all that is wanted of it."""
+class _Complete(Exception):
+    """The second run has recreated all tensors that are needed."""
 
 
 @dataclass
 class _Kept:
-    """Of one `keep`: its results, and which saved tensors are views of which operand (index, size, stride, offset)."""
+    """One `keep`: its results, and the saved tensors that are views of operands (index, size, stride, offset)."""
 
     results: Any = None
     operands: tuple[Tensor, ...] = ()  # of the first run, while it lasts
@@ -76,20 +77,20 @@ class _Kept:
 
 
 class _RecomputedCall:
-    """A function with its arguments, and the tensors that autograd wants of it, by number."""
+    """A recomputed function with its arguments, and the tensors that autograd saves of it, by number."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn, self.args = fn, args
-        self.wanted = 0
+        self.wanted = 0  # number of tensors to recreate
         self.kept: list[_Kept] = []
-        self.within: _Kept | None = None  # in the first run, within a `keep`
-        self.again = False
-        self.made: dict[int, Tensor] = {}  # by the second run, not yet asked for
-        self.met = 0  # kept results that the second run has come to
-        self.count = 0  # tensors that it has made
+        self.within: _Kept | None = None  # the current `keep` of the first run
+        self.second_run = False
+        self.made: dict[int, Tensor] = {}  # recreated by the second run, not yet read by backward
+        self.met = 0  # `keep` calls that the second run has reached
+        self.count = 0  # tensors that it has recreated
 
     def pack(self, x: Tensor) -> int | Tensor:
-        """In the first run: the number of a tensor that is to be made again, or the tensor."""
+        """Return the number of a tensor that the second run recreates, or a tensor to save."""
         if self.within is not None:
             storage = x.untyped_storage()._cdata
             of = [i for i, operand in enumerate(self.within.operands) if operand.untyped_storage()._cdata == storage]
@@ -107,27 +108,27 @@ class _RecomputedCall:
         return self.made.pop(packed)
 
     def _run_again(self) -> None:
-        self.made, self.met, self.count, self.again = {}, 0, 0, True
+        self.made, self.met, self.count, self.second_run = {}, 0, 0, True
         hooks = torch.autograd.graph.saved_tensors_hooks(self._make, _refuse)
         try:
             with torch.enable_grad(), _under_way(self), hooks:
                 self.fn(*self.args)
-        except _Enough:
+        except _Complete:
             pass
         finally:
-            self.again = False
-        assert self.count == self.wanted, f"{self.fn} did not do the same again: {self.count} of {self.wanted} tensors"
+            self.second_run = False
+        assert self.count == self.wanted, f"{self.fn} is not deterministic: {self.count} of {self.wanted} tensors"
 
     def _make(self, x: Tensor) -> None:
         self.made[self.count] = x.detach()
         self.count += 1
         if self.count == self.wanted:
-            raise _Enough
+            raise _Complete
 
     def keep(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hold: bool = True) -> Any:
         operands = tuple(_tensors((*args, *kwargs.values())))
-        if self.again:
-            return self._handed_over(operands)
+        if self.second_run:
+            return self._saved_results(operands)
         self.within = kept = _Kept(operands=operands)
         try:
             results = fn(*args, **kwargs)
@@ -137,8 +138,8 @@ class _RecomputedCall:
         self.kept.append(kept)
         return results
 
-    def _handed_over(self, operands: Sequence[Tensor]) -> Any:
-        """In the second run: the results of the first, after the tensors that it saved of its operands."""
+    def _saved_results(self, operands: Sequence[Tensor]) -> Any:
+        """Recreate the saved views of operands in the second run, and return the first run's results."""
         kept = self.kept[self.met]
         self.met += 1
         for of, size, stride, offset in kept.views:
@@ -147,7 +148,7 @@ class _RecomputedCall:
 
 
 def _bare(x: Tensor) -> Tensor:
-    """Without its graph, but with a gradient if it has one."""
+    """Detach a tensor from its graph, but leave `requires_grad` as it is."""
     return x.detach().requires_grad_(x.requires_grad)
 
 
@@ -164,4 +165,4 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _refuse(packed: None) -> Tensor:
-    raise AssertionError("nobody differentiates a second run")
+    raise AssertionError("a second run is never differentiated")

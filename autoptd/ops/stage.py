@@ -1,4 +1,4 @@
-"""What an emitted stage file builds on: `Stage`, the wires between stages, parameters under their original names."""
+"""Base classes of emitted stage files: `Stage`, the wires between stages, parameters under their original names."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from autoptd.ops.tp_axis import Axis
 
 @dataclass(frozen=True)
 class Count:
-    """A number of the whole batch, or several: how those of microbatches combine, their shape, and in which round of
-    collectives it is known: counts of round 1 are computed from those of round 0."""
+    """One or more numbers of the whole batch, combined from those of its microbatches."""
 
     combine: str = "sum"  # or "max", "min"
     shape: tuple[int, ...] = ()
-    round: int = 0
+    round: int = 0  # of collectives; counts of round 1 are computed from those of round 0
 
 
 @dataclass(frozen=True)
 class Wire:
-    """One tensor that crosses from a stage to the next, the same on both sides.
+    """One tensor that a stage sends to the next, described equally on both sides.
 
-    `shape(**sizes)` is that of the local (tp-split) tensor for one microbatch, from the stage's size symbols.
-    `placement` on the tp axis: "B", "Bp", "S1" …; where it is not told, ranks are taken to hold different tensors.
+    `shape(**sizes)`: shape of the local (tp-split) tensor of one microbatch, from the stage's size symbols.
+    `placement` on the tp axis: "B", "Bp", "S1" …; if it is "", ranks are assumed to hold different tensors.
     """
 
     name: str
@@ -39,17 +38,17 @@ class Wire:
     placement: str = ""
 
     def is_whole(self, *, gradient: bool) -> bool:
-        """Whether every tp rank has the same, value or gradient: that of `Bp` is partial on each."""
+        """Return whether all tp ranks hold equal values (or gradients, which are partial for `Bp`)."""
         return self.placement == "B" or (self.placement == "Bp" and not gradient)
 
 
 class Stage(nn.Module):
     """One pipeline stage of an emitted program; a subclass per distinct stage.
 
-    `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`, or on the last stage,
-    given `counts` too, the 0-dim share of the global loss of this microbatch (the same on all tp ranks); where the loss
-    is a function of sums over the batch, what this microbatch adds to them, [partial_sums]; `loss_of` is that function.
-    Parameters have local shapes and the original model's dotted names; the class is built on the meta device.
+    `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`. On the last stage it
+    also takes `counts` and returns this microbatch's share of the global loss, 0-dim and equal on all tp ranks. If the
+    loss is a function of sums over the batch, it returns the microbatch's terms, [partial_sums], and `loss_of` is the
+    function. Parameters have local shapes and the original model's dotted names; the class is built on meta.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that forward reads
@@ -58,10 +57,10 @@ class Stage(nn.Module):
     is_last: ClassVar[bool] = False
     draws: ClassVar[bool] = False  # whether forward draws random numbers
     sizes: ClassVar[dict[str, tuple[str, int]]] = {}  # symbol -> (model input, dim)
-    reads_counts: ClassVar[bool] = False  # whether forward is given `counts`; that of the last stage is anyway
+    reads_counts: ClassVar[bool] = False  # whether forward takes `counts`; that of the last stage always does
     count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
-    counted: ClassVar[tuple[Count, ...]] = ()  # left out where all counts are single numbers, summed in one round
-    partial_sums: ClassVar[int] = 0  # elements of the sums that the loss is a function of; 0: it is a sum itself
+    counted: ClassVar[tuple[Count, ...]] = ()  # (): all counts are single numbers, summed in one round
+    partial_sums: ClassVar[int] = 0  # number of sums that the loss is a function of; 0: it is a sum itself
 
     def __init__(self, tp: Axis, dropout: DropoutKey | None = None, cp: Tokens | None = None) -> None:
         super().__init__()
@@ -71,24 +70,24 @@ class Stage(nn.Module):
         self.dropout = dropout
 
     def loss_counts(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """What one microbatch adds to each count of the batch, from the model inputs `count_inputs`.
+        """Return one microbatch's contribution to each count of the batch, from the model inputs `count_inputs`.
 
-        Where a count is computed from others, it is given those so far known as `counts`.
+        If some counts are computed from others, `counts` holds those of earlier rounds.
         """
         return ()
 
     def loss_of(self, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:
-        """The loss, 0-dim, from sums over the batch, float64 [partial_sums]."""
+        """Return the loss, 0-dim, from sums over the batch, float64 [partial_sums]."""
         raise NotImplementedError("this loss is a sum itself")
 
-    # nn.Module.__call__ types forward as Any; emitted classes give it their own arguments
+    # emitted classes declare arguments of their own
     forward: Callable[..., Any]
 
 
 def parameter(
     module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, requires_grad: bool = True
 ) -> nn.Parameter:
-    """Declare an empty parameter under a dotted name, containers made as needed. Raises KeyError if it exists."""
+    """Declare an empty parameter under a dotted name, making containers as needed. Raises KeyError if it exists."""
     owner, leaf = _owner(module, name)
     new = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=requires_grad)
     owner.register_parameter(leaf, new)
@@ -106,24 +105,24 @@ def buffer(
 
 
 def submodule(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
-    """Put a module under a dotted name. A container that stands there already hands over what it holds."""
+    """Put a module under a dotted name; it takes over the contents of a plain container. Raises KeyError if taken."""
     owner, leaf = _owner(module, name)
     if leaf not in owner._modules:
         owner.add_module(leaf, child)
         return child
-    standing = owner._modules[leaf]
-    if type(standing) is not nn.Module:
+    existing = owner._modules[leaf]
+    if type(existing) is not nn.Module:
         raise KeyError(f"attribute {name!r} already exists")
-    _hand_over(standing, child)
+    _move_contents(existing, child)
     owner._modules[leaf] = child
     return child
 
 
-def _hand_over(container: nn.Module, module: nn.Module) -> None:
-    """Move what a plain container holds into a module, and containers within it likewise."""
+def _move_contents(container: nn.Module, module: nn.Module) -> None:
+    """Move the contents of a plain container, and of containers within it, into a module."""
     for name, inner in container.named_children():
         if name in module._modules and type(inner) is nn.Module:
-            _hand_over(inner, module.get_submodule(name))
+            _move_contents(inner, module.get_submodule(name))
         else:
             module.add_module(name, inner)
     for name, held in container.named_parameters(recurse=False):
@@ -133,7 +132,7 @@ def _hand_over(container: nn.Module, module: nn.Module) -> None:
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds the last part of a dotted name."""
+    """Return the module that owns a dotted name, making containers as needed, and the last part of the name."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in module._modules:

@@ -1,13 +1,13 @@
-"""The tp axis as an emitted program sees it: one differentiable method per row of `passes.placements.CONVERSIONS`.
+"""The tp axis of an emitted program: one differentiable method per row of `layout.placements.CONVERSIONS`.
 
 Each row is a pair of linear maps on local tensors, one forward and its conjugate for the gradient:
 
-    whole x  ─slice─▶  own slice  ─gather─▶  whole x        slice, pad: no rank talks
-    partial  ─sum─▶    whole      ─first─▶   partial        first keeps rank 0's copy and zeroes the others
+    whole x  ─slice─▶  own slice  ─gather─▶  whole x        slice and pad need no communication
+    partial  ─sum─▶    whole      ─first─▶   partial        first takes rank 0's copy and zeroes the others
     partial  ─reduce_scatter─▶ own slice
 
-A split of `dim` in `groups` sees the dim as (groups, size, width) and gives rank r the block [:, r, :].
-Tensors without gradient (integers, masks) take the forward map alone. With one rank every method is the identity.
+A split of `dim` in `groups` views the dim as (groups, size, width) and gives rank r the block [:, r, :].
+For tensors without gradient (integers, masks) only the forward map applies. With one rank every method is the identity.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class Slice:
     rank: int
 
     def whole(self, index: Tensor, length: int) -> Tensor:
-        """Where elements of the slice, which is `length` long, lie in the whole dim."""
+        """Map positions in the slice, which is `length` long, to positions in the whole dim."""
         width = length // self.groups
         return index // width * (width * self.size) + self.rank * width + index % width
 
 
 class Axis:
-    """Conversions over one group. `dim` may be negative; the tensors are local ones."""
+    """Conversions over one group. `dim` may be negative; tensors are local ones."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -88,7 +88,7 @@ class Axis:
         self.size = group.size
 
     def part(self, dim: int, groups: int = 1) -> DimSlice:
-        """Which slice of a split dim this rank holds."""
+        """Return the slice of a split dim that this rank holds."""
         return Slice(dim, groups, self.size, self.rank)
 
     # Broadcast -> ...
@@ -152,16 +152,16 @@ class Axis:
         """S -> S: from slices of `source` (dim, groups) to slices of `target`; gradient back again."""
         return self._convert(x, self._exchange(x, source, target), self._exchange(x, target, source))
 
-    # Without gradient, for the ops' own distributed implementations
+    # Not differentiable, for ops with a distributed implementation of their own
 
     @torch.no_grad()
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, a new tensor."""
+        """Return the sum over ranks, a new tensor."""
         return x if self.size == 1 else self._sum(x)
 
     @torch.no_grad()
     def max(self, x: Tensor) -> Tensor:
-        """The largest over ranks, elementwise, a new tensor."""
+        """Return the elementwise maximum over ranks, a new tensor."""
         return x if self.size == 1 else self.group.all_reduce(_copy(x), "max")
 
     # The maps
@@ -180,15 +180,12 @@ class Axis:
         return x.view_as(x) if self.rank == 0 else torch.zeros_like(x)
 
     def _own(self, x: Tensor, dim: int, groups: int) -> Tensor:
-        """This rank's slice."""
         return own_slice(x, dim, groups, self.size, self.rank)
 
     def _parts(self, x: Tensor, dim: int, groups: int) -> Tensor:
-        """Every rank's slice, by rank."""
         return to_slices(x, dim, groups, self.size)
 
     def _joined(self, slices: Tensor, dim: int, groups: int) -> Tensor:
-        """The inverse of `_parts`."""
         return from_slices(slices, dim, groups)
 
     def _slice(self, x: Tensor, dim: int, groups: int) -> Map:

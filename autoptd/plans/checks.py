@@ -1,4 +1,4 @@
-"""Consistency across the fields of a plan."""
+"""Consistency checks across the fields of a plan."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Inconsistent(ValueError):
 
 
 def faults(plan: PlanData) -> Iterator[Fault]:
+    """Yield every contradiction between fields, as (field path, what is wrong)."""
     if plan.mesh.ranks != plan.world:
         yield "mesh", f"{plan.mesh} is {plan.mesh.ranks} ranks, but world is {plan.world}"
     yield from _batch_faults(plan)

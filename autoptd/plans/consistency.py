@@ -1,7 +1,7 @@
-"""What of a plan follows from the rest of it and the graph: a file in which it says something else is refused.
+"""Check of a plan's derived fields against its decisions and the graph.
 
-A plan holds more than the decisions that a program is made from: names of segments, placements of every tensor,
-collectives, for people and for tools. One that contradicts the decisions would mislead them, or the ranks.
+Besides the decisions that the program is made from, a plan holds names of segments, placements of every tensor and
+collectives, for readers and tools. A plan file in which these contradict the decisions is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 _WHAT = "the plan contradicts itself"
-_FIX = "plan again: these fields are worked out from the others, they are no choices"
+_FIX = "plan again: these fields are derived from the others and cannot be edited"
 Path = tuple[str | int, ...]
 
 
 def check_sizes(plan: Plan, folded: Folded) -> None:
-    """Raise PlanFileError unless the plan gives a value to every size of the graph, and to nothing else."""
+    """Raise PlanFileError unless the plan has a value for every symbolic size of the graph, and no others."""
     known = {"b", *(str(symbol) for symbol in folded.traced.sizes)}
     wrong = [f"{path_text(('sizes', name))}: missing, please add it" for name in sorted(known - set(plan.sizes))]
     wrong += [
@@ -36,7 +36,7 @@ def check_sizes(plan: Plan, folded: Folded) -> None:
 
 
 def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
-    """Raise PlanFileError, naming the fields, where the plan says something else than its own decisions."""
+    """Raise PlanFileError naming the fields that contradict the plan's decisions."""
     count, right = len(plan.segments), len(folded.segments)
     _refuse([f"segments: has {count} entries; it must have {right}"] * (count != right), _WHAT, _FIX)
     strategies, boundaries = to_text(folded, sharding)
@@ -63,13 +63,13 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
 
 
 def modules(folded: Folded, first: int, last: int) -> str:
-    """What a stage of these segments is called."""
+    """Return the name of a stage of the segments `first` to `last`."""
     a, b = folded.segments[first].name, folded.segments[last].name
     return a if first == last else f"{a} … {b}"
 
 
 def collectives(folded: Folded, sharding: Sharding) -> dict[str, dict[str, Any]]:
-    """By kind of segment, what it asks the tp axis for; kinds that do not communicate are left out."""
+    """Return the tp collectives of each kind of segment; kinds that do not communicate are left out."""
     return {
         kind: {
             "count": folded.multiplicity(kind),
@@ -104,7 +104,7 @@ def _shown(value: Any) -> str:
 
 
 def _refuse(wrong: Iterable[str], what: str, fix: str) -> None:
-    """Raise PlanFileError with the first lines of what is wrong, if anything is."""
+    """Raise PlanFileError with the first lines of `wrong`, if there are any."""
     if first := list(islice(wrong, _SHOWN + 1)):
         lines = [line if len(line) < 300 else f"{line[:300]} …" for line in first[:_SHOWN]]
         raise PlanFileError(what, where="\n".join([*lines, *["and others"][: len(first) - _SHOWN]]), fix=fix)

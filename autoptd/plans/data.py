@@ -1,14 +1,14 @@
 """The plan: every choice of the search as data, written to and read from JSON.
 
-A plan file is one object. `format` and `version` come first in checking, so that a foreign or newer file gets one
-sentence and not a list of field errors. Equal plans give the same bytes: keys sorted, indent 1, floats as `repr`
-writes them, one newline at the end.
+A plan file is one object. `format` and `version` are checked first, so that a foreign or newer file causes one error
+and not a list of field errors. Equal plans have equal bytes: keys sorted, indent 1, floats as `repr` writes them, one
+newline at the end.
 
     stages[i].first .. stages[i].last    inclusive indices into `segments`, the smallest pieces the model is cut into
     batch                                dp * micro * (microbatches - 1) < batch <= dp * micro * microbatches
-    world                                dp * tp * pp
+    world                                dp * cp * tp * pp
 
-A mistake in a file is answered with the path of its field (`stages[2].first`), what is wrong, and what would be right.
+The error for a bad file names the path of the field (`stages[2].first`), what is wrong, and what would be right.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from autoptd.schedule import RUNNABLE, StageMap, route_of
 
 FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
 VERSION: Literal[1] = 1
-STAGES = 2**11  # of pipelines, and what simulates them in seconds
+STAGES = 2**11  # limit; more would take more than seconds to simulate
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**63)]
 Word = Annotated[str, Field(max_length=200)]
-Dotted = Annotated[str, Field(max_length=1000)]  # of a parameter or tensor
+Dotted = Annotated[str, Field(max_length=1000)]  # name of a parameter or tensor
 Amount = Annotated[float, Field(ge=0, le=1e40)]  # seconds, tokens per second, FLOPs or a fraction
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
 class Part(BaseModel):
-    """Frozen, no unknown fields, no silent conversions (`"8"` is not 8), no NaN or infinity."""
+    """Base of a plan's parts: frozen, no unknown fields, no silent conversions (`"8"` is not 8), no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -59,7 +59,7 @@ class MeshSizes(Part):
 
 
 class Schedule(Part):
-    """Which schedule the stages follow, and how many microbatches make one step."""
+    """The pipeline schedule, and the microbatches of one step."""
 
     kind: Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v"]
     microbatches: Count
@@ -67,9 +67,9 @@ class Schedule(Part):
 
 
 class ExecutionOptions(Part):
-    """How the plan is carried out; `autoptd.search.constraints.options.Method` explains each word."""
+    """Options of the plan's execution; `autoptd.search.constraints.options.Method` explains each."""
 
-    recompute: Literal["full", "selective", "ops"] = "full"  # what the segments in a stage's `recompute` run again
+    recompute: Literal["full", "selective", "ops"] = "full"  # policy of the segments in a stage's `recompute`
     overlap: tuple[Literal["dp", "p2p", "tp"], ...] = ("p2p",)
     kernels: Literal["eager", "fused", "compiled"] = "eager"
     loss: Literal["kept", "in_place"] = "kept"
@@ -80,21 +80,18 @@ class ExecutionOptions(Part):
     shards: Index = 0
     sends: Literal["whole", "slices"] = "whole"
     context: Literal["ring", "ulysses"] = "ring"  # attention over cp ranks
-    sums: Literal["none", "held", "ahead"] = "none"  # how sums that the loss is a function of are known: `search.sums`
+    sums: Literal["none", "held", "ahead"] = "none"  # computation of sums that the loss is a function of: `search.sums`
 
 
 class StagePlan(Part):
-    """Segments `first` to `last` (both included), named by `modules`; those in `recompute` keep no activations.
-
-    Which pipeline rank a stage is on, where each has several, is a matter of the schedule: `Plan.route`.
-    """
+    """Segments `first` to `last` (inclusive), named by `modules`. `Plan.route` says which pipeline rank holds them."""
 
     first: Index
     last: Index
     modules: str
-    recompute: tuple[Index, ...] = ()
-    device: str = ""  # its type, in a cluster of several
-    policies: tuple[Literal["full", "selective", "ops"], ...] = ()  # of `recompute`, where not all method.recompute
+    recompute: tuple[Index, ...] = ()  # segments that are recomputed in backward
+    device: str = ""  # device type, in a cluster of several types
+    policies: tuple[Literal["full", "selective", "ops"], ...] = ()  # per `recompute`; (): all method.recompute
 
 
 class Splits(Part):
@@ -105,9 +102,9 @@ class Splits(Part):
 
 
 class Collectives(Part):
-    """What the tp axis is asked for by one segment of a kind and one microbatch; `count` segments are of that kind.
+    """Collectives on the tp axis of one segment of a kind and one microbatch; `count` segments are of that kind.
 
-    Name of a collective -> how often. A recomputed segment issues those of its forward pass twice.
+    Maps names of collectives to how often they are issued. A recomputed segment issues those of its forward pass twice.
     """
 
     count: Count
@@ -116,7 +113,7 @@ class Collectives(Part):
 
 
 class Predicted(Part):
-    """What the cost models say: times in seconds per step, memory in bytes of one rank."""
+    """Predictions of the cost models: times in seconds per step, memory in bytes of one rank."""
 
     step_time_s: Amount
     tokens_per_s: Amount
@@ -125,7 +122,7 @@ class Predicted(Part):
     time_s: Annotated[dict[Word, Amount], Field(max_length=100)]  # category -> seconds per step
     memory: tuple[Annotated[dict[Word, Index], Field(max_length=100)], ...]  # per stage: category -> bytes of one rank
     model_flops_per_step: Amount
-    times: tuple[dict[str, Amount], ...] = ()  # per stage: of a microbatch, by `simulate.times_to_data`
+    times: tuple[dict[str, Amount], ...] = ()  # per stage: times of a microbatch, from `simulate.times_to_data`
 
 
 Proves = Literal[
@@ -135,36 +132,36 @@ Proves = Literal[
 
 
 class Signature(Part):
-    """Of a certificate's `signed_text`, by ed25519; in hexadecimal digits."""
+    """An ed25519 signature of a certificate's `signed_text`, in hexadecimal digits."""
 
     by: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # the public key
     value: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
 class Certificate(Part):
-    """That `autoptd verify` found a plan to compute what the model computes, and what it was that it looked at.
+    """The statement of `autoptd verify` that a plan computes what the model computes, with digests of what it checked.
 
-    A date has no place in it: the same verification gives the same bytes.
+    It holds no date, so that equal verifications have equal bytes.
     """
 
     plan: Digest  # of the plan's text without certificate
     graph: Digest
     program: Digest  # of the emitted stage files
     versions: dict[str, str]  # of autoptd and torch
-    ranks: Count  # that ran
-    shown: tuple[str, ...] = ()  # what was made smaller, in words
-    difference: Amount  # the largest that was found, relative
+    ranks: Count  # number that ran
+    shown: tuple[str, ...] = ()  # descriptions of what was made smaller
+    difference: Amount  # the largest relative difference found
     proves: Proves = get_args(Proves)[0]
-    signature: Signature | None = None  # of all of the above; left out where there is none
+    signature: Signature | None = None  # of all of the above; left out of the file if None
 
     def signed_text(self) -> str:
-        """What a signature is of: all else."""
+        """Return the text that is signed: all fields but the signature."""
         data = {"format": "autoptd-certificate", **self.model_dump(mode="json", exclude={"signature"})}
         return json.dumps(data, sort_keys=True, allow_nan=False)
 
 
 class PlanData(Part):
-    """All choices for training one model on one cluster, without ways to read, check or show them: see `Plan`.
+    """All choices for training one model on one cluster. `Plan` adds reading, checking and showing them.
 
     `sizes` gives the value of each symbol of the traced graph on one rank; `sizes["b"]` is the samples of a microbatch.
     """
@@ -182,17 +179,17 @@ class PlanData(Part):
     mesh: MeshSizes
     schedule: Schedule
     zero: Annotated[int, Field(ge=0, le=3)]
-    loss_averaging: Literal["global", "per-microbatch"] = "global"  # over what the loss is a mean
+    loss_averaging: Literal["global", "per-microbatch"] = "global"  # the samples that the loss is a mean over
     method: ExecutionOptions = ExecutionOptions()
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1, max_length=STAGES)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
     splits: Splits
     strategies: dict[str, dict[Dotted, str]]
-    boundaries: dict[str, tuple[str, ...]]  # kind of segment -> placements of the tensors that it is given
+    boundaries: dict[str, tuple[str, ...]]  # kind of segment -> placements of its input tensors
     collectives: dict[str, Collectives] = {}  # by kind of segment; those that do not communicate are left out
     predicted: Predicted
     notes: tuple[str, ...] = ()
-    certificate: Certificate | None = None  # of `autoptd verify`; left out of files that have none
+    certificate: Certificate | None = None  # of `autoptd verify`; left out of the file if None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlanData) and self.to_json() == other.to_json()
@@ -206,7 +203,7 @@ class PlanData(Part):
         return self.sizes["b"]
 
     def to_json(self) -> str:
-        """The text of the plan file: the same bytes for equal plans."""
+        """Return the text of the plan file: equal bytes for equal plans."""
         held = self.certificate
         data = self.model_dump(mode="json", exclude=None if held else {"certificate"})
         if held is not None and held.signature is None:
@@ -220,17 +217,17 @@ class PlanData(Part):
                 f"the plan was made for another graph of {self.model}: "
                 f"the plan has {self.graph_hash}, the traced model {graph_hash}",
                 where="graph_hash",
-                fix="plan again: the model's code, its sizes or the torch version have changed since",
+                fix="plan again: the model's code, its sizes or the torch version have changed",
             )
 
     @property
     def digest(self) -> str:
-        """Of the plan's text without certificate."""
+        """Digest of the plan's text without the certificate."""
         text = self.model_copy(update={"certificate": None}).to_json()
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
     def check_certificate(self) -> None:
-        """Raise PlanFileError where the plan has a certificate, but is not the one that was verified."""
+        """Raise PlanFileError if the plan has a certificate, but was changed after it was verified."""
         held = self.certificate
         for field, mine, verified in (
             ("plan", self.digest, held and held.plan),
@@ -240,7 +237,7 @@ class PlanData(Part):
                 raise PlanFileError(
                     f"the plan was changed after it was verified: it has {mine}, its certificate {verified}",
                     where=f"certificate.{field}",
-                    fix="verify it again (autoptd verify PLAN), or take the field `certificate` out",
+                    fix="verify it again (autoptd verify PLAN), or remove the field `certificate`",
                 )
 
     def check_world(self, world: int) -> None:
@@ -254,12 +251,12 @@ class PlanData(Part):
 
     @property
     def route(self) -> StageMap:
-        """Which pipeline rank holds which stages."""
+        """Placement of the stages on pipeline ranks."""
         return route_of(self.schedule.kind, self.mesh.pp, self.schedule.virtual)
 
     @property
     def not_runnable(self) -> tuple[str, ...]:
-        """What of this plan the runtime cannot carry out: it is a prediction only. Empty for plans that run."""
+        """Choices that the runtime cannot execute, which make the plan a prediction only. Empty for plans that run."""
         default, asked, narrow = ExecutionOptions(), self.method, self.precision in ("bf16", "fp16")
         reasons = {
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
@@ -272,22 +269,22 @@ class PlanData(Part):
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """Policies in use that run a part of the forward pass again."""
+        """Policies in use that recompute a part of a segment, sorted."""
         used = {policy for stage in self.stages for policy in self.policies(stage).values()}
         return tuple(sorted(used - {"full"}))
 
     def device_of(self, stage: int) -> Device:
-        """What a pipeline rank runs on."""
+        """Return the device type of a stage."""
         name = self.stages[stage].device
         return next((pool.device for pool in self.cluster.others if pool.device.name == name), self.cluster.device)
 
     def policies(self, stage: StagePlan) -> dict[int, str]:
-        """What each recomputed segment of a stage runs again."""
+        """Return the recomputation policy of each recomputed segment of a stage."""
         names = stage.policies or (self.method.recompute,) * len(stage.recompute)
         return dict(zip(stage.recompute, names, strict=True))
 
     def check_runnable(self) -> None:
-        """Raise PlanError naming what of the plan nothing here can carry out."""
+        """Raise PlanError naming the choices that the runtime cannot execute."""
         if self.not_runnable:
             raise PlanError(
                 f"the plan can be predicted, but not run: {'; '.join(self.not_runnable)}",

@@ -1,4 +1,4 @@
-"""Errors of a plan file: each mistake becomes one sentence."""
+"""Errors of a plan file, with one line per mistake."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _SHOWN = 8  # mistakes listed one by one
 REMAKE = "make the plan again with `autoptd plan MODEL -o FILE`"
 
 
-def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a JSON object. Raises ValueError if a key occurs twice."""
     data = dict(pairs)
     if len(data) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {quoted(key)} stands twice in one object")
+        raise ValueError(f"the key {quoted(key)} occurs twice in one object")
     return data
 
 
 def check_head(data: Any, where: str) -> None:
-    """Format and version before all else: a foreign file is not a plan with thirty mistakes."""
+    """Raise PlanFileError for another format or version. Called first: a foreign file is not a plan with mistakes."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         known = isinstance(data, dict) and "format" in data
         found = f"format {quoted(data['format'])}" if known else "no field `format`"
@@ -41,7 +42,7 @@ def check_head(data: Any, where: str) -> None:
 
 
 def mistakes(error: ValidationError) -> tuple[list[str], int]:
-    """The first ones, a line each, and how many. Fields are compared once each is right by itself."""
+    """Return lines for the first mistakes, and the number of all. Valid fields are then checked for contradictions."""
     if error.error_count() == 1:
         cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
         if isinstance(cause, Inconsistent):

@@ -1,9 +1,9 @@
-"""Certificates signed with a key, so that it matters who made them: ed25519, by the package `cryptography`.
+"""Signatures of certificates, which prove who made them: ed25519, by the package `cryptography`.
 
     openssl genpkey -algorithm ed25519 -out key.pem       # the private key, for `autoptd verify PLAN --sign key.pem`
     openssl pkey -in key.pem -pubout -out public.pem      # the public one, for `--signed-by public.pem`
 
-What is signed is the certificate's text without the signature: the digests of plan, graph and program among it.
+The signed text is the certificate without the signature; it includes the digests of plan, graph and program.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ _MAKE = "make one: openssl genpkey -algorithm ed25519 -out key.pem; openssl pkey
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:
-    """Read a PEM file that no password protects. Raises SigningError."""
+    """Read a private key from a PEM file without a password. Raises SigningError."""
     key: Ed25519PrivateKey = _read(path, "private")
     return key
 
 
 def sign(certificate: Certificate, key: Ed25519PrivateKey) -> Certificate:
-    """The certificate with a signature."""
     value = key.sign(certificate.signed_text().encode()).hex()
     by = key.public_key().public_bytes_raw().hex()
     return certificate.model_copy(update={"signature": Signature(by=by, value=value)})
 
 
 def check_signature(certificate: Certificate | None, key: Path) -> None:
-    """Raise PlanFileError unless the certificate is signed by the owner of a public key, SigningError for a bad key."""
+    """Raise PlanFileError unless the holder of a public key signed the certificate, SigningError for a bad key file."""
     public = _read(key, "public")
     held = None if certificate is None else certificate.signature
     if certificate is None or held is None:
         what = "no certificate" if certificate is None else "a certificate without a signature"
         raise PlanFileError(
-            f"the plan has {what}; one signed by {key} is asked for",
+            f"the plan has {what}, but one signed by {key} is required",
             where="certificate",
-            fix="have it verified and signed (autoptd verify PLAN --sign KEY)",
+            fix="verify and sign it (autoptd verify PLAN --sign KEY)",
         )
     from cryptography.exceptions import InvalidSignature
 
@@ -53,7 +52,7 @@ def check_signature(certificate: Certificate | None, key: Path) -> None:
         raise PlanFileError(
             f"the plan's certificate is not signed by {key}, or was changed after it was signed",
             where="certificate.signature",
-            fix="have it verified and signed again (autoptd verify PLAN --sign KEY), or give the right public key",
+            fix="verify and sign it again (autoptd verify PLAN --sign KEY), or pass the right public key",
         ) from None
 
 
@@ -77,7 +76,7 @@ def _read(path: Path, kind: str) -> Any:
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: a password is needed
         what = str(error).strip().splitlines()
         raise SigningError(
-            f"{path} holds no {kind} key in PEM form without a password" + (f": {what[0][:200]}" if what else ""),
+            f"{path} holds no {kind} key in PEM format without a password" + (f": {what[0][:200]}" if what else ""),
             where=str(path),
             fix=_MAKE,
         ) from None

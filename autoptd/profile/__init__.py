@@ -1,3 +1,4 @@
-"""Measures a machine and fits the constants of a cluster file to it (`autoptd profile`). Imports cost
-models and communicators.
+"""Measurement of a machine and fit of a cluster file's constants to it (`autoptd profile`). Import
+`measure` for the points, `fit` for the cluster, `toml` for its file, `report` for their comparison.
+Imports cost models and the runtime's communicators, never plans or the search.
 """

@@ -1,4 +1,4 @@
-"""Spending a limited time on many cases: each has an equal share of what is left, and what it does not use goes on."""
+"""Division of a limited time among many cases: each gets an equal share of the time left, which it need not use up."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from autoptd.profile.record import Case, Measurement, Skipped
 from autoptd.profile.timing import LEAST
 
 Measure = Callable[[Case, float], "Measurement | Skipped"]
-Tell = Callable[["Measurement | Skipped"], None]
+Report = Callable[["Measurement | Skipped"], None]
 
 
 def spend(
-    series: Sequence[Sequence[Case]], limit_s: float, elapsed_s: Callable[[], float], measure: Measure, tell: Tell
+    series: Sequence[Sequence[Case]], limit_s: float, elapsed_s: Callable[[], float], measure: Measure, report: Report
 ) -> list[Measurement | Skipped]:
-    """Measure all series, of each at least its first case, and no case that the one before shows to take too long.
+    """Measure the first case of each series, and later ones unless the one before shows that they take too long.
 
-    `measure(case, share_s)`; `elapsed_s()` seconds since the start, which all ranks of a collective must agree on.
+    `measure(case, share_s)` times a case. `elapsed_s()` is the time since the start; ranks that measure a collective
+    must all get the same value.
     """
     found: list[Measurement | Skipped] = []
     left = sum(map(len, series))
@@ -31,12 +32,12 @@ def spend(
             if isinstance(result, Measurement):
                 last = result
             found.append(result)
-            tell(result)
+            report(result)
     return found
 
 
 def _why_not(last: Measurement | None, case: Case, left_s: float, share_s: float) -> str | None:
-    """Why a case is left out. Its time is guessed from the one before it; it has its series' share of what is left."""
+    """Return why a case is skipped: its time, extrapolated from the last one, exceeds its series' share."""
     if not left_s:
         return "no time was left"
     if last is None:
@@ -47,6 +48,6 @@ def _why_not(last: Measurement | None, case: Case, left_s: float, share_s: float
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of error and its first line."""
+    """Return the type of an error and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,6 +1,6 @@
-"""Which cases are timed, smallest first within a series: a case that would take too long is left out with all after it.
+"""Series of cases to time, smallest first: once a case would take too long, all larger ones of its series are skipped.
 
-Shapes are those of transformer layers: m is tokens, n and k are widths, cut into thin ones by tensor parallelism.
+Shapes are those of transformer layers: m is tokens, n and k are widths, some of them split by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SQUARES = {
         "fp16": (128, 256, 512),
     },
 }
-# (m, n, k): whole layers of 4096 and 8192, their parts under tp 2 to 16, few tokens, a head with an odd vocabulary
+# (m, n, k): layers of widths 4096 and 8192, their shards under tp 2 to 16, few tokens, a head with an odd vocabulary
 _LAYERS = {
     "cuda": (
         *((8192, n, 4096) for n in (512, 1024, 2048, 6144, 14336)),
@@ -62,21 +62,21 @@ _BATCHED = {
     ),
     "cpu": ((16, 128, 128, 64), (16, 128, 64, 128), (16, 256, 256, 64), (16, 256, 64, 256)),
 }
-# heads × samples at the shortest length; each longer one has fewer, so that the number of tokens stays
+# heads × samples by head size, at the shortest length; longer ones have fewer, for the same number of tokens
 _ATTENTION = {
     "cuda": ("bf16", {64: 512, 128: 256}, (512, 1024, 2048, 4096, 8192, 16384)),
     "cpu": ("fp32", {64: 16, 128: 8}, (128, 256, 512, 1024)),
 }
 _MEMORY = {
     "cuda": ("bf16", tuple(MIB << i for i in range(0, 12, 2))),
-    # no larger: the C library asks the system anew for more than 32 MiB, and page faults are what is timed
+    # no larger: above 32 MiB the C library maps fresh memory for each tensor, and page faults dominate the time
     "cpu": ("fp32", tuple(64 * KIB << i for i in range(0, 10, 2))),
 }
 MESSAGES = (8 * KIB, 64 * KIB, 256 * KIB, *(MIB << i for i in range(0, 14, 2)))
 
 
 def op_series(kind: str) -> Iterator[tuple[Case, ...]]:
-    """Series of cases of one device, `kind` "cpu" or "cuda"; those that the constants need most come first."""
+    """Yield the series of one device, of kind "cpu" or "cuda"; those that the constants need most come first."""
     dtype, _, _ = _ATTENTION[kind]
     yield (Case(family="launch", op="add", dtype="fp32"),)
     yield (Case(family="dispatch", op="add", dtype="fp32"),)
@@ -125,9 +125,9 @@ def _memory(kind: str) -> Iterator[tuple[Case, ...]]:
 
 
 def network_series(world: int, node_ranks: int, dtype: Dtype) -> Iterator[tuple[Case, ...]]:
-    """Series of collectives: over the node, over all ranks, and over one rank of each node; messages in both.
+    """Yield series of collectives within the node, over all ranks, and over one rank of each node, and of messages.
 
-    `dtype` is that of the tensors. Without more than one rank there are none.
+    Yields nothing for a single rank.
     """
     nodes = world // node_ranks
     groups = [(node_ranks, 1), (world, 1), (nodes, node_ranks)] if nodes > 1 else [(world, 1)]
@@ -141,7 +141,7 @@ def network_series(world: int, node_ranks: int, dtype: Dtype) -> Iterator[tuple[
 
 
 def _sizes(family: str, op: str, dtype: Dtype, ranks: int, stride: int) -> tuple[Case, ...]:
-    unit = ITEMSIZE[dtype] * ranks * ranks  # an all-to-all cuts each rank's part once more
+    unit = ITEMSIZE[dtype] * ranks * ranks  # an all-to-all splits each rank's part among the ranks
     return tuple(
         Case(family=family, op=op, dtype=dtype, bytes_moved=-(-size // unit) * unit, ranks=ranks, stride=stride)  # type: ignore[arg-type]
         for size in MESSAGES

@@ -1,8 +1,8 @@
-"""From measured points to a cluster: the constants with which the cost models explain them.
+"""Fit of a cluster to measured points: the constants with which the cost models come closest to them.
 
-Peaks of a GPU that a shipped cluster has are the datasheet's; of any other device they are the best rates that were
-seen. Sustained fractions, overheads and latencies are searched for (`search`) by evaluating `op_time` and
-`collectives`. What was not measured is taken from a shipped cluster, and the file says so.
+Peaks of a GPU that a shipped cluster has are the datasheet's; those of any other device are the best measured rates.
+Sustained fractions, overheads and latencies minimise the error (`search`) of `op_time` and `collectives` themselves.
+Constants without measurements are taken from a shipped cluster, and the file says so.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from autoptd.profile.links import fit_levels
 from autoptd.profile.record import ITEMSIZE, Measurement, ProfileRecord
 from autoptd.profile.search import best_rate, best_two, mean_error, rounded
 
-# what a missing precision is taken to be like: tensor cores treat both half precisions alike; nothing better is known
+# precision whose peak is used for one that was not measured: tensor cores run both half precisions at the same rate;
+# for the others nothing better is known
 _LIKE = {"bf16": "fp16", "fp16": "bf16", "fp64": "fp32", "fp32": "fp64"}
 _K_OVERHEADS = (0.0, *(2.0**i for i in range(3, 12)))  # steps along k
 _HEAD_OVERHEADS = (0.0, *(2.0**i for i in range(8)))  # elements of a head
-_BEYOND_CACHE = 2.0  # caches, at least: an op with fewer bytes finds part of them there
+_BEYOND_CACHE = 2.0  # least bytes of a memory-bound op in units of the cache: smaller ops partly hit it
 
 
 def fit(record: ProfileRecord) -> Cluster:
-    """The cluster that explains a record. Raises ClusterError where points of a needed kind are missing."""
+    """Return the cluster that fits a record best. Raises ClusterError if points of a required kind are missing."""
     known = shipped_with(record.device)
     device = _device(record, known)
     name = f"{record.node_ranks}x {device.name}" if record.node_ranks > 1 else device.name
@@ -33,7 +34,7 @@ def fit(record: ProfileRecord) -> Cluster:
 
 
 def shipped_with(device: str) -> Cluster | None:
-    """The shipped cluster whose device reports this name."""
+    """Return the shipped cluster whose device reports this name."""
     clusters = map(Cluster.load, Cluster.names())
     return next((cluster for cluster in clusters if device in cluster.device.reported_names), None)
 
@@ -43,13 +44,13 @@ def _device(record: ProfileRecord, known: Cluster | None) -> Device:
     dispatch_s = [point.seconds for point in record.of("dispatch")]
     first = Device(
         name=known.device.name if known else record.device,
-        source=record.origin + (f"; peaks: {known.device.source}" if known else "; peaks are the best rates seen"),
+        source=record.origin + (f"; peaks: {known.device.source}" if known else "; peaks are the best measured rates"),
         reported_names=(record.device,) if record.kind == "cuda" else (),
         memory_bytes=record.memory_bytes,
         context_bytes=record.context_bytes,
         memory_bytes_per_s=1.0,
         launch_s=launch_s,
-        # on a CPU the host is the device: its time is in the ops already
+        # on a CPU the host is the device: the times of ops include dispatch
         dispatch_s=rounded(dispatch_s[0]) if dispatch_s and record.kind == "cuda" else 0.0,
         multiprocessors=record.multiprocessors,
         matmul_flops_per_s=Peaks(fp64=1.0, fp32=1.0, bf16=1.0, fp16=1.0),
@@ -77,7 +78,7 @@ def _with_memory(device: Device, record: ProfileRecord, known: Device | None) ->
 
 
 def beyond_cache(points: Iterable[Measurement], cache_bytes: int | None) -> tuple[Measurement, ...]:
-    """Those that move more than caches hold; where the cache is unknown, a quarter of the most that was moved."""
+    """Return the points that move more than the cache holds; for an unknown size, a quarter of the most bytes moved."""
     points = tuple(points)
     most = max((point.case.nbytes for point in points), default=0)
     least = min(_BEYOND_CACHE * cache_bytes if cache_bytes else most / 4, most)
@@ -94,7 +95,7 @@ def _with_matmul(device: Device, record: ProfileRecord, known: Device | None) ->
         peaks = device.matmul_flops_per_s.model_copy(update={dtype: rate})
         return device.model_copy(update={"matmul_flops_per_s": peaks, "k_overhead": k_overhead})
 
-    if device.multiprocessors is None:  # every shape runs at one rate
+    if device.multiprocessors is None:  # the model has the same rate for all shapes
         overhead = 0.0
         rate = best_rate(lambda rate: device_error(like(rate, 0.0), own), best / 50, best * 3)
     else:
@@ -153,7 +154,7 @@ def _with_attention(device: Device, record: ProfileRecord) -> Device:
 
 
 def main_dtype(points: Iterable[Measurement]) -> str:
-    """The precision with most points, which the shared constants follow."""
+    """Return the precision with most points, to which the constants shared by all precisions are fitted."""
     return statistics.mode(point.case.dtype for point in points)
 
 
@@ -169,6 +170,6 @@ def _sustained(rate: float, peak: float, record: ProfileRecord, what: str, point
 def _needed(points: tuple[Measurement, ...], family: str) -> tuple[Measurement, ...]:
     if not points:
         raise ClusterError(
-            f"no point of the kind {family!r} was measured", fix="measure again with a higher --time-limit"
+            f"no case of the family {family!r} was measured", fix="measure again with a higher --time-limit"
         )
     return points

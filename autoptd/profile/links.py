@@ -1,7 +1,7 @@
-"""The levels of links of a measured cluster: bandwidth and latency from messages and collectives.
+"""Fit of a cluster's link levels: bandwidth and latency from measured messages and collectives.
 
-A level is fitted to the groups that stay in it, the node first; beyond it, with the inner level as it was found, to
-those that span nodes. A level that nothing was measured on is a shipped cluster's.
+The level inside a node is fitted to groups within a node; then, with that level fixed, the outer level is fitted to
+groups that span nodes. A level without measurements is taken from a shipped cluster.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _LATENCIES_S = (0.0, *(2.0**i * 1e-7 for i in range(18)))  # up to 13 ms
 
 
 def fit_levels(record: ProfileRecord, device: Device, known: Cluster | None) -> tuple[Link, ...]:
-    """Levels of the machine a record was made on; `known` is the shipped cluster with its GPUs."""
+    """Return the link levels of a record's machine. `known`: the shipped cluster with its GPUs, if there is one."""
     pattern = known or Cluster.load("dgx-h100" if record.kind == "cuda" else "local")
     points = record.of("collective", "p2p")
     inside = [point for point in points if _last_rank(point.case) < record.node_ranks]
     beyond = [point for point in points if _last_rank(point.case) >= record.node_ranks]
-    if record.node_ranks == 1 and beyond:  # one rank a node: there is one level
+    if record.node_ranks == 1 and beyond:  # one rank per node: there is one level
         return (_fitted(record, device, (), beyond, None, pattern.levels[-1] if known else None),)
     if not inside:
         return tuple(_not_measured(link, pattern) for link in pattern.levels)
@@ -36,7 +36,7 @@ def fit_levels(record: ProfileRecord, device: Device, known: Cluster | None) -> 
 
 
 def exchange_s(cluster: Cluster, case: Case) -> float:
-    """What the models say of a collective or message."""
+    """Return the predicted time of a collective or message."""
     if case.family == "p2p":
         return p2p_s(case.nbytes, cluster, case.stride)
     return collective_s(case.op, case.nbytes, cluster, case.ranks, case.stride)
@@ -54,7 +54,7 @@ def _fitted(
     ranks: int | None,
     known: Link | None,
 ) -> Link:
-    """The outermost of levels whose inner ones are known. A `known` link keeps its peak; only fractions are fitted."""
+    """Fit the level outside of `inner`. A `known` link keeps its peak; only its fraction and latency are fitted."""
     text = f"{record.origin}: {len(points)} messages and collectives"
     start = (known or _unknown(record, ranks)).model_copy(update={"ranks": ranks})
     most = max(point.case.nbytes / point.seconds for point in points)
@@ -62,7 +62,7 @@ def _fitted(
     def like(rate: float, latency_s: float) -> Link:
         if known is None:
             return start.model_copy(update={"bytes_per_s": rate, "latency_s": latency_s, "source": text})
-        # unchecked: the search may pass through more than the peak
+        # not validated: the search may try rates above the peak
         sustained = Sustained.model_construct(fraction=rate / start.bytes_per_s, source=text)
         return start.model_copy(update={"sustained": sustained, "latency_s": latency_s})
 
@@ -87,7 +87,7 @@ def _fitted(
 
 
 def _unknown(record: ProfileRecord, ranks: int | None) -> Link:
-    """A link of which nothing is known but who carries it."""
+    """Return a link with unknown constants, named after its backend."""
     where = "inside a node" if ranks or record.world == record.node_ranks else "between nodes"
     if record.backend == "gloo":
         return Link(name=f"gloo, {where}", bytes_per_s=1.0, latency_s=0.0, protocols=("plain",))

@@ -1,4 +1,4 @@
-"""Measuring the machine: every rank times its own device, all at once as in training, then they time the network."""
+"""Measurement of a machine: all ranks time their devices concurrently, as in training, then they time the network."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from autoptd.profile.record import Case, Measurement, ProfileRecord, Skipped
 from autoptd.profile.timing import Timer, timer
 from autoptd.profile.world import Place, default_processes, joined, launch, launched
 
-_OPS_SHARE = 0.6  # of the time, where there is a network to be measured as well
-_MARGIN = 0.8  # of the limit is given out: a case may take a little longer than its share
+_OPS_SHARE = 0.6  # of the time, if there is a network to measure as well
+_MARGIN = 0.8  # of the limit is distributed: a case may take a little longer than its share
 
-Tell = Callable[[Case, str, int], None]  # the case that is done, how it went, and how many there are in all
+Advance = Callable[[Case, str, int], None]  # the finished case, its result, and the number of cases
 
 
 def measure(limit_s: float, processes: int | None = None, show: bool = False) -> ProfileRecord:
     """Time ops and collectives of this machine within about `limit_s` seconds, but at least the smallest of each kind.
 
-    processes: on this machine; left out, one per GPU, or two without a GPU. Under torchrun all its ranks take part, and
-    each has to call this. show: a progress bar, if standard error is a terminal. Raises RuntimeFault if a process
-    fails. All ranks return the same points.
+    processes: number on this machine; None for one per GPU, or two without a GPU. Under torchrun it is a collective of
+    all ranks. show: a progress bar, if standard error is a terminal. Raises RuntimeFault if a process fails. All ranks
+    return the same points.
     """
     processes = processes or default_processes()
     if launched() or processes == 1:
@@ -45,17 +45,17 @@ def measure(limit_s: float, processes: int | None = None, show: bool = False) ->
 
 def _measure_here(limit_s: float, show: bool, began_s: float) -> ProfileRecord:
     threads = torch.get_num_threads()
-    with _bar(show) as tell, joined() as place:
-        torch.set_num_threads(1 if place.world > 1 or launched() else threads)  # a plan's ranks have a core each
+    with _bar(show) as advance, joined() as place:
+        torch.set_num_threads(1 if place.world > 1 or launched() else threads)  # in training a rank has one core
         try:
-            return _measure(place, limit_s * _MARGIN - (time.time() - began_s), tell)
+            return _measure(place, limit_s * _MARGIN - (time.time() - began_s), advance)
         finally:
             torch.set_num_threads(threads)
 
 
 @contextmanager
-def _bar(show: bool) -> Iterator[Tell]:
-    """Report each case to a bar, on rank 0 and a terminal; else to nobody."""
+def _bar(show: bool) -> Iterator[Advance]:
+    """Show a progress bar on rank 0 if standard error is a terminal. Yields the function that advances it."""
     if not show or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield lambda *_: None
         return
@@ -66,13 +66,13 @@ def _bar(show: bool) -> Iterator[Tell]:
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("start the processes", total=None)
 
-        def tell(case: Case, how: str, total: int) -> None:
-            progress.update(task, total=total, advance=1, description=f"{case}: {how}")
+        def advance(case: Case, result: str, total: int) -> None:
+            progress.update(task, total=total, advance=1, description=f"{case}: {result}")
 
-        yield tell
+        yield advance
 
 
-def _measure(place: Place, limit_s: float, tell: Tell) -> ProfileRecord:
+def _measure(place: Place, limit_s: float, advance: Advance) -> ProfileRecord:
     clock = timer(place.device)
     kind = place.device.type
     ops = list(op_series(kind))
@@ -81,21 +81,21 @@ def _measure(place: Place, limit_s: float, tell: Tell) -> ProfileRecord:
     exchanges = list(network_series(place.world, place.node_ranks, dtype)) if network else []
     total = sum(map(len, [*ops, *exchanges]))
     started = time.perf_counter()
-    if network:  # the clock of rank 0's person counts, whoever started earlier
+    if network:  # ranks started at different times: the least time left counts
         limit_s = -network.agree(-limit_s)[0]
 
-    def told(result: Measurement | Skipped) -> None:
-        tell(result.case, f"{result.seconds:.3g} s" if isinstance(result, Measurement) else result.why, total)
+    def report(result: Measurement | Skipped) -> None:
+        advance(result.case, f"{result.seconds:.3g} s" if isinstance(result, Measurement) else result.why, total)
 
     def elapsed_s() -> float:
         return time.perf_counter() - started
 
-    found = spend(ops, limit_s * (_OPS_SHARE if network else 1), elapsed_s, partial(_time_op, place, clock), told)
-    found = _of_all_ranks(found) if network else found
+    found = spend(ops, limit_s * (_OPS_SHARE if network else 1), elapsed_s, partial(_time_op, place, clock), report)
+    found = _median_of_ranks(found) if network else found
     context_bytes = _context_bytes(place.device)
     if network:
         found += spend(
-            exchanges, limit_s, lambda: network.agree(elapsed_s())[0], partial(_time_exchange, network), told
+            exchanges, limit_s, lambda: network.agree(elapsed_s())[0], partial(_time_exchange, network), report
         )
     return _record(place, context_bytes, found)
 
@@ -103,7 +103,7 @@ def _measure(place: Place, limit_s: float, tell: Tell) -> ProfileRecord:
 def _time_op(place: Place, clock: Timer, case: Case, share_s: float) -> Measurement | Skipped:
     try:
         seconds, repeats = time_op(case, place.device, clock, share_s)
-    except (RuntimeError, MemoryError) as error:  # no memory, or a type that the device does not compute in
+    except (RuntimeError, MemoryError) as error:  # out of memory, or a type that the device does not support
         return Skipped(case=case, why=first_line(error))
     finally:
         if place.device.type == "cuda":
@@ -115,12 +115,12 @@ def _time_exchange(network: Network, case: Case, share_s: float) -> Measurement 
     return network.measure(case, share_s)
 
 
-def _of_all_ranks(mine: list[Measurement | Skipped]) -> list[Measurement | Skipped]:
-    """For each case the median of the ranks that timed it; left out where none did. A collective."""
-    everybody: list[list[Measurement | Skipped]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, mine)
+def _median_of_ranks(mine: list[Measurement | Skipped]) -> list[Measurement | Skipped]:
+    """Return each case with the median of the ranks that timed it; skipped if none did. A collective."""
+    by_rank: list[list[Measurement | Skipped]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, mine)
     merged: list[Measurement | Skipped] = []
-    for results in zip(*everybody, strict=True):
+    for results in zip(*by_rank, strict=True):
         points = [result for result in results if isinstance(result, Measurement)]
         if not points:
             merged.append(results[0])
@@ -152,7 +152,7 @@ def _record(place: Place, context_bytes: int, found: list[Measurement | Skipped]
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What is taken of a GPU beyond what torch's allocator holds, once the kernels have been loaded."""
+    """Return a GPU's memory that is in use outside torch's allocator, once kernels have been loaded; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -165,7 +165,7 @@ def _host_bytes() -> int:
 
 
 def _cpu_name() -> str:
-    """The model's name where Linux says it, else what Python knows of the processor."""
+    """Return the processor's model name from /proc/cpuinfo or, without it, Python's name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Timing collectives and messages: all ranks of a group at once, through the communicators that training uses.
+"""Timing of collectives and messages: all ranks of a group at once, through the communicators that training uses.
 
-Every decision (does everybody have the memory, how often, when to stop) is taken from numbers that all ranks agree on,
-so that nobody waits for a collective that another has left out. A case's time is that of its slowest rank.
+Every decision (whether all ranks have the memory, how many runs, when to stop) is made from all-reduced numbers, so
+that no rank waits in a collective that another has skipped. A case's time is that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoptd.runtime.comm.processes import ProcessChannel
 
 
 class Network:
-    """The groups of a running world. All ranks make and use it in the same order."""
+    """The process groups of a running world. All ranks must make the same calls in the same order."""
 
     def __init__(self, device: torch.device, clock: Timer) -> None:
         self.device, self.clock = device, clock
@@ -29,13 +29,13 @@ class Network:
         self._channels: dict[int, ProcessChannel | None] = {}
 
     def agree(self, *values: float) -> list[float]:
-        """The largest of each over all ranks."""
+        """Return the maximum of each value over all ranks. A collective."""
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return [float(x) for x in numbers.tolist()]
 
     def group(self, ranks: int, stride: int) -> ProcessGroup:
-        """This rank's group of `ranks` members `stride` apart."""
+        """Return this rank's group of `ranks` members `stride` apart, made on first use. A collective."""
         if (ranks, stride) not in self._groups:
             mine = None
             for first in range(0, self.world, ranks * stride):
@@ -48,7 +48,7 @@ class Network:
         return self._groups[ranks, stride]
 
     def channel(self, stride: int) -> ProcessChannel | None:
-        """Between rank 0 and rank `stride`; None on the others."""
+        """Return the channel between rank 0 and rank `stride`; None on other ranks. A collective."""
         if stride not in self._channels:
             group = dist.new_group([0, stride])
             ends = {0: stride, stride: 0}
@@ -56,7 +56,7 @@ class Network:
         return self._channels[stride]
 
     def run_of(self, case: Case) -> Run:
-        """What one run of the case is on this rank. Takes the memory."""
+        """Allocate a case's tensors and return the function that runs it once on this rank."""
         if case.family == "p2p":
             return self._message(case)
         group = self.group(case.ranks, case.stride)
@@ -80,7 +80,7 @@ class Network:
                 raise ValueError(f"unknown collective {case.op!r}")
 
     def _message(self, case: Case) -> Run:
-        """There and back: a sender alone would only see its own buffer take the message."""
+        """Return a round trip, since a send alone may return as soon as the message is buffered."""
         channel = self.channel(case.stride)
         x = torch.zeros(case.bytes_moved // DTYPES[case.dtype].itemsize, dtype=DTYPES[case.dtype], device=self.device)
 
@@ -94,18 +94,18 @@ class Network:
         return there_and_back
 
     def measure(self, case: Case, share_s: float) -> Measurement | Skipped:
-        """A collective call; the same answer on every rank."""
+        """Time a case. A collective; the result is the same on all ranks."""
         run, problem = self._prepared(case)
         if any(self.agree(problem is not None)):
-            return Skipped(case=case, why=problem or "another rank could not take the memory")
+            return Skipped(case=case, why=problem or "another rank could not allocate its tensors")
         try:
             run()
             _, once_s = self.agree(0.0, self.clock.once(run))
-        except RuntimeError as error:  # the backend has no such collective: all ranks learn it alike
+        except RuntimeError as error:  # the backend lacks the collective, so it fails on all ranks
             return Skipped(case=case, why=first_line(error))
         runs = runs_per_sample(once_s)
-        wanted = min(share_s, ENOUGH_S) / (once_s * runs)
-        samples = self.agree(*(self.clock.sample(run, runs) for _ in range(max(LEAST, min(MOST, int(wanted))))))
+        count = max(LEAST, min(MOST, int(min(share_s, ENOUGH_S) / (once_s * runs))))
+        samples = self.agree(*(self.clock.sample(run, runs) for _ in range(count)))
         seconds = statistics.median(samples) / (2 if case.family == "p2p" else 1)
         return Measurement(case=case, seconds=seconds, repeats=runs * len(samples))
 

@@ -1,4 +1,4 @@
-"""Running one case on one device."""
+"""Timing of one case on one device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autoptd.profile.record import Case
 from autoptd.profile.timing import Run, Timer, median_s
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ROW = 1024  # width of the rows that layer_norm and softmax go over
-_TINY = 8  # elements of an op that is all launch
-_HANDED = 200  # ops that the host hands over before it waits
+_ROW = 1024  # row width of layer_norm and softmax
+_TINY = 8  # elements of an op whose time is its launch
+_QUEUED = 200  # ops that the host dispatches before it waits
 
 
 def time_op(case: Case, device: torch.device, clock: Timer, share_s: float) -> tuple[float, int]:
-    """(seconds, runs). Raises RuntimeError where the device cannot do it, OutOfMemoryError among them."""
+    """Return (seconds, runs). Raises RuntimeError, such as OutOfMemoryError, if the device cannot run the case."""
     if case.family == "dispatch":
         return _dispatch_s(device, clock)
     return median_s(clock, _run_of(case, device), share_s)
@@ -36,11 +36,11 @@ def _run_of(case: Case, device: torch.device) -> Run:
         case "launch":
             return _tiny(device)
         case _:
-            raise ValueError(f"{case} is no op of a device")
+            raise ValueError(f"{case} is not an op of a device")
 
 
 def _matmul(case: Case, device: torch.device) -> Run:
-    """The layout of a linear layer's forward pass, or of a batched product."""
+    """Return a linear layer's forward pass, or a batched product."""
     batch = () if case.op == "linear" else (case.batch,)
     a = _values(device, case.dtype, *batch, case.m, case.k)
     b = _values(device, case.dtype, *batch, *((case.n, case.k) if case.op == "linear" else (case.k, case.n)))
@@ -83,19 +83,19 @@ def _tiny(device: torch.device) -> Callable[[], Tensor]:
 
 
 def _dispatch_s(device: torch.device, clock: Timer) -> tuple[float, int]:
-    """Seconds for which the host is busy handing over one op, whether or not the device keeps up."""
+    """Return (seconds per op, runs) for which the host is busy dispatching, whether or not the device keeps up."""
     run = _tiny(device)
     clock.once(run)
     taken = []
     for _ in range(5):
         start = time.perf_counter()
-        for _ in range(_HANDED):
+        for _ in range(_QUEUED):
             run()
-        taken.append((time.perf_counter() - start) / _HANDED)
+        taken.append((time.perf_counter() - start) / _QUEUED)
         clock.once(run)
-    return sorted(taken)[len(taken) // 2], _HANDED * len(taken)
+    return sorted(taken)[len(taken) // 2], _QUEUED * len(taken)
 
 
 def _values(device: torch.device, dtype: str, *shape: int) -> Tensor:
-    """Normal values: a GPU computes zeros with less power, and therefore faster."""
+    """Return normally distributed values: on zeros a GPU draws less power and therefore runs faster."""
     return torch.randn(shape, device=device, dtype=DTYPES[dtype])

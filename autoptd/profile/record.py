@@ -1,7 +1,7 @@
-"""What is measured: a case (an op and its sizes), its time, and the record of all of them with device and date.
+"""Data of a measurement: a case (an op and its sizes), its time, and the record of all of them with device and date.
 
-A case reads `matmul linear bf16 8192×1536×12288`; the record is a JSON file, so that constants can be fitted again
-later, by other models, without the machine.
+A case prints as `matmul linear bf16 8192×1536×12288`. The record is a JSON file, so that constants can be refitted
+later, for other models, without the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoptd.errors import ClusterError
 
 FORMAT, VERSION = "autoptd-points", 1
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-# products of the backward pass of fused attention against the two of the forward one: it computes one of them again
+# FLOPs of the backward pass of fused attention over the forward pass's: 5 products against 2, since it recomputes one
 # (Dao 2023, FlashAttention-2, section 4.1)
 ATTENTION_BACKWARD = 2.5
 
@@ -32,10 +32,11 @@ class _RecordPart(BaseModel):
 
 
 class Case(_RecordPart):
-    """One thing to time. Sizes as in `OpWork`; `bytes_moved` of memory-bound ops, collectives and messages.
+    """An op, collective or message to time. Sizes are those of `OpWork`.
 
     Products are [batch] m×k times k×n; attention has `batch` heads (samples × heads), `m` tokens and head size `k`.
-    A collective has `ranks` members `stride` apart; a message goes `stride` ranks on.
+    Memory-bound ops, collectives and messages have `bytes_moved`. A collective has `ranks` members `stride` apart; a
+    message goes from rank 0 to rank `stride`.
     """
 
     family: Family
@@ -52,7 +53,7 @@ class Case(_RecordPart):
 
     @property
     def flops(self) -> float:
-        """Operations of the whole square of attention, also where a causal mask skips half of it."""
+        """FLOPs; those of attention are without the causal mask, which skips half of them."""
         match self.family:
             case "matmul":
                 return 2.0 * self.batch * self.m * self.n * self.k
@@ -63,7 +64,7 @@ class Case(_RecordPart):
 
     @property
     def nbytes(self) -> int:
-        """Bytes read and written (of an op), or of the whole tensor (of a collective), or of the message."""
+        """Bytes that an op reads and writes, of a collective's whole tensor, or of a message."""
         itemsize = ITEMSIZE[self.dtype]
         match self.family:
             case "matmul":
@@ -75,7 +76,7 @@ class Case(_RecordPart):
 
     @property
     def work(self) -> OpWork:
-        """What the op models are asked. Raises ValueError for what is not an op of the device."""
+        """The op's description for the cost models. Raises ValueError for collectives, messages and overheads."""
         match self.family:
             case "matmul":
                 return OpWork("matmul", self.flops, self.nbytes, self.dtype, self.m, self.n, self.k, self.batch)
@@ -87,7 +88,7 @@ class Case(_RecordPart):
             case "memory":
                 return OpWork("memory", 0.0, self.nbytes, self.dtype)
             case _:
-                raise ValueError(f"{self} is no op of a device")
+                raise ValueError(f"{self} is not an op of a device")
 
     def __str__(self) -> str:
         words = [self.family, self.op, self.dtype]
@@ -103,7 +104,7 @@ class Case(_RecordPart):
 
 
 class Measurement(_RecordPart):
-    """A case and its time: the median of `repeats` runs; of all ranks that timed it."""
+    """A case and its time: the median of `repeats` runs, over all ranks that timed it."""
 
     case: Case
     seconds: Seconds
@@ -111,14 +112,14 @@ class Measurement(_RecordPart):
 
 
 class Skipped(_RecordPart):
-    """A case that has no time, and why."""
+    """A case that was not timed, and why."""
 
     case: Case
     why: str
 
 
 class ProfileRecord(_RecordPart):
-    """All points of one machine."""
+    """All points of one machine, and the cases that were skipped."""
 
     format: Literal["autoptd-points"] = "autoptd-points"
     version: Literal[1] = 1
@@ -127,10 +128,10 @@ class ProfileRecord(_RecordPart):
     device: str  # what torch.cuda.get_device_name says, or the name of the CPU
     torch: str
     backend: Literal["gloo", "nccl"]
-    memory_bytes: Annotated[int, Field(gt=0)]  # of the device, or of the machine's memory a process's share
-    context_bytes: Count  # of it, taken by driver and loaded kernels
+    memory_bytes: Annotated[int, Field(gt=0)]  # of the GPU, or a process's share of the machine's memory
+    context_bytes: Count  # memory in use by the driver and loaded kernels
     multiprocessors: Annotated[int, Field(gt=0)] | None = None
-    cache_bytes: Annotated[int, Field(gt=0)] | None = None  # the last level before the memory
+    cache_bytes: Annotated[int, Field(gt=0)] | None = None  # of the last-level cache
     world: Annotated[int, Field(gt=0)] = 1
     node_ranks: Annotated[int, Field(gt=0)] = 1
     points: tuple[Measurement, ...]
@@ -141,11 +142,11 @@ class ProfileRecord(_RecordPart):
 
     @property
     def origin(self) -> str:
-        """`measured on 2026-11-21, NVIDIA H200, torch 2.11.0`."""
+        """The source of fitted constants: `measured on 2026-11-21, NVIDIA H200, torch 2.11.0`."""
         return f"measured on {self.date}, {self.device}, torch {self.torch}"
 
     def to_json(self) -> str:
-        """One line per point, so that a record can be read and compared; `parse` reads it back."""
+        """Return the record as JSON with one line per point, for reading and diffing; `parse` reads it back."""
         head = self.model_dump(mode="json", exclude={"points", "skipped"})
         lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}," for key, value in head.items()]
         for key, rows in (("points", self.points), ("skipped", self.skipped)):
@@ -155,7 +156,7 @@ class ProfileRecord(_RecordPart):
 
     @staticmethod
     def parse(text: str, where: str = "points") -> ProfileRecord:
-        """The record that `to_json` wrote. Raises ClusterError with the path of every wrong field."""
+        """Read the text that `to_json` wrote. Raises ClusterError with the path of every wrong field."""
         fix = "give a file that `autoptd profile --points FILE` wrote"
         data = parse_json(text, "file of points", ClusterError, where, fix)
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
@@ -170,13 +171,13 @@ class ProfileRecord(_RecordPart):
 
     @staticmethod
     def load(path: Path) -> ProfileRecord:
-        """Raises ClusterError where there is no such file, or it is not one of points."""
+        """Read a file of points. Raises ClusterError if there is none, or its content is wrong."""
         fix = "give a file that `autoptd profile --points` wrote"
         return ProfileRecord.parse(read_text(path, "file of points", ClusterError, fix), str(path))
 
 
 def bytes_text(nbytes: float) -> str:
-    """`64 KiB`, `1.5 GiB`."""
+    """Return a number of bytes with a unit: `64 KiB`, `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             return f"{nbytes:.3g} {unit}"

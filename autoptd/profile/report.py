@@ -1,4 +1,4 @@
-"""What a person reads at the end: what was measured per family, what the fitted cluster says, how far they differ."""
+"""The report of `autoptd profile`: measured and predicted speed per family of cases, and the errors of the fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoptd.profile.record import Case, Measurement, ProfileRecord
 
 @dataclass(frozen=True)
 class ReportRow:
-    """Points of one family: the best that was measured, what the cluster predicts for that point, and errors of all."""
+    """A family's best measured speed, the cluster's prediction for that point, and relative errors of all points."""
 
     name: str
     points: int
@@ -29,7 +29,7 @@ class ReportRow:
 
 
 def rows(record: ProfileRecord, cluster: Cluster) -> list[ReportRow]:
-    """One row per family, in the order in which it was measured."""
+    """Return one row per family, in the order of measurement."""
     families: dict[str, list[Measurement]] = {}
     beyond = beyond_cache(record.of("memory"), record.cache_bytes)
     for point in record.points:
@@ -40,7 +40,7 @@ def rows(record: ProfileRecord, cluster: Cluster) -> list[ReportRow]:
 
 
 def predicted_s(cluster: Cluster, case: Case) -> float:
-    """Seconds of a case by the cost models."""
+    """Return the predicted seconds of a case."""
     match case.family:
         case "launch":
             return cluster.device.launch_s
@@ -53,7 +53,7 @@ def predicted_s(cluster: Cluster, case: Case) -> float:
 
 
 def table(found: Iterable[ReportRow]) -> str:
-    """Aligned columns."""
+    """Return the rows as text in aligned columns."""
     heads = ("", "points", "best measured", "predicted", "median error", "worst")
     cells = [
         (row.name, str(row.points), row.measured, row.predicted, f"{row.median_error:.1%}", f"{row.worst_error:.0%}")
@@ -68,13 +68,13 @@ def table(found: Iterable[ReportRow]) -> str:
 
 
 def skipped_text(record: ProfileRecord) -> str:
-    """How many cases have no time, by reason; errors in full, since they say something of the machine."""
+    """Return the number of skipped cases by reason, and all errors, since they are about the machine."""
     if not record.skipped:
         return ""
     slow = [skipped for skipped in record.skipped if skipped.why.startswith(("would take", "no time"))]
     failed = [f"  {skipped.case}: {skipped.why}" for skipped in record.skipped if skipped not in slow]
-    lines = [f"{len(slow)} larger cases left out: they would have taken too long"] if slow else []
-    lines += [f"{len(failed)} cases left out, each for an error:", *failed] if failed else []
+    lines = [f"{len(slow)} larger cases skipped: they would have taken too long"] if slow else []
+    lines += [f"{len(failed)} cases skipped because of an error:", *failed] if failed else []
     return "\n".join(lines)
 
 

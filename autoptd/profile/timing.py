@@ -1,7 +1,7 @@
-"""Time of one run of something, as the device sees it: the median of repeated runs after a warm-up.
+"""Device time of a function: the median of repeated runs after a warm-up.
 
-On a GPU, events around runs that were queued while the GPU was still busy with other work, so that the time is the
-GPU's and not that of Python handing over kernels one by one.
+On a GPU, events enclose runs that were queued while the GPU was still busy with other work, so that they measure the
+GPU and not the rate at which Python launches kernels.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 
 Run = Callable[[], object]
 LEAST, MOST = 3, 50  # samples
-ENOUGH_S = 0.5  # of one case: long enough for the clock of a GPU to settle under the load
-_SAMPLE_S = 1e-3  # short runs are timed several at once, until they take this long together
-_QUEUE = 200  # runs that are queued at most; CUDA holds about a thousand launches
+ENOUGH_S = 0.5  # for one case: long enough for a GPU's clock to settle under the load
+_SAMPLE_S = 1e-3  # a sample is as many runs as take this long
+_QUEUE = 200  # runs queued at once, at most; CUDA's queue holds about a thousand launches
 
 
 class Timer(Protocol):
-    """Times runs on one device."""
+    """A timer of runs on one device."""
 
     def once(self, run: Run) -> float:
-        """Seconds of one run, from start to finish, host included."""
+        """Return the seconds of one run, from start to finish, host included."""
 
     def sample(self, run: Run, runs: int) -> float:
-        """Seconds of each of `runs` runs, one after the other without a pause."""
+        """Return the mean seconds of `runs` runs, back to back."""
 
 
 class HostTimer:
-    """On a CPU a run is over when it returns."""
+    """A timer for CPUs, where a run is finished when it returns."""
 
     def once(self, run: Run) -> float:
         start = time.perf_counter()
@@ -46,7 +46,7 @@ class HostTimer:
 
 
 class CudaTimer:
-    """Events on the current stream, behind work that keeps the GPU busy while runs are queued."""
+    """A timer with events on the current stream, after work that keeps the GPU busy while runs are queued."""
 
     def __init__(self) -> None:
         self._busy = torch.ones(2048, 2048, device="cuda")
@@ -80,19 +80,19 @@ class CudaTimer:
 
 
 def timer(device: torch.device) -> Timer:
-    """The timer for a device of this process."""
+    """Return the timer for a device of this process."""
     return CudaTimer() if device.type == "cuda" else HostTimer()
 
 
 def runs_per_sample(once_s: float) -> int:
-    """How many runs are timed together, given the time of one."""
+    """Return the number of runs in a sample, given the time of one."""
     return max(1, min(_QUEUE, int(_SAMPLE_S / max(once_s, 1e-9))))
 
 
 def median_s(clock: Timer, run: Run, share_s: float) -> tuple[float, int]:
-    """(seconds of a run, runs timed), within about `share_s` seconds, but of no fewer than `LEAST` samples."""
+    """Return (seconds of a run, number of runs), within about `share_s` seconds but with at least `LEAST` samples."""
     end = time.perf_counter() + min(share_s, ENOUGH_S)
-    run()  # makes what is made once: kernels are loaded, memory is taken
+    run()  # one-time work: loading kernels, allocating memory
     once_s = clock.once(run)
     runs = runs_per_sample(once_s)
     samples: list[float] = []

@@ -1,4 +1,4 @@
-"""A cluster as the TOML text that `Cluster.load` reads: fields that have their default value are left out."""
+"""Writer of a cluster as the TOML that `Cluster.load` reads, without fields that have their default value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from autoptd.cost_models.cluster import Cluster
 
 
 def cluster_toml(cluster: Cluster, remarks: tuple[str, ...] = ()) -> str:
-    """The file's text; `remarks` are the comment lines at its head."""
+    """Return the file's text; `remarks` are the comment lines at its beginning."""
     lines = [f"# {' '.join(remark.split())}" for remark in remarks]
     _table(cluster.model_dump(mode="json", exclude_defaults=True), (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
 def _table(data: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    """Values first, then tables, then lists of tables: what follows a header belongs to it."""
+    """Append values first, then tables, then lists of tables, since keys after a header belong to its table."""
     for key, value in data.items():
         if not isinstance(value, dict) and not _is_tables(value) and value is not None:
             lines.append(f"{key} = {_value(value)}")

@@ -1,4 +1,4 @@
-"""The processes that measure together: those that torchrun started, or those that torch's launcher starts here."""
+"""The processes of a measurement: those that torchrun started, or those that torch's launcher starts here."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from autoptd.runtime.comm.listening import LOOPBACK, host_store, on_loopback, on
 from autoptd.runtime.comm.processes import default_device
 
 _TIMEOUT = timedelta(seconds=120)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that torch's launcher takes over
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch's launcher replaces their handlers
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is among those that measure."""
+    """This process's rank and device in a measurement."""
 
     rank: int
     world: int
@@ -36,18 +36,18 @@ class Place:
 
 
 def default_processes() -> int:
-    """One per GPU; without a GPU two, the fewest that can talk to each other, if there are as many cores."""
+    """Return one per GPU; without a GPU two, the fewest that can communicate, if there are as many cores."""
     return torch.cuda.device_count() or min(2, os.cpu_count() or 1)
 
 
 def launched() -> bool:
-    """Whether a launcher such as torchrun started this process."""
+    """Return whether a launcher such as torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def joined() -> Iterator[Place]:
-    """Join torch's process group among the processes that a launcher started; none for one that nobody launched."""
+    """Join torch's process group if a launcher started this process, and leave it at the end."""
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,23 +64,22 @@ def joined() -> Iterator[Place]:
 
 
 def launch(processes: int, fn: Callable[..., T], *args: object) -> T:
-    """Run a function on processes of this machine, as torchrun would, and return rank 0's result.
+    """Run a function in processes on this machine, as torchrun would, and return rank 0's result.
 
-    Function, arguments and result are pickled. Raises RuntimeFault with what the first process that failed said.
+    Function, arguments and result are pickled. Raises RuntimeFault with the message of the first process that failed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    said = logging.getLogger("torch.distributed.elastic")
-    level, said.disabled = said.level, False
-    said.setLevel(logging.CRITICAL)  # what it reports of a failed process is in the error
+    log = logging.getLogger("torch.distributed.elastic")
+    level, log.disabled = log.level, False
+    log.setLevel(logging.CRITICAL)  # the error holds its report of a failed process
     try:
         with on_loopback(), tempfile.TemporaryDirectory(prefix="autoptd-") as folder:
-            store = host_store(
-                LOOPBACK, 0, processes, _TIMEOUT, shared=True
-            )  # the launcher's own would listen everywhere
+            # the launcher's own store would listen on all interfaces
+            store = host_store(LOOPBACK, 0, processes, _TIMEOUT, shared=True)
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -103,6 +102,6 @@ def launch(processes: int, fn: Callable[..., T], *args: object) -> T:
         rank, failure = error.get_first_failure()
         raise RuntimeFault(f"process {rank} ended with code {failure.exitcode}\n{failure.message}") from error
     finally:
-        said.setLevel(level)
+        log.setLevel(level)
         for number, handler in before.items():
             signal.signal(number, handler)

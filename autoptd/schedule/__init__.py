@@ -1,29 +1,31 @@
-"""Pipeline schedules as data: for every rank of the pipeline the list of actions that one step executes in order.
+"""Pipeline schedules as data: the actions that each pipeline rank executes in one step, in order. Simulator, deadlock
+proof, explanations and executor read these lists. Every name below may be imported from here. Imports errors only.
 
     text    action                                                   channel
     F0      forward of microbatch 0
     B0      backward of microbatch 0
-    W0      gradients of the parameters, where B0 makes those of the input alone (zero-bubble)
+    W0      gradients of the parameters, if B0 computes those of the input alone (zero-bubble)
     RF0     receive its activation from the previous stage           (s-1, forward)
     SF0     send its activation to the next stage                    (s, forward)
     RB0     receive its gradient from the next stage                 (s, backward)
     SB0     send its gradient to the previous stage                  (s-1, backward)
     REDUCE  finish the reduction of the parameters' gradients
     STEP    clip and run the optimizer on this rank's share
-    GATHER  collect the updated parameters
+    GATHER  all-gather the updated parameters
 
-    F3.1    the same on this rank's chunk 1; without a dot, on chunk 0
+    F3.1    forward of microbatch 3 on this rank's chunk 1; without a dot, on chunk 0
 
-A rank of p may hold v chunks of the model, which are stages of it; which ones, and who sends to whom, is said by the
-`StageMap` of the kind (`route.py`). With v = 1 a stage is a rank. What a rank hands on to itself is not sent.
+Each of p ranks holds v chunks of the model, each of which is a stage. The `StageMap` of the schedule's kind
+(`stage_map.py`) says which ones, and which ranks communicate. With v = 1 a stage is a rank. Tensors between two chunks
+of one rank are not sent.
 
-The simulator, the picture and the executor read the same lists. A schedule is one row of `SCHEDULES`: a pure function
-of (ranks, microbatches, chunks) that gives F, B and W of each rank; `with_communication` adds the rest mechanically.
+A schedule is a row of `SCHEDULES`: a pure function of (ranks, microbatches, chunks) that returns the F, B and W of each
+rank. `with_communication` derives the rest.
 
     gpipe          all forwards, then all backwards                      Huang et al. 2019 (its figure drains backwards)
     1f1b           one forward, one backward                             Narayanan et al. 2019, PipeDream-flush
     interleaved    1F1B over v chunks per rank, in groups of p           Narayanan et al. 2021, section 2.2
-    zero-bubble    1F1B whose W fill the drain; memory as 1F1B's         Qi et al. 2023, ZB-H1
+    zero-bubble    1F1B with W in the drain; memory as 1F1B's            Qi et al. 2023, ZB-H1
     zero-bubble-v  two chunks per rank, down the ranks and up again      Qi et al. 2023, ZB-V
 """
 

@@ -1,4 +1,4 @@
-"""What a rank does, one thing at a time, and its text form; see `autoptd.schedule`."""
+"""The actions of a schedule and their text form; see `autoptd.schedule`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ STEP_END = ("REDUCE", "STEP", "GATHER")
 
 
 class Action(NamedTuple):
-    """One thing that a rank does; `microbatch` is None for the actions at the end of a step.
+    """One action of a rank; `microbatch` is None for the actions at the end of a step.
 
-    A tuple, since schedules of a hundred thousand actions are made, proved and simulated.
+    A tuple, since schedules have up to hundreds of thousands of actions.
     """
 
     kind: str
@@ -32,7 +32,7 @@ Schedule: TypeAlias = tuple[Actions, ...]  # one entry per rank
 
 
 def parse_action(text: str) -> Action:
-    """Read back what `str` wrote. Raises ValueError naming the text."""
+    """Parse the output of `str(action)`. Raises ValueError naming the text."""
     if text in STEP_END:
         return Action(text)
     if match := re.fullmatch(r"(F|B|W|SF|RF|SB|RB)(\d+)(?:\.([1-9]\d*))?", text):
@@ -41,25 +41,25 @@ def parse_action(text: str) -> Action:
 
 
 def text(schedule: Schedule) -> list[str]:
-    """One line per rank, actions separated by blanks."""
+    """Return one line per rank, with actions separated by blanks."""
     return [" ".join(map(str, actions)) for actions in schedule]
 
 
 def parse(lines: Iterable[str]) -> Schedule:
-    """`parse(text(schedule)) == schedule`."""
+    """Parse the output of `text`: `parse(text(schedule)) == schedule`."""
     return tuple(tuple(parse_action(word) for word in line.split()) for line in lines)
 
 
 def chunks_of(schedule: Schedule) -> int:
-    """Chunks per rank: one more than the highest that is named."""
+    """Return the number of chunks per rank: one more than the highest chunk of any action."""
     return 1 + max((action.chunk for actions in schedule for action in actions), default=0)
 
 
 class Alive(NamedTuple):
-    """Of how many microbatches a rank holds activations at the moments of which one is the fullest.
+    """Number of in-flight microbatches of a rank, per chunk, at each candidate memory peak.
 
-    A row for each such moment, with a number for each chunk; they weigh 1 / `parts` (where chunks are taken to be of
-    average size, each row holds their sum everywhere).
+    `rows` has one row per candidate. Numbers are in units of 1 / `parts` microbatch: if chunks are assumed to be of
+    equal size, every column of a row holds the sum over the chunks, and `parts` is their number.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -67,31 +67,31 @@ class Alive(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """In flight at the most, of whatever size."""
+        """The largest number of in-flight microbatches, summed over chunks of any size."""
         return max(map(sum, self.rows)) // self.parts
 
     @property
     def least(self) -> int:
-        """So many chunks of any size, at the least, are what the rank holds."""
+        """A lower bound on the chunks' activations at the peak, whatever the sizes of the chunks."""
         return max(min(row) * len(row) for row in self.rows) // self.parts
 
     def kept(self, chunk_bytes: Sequence[int]) -> int:
-        """Bytes at the fullest moment, of one microbatch's on each chunk."""
+        """Return the activation bytes at the peak, from the bytes of one microbatch on each chunk."""
         most = max(sum(n * each for n, each in zip(row, chunk_bytes, strict=True)) for row in self.rows)
         return round(most / self.parts)
 
     def covers(self, alive: Sequence[int]) -> bool:
-        """Whether that many are counted."""
+        """Return whether these in-flight microbatches per chunk are within what is counted."""
         if self.parts > 1:
             return sum(alive) <= self.chunks
         return any(all(n <= most for n, most in zip(alive, row, strict=True)) for row in self.rows)
 
 
 def in_flight(actions: Sequence[Action], chunk_bytes: Sequence[float] = ()) -> tuple[int, ...]:
-    """By chunk, of how many microbatches a rank holds activations when it holds most.
+    """Return a rank's in-flight microbatches per chunk at its memory peak.
 
-    Activations live from F to B, or to W where the rank has W (an upper bound: W needs but part of them). `chunk_bytes`
-    weighs the chunks, by one microbatch's activations on each; all alike without.
+    Activations live from F to B, or to W if the rank has W (an upper bound: W needs only part of them). `chunk_bytes`:
+    the activation bytes of one microbatch on each chunk; empty: equal.
     """
     fullest, most = (0,) * chunks_of((tuple(actions),)), 0.0
     for alive in moments(actions):
@@ -101,7 +101,7 @@ def in_flight(actions: Sequence[Action], chunk_bytes: Sequence[float] = ()) -> t
 
 
 def moments(actions: Sequence[Action]) -> Iterator[tuple[int, ...]]:
-    """By chunk, of how many microbatches a rank holds activations after each forward pass."""
+    """Yield a rank's in-flight microbatches per chunk after each forward pass."""
     freeing = "W" if any(action.kind == "W" for action in actions) else "B"
     alive = [0] * chunks_of((tuple(actions),))
     for action in actions:

@@ -1,4 +1,4 @@
-"""Whole steps: the F, B and W of a schedule with the messages between ranks and the end of the step."""
+"""Whole steps: the F, B and W of a schedule, with sends, receives and the end of the step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from autoptd.schedule.proof import prove
 from autoptd.schedule.schedules import compute_lists, route_of
 from autoptd.schedule.stage_map import StageMap, peer_of
 
-MOST_PASSES = 300_000  # forward passes of a step: lists of a gigabyte, simulated in some seconds
+MOST_PASSES = 300_000  # forward passes per step; the lists then take a gigabyte, and seconds to simulate
 
 
 def with_communication(schedule: Schedule, route: StageMap | None = None) -> Schedule:
-    """Insert the receive before and the send after every F and B that has a neighbour, as near as can be.
+    """Insert a receive right before and a send right after every F and B with a neighbour on another rank.
 
-    `route`: that of the schedule's kind; left out, a loop.
+    `route`: the stage map of the schedule's kind. Default: a loop.
     """
     route = route or StageMap(len(schedule), chunks_of(schedule))
-    one = cache(Action)  # shared by all ranks: schedules of millions of actions are made
+    one = cache(Action)  # shared by all ranks: schedules have millions of actions
 
     def around(rank: int) -> Iterator[Action]:
         has = {
@@ -45,23 +45,23 @@ def with_step_end(schedule: Schedule) -> Schedule:
 
 
 def training_step(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """`step_lists`, proved to finish. Raises what that does, and StuckSchedule for a schedule that blocks."""
+    """Return `step_lists`, proved to finish. Raises PlanError as it does, and StuckSchedule for a deadlock."""
     schedule = step_lists(kind, stages, microbatches, virtual)
     prove(schedule, route_of(kind, stages, virtual))
     return schedule
 
 
 def step_lists(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """The whole step of a row of `SCHEDULES`: compute, communication, step end; not yet proved.
+    """Return the whole step of a row of `SCHEDULES`: compute, communication, step end; not yet proved.
 
-    `stages` is the number of pipeline ranks, `virtual` the chunks that each holds. Raises PlanError for an unknown kind
-    and for numbers that the kind cannot take, or that are too many to write out.
+    `stages` is the number of pipeline ranks, `virtual` the chunks that each holds. Raises PlanError for an unknown
+    kind, numbers that the kind does not allow, and a step of too many actions.
     """
     if (passes := stages * virtual * microbatches) > MOST_PASSES:
         chunks = f" of {virtual:,} chunks" if virtual > 1 else ""
         raise PlanError(
             f"a step of {microbatches:,} microbatches on {stages:,} pipeline ranks{chunks} is {passes:,} forward "
-            f"passes, more than {MOST_PASSES:,}: its actions are not written out one by one",
+            f"passes, more than the limit of {MOST_PASSES:,}",
             where="schedule.microbatches",
             fix="plan with larger microbatches, or a smaller batch",
         )

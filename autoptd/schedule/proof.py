@@ -1,4 +1,4 @@
-"""The proof that a schedule finishes, and the picture of one that does not; see `autoptd.schedule`."""
+"""Deadlock and memory proofs of a schedule, and the grid that shows one that is stuck; see `autoptd.schedule`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from functools import partial
 from autoptd.schedule.actions import RECEIVES, SENDS, Action, Actions, Alive, Schedule, chunks_of, moments
 from autoptd.schedule.stage_map import StageMap, channel_of, peer_of
 
-SENDS_UNDER_WAY = (
-    2  # microbatches per channel: a further send waits for the oldest, so that sent tensors do not pile up
-)
+SENDS_UNDER_WAY = 2  # microbatches per channel; a further send waits for the oldest, which bounds the sent tensors
 
 
 class StuckSchedule(ValueError):
-    """A schedule that cannot finish; the message holds the grid of what each rank did and where it stands."""
+    """A schedule that cannot finish. The message holds the rank × step grid with the position of each rank."""
 
 
 def prove(
@@ -24,30 +22,31 @@ def prove(
     channel: Callable[[int, Action], object] | None = None,
     under_way: int = SENDS_UNDER_WAY,
 ) -> None:
-    """Show that the schedule finishes and every F, B and W has what it needs, whatever the durations.
+    """Prove that the schedule finishes and that every F, B and W has its inputs, whatever the durations.
 
     Model: a rank runs its list in order. A send or receive is queued on its (rank, channel), a FIFO; the heads of the
-    two queues of a channel complete together when one sends what the other receives (rendezvous). A receive holds its
-    rank until complete; a send holds it while `under_way` earlier ones of the channel are not complete. Run to a
-    fixpoint: since completing one pair never disables another, the fixpoint does not depend on the order. `route` is
-    that of the schedule's kind, left out a loop; `channel` maps (rank, action) to a communicator, by default
-    `channel_of`.
+    two queues of a channel complete together when one sends what the other receives (rendezvous). A receive blocks its
+    rank until complete; a send blocks it while `under_way` earlier ones of the channel are not complete. Run to a
+    fixpoint: since completing one pair never disables another, the fixpoint does not depend on the order.
 
-    Raises StuckSchedule with a rank × step grid, `<` marking where a rank stands, and who waits for whom.
+    `route`: the stage map of the schedule's kind; default, a loop. `channel`: maps (rank, action) to a communicator;
+    default, `channel_of`.
+
+    Raises StuckSchedule with a rank × step grid, `<` marking the position of each rank, and the cycle of waiting ranks.
     """
     route = route or StageMap(len(schedule), chunks_of(schedule))
     run = _ProofRun(schedule, route, channel or partial(channel_of, route=route), under_way)
-    run.to_the_end()
+    run.finish()
     for rank, actions in enumerate(schedule):
         _prove_data_flow(rank, route, actions)
 
 
 class UncountedActivations(ValueError):
-    """A schedule that holds more than memory was predicted for."""
+    """A schedule that holds more activations than the predicted memory counts."""
 
 
 def prove_memory(schedule: Schedule, counted: Sequence[Alive]) -> None:
-    """Show that no rank ever holds activations of more microbatches than were counted. Raises UncountedActivations."""
+    """Raise UncountedActivations if a rank ever holds activations of more microbatches than were counted."""
     for rank, (actions, most) in enumerate(zip(schedule, counted, strict=True)):
         for alive in moments(actions):
             if not most.covers(alive):
@@ -58,7 +57,7 @@ def prove_memory(schedule: Schedule, counted: Sequence[Alive]) -> None:
 
 
 class _ProofRun:
-    """All ranks on their way through their lists."""
+    """The positions of all ranks in their lists, and the messages queued between them."""
 
     def __init__(
         self, schedule: Schedule, route: StageMap, channel: Callable[[int, Action], object], under_way: int
@@ -68,8 +67,8 @@ class _ProofRun:
         self.queues: dict[tuple[int, object], deque[Action]] = {}
         self.received: list[set[Action]] = [set() for _ in schedule]
 
-    def to_the_end(self) -> None:
-        """Raises StuckSchedule where that is not reached."""
+    def finish(self) -> None:
+        """Advance all ranks until no one can. Raises StuckSchedule if one has not finished."""
         moved = True
         while moved:
             moved = False
@@ -80,7 +79,7 @@ class _ProofRun:
                 while self.queues[owner, key] and self._match(owner, key):
                     moved = True
         unsent = [f"stage {rank}: {queue[0]} is never received" for (rank, _), queue in self.queues.items() if queue]
-        if unsent or any(map(self._stands, range(len(self.schedule)))):
+        if unsent or any(map(self._unfinished, range(len(self.schedule)))):
             picture = grid(self.schedule, self.position)
             raise StuckSchedule("\n".join(["the schedule cannot finish", picture, *self._waits(), *unsent]))
 
@@ -98,7 +97,7 @@ class _ProofRun:
         return True
 
     def _advance(self, rank: int) -> bool:
-        if not self._stands(rank):
+        if not self._unfinished(rank):
             return False
         action = self.schedule[rank][self.position[rank]]
         if action.kind in SENDS + RECEIVES:
@@ -118,41 +117,37 @@ class _ProofRun:
 
     def _peer(self, rank: int, action: Action) -> tuple[int, Action]:
         if (found := peer_of(rank, action, self.route)) is None:
-            raise StuckSchedule(f"stage {rank}: {action} has no neighbour to talk to")
+            raise StuckSchedule(f"stage {rank}: {action} has no neighbour to communicate with")
         return found
 
-    # ---- what a stuck one says ----
+    # ---- the message of a stuck schedule ----
 
-    def _stands(self, rank: int) -> bool:
-        """Whether it is not done."""
+    def _unfinished(self, rank: int) -> bool:
         return self.position[rank] < len(self.schedule[rank])
 
     def _waits(self) -> Iterator[str]:
-        """Every circle of ranks that wait for each other: `rank 0 SF3 -> rank 1 RF2 -> rank 0`; and who waits in vain.
-
-        A rank waits for one other: the one that its channel's oldest message is with.
-        """
+        """Yield every cycle of waiting ranks, `rank 0 SF3 -> rank 1 RF2 -> rank 0`, and every wait for a done rank."""
         from networkx import DiGraph, simple_cycles  # for this message alone
 
-        awaited = {rank: self._awaited(rank) for rank in filter(self._stands, range(len(self.schedule)))}
-        circles = [c[i:] + c[:i] for c in simple_cycles(DiGraph(list(awaited.items()))) for i in [c.index(min(c))]]
-        for circle in sorted(circles):
-            yield " -> ".join([*map(self._where, circle), f"rank {circle[0]}"])
+        awaited = {rank: self._awaited(rank) for rank in filter(self._unfinished, range(len(self.schedule)))}
+        cycles = [c[i:] + c[:i] for c in simple_cycles(DiGraph(list(awaited.items()))) for i in [c.index(min(c))]]
+        for cycle in sorted(cycles):
+            yield " -> ".join([*map(self._current, cycle), f"rank {cycle[0]}"])
         for rank, other in awaited.items():
             if other not in awaited:
-                yield f"{self._where(rank)} -> rank {other}, which is done"
+                yield f"{self._current(rank)} -> rank {other}, which is done"
 
-    def _where(self, rank: int) -> str:
+    def _current(self, rank: int) -> str:
         return f"rank {rank} {self.schedule[rank][self.position[rank]]}"
 
     def _awaited(self, rank: int) -> int:
-        """Whom the action waits for at which a rank stands."""
+        """Return the rank that `rank` waits for: the peer of the oldest message in its channel's queue."""
         action = self.schedule[rank][self.position[rank]]
         return self._peer(rank, self.queues[rank, self.channel(rank, action)][0])[0]
 
 
 def _prove_data_flow(rank: int, route: StageMap, actions: Actions) -> None:
-    """What an action needs must stand before it, each action once, and what is begun must be finished."""
+    """Raise StuckSchedule unless actions are unique, follow those they need, and every F has its B (and W)."""
     seen: set[Action] = set()
     for action in actions:
         for need in _needs(rank, action, route):
@@ -168,7 +163,7 @@ def _prove_data_flow(rank: int, route: StageMap, actions: Actions) -> None:
 
 
 def _needs(rank: int, action: Action, route: StageMap) -> Iterator[Action]:
-    """What comes from a chunk of the same rank is not received, but made there."""
+    """Yield the actions that must precede an action on its rank. A neighbouring chunk of the rank needs no receive."""
     kind, i, chunk = action
     match kind:
         case "F" | "B":
@@ -184,7 +179,7 @@ def _needs(rank: int, action: Action, route: StageMap) -> Iterator[Action]:
 
 
 def grid(schedule: Schedule, position: Sequence[int] | None = None) -> str:
-    """Ranks as rows, steps as columns; with `position`, `<` follows the action at which each rank stands."""
+    """Draw ranks as rows and steps as columns; with `position`, `<` marks the current action of each rank."""
     at = position if position is not None else [-1] * len(schedule)
     rows = [
         [f"{a}{'<' * (k == here)}" for k, a in enumerate(actions)] for actions, here in zip(schedule, at, strict=True)

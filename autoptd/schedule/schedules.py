@@ -1,4 +1,4 @@
-"""The schedules: pure functions of (ranks, microbatches, chunks) that give F, B and W of each rank."""
+"""The schedules: pure functions of (ranks, microbatches, chunks) that return the F, B and W of each rank."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from autoptd.schedule.stage_map import Shape, StageMap
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, each in order: a rank holds the activations of every microbatch."""
+    """Return all forwards, then all backwards, each in order; a rank holds the activations of every microbatch."""
     forwards, backwards = (tuple(Action(kind, i) for i in range(microbatches)) for kind in "FB")
     return (forwards + backwards,) * stages
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """One forward, one backward: stage s warms up with `stages - s - 1` forwards (at most m), alternates, drains."""
+    """Return 1F1B: stage s warms up with `stages - s - 1` forwards (at most m), alternates F and B, drains."""
     order = [(i, 0) for i in range(microbatches)]
     return tuple(tuple(_warm_up_and_alternate(order, order, stages - stage - 1)) for stage in range(stages))
 
 
 def interleaved(stages: int, microbatches: int, virtual: int) -> Schedule:
-    """1F1B over `virtual` chunks per rank: p microbatches on chunk 0, the same p on chunk 1, …, then the next p.
+    """Return 1F1B over `virtual` chunks per rank: p microbatches on chunk 0, the same p on chunk 1, …, then the next p.
 
-    The order of Megatron-LM (`schedules.py`, forward_backward_pipelining_with_interleaving, with its default group of p
-    microbatches): backwards take the chunks from the last to the first; rank r warms up with
+    The order is that of Megatron-LM (`schedules.py`, forward_backward_pipelining_with_interleaving, with its default
+    group of p microbatches): backwards take the chunks from the last to the first; rank r warms up with
     2 (p - r - 1) + (v - 1) p forwards, at most v m. With one chunk it is 1F1B, as there.
 
     Raises PlanError unless p divides m. (Megatron-LM raises RuntimeError for a last group of fewer than p microbatches,
-    which would wait in the middle of the pipeline; its releases of 2021–2024 ask that p divide m.)
+    which would wait in the middle of the pipeline; its releases of 2021–2024 require that p divides m.)
     """
     if virtual == 1:
         return one_f_one_b(stages, microbatches)
     if microbatches % stages:
         raise PlanError(
-            f"interleaved takes the microbatches in groups of as many as there are pipeline ranks: {microbatches} "
+            f"interleaved runs microbatches in groups of one per pipeline rank: {microbatches} "
             f"microbatches over {stages} ranks leave a group of {microbatches % stages}",
             where="schedule",
             fix=f"use a multiple of {stages} microbatches, or the schedule 1f1b",
@@ -55,7 +55,7 @@ def interleaved(stages: int, microbatches: int, virtual: int) -> Schedule:
 def _warm_up_and_alternate(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_up: int
 ) -> Iterator[Action]:
-    """`warm_up` forwards (at most all), then a forward and a backward in turn, then the remaining backwards."""
+    """Yield `warm_up` forwards (at most all), then F and B alternating, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     yield from (Action("F", *at) for at in forwards[:warm_up])
@@ -66,10 +66,10 @@ def _warm_up_and_alternate(
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """ZB-H1: the F and B of 1F1B; stage s does W of microbatch i - s after B of i, and the last s of them at the end.
+    """Return ZB-H1: the F and B of 1F1B; stage s runs W of microbatch i - s after B of i, and the last s W at the end.
 
-    Every stage then holds p microbatches at most, counted from F to W, as the first one of 1F1B does. The bubble of a
-    step is (p - 1)(F + B - W) instead of 1F1B's (p - 1)(F + B + W), here with B for the input's gradients alone.
+    Every stage then holds at most p microbatches, counted from F to W, as the first stage of 1F1B does. The bubble of a
+    step is (p - 1)(F + B - W) instead of 1F1B's (p - 1)(F + B + W), where B is the time of the input's gradients alone.
     """
 
     def actions(stage: int) -> Iterator[Action]:
@@ -84,19 +84,21 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
-    """ZB-V: two chunks per rank on a vee, in closed form; for m >= 2 p - 1 microbatches, on rank r
+    """Return ZB-V: two chunks per rank on a vee, in closed form; for m >= 2 p - 1 microbatches, on rank r
 
-        F              2 (p - r) - 1 times                         until chunk 1 has its first microbatch
-        F.1 F          r times                                     until the first one is back
-        F.1 B.1 W.1    p - r times                                 until its gradient is back
-        F B W F.1 B.1 W.1, without F once there is none            until there are no forwards
-        B B.1          r times, then B W p - r times, then the W   that are left: first those of chunk 1
+        F                    2 (p - r) - 1 times     until chunk 1 receives its first microbatch
+        F.1 F                r times                 until that microbatch returns
+        F.1 B.1 W.1          p - r times             until its gradient returns
+        F B W F.1 B.1 W.1    until no F.1 is left; F is dropped once there is none
+        B B.1                r times
+        B W                  p - r times
+        W.1, then W          the remaining ones
 
-    where each word takes its next microbatch. Fewer microbatches do as if there were 2 p - 1, without those that there
-    are not. The order that takes no rank's turn away where F, B and W of a chunk take equally long (Qi et al. 2023,
-    section 6, says what it is like; these counts were worked out here from when the first microbatch comes by): no rank
-    idles between its first and its last action then, and the step's bubble is p - 1 passes of a chunk. A rank holds
-    2 p chunks at the most, counted from F to W, as much as p stages.
+    where each action takes its next microbatch. With fewer microbatches it is the order for 2 p - 1, without the
+    missing ones. If F, B and W of a chunk take equally long, no rank idles between its first and its last action, and
+    the bubble of a step is p - 1 passes of a chunk (Qi et al. 2023, section 6, describe the order; these counts are
+    derived here from the arrival times of the first microbatch). A rank holds the activations of at most 2 p chunks,
+    counted from F to W, as many bytes as p stages.
     """
     count = max(microbatches, 2 * stages - 1)
 
@@ -126,7 +128,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 
 
 def forward_only(stages: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """Evaluation: every rank runs the forwards in the order of `interleaved`, whose last group may be smaller here."""
+    """Return the forwards of evaluation, in the order of `interleaved`; the last group may be smaller here."""
     order = [
         Action("F", i, chunk)
         for first in range(0, microbatches, stages)
@@ -138,21 +140,17 @@ def forward_only(stages: int, microbatches: int, virtual: int = 1) -> Schedule:
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A kind of schedule. `lists`: of (ranks, microbatches, chunks); `chunks` per rank, None: any number.
+    """A kind of schedule."""
 
-    `shape`: how the model lies on the ranks. `halves`: whether gradients of parameters are made apart, in W.
-    `groups`: whether microbatches go in groups of as many as there are ranks.
-    """
-
-    lists: Callable[[int, int, int], Schedule]
-    chunks: int | None = 1
-    shape: Shape = "loop"
-    halves: bool = False
-    groups: bool = False
+    lists: Callable[[int, int, int], Schedule]  # of (ranks, microbatches, chunks)
+    chunks: int | None = 1  # per rank; None: any number
+    shape: Shape = "loop"  # placement of the stages on the ranks
+    halves: bool = False  # split backward: parameter gradients are computed apart from B, in W
+    groups: bool = False  # microbatches run in groups of one per rank
 
 
 def _fixed(rows: Callable[[int, int], Schedule]) -> Callable[[int, int, int], Schedule]:
-    """Of a kind that has no choice of chunks."""
+    """Adapt a schedule with a fixed number of chunks to the signature of `ScheduleKind.lists`."""
     return lambda stages, microbatches, _: rows(stages, microbatches)
 
 
@@ -163,11 +161,11 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "zero-bubble": ScheduleKind(_fixed(zero_bubble), halves=True),
     "zero-bubble-v": ScheduleKind(_fixed(zero_bubble_v), chunks=2, shape="vee", halves=True),
 }
-RUNNABLE = tuple(SCHEDULES)  # what the executor has actions for
+RUNNABLE = tuple(SCHEDULES)  # kinds that the executor implements
 
 
 def row_of(kind: str, virtual: int | None = None) -> ScheduleKind:
-    """Raises PlanError for an unknown kind, and for a number of chunks per rank that it does not have."""
+    """Return the row of a kind. Raises PlanError for an unknown kind or a number of chunks that it does not allow."""
     if kind not in SCHEDULES:
         raise PlanError(f"unknown schedule {kind!r}", where="schedule", fix=nearest(kind, SCHEDULES))
     row = SCHEDULES[kind]
@@ -180,15 +178,15 @@ def row_of(kind: str, virtual: int | None = None) -> ScheduleKind:
 
 
 def route_of(kind: str, ranks: int, virtual: int = 1) -> StageMap:
-    """How the model lies on the ranks. Raises what `row_of` raises for the kind."""
+    """Return the placement of stages on ranks. Raises PlanError for an unknown kind."""
     return StageMap(ranks, virtual, row_of(kind).shape)
 
 
 def period_of(kind: str, stages: int) -> int:
-    """After how many microbatches the rounds of a kind are alike: interleaved takes them in groups of p."""
+    """Return the number of microbatches after which a kind's order repeats: p for interleaved, otherwise 1."""
     return stages if row_of(kind).groups else 1
 
 
 def compute_lists(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """F, B and W alone. Raises what `row_of` raises, and PlanError for numbers that the kind cannot take."""
+    """Return F, B and W alone. Raises PlanError for an unknown kind or numbers that it does not allow."""
     return row_of(kind, virtual).lists(stages, microbatches, virtual)

@@ -1,3 +1,4 @@
-"""Tools for proving parity: a pool of gloo processes, and lockstep training beside the plain model.
-Used by `verify` and by the tests.
+"""Parity tools: training of all ranks in lockstep beside the plain model, and a pool of gloo processes.
+`verification`, tests and examples import `parity` and `process_pool`. This package may import `api` and all below it,
+never `answers`, `verification` or `cli`.
 """

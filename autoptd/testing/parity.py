@@ -1,4 +1,4 @@
-"""Train a program with all its ranks in one process, and the plain model beside it: what parity is judged by.
+"""Training of a program with all its ranks in one process, and of the plain model, to compare the two.
 
 Parallel ──one thread per rank──► Trained ─┐
                                            ├─► differences, by name
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from autoptd.api import Parallel
 
 Batch = Mapping[str, Tensor]
-_NOISE = 1e-13  # of the norm of all: a tensor that small is zero but for rounding
+_NOISE = 1e-13  # of the norm of all tensors: a tensor with a smaller norm is zero up to rounding
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What some steps computed. Tensors are whole, by original name."""
+    """Results of some training steps. Tensors are whole, by original name."""
 
     losses: tuple[float, ...]  # one per step
     norms: tuple[float, ...]  # global gradient norm of each step, before clipping
     gradients: dict[str, Tensor]  # of the first step, after clipping; parameters without one are left out
     state: dict[str, Tensor]  # parameters and buffers after the last step
-    diverged: tuple[str, ...] = ()  # tensors whose copies are no longer the same bits on every rank that holds one
+    diverged: tuple[str, ...] = ()  # tensors whose copies are not bit-identical on all ranks that hold one
 
 
 def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s: float = 60.0) -> Trained:
-    """One step per global batch, on all ranks of the plan in this process. `parallel` itself stays as it is.
+    """Train one step per global batch on all ranks of the plan in this process. `parallel` itself is not changed.
 
-    Batches: keyword tensors whose dim 0 counts the samples of all dp ranks; each takes consecutive ones. Raises what a
-    step raises, and RuntimeFault naming the rank that failed.
+    batches: keyword tensors; dim 0 counts the samples of all dp ranks, and each rank takes consecutive ones. Raises
+    what a step raises, and RuntimeFault naming the rank that failed.
     """
     layout = parallel.layout
-    values = parallel.initial_values()  # made here, once: initialisers draw from the process's one generator
+    values = parallel.initial_values()  # once, not per rank: initialisers draw from the generator of the process
 
     def body(communicators: Communicators) -> tuple[Trained, dict[str, str]]:
         mine = copy.copy(parallel)
@@ -63,7 +63,7 @@ def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s
 
 
 def train(parallel: Parallel, batches: Sequence[Batch]) -> Trained:
-    """One step per global batch on a running part, which takes its share of each. A collective."""
+    """Train one step per global batch on one rank's running part, which takes its share of each. A collective."""
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         share = {name: x.tensor_split(parallel.dp_size)[parallel.dp_rank] for name, x in batch.items()}
@@ -86,9 +86,9 @@ def train_alone(
     groups: Sequence[ParameterGroup] = (),
     clip_norm: float | None = None,
 ) -> Trained:
-    """The same steps in plain PyTorch, on a copy of the model and its loss: whole batches, one process.
+    """Train a copy of the model and its loss in plain PyTorch: whole batches, one process.
 
-    Keywords are those of `autoptd.parallelize`; batches hold the targets beside the inputs.
+    Keywords are those of `autoptd.parallelize`; batches hold the inputs and the targets.
     """
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
@@ -109,9 +109,9 @@ def train_alone(
 
 
 def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """‖found − expected‖ / ‖expected‖ of each tensor; infinite where only one side has it.
+    """Return ‖found − expected‖ / ‖expected‖ of each tensor; infinite if only one side has it.
 
-    Where the expected tensor is zero but for rounding (the gradient of a key's bias), relative to the norm of all.
+    If the expected tensor is zero up to rounding (the gradient of a key's bias), relative to the norm of all tensors.
     """
     whole = torch.stack([x.double().norm() for x in expected.values()]).norm().item() if expected else 0.0
     result = dict.fromkeys([*expected, *found], float("inf"))
@@ -121,15 +121,16 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def difference(found: Tensor, expected: Tensor, norm: float, whole: float) -> float:
-    """‖found − expected‖ / norm of a tensor or a part of one, infinite for NaN. `norm`: of all of it, `whole`: of all
-    tensors, which takes its place where it is zero but for rounding.
+    """Return ‖found − expected‖ / norm for a tensor or a part of one; infinite for NaN.
+
+    norm: that of the whole tensor. whole: that of all tensors, used instead if `norm` is zero up to rounding.
     """
     error = (found.double() - expected.double()).norm().item()
     return error / (norm if norm > _NOISE * whole else whole or 1.0) if error == error else float("inf")
 
 
 def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
-    """Names of tensors whose copies differ; `digests`, by rank, tells the bits of each local tensor."""
+    """Return the names of tensors whose copies differ. `digests`: by rank, name -> hash of the local tensor."""
     tp, wrong = layout.mesh.tp, []
     for name, spec in {**layout.parameters, **layout.buffers}.items():
         parts = range(tp) if isinstance(spec.placement, Split) else (None,)
@@ -142,6 +143,6 @@ def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tup
 
 
 def digest(x: Tensor) -> str:
-    """A hash of a tensor's bits."""
+    """Return a hash of a tensor's bits."""
     flat = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()

@@ -1,6 +1,6 @@
-"""Real gloo processes on this machine, kept alive between jobs: the processes' counterpart of `run_lockstep`.
+"""A pool of gloo processes on this machine, reused between jobs: the multi-process counterpart of `run_lockstep`.
 
-Workers are forked from a server that has imported torch once, and stay for many jobs of any mesh with as many ranks.
+Workers are forked from a server that has imported torch once. They run any number of jobs, on any mesh of their size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoptd.runtime.comm.listening import LOOPBACK, on_loopback
 from autoptd.runtime.comm.processes import connect_processes
 
 T = TypeVar("T")
-# Imported once, by the server. The last is what an optimizer imports when it is first called.
+# Imported once, by the server. An optimizer imports the last one on its first call.
 _PRELOADED = [
     "torch",
     "torch.distributed",
@@ -36,7 +36,7 @@ _PRELOADED = [
 
 
 class ProcessPool:
-    """`with ProcessPool(8) as pool: pool.run(mesh, fn, *args)`. A failed job ends the workers."""
+    """A context manager: `with ProcessPool(8) as pool: pool.run(mesh, fn, *args)`. A failed job ends the workers."""
 
     def __init__(self, world: int, timeout_s: float = 120.0) -> None:
         self.world, self.timeout_s = world, timeout_s
@@ -53,7 +53,7 @@ class ProcessPool:
         self.close()
 
     def run(self, mesh: Mesh, fn: Callable[..., T], *args: object) -> list[T]:
-        """`fn(communicators, *args)` on every rank; the results by rank. `fn`, args and results are pickled.
+        """Call `fn(communicators, *args)` on every rank; return the results by rank. All of these are pickled.
 
         Raises RuntimeFault with the first failed rank's traceback, or naming the ranks that did not answer in time.
         """
@@ -89,7 +89,7 @@ class ProcessPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        self._port = socket.socket()  # held while the workers live: what is only asked for, another process may take
+        self._port = socket.socket()  # held while the workers live: a free port that is not bound may be taken
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((LOOPBACK, 0))
         port = self._port.getsockname()[1]
@@ -115,7 +115,7 @@ class ProcessPool:
 
 
 def _work(pipe: Connection, rank: int, world: int, port: int, timeout_s: float) -> None:
-    """A worker's life: jobs until the pipe closes. Communicators of a mesh are made once."""
+    """Run jobs until the pipe closes. The communicators of a mesh are made once."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     made: dict[Mesh, Communicators] = {}

@@ -1,11 +1,12 @@
-"""Prove a plan on a CPU before it runs: all ranks in one process, in float64, beside the plain model.
+"""Verification of a plan on a CPU before it runs: all its ranks in one process, in float64, beside the plain model.
 
-smaller      the least model that still has all that the plan decides (widths, depth, carry, copies)
-inputs       uneven batches that the plain model takes     domains what an input may hold, read off the graph
-plain        the user's own model alone, in float64 with the same dropout (keyed)
-trial        what is run                                   ranks   every rank, one thread each
-owners       who updates and counts each element           compare every rank's tensors beside the plain ones
-graph        where the traced graph is not the model
-recorder     values and gradients of each emitted line     locate  the first that is not what the graph says
-verdict      all of it, and the certificate                report  how it reads
+Import `verdict` (`verify_plan`) and `report`; `cli` does. This package imports anything below `api`, and never `cli`.
+
+smaller      the smallest model that keeps every decision of the plan (widths, depth, carry)
+inputs       uneven batches that the plain model accepts          domains  valid values of each input, from the graph
+plain        the user's model alone, in float64, same dropout     keyed    the torch function mode that does this
+trial        program, batches and expected steps of a run         ranks    all ranks, one thread each
+owners       which rank updates and counts each element           compare  every rank's tensors against the plain ones
+locate       the first line, or op of the graph, that is wrong    copies   copies of a model, with its hooks
+verdict      the whole verification, and the certificate          report   its text and its JSON
 """

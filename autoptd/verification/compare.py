@@ -1,7 +1,7 @@
-"""What every rank holds, beside the plain model: a row per parameter, and the first rank that is off.
+"""Comparison of every rank's tensors with the plain model's: the largest difference and the first wrong rank of each.
 
-‖found − expected‖ / ‖expected‖   of a rank's part, relative to the whole tensor's norm; where that is zero but for
-                                  rounding (the gradient of a key's bias), to the norm of all
+‖found − expected‖ / ‖expected‖   of a rank's part, relative to the norm of the whole tensor. If that norm is zero up
+                                  to rounding (the gradient of a key's bias), relative to the norm of all tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TOLERANCE = 1e-9
 
 
 @dataclass
-class Off:
-    """The largest difference of a tensor, and the first rank with one that is too large."""
+class Deviation:
+    """The largest difference of a tensor over all ranks, and the first rank whose difference exceeds `TOLERANCE`."""
 
     difference: float = 0.0
     rank: int | None = None
 
-    def see(self, difference: float, rank: int) -> None:
-        """Take a rank's difference into account; NaN counts as infinite."""
+    def add(self, difference: float, rank: int) -> None:
+        """Record a rank's difference; NaN counts as infinite."""
         difference = difference if difference == difference else float("inf")
         self.difference = max(self.difference, difference)
         if difference > TOLERANCE and self.rank is None:
@@ -38,19 +38,19 @@ class Off:
 
 @dataclass
 class Compared:
-    """Differences over all steps up to the first that has some.
+    """Differences over all steps, up to and including the first step that has one.
 
-    `diverged`: tensors of which copies are no longer the same bits, with two ranks. `missing`: parameters of the plain
-    model that no rank holds, or to which it gives a gradient that no rank's optimizer sees.
+    diverged: tensors whose copies are no longer bit-identical -> two ranks that differ. missing: parameters of the
+    plain model that no rank holds, or that have a gradient there but are in no rank's optimizer.
     """
 
-    loss: Off = field(default_factory=Off)
-    norm: Off = field(default_factory=Off)
-    gradients: dict[str, Off] = field(default_factory=dict)
-    state: dict[str, Off] = field(default_factory=dict)
+    loss: Deviation = field(default_factory=Deviation)
+    norm: Deviation = field(default_factory=Deviation)
+    gradients: dict[str, Deviation] = field(default_factory=dict)
+    state: dict[str, Deviation] = field(default_factory=dict)
     diverged: dict[str, tuple[int, int]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-    step: int | None = None  # the first with a difference
+    step: int | None = None  # the first step with a difference
 
     @property
     def agrees(self) -> bool:
@@ -58,21 +58,21 @@ class Compared:
 
 
 def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[PlainStep], clip: float) -> Compared:
-    """Every rank's steps beside the plain model's."""
+    """Compare every rank's steps with the plain model's, up to the first step that differs."""
     held, updated = {n for run in runs for n in run.steps[0].state}, {p.name for run in runs for p in run.owned}
     found = Compared(missing=tuple(n for n in expected[0].state if n not in held))
     found.missing += tuple(n for n, g in expected[0].gradients.items() if n in held - updated and bool(g.any()))
     for number, step in enumerate(expected):
         mine = [run.steps[number] for run in runs]
         for rank, one in enumerate(mine):
-            found.loss.see(abs(one.loss - step.loss) / (abs(step.loss) or 1.0), rank)
-            found.norm.see(abs(one.norm - step.norm) / step.norm, rank)
+            found.loss.add(abs(one.loss - step.loss) / (abs(step.loss) or 1.0), rank)
+            found.norm.add(abs(one.norm - step.norm) / step.norm, rank)
         _gradients(found, layout, mine, step, clip)
         _states(found, layout, mine, step)
         offs = [found.loss, found.norm, *found.gradients.values(), *found.state.values()]
         if any(off.rank is not None for off in offs):
             found.step = number
-            break  # what is wrong later follows from it
+            break  # later differences follow from this one
     _replicas(found, layout, runs, -1 if found.step is None else found.step)
     return found
 
@@ -83,14 +83,14 @@ def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: 
         undo = 1 / min(1.0, clip / (one.norm + 1e-6)) if one.norm == one.norm else 1.0
         tp = rank % layout.mesh.tp
         for part in one.parts:
-            off = found.gradients.setdefault(part.name, Off())
+            off = found.gradients.setdefault(part.name, Deviation())
             full = step.gradients.get(part.name)
-            if full is None:  # nothing reaches it
-                off.see(part.gradient.norm().item() / (whole or 1.0), rank)
+            if full is None:  # the plain model has no gradient for it
+                off.add(part.gradient.norm().item() / (whole or 1.0), rank)
                 continue
             wanted = _local(full, layout.parameters[part.name], layout.mesh.tp, tp).reshape(-1)
             wanted = wanted[part.start : part.start + part.gradient.numel()]
-            off.see(difference(part.gradient * undo, wanted, full.norm().item(), whole), rank)
+            off.add(difference(part.gradient * undo, wanted, full.norm().item(), whole), rank)
 
 
 def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep) -> None:
@@ -101,11 +101,11 @@ def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Pla
             if name in step.state:
                 full = step.state[name]
                 wanted = _local(full, layout.parameters[name], layout.mesh.tp, tp)
-                found.state.setdefault(name, Off()).see(difference(x, wanted, full.norm().item(), whole), rank)
+                found.state.setdefault(name, Deviation()).add(difference(x, wanted, full.norm().item(), whole), rank)
 
 
 def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:
-    """Copies must be the same bits on every rank that holds one."""
+    """Record tensors whose copies are not bit-identical on all ranks that hold one."""
     tp = layout.mesh.tp
     first: dict[tuple[str, int | None], int] = {}
     for rank, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Copies of a model that train as the model does: with its hooks, which a deep copy of a parameter leaves behind."""
+"""Copies of a model that train as it does: parameter hooks, which a deep copy drops, are copied too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError
 
-# Where modules keep their hooks (private to torch; seen in 2.13.0).
+# Attributes of a module that hold its hooks (private to torch; seen in 2.13.0).
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -25,7 +25,7 @@ _HOOKS = (
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy, hooks of parameters included."""
+    """Return a deep copy of the model, including the hooks of its parameters."""
     made = copy.deepcopy(model)
     for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
@@ -33,7 +33,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def carry_parameter_hooks(to: Tensor, of: Tensor) -> None:
-    """Register on `to` what was registered on `of` with register_hook and register_post_accumulate_grad_hook."""
+    """Register on `to` the hooks of `of`: those of register_hook and register_post_accumulate_grad_hook."""
     for hook in _held(of, "_backward_hooks"):
         to.register_hook(hook)
     for hook in _held(of, "_post_accumulate_grad_hooks"):
@@ -41,16 +41,16 @@ def carry_parameter_hooks(to: Tensor, of: Tensor) -> None:
 
 
 def carry_settings(to: nn.Module, of: nn.Module) -> None:
-    """What was set on a model after it was made, by names: hooks, frozen parameters, training modes.
+    """Copy what was set on a model after its construction, matched by name: hooks, frozen parameters, training modes.
 
-    to: the same class made anew, of other sizes. Raises PlanError where `of` was built on since: other modules, or a
-    `forward` of its own for one of them.
+    to: a new instance of the same class, with other sizes. Raises PlanError if modules of `of` were added, removed or
+    replaced after construction, or if one was given a `forward` of its own.
     """
     mine, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (to, of))
     changed = [n for n, m in theirs.items() if type(mine.get(n, m)) is not type(m) or "forward" in vars(m)]
     if changed or {_form(n) for n in mine} != {_form(n) for n in theirs}:
         raise PlanError(
-            "the model was changed after it was made, so that its configuration does not say all",
+            "the model was changed after its construction, so its configuration does not describe all of it",
             where=", ".join(changed[:6]) or "model",
             fix="verify it at its own widths",
         )
@@ -67,7 +67,7 @@ def carry_settings(to: nn.Module, of: nn.Module) -> None:
 
 
 def _form(name: str) -> str:
-    """A module's name without the numbers of its layers and experts."""
+    """Return a module's name with the numbers of layers and experts replaced by `#`."""
     return re.sub(r"\d+", "#", name)
 
 

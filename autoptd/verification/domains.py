@@ -1,11 +1,11 @@
-"""What a model's inputs may hold, read off its graph.
+"""Valid values of a model's inputs, inferred from its graph.
 
-    indices     one more than the largest: the shortest table, or number of classes, that they choose from
-    marks       numbers that the model tells from all others: the label that a loss leaves out, padding (`ids != 0`)
-    role        of floating-point numbers: "share" between 0 and 1 (a probability, the operand of a logarithm or a
-                root), "mask", "weight" (its sum divides the loss), else "value"
+    bound       of indices: the length of the shortest table, or the smallest number of classes, that they index
+    marks       integers that the model treats specially: the label that a loss ignores, padding (`ids != 0`)
+    role        of floating-point inputs: "share", between 0 and 1 (a probability, the operand of a logarithm or root);
+                "mask"; "weight" (the loss is divided by its sum); else "value"
 
-A graph does not say all: whether a guess was good is seen when the plain model runs on it (`inputs`).
+The graph does not determine everything: whether a guess was right shows when the plain model runs (`inputs`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, op
 aten = torch.ops.aten
 Sizes = Mapping[Any, int]
 
-# op -> which arguments are indices, and of which dim of the first argument: a number, or the argument that says it
+# op -> position of the argument that holds indices, and how to find the dim of the first argument that they index
 _INDICES: dict[str, tuple[int, str]] = {
     "embedding": (1, "rows"),
     "gather": (2, "dim"),
@@ -40,8 +40,8 @@ _INDICES: dict[str, tuple[int, str]] = {
     "cross_entropy": (1, "last"),
     "one_hot": (0, "count"),
 }
-_LISTS = ("index", "index_put")  # whose second argument is a list with an index of each dim, or None
-_BELOW = {"eq": 0, "ne": 0, "ge": -1, "lt": -1, "gt": 0, "le": 0}  # comparison with c -> c + this is told from others
+_LISTS = ("index", "index_put")  # their second argument is a list with the indices of each dim, or None
+_BELOW = {"eq": 0, "ne": 0, "ge": -1, "lt": -1, "gt": 0, "le": 0}  # a comparison with c distinguishes c + this
 _LOOKUPS = ("embedding", "gather", "index", "index_select", "take_along_dim")
 _CARRIERS = (
     "to",
@@ -62,7 +62,7 @@ _TARGETS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"
 
 @dataclass(frozen=True)
 class Domain:
-    """One input: its concrete shape, dim 0 the samples."""
+    """The valid values of one input. `shape` is concrete; dim 0 counts the samples."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Domain:
 
 
 def domains_of(source: TracedModel, sizes: Sizes) -> list[Domain]:
-    """Of each input. `sizes`: of all symbols, `b` the samples of the whole batch."""
+    """Return the domain of each input. `sizes`: the value of every symbol; `b` is the samples of the whole batch."""
     traced = source.folded.traced
     nodes = [n for n in traced.graph.graph.nodes if n.op != "output"]
     whole, held = _reached(nodes, traced.inputs, through=_integers), _reached(nodes, traced.inputs, through=_carries)
@@ -99,7 +99,7 @@ def domains_of(source: TracedModel, sizes: Sizes) -> list[Domain]:
 
 
 def inputs_of(source: TracedModel, values: Sizes) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of each input at given sizes."""
+    """Return the name, shape and dtype of each input at the given sizes."""
     traced, found = source.folded.traced, []
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder" and node.name in traced.inputs:
@@ -113,7 +113,7 @@ def _number(size: Any, values: Sizes) -> int:
 
 
 def _reached(nodes: Sequence[fx.Node], inputs: Mapping[str, str], through: Any) -> dict[fx.Node, frozenset[str]]:
-    """Node -> the inputs that lead to it through nodes of one kind; of a lookup the table counts, not the index."""
+    """Return node -> the inputs that reach it through nodes where `through` is true; a lookup passes on its table."""
     found: dict[fx.Node, frozenset[str]] = {}
     for node in nodes:
         if node.op == "placeholder":
@@ -129,14 +129,14 @@ def _integers(node: fx.Node) -> bool:
 
 
 def _carries(node: fx.Node) -> bool:
-    """Whether the elements of a node's result are those of its operand, in another shape or type."""
+    """Return whether a node's result holds the elements of its operand, in another shape or type."""
     if is_getitem(node) or op_name(node) in _CARRIERS:
         return True
     return work(op_call(node)).kind == "view"
 
 
 def _indexed(node: fx.Node, sizes: Sizes) -> Iterator[tuple[fx.Node, int]]:
-    """Operands of a node that are indices, and how many things they choose from."""
+    """Yield the operands of a node that are indices, with the number of entries that they index."""
     name = op_name(node)
     if name in _LISTS:
         given = node.args[1]
@@ -162,7 +162,7 @@ def _indexed(node: fx.Node, sizes: Sizes) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _compared(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Operand of a comparison, and the number that it tells from others."""
+    """Yield the operand of a comparison of integers, with the number that the comparison distinguishes."""
     name = op_name(node)
     if name in _BELOW and len(node.args) > 1 and isinstance(node.args[0], fx.Node):
         number, whole = node.args[1], not info(node.args[0]).dtype.is_floating_point
@@ -171,7 +171,7 @@ def _compared(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _ignored(node: fx.Node, sizes: Sizes) -> Iterator[tuple[fx.Node, int]]:
-    """Labels of a loss, and the one that it leaves out."""
+    """Yield the labels of a loss, with the label that the loss ignores."""
     if op_name(node) in ("cross_entropy_loss", "nll_loss_nd"):
         ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
         yield node.args[1], _number(ignored, sizes)  # type: ignore[misc]

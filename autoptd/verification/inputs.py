@@ -1,11 +1,11 @@
-"""Batches to verify with, uneven on purpose, and proved good by the plain model itself.
+"""Batches for verification: uneven on purpose, and accepted by the plain model.
 
-No two neighbouring samples have as many tokens that count, one microbatch of the first step has none at all, classes
-are not equally frequent: a loss that is averaged over the wrong thing then comes out wrong.
+Neighbouring samples have different numbers of valid tokens, one microbatch of the first step has none, and classes are
+not equally frequent. A loss that is averaged over the wrong count therefore gives a wrong result.
 
-What an input may hold is read off the graph (`domains`). For each there are several ways to make it, the most telling
-first. The plain model is trained on them; where it refuses, or its loss or gradient is not finite, the next ways are
-tried. Inputs that no way suits cannot be verified with: that is an error, never a verdict.
+The valid values of each input come from the graph (`domains`). Each input has several makers, the most discriminating
+first. The plain model is trained on the batches; if it raises, or its loss or gradient is not finite, the next
+combination of makers is tried. If none works, verification is an error, never a verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autoptd.verification.domains import Domain, domains_of
 
 Batch = dict[str, Tensor]
 _TRIES = 60
-USER_ERRORS = (  # what a model may raise of a batch that does not suit it
+USER_ERRORS = (  # exceptions that a model may raise for a batch that it does not support
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -39,23 +39,23 @@ USER_ERRORS = (  # what a model may raise of a batch that does not suit it
 
 @dataclass(frozen=True)
 class InputMaker:
-    """One way to make an input, in words and as a function of a generator."""
+    """One way to make an input: its description, and a function of a generator."""
 
     text: str
     make: Callable[[torch.Generator], Tensor]
 
 
-def refuse_unshared(source: TracedModel) -> None:
-    """Raise InputsError for an input whose dim 0 does not count samples: a training step takes no such batch."""
+def refuse_inputs_without_samples(source: TracedModel) -> None:
+    """Raise InputsError for an input whose dim 0 does not count samples: a training step cannot split it."""
     traced = source.folded.traced
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder" and node.name in traced.inputs:
             shape = info(node).shape
             if not shape or shape[0] != BATCH:
                 name = traced.inputs[node.name]
-                what = f"of shape [{', '.join(map(str, shape))}]" if shape else "a single number"
+                what = f"has shape [{', '.join(map(str, shape))}]" if shape else "is a single number"
                 raise InputsError(
-                    f"input {name!r} is {what}, without a dim of samples: it cannot be cut into microbatches",
+                    f"input {name!r} {what}, without a dim of samples: it cannot be cut into microbatches",
                     where=f"inputs: {name}",
                     fix=f"give a value for each sample, or make {name} a buffer or parameter of the model",
                 )
@@ -64,24 +64,26 @@ def refuse_unshared(source: TracedModel) -> None:
 def try_batches(
     source: TracedModel, sizes: Mapping[str, int], samples: int, steps: int
 ) -> Iterator[tuple[list[Batch], tuple[str, ...]]]:
-    """Global batches of `samples` each and how they were made, best first; the same on every run.
+    """Yield the global batches of all steps with a description of each input, the best first; deterministic.
 
-    `sizes`: of the plan's symbols, `b` the samples of a microbatch. A later step has them one sample further on.
+    sizes: the values of the plan's symbols; `b` is the samples of a microbatch. samples: of each batch. Each step
+    rotates the samples of the step before by one.
     """
     values = {s: sizes.get(str(s), n) for s, n in source.sizes.items()} | {BATCH: samples}
     domains = domains_of(source, values)
-    ways = [list(ways_of(domain, k, sizes[str(BATCH)])) for k, domain in enumerate(domains)]
-    levels = itertools.product(*(range(len(w)) for w in ways))
+    makers = [list(makers_of(domain, k, sizes[str(BATCH)])) for k, domain in enumerate(domains)]
+    levels = itertools.product(*(range(len(w)) for w in makers))
     for chosen in sorted(levels, key=lambda level: (sum(level), level))[:_TRIES]:
-        first, told = Batch(), []
-        for k, (domain, way) in enumerate(zip(domains, (w[i] for w, i in zip(ways, chosen, strict=True)), strict=True)):
-            first[domain.name] = way.make(torch.Generator().manual_seed(2 + k))
-            told.append(f"{domain.name}: {way.text}")
-        yield [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)], tuple(told)
+        first, texts = Batch(), []
+        picked = [options[i] for options, i in zip(makers, chosen, strict=True)]
+        for k, (domain, maker) in enumerate(zip(domains, picked, strict=True)):
+            first[domain.name] = maker.make(torch.Generator().manual_seed(2 + k))
+            texts.append(f"{domain.name}: {maker.text}")
+        yield [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)], tuple(texts)
 
 
-def ways_of(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
-    """How an input, the `k`-th, may be made: the most telling way first."""
+def makers_of(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
+    """Yield the makers of the `k`-th input, the most discriminating first. `micro`: samples of a microbatch."""
     if domain.dtype.is_floating_point or domain.dtype.is_complex:
         return _floats(domain, k, micro)
     if domain.dtype == torch.bool:
@@ -89,9 +91,10 @@ def ways_of(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     return _numbers(domain, k, micro) if domain.bound is None else _indices(domain, k, micro)
 
 
-def valid(shape: Sequence[int], k: int, micro: int, *, empty: bool) -> Tensor:
-    """Which elements count: the first ones of each sample, of each another number; with `empty` none of the second
-    microbatch. Of one number per sample, two samples of three. Never none at all.
+def uneven(shape: Sequence[int], k: int, micro: int, *, empty: bool) -> Tensor:
+    """Return a mask of the valid elements: a prefix of each sample, of different lengths; never all false.
+
+    With `empty`, the second microbatch has no valid element. If a sample is one number, two of three samples are valid.
     """
     samples, length = shape[0], shape[-1] if len(shape) > 1 else 1
     step = next(n for n in (5, 7, 3, 2, 1) if math.gcd(n, length) == 1)
@@ -110,7 +113,7 @@ def _floats(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
 
     def ragged(empty: bool, weighted: bool = False) -> Callable[[torch.Generator], Tensor]:
         weights = share if weighted else lambda _: 1.0
-        return lambda g: valid(shape, k, micro, empty=empty).to(wide) * weights(g)
+        return lambda g: uneven(shape, k, micro, empty=empty).to(wide) * weights(g)
 
     def share(g: torch.Generator) -> Tensor:
         return 0.05 + 0.9 * torch.rand(shape, generator=g, dtype=torch.float64)
@@ -132,17 +135,19 @@ def _floats(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
 
 def _flags(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
     shape = domain.shape
-    yield InputMaker("true or false, uneven", lambda _: valid(shape, k, micro, empty=True).clone())
+    yield InputMaker("true or false, uneven", lambda _: uneven(shape, k, micro, empty=True).clone())
     yield InputMaker(
-        "true or false, uneven, some of each sample true", lambda _: valid(shape, k, micro, empty=False).clone()
+        "true or false, uneven, some of each sample true", lambda _: uneven(shape, k, micro, empty=False).clone()
     )
-    yield InputMaker("true or false, uneven, some of each sample false", lambda _: ~valid(shape, k, micro, empty=False))
+    yield InputMaker(
+        "true or false, uneven, some of each sample false", lambda _: ~uneven(shape, k, micro, empty=False)
+    )
     yield InputMaker("all true", lambda _: torch.ones(shape, dtype=torch.bool))
     yield InputMaker("all false", lambda _: torch.zeros(shape, dtype=torch.bool))
 
 
 def _indices(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
-    """Numbers below a bound, low ones more often, and more so in some samples."""
+    """Yield makers of integers below the bound, skewed towards small ones, in some samples more than in others."""
     shape, bound = domain.shape, domain.bound
     assert bound is not None
 
@@ -156,7 +161,7 @@ def _indices(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
 
 
 def _numbers(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
-    """Integers that choose from nothing: a mask, lengths, counts."""
+    """Yield makers of integers that are not indices: masks, lengths, counts."""
     shape, dtype = domain.shape, domain.dtype
 
     def small(g: torch.Generator) -> Tensor:
@@ -166,10 +171,10 @@ def _numbers(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
         yield from _marked("1 to 3", small, domain, k, micro)
     elif len(shape) == 1:
         yield InputMaker("1 to 3", small)
-    yield InputMaker("0 or 1, uneven", lambda _: valid(shape, k, micro, empty=True).to(dtype))
-    yield InputMaker("0 or 1, uneven, some of each sample 1", lambda _: valid(shape, k, micro, empty=False).to(dtype))
+    yield InputMaker("0 or 1, uneven", lambda _: uneven(shape, k, micro, empty=True).to(dtype))
+    yield InputMaker("0 or 1, uneven, some of each sample 1", lambda _: uneven(shape, k, micro, empty=False).to(dtype))
     yield InputMaker(
-        "0 or 1, uneven, some of each sample 0", lambda _: (~valid(shape, k, micro, empty=False)).to(dtype)
+        "0 or 1, uneven, some of each sample 0", lambda _: (~uneven(shape, k, micro, empty=False)).to(dtype)
     )
     yield InputMaker("all 1", lambda _: torch.ones(shape, dtype=dtype))
 
@@ -177,7 +182,7 @@ def _numbers(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:
 def _marked(
     text: str, body: Callable[[torch.Generator], Tensor], domain: Domain, k: int, micro: int
 ) -> Iterator[InputMaker]:
-    """With each of the numbers that the model tells from others, where the sample ends; then without them."""
+    """Yield makers that put the domain's marks behind the valid elements of each sample; then one without marks."""
     info, inside = torch.iinfo(domain.dtype), range(domain.bound or 0)
     held = [m for m in domain.marks if info.min <= m <= info.max]
     for marks, empty in ((held, True), (held, False), ([m for m in held if m in inside], False)):
@@ -187,7 +192,7 @@ def _marked(
             def make(g: torch.Generator, marks: list[int] = marks, empty: bool = empty) -> Tensor:
                 each = torch.tensor(marks)[torch.arange(domain.shape[0]) % len(marks)].to(domain.dtype)
                 rest = each.view(-1, *[1] * (len(domain.shape) - 1)).expand(domain.shape)
-                return torch.where(valid(domain.shape, k, micro, empty=empty), body(g), rest)
+                return torch.where(uneven(domain.shape, k, micro, empty=empty), body(g), rest)
 
             yield InputMaker(said, make)
     yield InputMaker(text, body)

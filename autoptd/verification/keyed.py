@@ -1,15 +1,15 @@
-"""Run the user's own code in float64, with dropout that draws the elements that the emitted program draws.
+"""A torch function mode that runs the user's code in float64, with the dropout masks of the emitted program.
 
-Every call of torch in the model's forward and backward passes goes through `Keyed`:
+Every call of torch in the model's forward and backward passes goes through `Keyed`, which replaces
 
-    a narrower float type, as an argument       float64
-    a narrower tensor that is no parameter      the same numbers in float64: inputs, constants, tables of a module
-    torch.tensor(0.1)                           the number that float32 has for it, as the graph holds it; with
-                                                dtype=x.dtype the number that the planned type has
-    torch.finfo(x.dtype)                        of the type that was planned
-    the k-th dropout of a forward pass          the elements of the k-th node of the graph that drops
+    a narrower float type, as an argument       by float64
+    a narrower tensor that is not a parameter   by its float64 copy: inputs, constants, tables of a module
+    torch.tensor(0.1)                           by its value rounded to float32, as the graph holds it; with
+                                                dtype=x.dtype, rounded to the planned type
+    torch.finfo(x.dtype)                        by that of the planned type
+    the k-th dropout of a forward pass          by the mask of the k-th dropout node of the graph
 
-Which dropout is the k-th is read off torch's random state: what checkpointing runs again, it runs from the same state.
+The index k follows from torch's random state: activation checkpointing recomputes from the state that it saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoptd.ops import library as ops
-from autoptd.ops.dropout import DropoutKey, Where
+from autoptd.ops.dropout import DropoutKey, SamplePosition
 from autoptd.passes.trace.traced import PRECISIONS
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,15 +35,15 @@ _LITERALS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 
 @dataclass(frozen=True)
 class Draw:
-    """A node that drops elements: its key, and where samples lie in what it draws."""
+    """A dropout node: its key, and where samples are placed in its mask."""
 
     key: str
-    samples: Where
+    samples: SamplePosition
 
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """What names no type, such as `torch.arange(8) / 8`, is float64: in the plain model and on every rank."""
+    """Make float64 the default dtype, that of `torch.arange(8) / 8`, in the plain model and on every rank."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -54,12 +54,12 @@ def float64_by_default() -> Iterator[None]:
 
 @dataclass
 class Keyed(TorchFunctionMode):
-    """See the module. `draws`: None where nothing is dropped. `used`: how many draws there were so far."""
+    """The mode described in the module docstring. draws: None disables dropout. used: number of draws so far."""
 
     draws: Sequence[Draw] | None
     rng: DropoutKey
     precision: str
-    wide: bool = True  # whether the code itself names float64: else `dtype=x.dtype` is of the type that was planned
+    wide: bool = True  # whether the model's code itself uses float64; if not, `dtype=x.dtype` means the planned type
     seen: dict[bytes, int] = field(default_factory=dict)
     _before: tuple[Any, ...] = ()
 
@@ -71,7 +71,7 @@ class Keyed(TorchFunctionMode):
         return len(self.seen)
 
     def __enter__(self) -> Keyed:
-        """Functions of torch that are written in Python call these by name, where a mode does not see it."""
+        """Also patch functions that torch's own Python code calls by name, which bypasses a mode."""
         self._before = F.dropout, F.scaled_dot_product_attention, torch.finfo, torch.get_rng_state()
         F.dropout, F.scaled_dot_product_attention, torch.finfo = self._dropout, self._attention, self._finfo  # type: ignore[assignment,misc]
         torch.default_generator.manual_seed(0)
@@ -91,7 +91,7 @@ class Keyed(TorchFunctionMode):
             return self._literal(func, args, dict(kwargs or {}))
         args, options = as_float64(tuple(args)), as_float64(dict(kwargs or {}))
         func = torch.Tensor.double if func in _NARROW else func
-        if func is torch._grouped_mm:  # whose kernel does not know float64
+        if func is torch._grouped_mm:  # its kernel does not support float64
             return _each_group(args[0], args[1], options["offs"])
         if func is dropout:
             return self._dropout(*args, **options)
@@ -103,7 +103,7 @@ class Keyed(TorchFunctionMode):
         return func(*args, **options)
 
     def _literal(self, func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """A number written in the model's code, rounded as the tracer rounds it."""
+        """Return a tensor made from a literal, rounded as the tracer rounds it."""
         made = func(*args, **options)
         named = options.get("dtype")
         own = PRECISIONS[self.precision] if func is torch.Tensor.new_tensor or named is not None else torch.float32
@@ -153,18 +153,18 @@ class Keyed(TorchFunctionMode):
 
 
 class MoreDraws(RuntimeError):
-    """The model drops elements more often than its graph."""
+    """The model calls dropout more often, or less often, than its graph."""
 
 
 def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """x [r, k], weight [e, k, n], offs [e], where each group's rows end -> [r, n]; rows after the last are zero."""
+    """Return [r, n] for x [r, k], weight [e, k, n] and offs [e], the end of each group's rows; other rows are zero."""
     ends = offs.tolist()
     parts = [x[a:b] @ w for a, b, w in zip([0, *ends], ends, weight, strict=False)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
 
 
 def as_float64(value: Any) -> Any:
-    """float64 in place of narrower types among arguments: types, and tensors of one."""
+    """Return arguments with float64 in place of narrower float types and of tensors of such types."""
     if isinstance(value, torch.dtype) and value in TYPES:
         return torch.float64
     if isinstance(value, Tensor):

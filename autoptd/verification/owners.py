@@ -1,10 +1,10 @@
-"""Every logical element of a parameter: who updates it, and who counts it towards the gradient's norm.
+"""Ownership of every element of a parameter: which ranks update it, and which count it in the gradient norm.
 
-A parameter's elements lie, per tensor-parallel rank, in a flat local tensor. Over the ranks that hold it,
+Each tensor-parallel rank stores its part of a parameter as a flat local tensor. Over the ranks that hold it,
 
-    update   each element of a rank's part once among the ranks that share one copy (`Layout.sharing`)
-    norm     each element of the whole tensor once in the world: of a split parameter every rank's part, of a whole one
-             one rank's; of a tied one one stage's
+    update   each element of a part is updated once among the ranks that share one copy (`Layout.sharing`)
+    norm     each element of the whole tensor is counted once in the world: all parts of a split parameter, one copy of
+             a replicated one, one stage's copy of a tied one
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autoptd.verification.ranks import RankRun
 
 
 def wrong_owners(layout: Layout, runs: Sequence[RankRun]) -> Iterator[tuple[str, str]]:
-    """(parameter, what is wrong) for every parameter with an element of no owner, or of several."""
+    """Yield (parameter, what is wrong) for each parameter with an element that has no owner, or several."""
     for name, spec in layout.parameters.items():
         if spec.trainable:
-            yield from _of(layout, runs, name, spec)
+            yield from _wrong_owners_of(layout, runs, name, spec)
 
 
-def _of(layout: Layout, runs: Sequence[RankRun], name: str, spec: TensorSpec) -> Iterator[tuple[str, str]]:
+def _wrong_owners_of(layout: Layout, runs: Sequence[RankRun], name: str, spec: TensorSpec) -> Iterator[tuple[str, str]]:
     mesh = layout.mesh
     parts = mesh.tp if isinstance(spec.placement, Split) else 1
     length = int(torch.Size(spec.local_shape(mesh.tp)).numel())
@@ -42,17 +42,17 @@ def _of(layout: Layout, runs: Sequence[RankRun], name: str, spec: TensorSpec) ->
                         updated[at] += 1
                         counted[tp if parts > 1 else 0, at] += int(part.counts)
             wanted = mesh.copies // layout.sharing
-            if wrong := _first(updated, wanted):
+            if wrong := _first_range(updated, wanted):
                 where = f"on pipeline rank {pp}, tensor-parallel rank {tp} (ranks {_short(holders)})"
                 yield name, f"{wrong} updated {_times(updated, wanted)} {where}, not {wanted}"
     for index, row in enumerate(counted):
-        if wrong := _first(row, 1):
+        if wrong := _first_range(row, 1):
             of = f" of tensor-parallel rank {index}'s part" if parts > 1 else ""
             yield name, f"{wrong}{of} counted in the norm {_times(row, 1)}, not once"
 
 
-def _first(found: Tensor, wanted: int) -> str:
-    """`elements 8 to 15`: the first stretch that is not as wanted; empty where all are."""
+def _first_range(found: Tensor, wanted: int) -> str:
+    """Return the first range of elements that differ from `wanted`, as `elements 8 to 15`; empty if none does."""
     off = (found != wanted).nonzero().flatten().tolist()
     if not off:
         return ""

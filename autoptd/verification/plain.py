@@ -1,7 +1,7 @@
-"""The plain model in one process, step by step: what the plan's ranks are held to.
+"""The plain model in one process, step by step: the reference for the plan's ranks.
 
-It is the user's module and the user's loss, run as they stand on whole global batches, with torch's own autograd: not
-the traced graph. Dropout draws what the emitted program draws (`keyed`).
+It is the user's unchanged module and loss on whole global batches, with torch's own autograd, not the traced graph.
+Dropout uses the masks of the emitted program (`keyed`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoptd.codegen.emit import Program
 from autoptd.codegen.quoting import replace_code
 from autoptd.compile.traced import TracedModel
 from autoptd.ops import library as ops
-from autoptd.ops.dropout import DropoutKey, Samples, Where
+from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import info
 from autoptd.passes.trace.loss import Objective
@@ -38,12 +38,12 @@ class PlainStep:
 
     loss: float
     norm: float  # before clipping
-    gradients: dict[str, Tensor]  # before clipping; without those of parameters that nothing reaches
+    gradients: dict[str, Tensor]  # before clipping; only of parameters that have one
     state: dict[str, Tensor]  # parameters after the step
 
 
 def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
-    """Every node that drops, in program order; None where what one drops depends on how the batch is cut."""
+    """Return every dropout node in program order; None if the mask of one depends on how the batch is cut."""
     sizes = {BATCH: next(x.shape[0] for x in batch.values() if x.ndim)} | {
         symbol: batch[name].shape[dim] for symbol, (name, dim) in source.folded.traced.sizes.items() if name in batch
     }
@@ -60,13 +60,13 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
 
 
 def draw_of(node: fx.Node) -> bool:
-    """Whether a node drops elements."""
+    """Return whether a node applies dropout."""
     if node.target is aten.dropout.default:
         return bool(node.args[1] and node.args[2])
     return node.target is aten.scaled_dot_product_attention.default and len(node.args) > 4 and bool(node.args[4])
 
 
-def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> Where:
+def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> SamplePosition:
     place = sample_place(node)
     width = info(node).ndim - 1 if node.target is not aten.dropout.default else None
     if place is None or place.dim == width:
@@ -76,7 +76,7 @@ def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> Where:
 
 
 def widened(program: Program) -> Program:
-    """An emitted program in which every float type is float64, and nothing else is another: no name in a literal."""
+    """Return an emitted program with every float type replaced by float64; string literals are not changed."""
     wide = {name: replace_code(_WORDS, lambda _: "torch.float64", text) for name, text in program.files.items()}
     return replace(program, files=wide)
 
@@ -85,7 +85,7 @@ _WORDS = re.compile("|".join(rf"(?<![\w.]){re.escape(str(dtype))}\b" for dtype i
 
 
 class NoReference(ArithmeticError):
-    """The plain model's loss or gradient on these inputs says nothing: it is not finite, or nothing has a gradient."""
+    """The plain model's loss or gradient on these inputs is no reference: it is not finite, or the gradient is zero."""
 
 
 def train_plain(
@@ -95,10 +95,10 @@ def train_plain(
     options: Mapping[str, Any],
     draws: Sequence[Draw] | None,
 ) -> tuple[list[PlainStep], float]:
-    """Steps of the user's own model and autograd on whole batches, and the norm to which they were clipped: half the
-    first. `draws`: None where nothing is dropped.
+    """Train the user's model on whole batches; return its steps and the clipping norm, half the first gradient norm.
 
-    Raises NoReference where a step is not finite or has no gradient, MoreDraws, and what the model raises.
+    draws: None disables dropout. Raises NoReference for a step that is not finite or has no gradient, MoreDraws, and
+    what the model raises.
     """
     model, objective = copied(source.model), source.objective.in_precision(torch.float64)
     stepper = NAMED[optimizer](model.parameters(), **options)
@@ -120,14 +120,16 @@ def train_plain(
 
 
 def keyed(source: TracedModel, draws: Sequence[Draw] | None, rng: DropoutKey) -> Keyed:
-    """How the plain model's calls of torch are taken."""
+    """Return the torch function mode under which the plain model runs."""
     wide = any(x.dtype == torch.float64 for x in source.folded.traced.constants.values())
     return Keyed(draws, rng, source.precision, wide)
 
 
 def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed) -> float:
-    """The loss of a batch, its gradient added to the model's own. Raises MoreDraws where the graph drops less often, or
-    more."""
+    """Return the loss of a batch and accumulate its gradient in the model's parameters.
+
+    Raises MoreDraws if the model and the graph differ in the number of dropout calls.
+    """
     with keyed:
         value = objective.value(model, batch)
         if keyed.draws is not None and keyed.used < len(keyed.draws):

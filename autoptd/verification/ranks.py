@@ -1,6 +1,6 @@
-"""All ranks of a plan in one process, and what each of them holds after every step.
+"""All ranks of a plan in one process, and the tensors of each after every step.
 
-Nothing is collected over the ranks: each hands out its own tensors, so that the first rank that is wrong is known.
+Nothing is collected over the ranks: each returns its own tensors, so the first wrong rank can be identified.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class UpdatedElements:
-    """Elements of a rank's local parameter that its optimizer updates, from `start` on, flat, and their gradient."""
+    """Elements of a rank's flattened local parameter that its optimizer updates, from `start`, and their gradient."""
 
     name: str
     start: int
     size: int
-    gradient: Tensor  # empty where none has come yet
+    gradient: Tensor  # empty before the first backward pass
     counts: bool  # towards the global norm
 
 
@@ -45,14 +45,14 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What a rank owns before the first step, and its steps."""
+    """One rank's steps, and the elements that it owns before the first one."""
 
     owned: tuple[UpdatedElements, ...]
     steps: tuple[RankStep, ...]
 
 
 def run_ranks(parallel: Parallel, batches: Sequence[Batch], *, timeout_s: float = 600.0) -> list[RankRun]:
-    """Steps of every rank, by rank. Raises RuntimeFault naming the rank that failed, or what all wait for."""
+    """Train on all ranks; return their runs by rank. Raises RuntimeFault naming the failed rank, or the deadlock."""
 
     def body(mine: Parallel) -> RankRun:
         return RankRun(_parts(mine), tuple(_step(mine, batch) for batch in batches))
@@ -61,7 +61,7 @@ def run_ranks(parallel: Parallel, batches: Sequence[Batch], *, timeout_s: float 
 
 
 def record_ranks(parallel: Parallel, batch: Batch, *, timeout_s: float = 600.0) -> list[Recorder]:
-    """What the lines of a recording program tell in one step, by rank."""
+    """Run one step of an instrumented program on all ranks; return their recorders by rank."""
 
     def body(mine: Parallel) -> Recorder:
         held = parallel.layout.mesh.stages_of(parallel.layout.mesh.coordinates(mine.rank)[0])

@@ -1,4 +1,4 @@
-"""A verdict as a person reads it, and for machines."""
+"""A verdict as text and as JSON data."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _SHOWN = 8  # faults listed one by one
 
 
 def text(verdict: Verdict, width: int, *, every: bool = False) -> str:
-    """At most `width` columns. `every`: a row for each parameter."""
+    """Return the report in at most `width` columns. `every`: a row for each parameter, layers not folded."""
     parts: list[RenderableType] = [headline(verdict.plan), _ran(verdict), *_shown(verdict)]
     parts += section("Proved", _lines(verdict.proved))
     parts += section(f"Largest differences from the plain model, {verdict.steps} steps", _differences(verdict, every))
-    parts += section("What is wrong, first what comes first", _faults(verdict))
+    parts += section("What is wrong, the first cause first", _faults(verdict))
     return render([*parts, "", _conclusion(verdict)], width)
 
 
 def _ran(verdict: Verdict) -> str:
     plan = verdict.subject.plan
-    return f"{plan.world} rank{'s' if plan.world > 1 else ''} in one process, float64, the emitted code"
+    return f"{plan.world} rank{'s' if plan.world > 1 else ''} in one process, in float64, running the emitted program"
 
 
 def _shown(verdict: Verdict) -> Iterator[RenderableType]:
     if verdict.subject.shown:
-        yield f"shown smaller: {', '.join(verdict.subject.shown)}"
+        yield f"made smaller: {', '.join(verdict.subject.shown)}"
     if verdict.made:
-        yield f"inputs made here: {'; '.join(verdict.made)}"
+        yield f"generated inputs: {'; '.join(verdict.made)}"
 
 
 def _lines(lines: tuple[str, ...]) -> Table | None:
@@ -52,7 +52,7 @@ def _differences(verdict: Verdict, every: bool) -> Table | None:
     if found is None:
         return None
     table = columns("", "gradient>", "after the step>", whole=True)
-    rows = {name: (_number(off.difference), _of(found.state, name)) for name, off in found.gradients.items()}
+    rows = {name: (_number(off.difference), _difference_of(found.state, name)) for name, off in found.gradients.items()}
     rows |= {name: ("", _number(off.difference)) for name, off in found.state.items() if name not in rows}
     listed = list(rows.items()) if every else list(_by_place(rows))
     for name, (gradient, state) in listed:
@@ -63,14 +63,14 @@ def _differences(verdict: Verdict, every: bool) -> Table | None:
 
 
 def _by_place(rows: dict[str, tuple[str, str]]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Layers folded: of each folded name the largest number."""
+    """Yield rows with the layers folded; each folded name has the largest number of its members."""
     for line, _ in fold_table((name, "") for name in rows):
         members = [texts for name, texts in rows.items() if fold_matches(line, name)]
         yield line, (_largest(g for g, _ in members), _largest(s for _, s in members))
 
 
 def fold_matches(line: str, name: str) -> bool:
-    """Whether a folded line such as `h.{0..3}.weight` may stand for a name."""
+    """Return whether a folded name such as `h.{0..3}.weight` includes a name."""
     mine, theirs = _split(line), name.split(".")
     return len(mine) == len(theirs) and all(
         a == b or (a.startswith("{") and b in _members(a)) for a, b in zip(mine, theirs, strict=True)
@@ -78,7 +78,7 @@ def fold_matches(line: str, name: str) -> bool:
 
 
 def _split(line: str) -> list[str]:
-    """Parts between dots, ranges in braces whole."""
+    """Split a folded name at its dots, except those within braces."""
     parts, depth = [""], 0
     for letter in line:
         depth += {"{": 1, "}": -1}.get(letter, 0)
@@ -102,7 +102,7 @@ def _largest(texts: Iterator[str]) -> str:
     return max(given, key=float, default="")
 
 
-def _of(table: dict[str, Any], name: str) -> str:
+def _difference_of(table: dict[str, Any], name: str) -> str:
     return _number(table[name].difference) if name in table else ""
 
 
@@ -125,14 +125,14 @@ def _conclusion(verdict: Verdict) -> str:
     if verdict.agrees:
         return (
             f"verified: the plan computes what the model computes; the largest difference is {verdict.difference:.1e} "
-            f"(at most {TOLERANCE:g} may be rounding)"
+            f"(up to {TOLERANCE:g} counts as rounding)"
         )
     where, what = verdict.faults[0]
     return f"NOT the same as the plain model: {where}: {what.splitlines()[0]}"
 
 
 def data(verdict: Verdict) -> dict[str, Any]:
-    """For machines."""
+    """Return the verdict as JSON data."""
     found = verdict.compared
     tables = {} if found is None else {"gradients": found.gradients, "parameters": found.state}
     return {

@@ -1,4 +1,4 @@
-"""What is run of a subject: its emitted program read as float64, batches, and what the plain model makes of them."""
+"""A trial of a subject: its emitted program in float64, the batches, and the plain model's steps on them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from autoptd.verification.keyed import TYPES, Draw, MoreDraws, float64_by_defaul
 from autoptd.verification.plain import NoReference, PlainStep, draws_of, train_plain, widened
 from autoptd.verification.smaller.smaller import Subject
 
-STEPS = 2  # the second sees what the first left behind: stale gradients, parameters that were not collected
+STEPS = 2  # the second shows state left by the first: stale gradients, parameters that were not gathered
 OPTIONS: dict[str, dict[str, Any]] = {"adamw": {"lr": 3e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.05, "momentum": 0.9}}
 
 
 class Widened(Parallel):
-    """Parallel whose inputs, buffers and constants are float64 too, as its program is."""
+    """Parallel with float64 inputs, buffers and constants, to match its program."""
 
     @cached_property
     def layout(self) -> Layout:
-        """As planned, but for types."""
+        """The planned layout with float64 in place of narrower float types."""
         found = super().layout
         specs = {name: replace(spec, dtype=_wide(spec.dtype)) for name, spec in found.specs.items()}
         buffers = {
@@ -46,10 +46,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Trial:
-    """A subject with its program, about to run, and what the plain model computes.
+    """A subject with its program, the batches to run, and the plain model's steps on them.
 
-    `made`: how the inputs were made, in words. `clip`: the norm to which gradients are clipped. `drops`: whether
-    dropout is on, on both sides.
+    made: a description of each input. clip: the norm to which gradients are clipped. drops: whether dropout is enabled,
+    in the program and in the plain model.
     """
 
     subject: Subject
@@ -67,13 +67,13 @@ class Trial:
         return OPTIONS[self.optimizer]
 
     def parallel(self, clip: float) -> Parallel:
-        """All that a rank needs."""
+        """Return the object from which each rank starts."""
         s = self.subject
         return Widened(s.plan, s.source, self.program, self.optimizer, self.options, clip, 0)
 
 
 def make_trial(subject: Subject, steps: int = STEPS, progress: Progress | None = None) -> Trial:
-    """Raises CannotVerify where no inputs that can be made give the plain model a finite loss and gradient."""
+    """Prepare a trial. Raises CannotVerify if no generated inputs give the plain model a finite loss and gradient."""
     plan, source = subject.plan, subject.source
     optimizer = plan.optimizer if plan.optimizer in OPTIONS else "sgd"
     program = widened(make_program(source, plan, read_sharding(source, plan)))
@@ -87,7 +87,7 @@ def make_trial(subject: Subject, steps: int = STEPS, progress: Progress | None =
                 continue
             if draws is None:
                 files = {name: text.replace("rng=self.dropout", "rng=None") for name, text in program.files.items()}
-                program, made = replace(program, files=files), (*made, "nothing is dropped, on either side")
+                program, made = replace(program, files=files), (*made, "dropout disabled in plan and model")
             known = tuple(batches), tuple(draws or ()), optimizer, tuple(expected), clip, made
             return Trial(subject, program, *known, drops=draws is not None)
     raise _nothing_to_compare(failed) from failed[0][0]
@@ -97,18 +97,16 @@ def _nothing_to_compare(failed: Sequence[tuple[Exception, tuple[str, ...]]]) -> 
     error, made = failed[0]
     said = (str(error).strip().splitlines() or [""])[0]
     why = said if isinstance(error, NoReference) else f"{type(error).__name__}: {said}"
-    others = f"\nand {len(failed) - 1} other ways to make them" if len(failed) > 1 else ""
+    others = f"\nand {len(failed) - 1} other combinations" if len(failed) > 1 else ""
     return CannotVerify(
         f"the plain model, alone in one process, gives nothing to compare with: {why}",
-        where=f"inputs made here: {'; '.join(made)}{others}",
-        fix="nothing is known about the plan: see that the model trains on such inputs in plain PyTorch, in float64",
+        where=f"generated inputs: {'; '.join(made)}{others}",
+        fix="nothing is known about the plan: check that the model trains on such inputs in plain PyTorch, in float64",
     )
 
 
 def _train(subject: Subject, batches: list[Batch], optimizer: str) -> tuple[list[Draw] | None, list[PlainStep], float]:
-    """With the graph's draws; where the plain model drops other things, or what one drops depends on microbatches, with
-    none on either side.
-    """
+    """Train the plain model with the graph's dropout masks; without dropout if the two cannot have equal masks."""
     draws = draws_of(subject.source, batches[0])
     try:
         return draws, *train_plain(subject.source, batches, optimizer, OPTIONS[optimizer], draws)
@@ -117,7 +115,7 @@ def _train(subject: Subject, batches: list[Batch], optimizer: str) -> tuple[list
 
 
 def replace_text(trial: Trial, old: str, new: str) -> Trial:
-    """A trial of a program with other text, to see what is said of it. Raises ValueError where `old` is nowhere."""
+    """Return the trial with text of its program replaced, to plant a fault. Raises ValueError if `old` is missing."""
     files = {name: text.replace(old, new) for name, text in trial.program.files.items()}
     if files == trial.program.files:
         raise ValueError(f"the emitted program has no {old!r}")

@@ -67,7 +67,7 @@ class Soak:
         if fault.kind in FILES:
             name = damage(fault, self.root, self.rng)
             outcome = self.run(steps=2)
-            warned = any("left out: " in said for said in outcome.said)
+            warned = any("skipped " in said for said in outcome.said)
             expected = before[1] if warned else before[0]
             if not any(name in said for said in outcome.said) and name not in (folder.MANIFEST, folder.LATEST):
                 wrong.append(f"{name} is not named")

@@ -32,7 +32,7 @@ ACTIONS = {
 }
 PHASES: dict[str, tuple[int | None, Any, str]] = {  # the rank, where it is a certain one; what is replaced
     "kill in a save, while tensors are written": (None, dcp._CheckpointWriter, "resolve_data"),
-    "kill in a save, before files are sealed": (None, Saver, "_seal"),
+    "kill in a save, before files are sealed": (None, Saver, "_finish"),
     "kill in a save, before it is committed": (0, folder, "commit"),
     "kill in a save, before latest is replaced": (0, Path, "replace"),
     "full disk, tensors": (None, dcp._CheckpointWriter, "resolve_data"),

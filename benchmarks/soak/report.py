@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,20 +20,23 @@ if TYPE_CHECKING:
 
 HEAD = """# Soak
 
-What `python -m benchmarks.soak --faults {count} --seed {seed} --write docs/soak.md` found. Four processes on one
-machine (gloo, {cores}, torch {torch}) train a small GPT with dropout under dp 2 × pp 2 with ZeRO 1, a learning-rate
-schedule and a sampler, and save every second step, half of the saves beside training. A fault drawn at random ends
-them; started again, they go on from the newest whole checkpoint and meet the next one. Limits: no heartbeat for
-{silent:g} s, {grace:g} s to end.
+`python -m benchmarks.soak --faults {count} --seed {seed} --write docs/soak.md` wrote this page
+({date}).
 
-- **{count} faults in {took}; {bad} were not met as they should be; {hung} hangs.**
-- {compared}
+Four processes on one machine (gloo, {cores}, torch {torch})
+train a small GPT with dropout under dp 2 × pp 2 with ZeRO 1, a learning-rate schedule and a
+sampler. They save every second step, half of the saves beside training. A random fault ends them.
+Started again, they go on from the newest whole checkpoint and meet the next fault. Limits: a rank
+is silent after {silent:g} s without a heartbeat, and has {grace:g} s to end.
 
-Seconds are from the fault until the last of the four processes had ended; the bound is 20 s. Of damaged files there is
-no such time: the job leaves the checkpoint out, names the file, and goes on from the one before. Of a taken port: until
-rank 0 had said so.
+- **{count} faults in {took}; {bad} handled wrongly; {hung} hangs.**
+{compared}
 
-| fault | times | median s | most s | not as it should be |
+Seconds are from the fault until the last of the four processes had ended, or, for a taken port,
+until rank 0 had reported it. The bound is 20 s. Damaged files end no process: the job leaves the
+checkpoint out, names the file, and goes on from the one before.
+
+| fault | times | median s | most s | handled wrongly |
 |---|---|---|---|---|
 """
 
@@ -46,6 +49,7 @@ def write(
     text = HEAD.format(
         count=len(met),
         seed=seed,
+        date=date.today(),
         cores=f"{platform.machine()}, 2 cores shared with other work",
         torch=torch.__version__,
         silent=limits.silent_s,
@@ -61,16 +65,17 @@ def write(
         middle, most = (f"{statistics.median(took):.1f}", f"{max(took):.1f}") if took else ("", "")
         text += f"| {kind} | {len(mine)} | {middle} | {most} | {sum(bool(each.wrong) for each in mine) or ''} |\n"
     if bad:
-        text += "\nNot as they should be:\n\n" + "".join(f"- {each.fault}: {'; '.join(each.wrong)}\n" for each in bad)
+        text += "\nHandled wrongly:\n\n" + "".join(f"- {each.fault}: {'; '.join(each.wrong)}\n" for each in bad)
     write_whole(path, text)
 
 
 def _compared(differences: Sequence[str] | None) -> str:
     if differences is None:
-        return "Not yet compared with a run without faults."
+        return "- Not yet compared with a run without faults."
     if differences:
-        return f"**{len(differences)} differences from a run without faults**, the first: {differences[0]}."
+        return f"- **{len(differences)} differences from a run without faults**, the first: {differences[0]}."
     return (
-        "Every loss of every attempt, on every rank, and the parameters at the end are to the bit those of a run"
-        " without faults; the last checkpoint, resumed under dp 2 × tp 2 with ZeRO 3, gives its losses within 1e-5."
+        "- Every loss of every attempt, on every rank, and the parameters at the end equal those of a run\n"
+        "  without faults, bit for bit.\n"
+        "- The last checkpoint, resumed under dp 2 × tp 2 with ZeRO 3, gives that run's losses within 1e-5."
     )

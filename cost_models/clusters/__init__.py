@@ -1,1 +1,1 @@
-"""Shipped clusters, a TOML file each."""
+"""Shipped clusters, one TOML file each; read them with `Cluster.load`."""

@@ -1,16 +1,15 @@
-"""What one rank keeps of a block's forward pass for its backward pass, and what it computes again, by policy.
+"""Activations that one rank saves for a block's backward pass, and ops that it recomputes, by recompute policy.
 
-    none        every tensor that autograd saves, once however many ops save it; views of one storage once
-    selective   all but attention's core: the ops between what is linear in the sequence and back, those that make or
-                read a tensor quadratic in it; or the fused op. The core keeps what it reads (Korthikanti et al. 2022,
-                section 5)
-    ops         results of attention and of every other product with a weight, counted through the block in program
-                order; the rest again (torchtitan's `selective` with option `op`, parallelize_llama.py)
-    full        what the block receives (Chen et al. 2016)
+    none        saves every tensor that autograd saves: once, however many ops save it; views of one storage once
+    selective   recomputes attention's core, which is the fused op, or the ops that make or read a tensor quadratic in
+                the sequence length; saves the core's inputs instead (Korthikanti et al. 2022, section 5)
+    ops         saves the results of attention and of every other product with a weight, counted through the block in
+                program order; recomputes the rest (torchtitan's `selective` with option `op`, parallelize_llama.py)
+    full        saves the block's inputs (Chen et al. 2016)
 
-Parameters are no activations, and prelude (masks, rotary tables) is computed once for all blocks: neither is counted.
-A tensor gathered over tp stays gathered in the emitted program; Megatron keeps the rank's own part and gathers it once
-more in the backward pass (Korthikanti et al. 2022, section 4.2.2): `regather`.
+Neither parameters nor prelude tensors (masks, rotary tables), computed once for all blocks, count as activations. The
+emitted program saves a tensor gathered over tp in gathered form. With `regather` a rank saves its own part and
+re-gathers in backward, as Megatron does (Korthikanti et al. 2022, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ POLICIES = ("none", "selective", "ops", "full")
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """A storage that is kept. `op` is the first that saves it."""
+    """A storage that is saved for backward; `op` is the first op that saves it."""
 
     storage: Storage
     op: str
@@ -44,7 +43,7 @@ class SavedActivations:
 
     @property
     def elements(self) -> sympy.Expr:
-        """On one rank, in the sizes' symbols and `t`."""
+        """Elements on one rank, in the sizes' symbols and `t`."""
         return self.storage.elements
 
     @property
@@ -56,49 +55,49 @@ class SavedActivations:
         return self.storage.quadratic
 
 
-def kept(
+def saved_activations(
     segments: Sequence[Segment],
     kinds: Mapping[str, KindSharding],
     policy: str = "none",
     *,
     regather: bool = False,
 ) -> tuple[SavedActivations, ...]:
-    """What is kept of consecutive segments (one block, or one segment) per microbatch. Raises ValueError."""
-    return kept_of(flow(segments, kinds), policy, regather=regather)
+    """Return what consecutive segments (one block, or one segment) save per microbatch. Raises ValueError."""
+    return saved_in_flow(flow(segments, kinds), policy, regather=regather)
 
 
-def kept_of(region: Flow, policy: str = "none", *, regather: bool = False) -> tuple[SavedActivations, ...]:
-    """`kept` of a flow."""
-    again = set(map(id, recomputed_steps(region.steps, policy)))
+def saved_in_flow(region: Flow, policy: str = "none", *, regather: bool = False) -> tuple[SavedActivations, ...]:
+    """Return what the segments of a flow save per microbatch. Raises ValueError."""
+    recomputed_ids = set(map(id, recomputed_steps(region.steps, policy)))
     found: dict[Storage, str] = {}
     if policy == "full":
         return tuple(SavedActivations(v.storage, "block") for v in _distinct(region.received) if v.info.requires_grad)
     if policy == "ops":
         found = {v.storage: "block" for v in region.received if v.info.requires_grad}
         for step in region.steps:
-            if id(step) not in again and not step.view:
+            if id(step) not in recomputed_ids and not step.view:
                 results = [v.storage for v in step.outputs if any(t.info.requires_grad for t in step.outputs)]
-                extra = [s for s in step.kept if s.name.startswith(f"{step.outputs[0].name}:")]
+                extra = [s for s in step.saved if s.name.startswith(f"{step.outputs[0].name}:")]
                 for storage in (*results, *extra):
                     found.setdefault(storage, step.name)
     else:
         for step in region.steps:
-            if id(step) not in again:
-                saved: Iterable[Storage] = step.kept
-            else:  # a core keeps what it reads
-                saved = [v.storage for v in step.operands if not _made_by(v.storage, region.steps, again)]
+            if id(step) not in recomputed_ids:
+                saved: Iterable[Storage] = step.saved
+            else:  # a core saves its inputs
+                saved = [v.storage for v in step.operands if not _made_by(v.storage, region.steps, recomputed_ids)]
             for storage in saved:
                 found.setdefault(storage, step.name)
     return tuple(SavedActivations(s, op) for s, op in _counted(found.items(), regather))
 
 
-def _made_by(storage: Storage, steps: Sequence[DataflowStep], again: set[int]) -> bool:
+def _made_by(storage: Storage, steps: Sequence[DataflowStep], recomputed_ids: set[int]) -> bool:
     makers = (s for s in steps if not s.view and any(v.storage == storage for v in s.outputs))
-    return any(id(s) in again for s in makers)
+    return any(id(s) in recomputed_ids for s in makers)
 
 
 def _counted(found: Iterable[tuple[Storage, str]], regather: bool) -> Iterator[tuple[Storage, str]]:
-    """Each once, without parameters and prelude; gathered tensors as their parts if they are gathered again."""
+    """Yield each storage once, without parameters and prelude; under `regather` a gathered one as the rank's part."""
     seen: set[Storage] = set()
     for storage, op in found:
         while regather and storage.gathered_from is not None:
@@ -115,24 +114,24 @@ def _distinct(values: Iterable[Value]) -> Iterator[Value]:
 def recomputed(
     segments: Sequence[Segment], kinds: Mapping[str, KindSharding], policy: str, *, early_stop: bool = True
 ) -> list[fx.Node]:
-    """The ops that run again before the backward pass of a block, in program order. Views are left out: they are free.
+    """Return the ops recomputed before the backward pass of a block, in program order, without views (they are free).
 
     `early_stop`: a full recompute ends once it has what the backward pass reads, before the last op that saves its
     operands (torch.utils.checkpoint without reentrance); Megatron's runs to the end. Raises ValueError.
     """
     steps = flow(segments, kinds).steps
-    again = recomputed_steps(steps, policy)
+    found = recomputed_steps(steps, policy)
     if policy == "full" and early_stop:
-        saving = [i for i, s in enumerate(steps) if s.kept]
+        saving = [i for i, s in enumerate(steps) if s.saved]
         last = saving[-1] if saving else 0
         results = {v.storage for v in steps[last].outputs} if steps else set()
-        own = any(s in results or s not in {v.storage for v in steps[last].operands} for s in steps[last].kept)
-        again = list(steps[: last + 1 if own else last])
-    return [s.node for s in again if s.node is not None and not s.view]
+        own = any(s in results or s not in {v.storage for v in steps[last].operands} for s in steps[last].saved)
+        found = list(steps[: last + 1 if own else last])
+    return [s.node for s in found if s.node is not None and not s.view]
 
 
 def recomputed_steps(steps: Sequence[DataflowStep], policy: str) -> list[DataflowStep]:
-    """The steps, conversions and views among them, that a policy runs again. Raises ValueError."""
+    """Return the steps that a policy recomputes, conversions and views included. Raises ValueError."""
     match policy:
         case "none":
             return []
@@ -141,9 +140,9 @@ def recomputed_steps(steps: Sequence[DataflowStep], policy: str) -> list[Dataflo
         case "selective":
             return [s for s in steps if _is_core(s)]
         case "ops":
-            kept_products = [s for s in steps if _reads_weight(s)][::2]
-            stay = {id(s) for s in kept_products} | {id(s) for s in steps if _is_fused(s) or _is_scatter(s)}
-            return [s for s in steps if id(s) not in stay]
+            saved_products = [s for s in steps if _reads_weight(s)][::2]
+            saved_ids = {id(s) for s in saved_products} | {id(s) for s in steps if _is_fused(s) or _is_scatter(s)}
+            return [s for s in steps if id(s) not in saved_ids]
     raise ValueError(f"unknown recompute policy {policy!r}; known: {', '.join(POLICIES)}")
 
 
@@ -166,7 +165,7 @@ def _reads_weight(step: DataflowStep) -> bool:
 
 
 def block_segments(folded: Folded) -> tuple[Segment, ...]:
-    """The segments of one repetition of the unit that repeats most: a layer."""
+    """Return the segments of one repetition of the unit that repeats most: a layer."""
     unit = max(folded.units, key=lambda u: (u.count, u.length))
     return folded.segments[unit.first : unit.first + unit.length]
 
@@ -175,7 +174,7 @@ def block_segments(folded: Folded) -> tuple[Segment, ...]:
 
 
 def symbolic_bytes(items: Iterable[SavedActivations], names: Mapping[int, sympy.Expr] | None = None) -> sympy.Expr:
-    """Σ elements × itemsize, with sizes named as `resymbolise` does."""
+    """Return Σ elements × itemsize, with sizes named as in `resymbolise`."""
     total = sympy.Integer(0)
     for item in items:
         elements = resymbolise(item.storage.shape, names or {}) * item.itemsize
@@ -184,14 +183,14 @@ def symbolic_bytes(items: Iterable[SavedActivations], names: Mapping[int, sympy.
 
 
 def nbytes(items: Iterable[SavedActivations], number: Number, ranks: int, cp: int = 1) -> int:
-    """The same at given sizes, those of one of `cp` ranks, in whole bytes."""
+    """Return the bytes on one rank at given sizes; with `cp` above 1, `number` gives those of one cp rank."""
     return sum(k.storage.nbytes(number, ranks, cp) for k in items)
 
 
 def resymbolise(shape: Sequence[Size], names: Mapping[int, sympy.Expr]) -> sympy.Expr:
-    """The elements of a shape with sizes named: (b, s, 3072) by {768: h} is 4 b s h, (b, 12, s, s) by {12: a} a b s².
+    """Return the elements of a shape in named sizes: (b, s, 3072) by {768: h} gives 4 b s h.
 
-    A size that is no name is a multiple of the largest name that divides it, or stays a number. Sizes above 1 only.
+    A size without a name becomes a multiple of the largest named size (above 1) that divides it, or stays a number.
     """
 
     def named(size: Size) -> sympy.Expr:
@@ -203,8 +202,8 @@ def resymbolise(shape: Sequence[Size], names: Mapping[int, sympy.Expr]) -> sympy
     return sympy.expand(sympy.Mul(*map(named, shape)))
 
 
-def below(expression: sympy.Expr, width: sympy.Symbol, tokens: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
-    """(terms of order tokens × width or tokens², terms below): norm statistics and row sums are those without width."""
+def split_by_order(expression: sympy.Expr, width: sympy.Symbol, tokens: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return (terms of order tokens × width or tokens², lower ones): norm statistics and row sums have no width."""
     large: list[sympy.Expr] = []
     small: list[sympy.Expr] = []
     for term in sympy.Add.make_args(sympy.expand(expression)):

@@ -1,13 +1,13 @@
-"""Which kernel does an attention on a device, and what of it goes through memory.
+"""The kernel that runs an attention on a device, and its memory traffic.
 
-    fused       torch's flash kernel (Dao 2023, FlashAttention-2): half precision, no mask; on a CPU the CPU's, of any
-                kind. Cut over the ranks of a ring, tile by tile
+    fused       torch's flash kernel (Dao 2023, FlashAttention-2): half precision, no mask; on a CPU, the CPU's fused
+                kernel for any form. Ring attention runs it tile by tile
     efficient   torch's memory-efficient kernel: a mask, float32, wide heads, values narrower than keys
-    written     written out by the runtime in stretches of scores: dropout in attention, which drops by element alone
-                (`ops/attention.py`); tiles of a ring with a mask, dropout or full precision
+    written     unfused ops of the runtime, on chunks of the scores: dropout in attention, whose mask depends on the
+                element alone (`ops/attention.py`); ring tiles with a mask, dropout or full precision
                 (`ops/context_attention.py`)
 
-Kernels and bytes of what is written out are counted once, as the runtime's own functions run on meta tensors.
+Kernels and bytes of unfused attention are counted once, by running the runtime's own functions on meta tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.opcall import OpCall, TensorInfo
 
 Way = Literal["fused", "efficient", "written"]
-_ROWS, _HEADS, _WIDTH = 512, 8, 64  # of the attention that is counted; all its scores are one stretch
+_ROWS, _HEADS, _WIDTH = 512, 8, 64  # of the attention that is counted; all its scores are one chunk
 _SCORES = _HEADS * _ROWS * _ROWS
 _PRODUCTS = (
     torch.ops.aten.bmm.default,
@@ -37,7 +37,7 @@ _UNLAUNCHED = ("empty", "empty_like", "new_empty")
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """What the kernel depends on. `ring`: tokens are cut, and keys go round."""
+    """The properties of an attention that decide its kernel. `ring`: tokens are split over cp with ring attention."""
 
     dtype: torch.dtype
     width: int
@@ -49,28 +49,28 @@ class AttentionForm:
     ring: bool = False
 
     def way(self, device: str) -> Way:
-        """`device`: "cuda" or "cpu"."""
+        """Return the kernel on a device, "cuda" or "cpu"."""
         tile = ops.is_fused(device, self.dtype, self.width, self.value_width, self.mask is not None, self.dropped)
         if self.dropped or (self.ring and not tile):
             return "written"
         return "fused" if tile or device == "cpu" else "efficient"
 
     def why(self, device: str) -> str:
-        """Why it is not the flash kernel, and the way out; empty where it is."""
+        """Return the reason why the flash kernel cannot run it, and the way out; empty if it can."""
         way = self.way(device)
         if way == "fused":
             return ""
         if self.dropped:
-            return "no fused kernel drops the same elements under every plan; without dropout in attention one does it"
+            return "no fused kernel drops the same elements under every plan; remove dropout in attention to use one"
         if self.mask is not None:
-            return "it takes a mask; the flash kernel takes is_causal=True alone"
+            return "it has a mask; the flash kernel supports only is_causal=True"
         if self.dtype not in (torch.bfloat16, torch.float16):
-            return f"the flash kernel takes bf16 and fp16, not {str(self.dtype).removeprefix('torch.')}"
-        return f"the flash kernel takes no heads of {self.width} with values of {self.value_width}"
+            return f"the flash kernel supports bf16 and fp16, not {str(self.dtype).removeprefix('torch.')}"
+        return f"the flash kernel does not support heads of {self.width} with values of {self.value_width}"
 
 
 def form_of(call: OpCall, ring: bool = False) -> AttentionForm:
-    """The form of a call of attention."""
+    """Return the form of a call of attention."""
     query, key, value = call.operands[:3]
     mask = call.arg(3, "attn_mask", call.kwargs.get("mask"))
     width, value_width = query.shape[-1], value.shape[-1]
@@ -88,31 +88,32 @@ def form_of(call: OpCall, ring: bool = False) -> AttentionForm:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over a stretch of scores, or over a tile, launches and moves besides its products.
+    """Kernel launches and memory traffic of one pass over a chunk of scores, or over a ring tile.
 
-    `nbytes`, `temporary`: per score, of all that is as large; of fused tiles, per element of the tile's result.
+    `nbytes` (moved by kernels other than products) and `temporary` count tensors as large as the scores, per score;
+    for fused tiles, tensors as large as the tile's result, per element of it.
     """
 
-    launches: int
+    launches: int  # besides products
     products: int
     nbytes: float
-    temporary: float  # at the fullest moment, results of products among them
+    temporary: float  # at the peak, results of products included
 
 
 @cache
 def passes_of(form: AttentionForm) -> tuple[Pass, Pass]:
-    """(forward, backward) of attention that is written out, or goes round a ring."""
+    """Return (forward, backward) of unfused or ring attention."""
     q = _meta(_HEADS, form.dtype)
     k, v = (_meta(_HEADS // 2 if form.shared else _HEADS, form.dtype) for _ in range(2))
     mask = None if form.mask is None else torch.empty(1, 1, _ROWS, _ROWS, dtype=form.mask, device="meta")
-    stretches = 2 if form.ring else 1  # a tile with each rank's keys
+    chunks = 2 if form.ring else 1  # a tile with each rank's keys
     unit = _SCORES if form.way("cuda") == "written" else q.numel()
     with _Tally(unit) as forward:
         out = _run(form, q, k, v, mask)
     with _Tally(unit) as backward:
         gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert len(gradients) == 3
-    return forward.found(stretches), backward.found(stretches)
+    return forward.found(chunks), backward.found(chunks)
 
 
 def _meta(heads: int, dtype: torch.dtype) -> Tensor:
@@ -123,13 +124,13 @@ def _run(form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
     options: Any = {"rng": ops.DropoutKey(), "enable_gqa": form.shared}
     p = 0.1 if form.dropped else 0.0
     if form.ring:
-        lone: Any = _LoneRing()
-        return ops.ring_attention(q, k, v, lone, mask, p, form.causal, **options)
+        ring: Any = _SilentRing()
+        return ops.ring_attention(q, k, v, ring, mask, p, form.causal, **options)
     return ops.attention(q, k, v, mask, p, form.causal, **options)
 
 
 class _Tally(StorageWatch):
-    """Counts what ops launch, and what those move that touch as many elements as a unit has."""
+    """Counter of launches, and of the bytes that ops move in tensors of at least `unit` elements."""
 
     def __init__(self, unit: int) -> None:
         super().__init__()
@@ -150,34 +151,34 @@ class _Tally(StorageWatch):
             self.nbytes += sum(min(x.numel() * x.itemsize, x.untyped_storage().nbytes()) for x in (*read, *written))
         return result
 
-    def found(self, stretches: int) -> Pass:
-        """Of one stretch of as many."""
+    def found(self, chunks: int) -> Pass:
+        """Return the average over `chunks` equal chunks."""
         alive = sum(
             shape.numel() * dtype.itemsize for shape, dtype in self.fullest(set()) if shape.numel() >= self.unit
         )
-        launches = (self.launches - self.products) // stretches
-        return Pass(launches, self.products // stretches, self.nbytes / self.unit / stretches, alive / self.unit)
+        launches = (self.launches - self.products) // chunks
+        return Pass(launches, self.products // chunks, self.nbytes / self.unit / chunks, alive / self.unit)
 
 
-class _LoneRing:
-    """Stands for the cp axis of two ranks where nobody sends: a tile with own keys, and one with the other's."""
+class _SilentRing:
+    """A stand-in for a cp axis of two ranks that sends nothing: one tile with own keys, one with the other rank's."""
 
     size, rank, dim = 2, 0, -1
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         return (0,)
 
-    def part_of(self, rank: int, dim: int) -> _LoneRing:
+    def part_of(self, rank: int, dim: int) -> _SilentRing:
         return self
 
     def whole(self, index: Tensor, length: int) -> Tensor:
         return index
 
     @property
-    def group(self) -> _LoneRing:
+    def group(self) -> _SilentRing:
         return self
 
-    def shift_later(self, out: Tensor, x: Tensor) -> _LoneRing:
+    def shift_later(self, out: Tensor, x: Tensor) -> _SilentRing:
         return self
 
     def wait(self) -> None:

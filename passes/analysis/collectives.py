@@ -1,8 +1,8 @@
-"""How often a sharded program communicates on the tp axis: once per microbatch and segment, by kind.
+"""Counts of tp collectives in a sharded program, per microbatch and segment, by kind of segment.
 
-A conversion is paid once per (tensor, placement wanted), however many ops share it, as emitted code has it; backward
-only where the tensor has a gradient. Megatron's sequence-parallel transformer layer has 4 forward: an all-gather and a
-reduce-scatter around attention, and the same around the perceptron (Korthikanti et al. 2022, figure 5).
+A conversion counts once per (tensor, placement), however many ops share it, as in emitted code; in backward only if the
+tensor has a gradient. Megatron's sequence-parallel transformer layer has 4 in forward: an all-gather and a
+reduce-scatter around attention, and the same around the MLP (Korthikanti et al. 2022, figure 5).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of
 
 @dataclass(frozen=True)
 class CollectiveCounts:
-    """Name of a collective -> how often one segment issues it."""
+    """Name of a collective -> number of times that one segment issues it."""
 
     forward: Mapping[str, int]
     backward: Mapping[str, int]
 
 
 def count_collectives(folded: Folded, sharding: Sharding) -> dict[str, CollectiveCounts]:
-    """What a segment of each kind issues for one microbatch, without recomputation; empty for a single rank."""
+    """Return each kind's collectives for one microbatch, without recomputation; empty for a single rank."""
     if sharding.ranks == 1:
         return {}
     return {kind: _traffic(segment, sharding.kinds[kind]) for kind, segment in folded.representatives.items()}
@@ -54,7 +54,7 @@ def _wanted(segment: Segment, decided: KindSharding) -> Iterator[tuple[fx.Node, 
 
 
 def _given(segment: Segment, decided: KindSharding) -> dict[fx.Node, Placement]:
-    """The placement in which each tensor that a segment reads is there."""
+    """Return the placement in which each tensor that a segment reads is available."""
     found: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
     found |= dict(zip(segment.parameters, decided.parameters, strict=True))
     found |= dict(zip(segment.receives, decided.receives, strict=True))

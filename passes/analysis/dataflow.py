@@ -1,10 +1,10 @@
-"""What lies in memory while consecutive segments run on one rank: storages, and what makes, reads and keeps them.
+"""Dataflow of consecutive segments on one rank: storages, and the steps that make, read and save them.
 
-    storage    one allocation: the tensors that are views of each other are one
-    step       an op, or a conversion between placements: storages read, made and kept for the backward pass
+    storage    one allocation, shared by tensors that are views of each other
+    step       an op, or a conversion between placements: the storages that it reads, makes and saves for backward
 
-Which results are views follows from an op's schema. `reshape` is one unless the order of the dims in memory is no
-longer that of the shape (after a transpose) or there are more elements than are stored (after an expand): it copies.
+An op's schema says which results are views. `reshape` gives a view unless the order of the dims in memory differs from
+that of the shape (after a transpose) or there are more elements than are stored (after an expand); then it copies.
 Fused attention writes its result in the order (batch, token, head, channel) (Dao 2023, FlashAttention-2; so does
 torch's CPU kernel), so that joining the heads afterwards copies nothing.
 """
@@ -29,85 +29,85 @@ from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.sharding.sharding import KindSharding, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 
-RANKS = sympy.Symbol("t", integer=True, positive=True)  # of the tp axis
+RANKS = sympy.Symbol("t", integer=True, positive=True)  # size of the tp axis
 Number = Callable[[Size], int]
 
 aten = torch.ops.aten
-_SHARING = ("sum_gradient", "first_gradient")  # conversions whose result is a view of what they take
+_SHARING = ("sum_gradient", "first_gradient")  # conversions whose result is a view of their operand
 _COPYING = frozenset({aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints})
 
 
 def counts_tokens(size: Size) -> bool:
-    """Whether a size grows with the length of a sample."""
+    """Return whether a size depends on the sequence length."""
     return not isinstance(size, int) and SEQUENCE in size.free_symbols
 
 
 def is_quadratic(shape: Sequence[Size]) -> bool:
-    """Whether two dims count tokens."""
+    """Return whether two or more dims count tokens, as those of attention scores do."""
     return sum(map(counts_tokens, shape)) > 1
 
 
 @dataclass(frozen=True)
 class Storage:
-    """One allocation on one rank. `shape` is global; `split` says that each of the `t` ranks holds an equal part."""
+    """One allocation on one rank. `shape` is global; `split`: each of the `t` tp ranks has an equal part."""
 
     name: str
     shape: tuple[Size, ...]
     dtype: torch.dtype
     split: bool = False
     origin: str = "made"  # or "received", "parameter", "prelude"
-    gathered_from: Storage | None = None  # the part of it that this rank had before an all-gather
-    most: int = 0  # elements that are there at once; 0: all
+    gathered_from: Storage | None = None  # this rank's part before the all-gather that made it
+    max_elements: int = 0  # elements that are allocated at once; 0: all
 
     @property
     def elements(self) -> sympy.Expr:
-        """Local elements."""
+        """Elements on one rank."""
         whole = sympy.sympify(product(self.shape))
         mine = whole / RANKS if self.split else whole
-        return sympy.Min(mine, self.most) if self.most else mine
+        return sympy.Min(mine, self.max_elements) if self.max_elements else mine
 
     @property
     def quadratic(self) -> bool:
-        """Whether two dims count tokens, as those of attention scores do."""
+        """True if two or more dims count tokens."""
         return is_quadratic(self.shape)
 
     def nbytes(self, number: Number, ranks: int, cp: int = 1) -> int:
-        """Local bytes at given sizes, those of one of `cp` ranks: of scores it has its tokens' rows, whole."""
+        """Return the bytes on one rank at given sizes, those of one of `cp` ranks, which has whole rows of scores."""
         total = self.dtype.itemsize * (cp if self.quadratic else 1)
         for size in self.shape:
             total *= number(size)
         mine = total // ranks if self.split else total
-        return min(mine, self.most * self.dtype.itemsize) if self.most else mine
+        return min(mine, self.max_elements * self.dtype.itemsize) if self.max_elements else mine
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor in the placement in which it is at hand, and where it is stored."""
+    """A tensor in one placement, and its storage."""
 
     name: str
     info: TensorInfo
     placement: Placement
     storage: Storage
-    order: tuple[int, ...] = ()  # dims of the shape in the order of memory; empty: as they are
+    order: tuple[int, ...] = ()  # dims of the shape in memory order; empty: in the shape's order
 
     @property
     def gradient(self) -> Storage:
-        """What its gradient occupies: of a partial value it is whole, of a part it is that part."""
+        """The storage of its gradient: split if the value is split, else whole (for a partial value too)."""
         split = isinstance(self.placement, Split)
         return Storage(f"grad {self.name}", self.info.shape, self.info.dtype, split)
 
 
 @dataclass(frozen=True)
 class DataflowStep:
-    """An op, or where `node` is None a conversion."""
+    """An op, or a conversion if `node` is None."""
 
     node: fx.Node | None
     name: str
     operands: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    kept: tuple[Storage, ...] = ()  # for the backward pass; parameters and prelude too
+    saved: tuple[Storage, ...] = ()  # for backward, parameters and prelude included
     view: bool = False
-    ranks: bool = False  # whether each rank does its share of the op only
+    ranks: bool = False  # whether the op's work is split over the tp ranks
     call: OpCall | None = field(default=None, compare=False)
     collective: str = ""
 
@@ -118,7 +118,7 @@ class DataflowStep:
 
 @dataclass(frozen=True)
 class Flow:
-    """Consecutive segments: what they take from earlier ones, the steps, and what they hand on."""
+    """Dataflow of consecutive segments: tensors received from earlier ones, steps, and tensors sent to later ones."""
 
     received: tuple[Value, ...]
     steps: tuple[DataflowStep, ...]
@@ -126,22 +126,20 @@ class Flow:
 
 
 def flow(segments: Sequence[Segment], kinds: Mapping[str, KindSharding]) -> Flow:
-    """The steps of consecutive segments under the decisions for their kinds."""
+    """Return the dataflow of consecutive segments under the shardings of their kinds."""
     writer = _DataflowWriter()
     for segment in segments:
         writer.segment(segment, kinds[segment.kind])
     inside = {n for s in segments for n in s.nodes}
-    sent = [
-        writer.at_hand[n] for s in segments for n in s.sends if any(u not in inside for u in n.users) or not n.users
-    ]
+    sent = [writer.values[n] for s in segments for n in s.sends if any(u not in inside for u in n.users) or not n.users]
     return Flow(tuple(writer.received), tuple(writer.steps), tuple(sent))
 
 
 class _DataflowWriter:
-    """Steps so far, and where each tensor is."""
+    """The steps written so far, and each tensor's current value."""
 
     def __init__(self) -> None:
-        self.at_hand: dict[fx.Node, Value] = {}
+        self.values: dict[fx.Node, Value] = {}
         self.converted: dict[tuple[fx.Node, Placement], Value] = {}
         self.received: list[Value] = []
         self.steps: list[DataflowStep] = []
@@ -149,13 +147,13 @@ class _DataflowWriter:
     def segment(self, segment: Segment, decided: KindSharding) -> None:
         self.converted = {}
         for node, placement in zip(segment.parameters, decided.parameters, strict=True):
-            self.at_hand[node] = _outside(node, placement, "parameter")
+            self.values[node] = _outside(node, placement, "parameter")
         for node in segment.prelude:
-            self.at_hand[node] = _outside(node, B, "prelude")
+            self.values[node] = _outside(node, B, "prelude")
         for node, placement in zip(segment.receives, decided.receives, strict=True):
-            if node not in self.at_hand:
-                self.at_hand[node] = _outside(node, placement, "received")
-                self.received.append(self.at_hand[node])
+            if node not in self.values:
+                self.values[node] = _outside(node, placement, "received")
+                self.received.append(self.values[node])
         strategies = {segment.nodes[i]: decided.strategies[i] for i, _ in ops_of(segment)}
         for node in segment.nodes:
             if node in strategies:
@@ -164,16 +162,16 @@ class _DataflowWriter:
                 step = _step(node, taken, strategy.gives, strategy.ranks > 1)
                 self.steps.append(step)
                 if not isinstance(node.meta["info"], tuple):
-                    self.at_hand[node] = step.outputs[0]
-            else:  # the picker of one output
+                    self.values[node] = step.outputs[0]
+            else:  # a `getitem`
                 made = next(s for s in reversed(self.steps) if s.node is node.args[0])
-                self.at_hand[node] = made.outputs[node.args[1]]  # type: ignore[index]
+                self.values[node] = made.outputs[node.args[1]]  # type: ignore[index]
         for node, placement in zip(segment.sends, decided.sends, strict=True):
-            self.at_hand[node] = self.convert(node, placement, node)
+            self.values[node] = self.convert(node, placement, node)
 
     def convert(self, node: fx.Node, target: Placement, reader: fx.Node) -> Value:
-        """The tensor in a placement, converted once in each segment."""
-        source = self.at_hand[node]
+        """Return the tensor in a placement; each conversion is written once per segment."""
+        source = self.values[node]
         if source.placement == target:
             return source
         if (node, target) in self.converted:
@@ -209,14 +207,14 @@ def _outside(node: fx.Node, placement: Placement, origin: str) -> Value:
 def _step(node: fx.Node, taken: tuple[Value, ...], gives: tuple[Placement, ...], shared: bool) -> DataflowStep:
     call = op_call(node)
     outputs = tuple(_outputs(node, call, taken, gives))
-    kept: list[Storage] = []
+    saved: list[Storage] = []
     if any(t.requires_grad for t in call.outputs):
         keeps = saved_tensors(call)
-        kept += [taken[i].storage for i in keeps.operands]
-        kept += [outputs[i].storage for i in keeps.outputs]
-        kept += [Storage(f"{node.name}:{i}", e.shape, e.dtype, shared) for i, e in enumerate(keeps.extra)]
+        saved += [taken[i].storage for i in keeps.operands]
+        saved += [outputs[i].storage for i in keeps.outputs]
+        saved += [Storage(f"{node.name}:{i}", e.shape, e.dtype, shared) for i, e in enumerate(keeps.extra)]
     view = bool(taken) and outputs[0].storage is taken[0].storage
-    return DataflowStep(node, op_name(node), taken, outputs, tuple(dict.fromkeys(kept)), view, shared, call)
+    return DataflowStep(node, op_name(node), taken, outputs, tuple(dict.fromkeys(saved)), view, shared, call)
 
 
 def _outputs(node: fx.Node, call: OpCall, taken: Sequence[Value], gives: Sequence[Placement]) -> Iterator[Value]:
@@ -234,7 +232,7 @@ def _outputs(node: fx.Node, call: OpCall, taken: Sequence[Value], gives: Sequenc
 
 
 def _order(call: OpCall, taken: Sequence[Value]) -> tuple[int, ...] | None:
-    """The order in memory of a result that is a view of the first operand; None where the op writes a new tensor."""
+    """Return the memory order of a result that is a view of the first operand; None if the op writes a new tensor."""
     if not taken or not (work(call).kind == "view" or is_off(call)):
         return None
     source, before = taken[0], call.operands[0]
@@ -253,7 +251,7 @@ def _order(call: OpCall, taken: Sequence[Value]) -> tuple[int, ...] | None:
 
 
 def _outer_only(order: tuple[int, ...], call: OpCall) -> bool:
-    """Whether a reshape leaves alone the dims that were moved: those before and after them keep their places."""
+    """Return whether a reshape changes only dims to one side of those that were moved."""
     before, after = call.operands[0].shape, call.outputs[0].shape
     moved = [i for i, d in enumerate(order) if i != d]
     first, last = moved[0], moved[-1] + 1
@@ -261,7 +259,7 @@ def _outer_only(order: tuple[int, ...], call: OpCall) -> bool:
 
 
 def _permutation(call: OpCall, ndim: int) -> tuple[int, ...] | None:
-    """Output dim i is input dim permutation[i]; None for other views."""
+    """Return p such that output dim i is input dim p[i], or None if the op is no permutation."""
     match op_base(call):
         case "transpose":
             a, b = (int(d) % ndim for d in call.args[1:3])
@@ -276,7 +274,7 @@ def _permutation(call: OpCall, ndim: int) -> tuple[int, ...] | None:
 
 
 def op_base(call: OpCall) -> str:
-    """`transpose` for `aten.transpose.int`."""
+    """Return the op's name without namespace and overload: `transpose` for `aten.transpose.int`."""
     if isinstance(call.target, torch._ops.OpOverload):
         return str(call.target._schema.name.split("::")[1])
     return getattr(call.target, "__name__", str(call.target))

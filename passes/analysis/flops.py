@@ -1,10 +1,9 @@
-"""How much work an op is: floating point operations and bytes moved, as expressions in the symbols.
+"""Forward work of an op: floating point operations and bytes moved, as expressions in the size symbols.
 
-Products count two operations per step of their loop nest (those of experts only the expert that a row is sent to),
-convolutions and attention as torch.utils.flop_counter does;
-everything else is bound by memory and counts none. Attention counts the whole square also under a causal mask (as
-reports of model FLOPs do); `causal` says that half of it is skipped. Views, and copies that a kernel can avoid by
-writing the layout that is asked for (`contiguous`), cost nothing. Backward is not counted here.
+Products count two operations per step of their loop nest (grouped products: only the expert that a row is sent to).
+Convolutions and attention count as in torch.utils.flop_counter. All other ops are memory-bound and count none.
+Attention counts the whole square even under a causal mask, as reports of model FLOPs do; `causal` says that half of it
+is skipped. Views, and copies that a kernel avoids by writing the requested layout (`contiguous`), cost nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PRODUCTS = frozenset(
         aten.mv.default,
     }
 )
-GROUPED = frozenset({ops.grouped_mm})  # each row meets one matrix of several
+GROUPED = frozenset({ops.grouped_mm})  # each row is multiplied by one matrix of several
 CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
 LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
 CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default})
@@ -44,7 +43,7 @@ CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.
 
 @dataclass(frozen=True)
 class Work:
-    """Forward work of one op at its full shapes."""
+    """Forward work of one op at global shapes."""
 
     kind: Literal["matmul", "attention", "memory", "view"]
     flops: Size = 0
@@ -54,12 +53,12 @@ class Work:
 
 
 def work(call: OpCall) -> Work:
-    """Kind, operations and bytes of a call."""
+    """Return kind, operations and bytes of a call."""
     if _is_view(call):
         return Work("view")
     count = flops(call)
     bytes_out = sum((nbytes(t) for t in call.outputs), 0)
-    if call.target in LOOKUPS:  # reads of the table only what it gives
+    if call.target in LOOKUPS:  # reads only the rows of the table that it returns
         return Work("memory", 0, bytes_out + sum(nbytes(t) for t in call.operands[1:]), bytes_out)
     bytes_in = sum((nbytes(t) for t in call.operands), 0)
     if call.target in ATTENTION:
@@ -68,7 +67,7 @@ def work(call: OpCall) -> Work:
 
 
 def flops(call: OpCall) -> Size:
-    """Floating point operations of the forward pass; 0 for what is bound by memory."""
+    """Return the floating point operations of the forward pass; 0 for memory-bound ops."""
     if call.target in PRODUCTS:
         return 2 * prod(bind(RULES[call.target].text(call), call).sizes.values())
     if call.target in GROUPED:
@@ -85,7 +84,7 @@ def flops(call: OpCall) -> Size:
 
 
 def nbytes(tensor: TensorInfo) -> Size:
-    """Bytes of a whole tensor."""
+    """Return the bytes of a whole tensor."""
     return prod(tensor.shape) * tensor.dtype.itemsize
 
 
@@ -94,7 +93,7 @@ def _four(shape: tuple[Size, ...]) -> tuple[Size, ...]:
 
 
 def _is_view(call: OpCall) -> bool:
-    """Results that alias an operand: by the op's schema, or a cast to the same type."""
+    """Return whether the results alias an operand: by the op's schema, or as a cast to the same dtype."""
     if isinstance(call.target, (OwnFunction, OwnHook)):
         return call.target.view
     if not isinstance(call.target, torch._ops.OpOverload):

@@ -1,15 +1,15 @@
-"""Which ops share a kernel, and what each op then moves through memory, forward and backward.
+"""Kernel fusion: groups of ops that share a kernel, and each op's memory traffic in forward and backward.
 
-    eager      every op is a kernel of its own
-    fused      hand-written kernels, as Megatron-LM and Transformer Engine have them: neighbouring pointwise ops are one
-               kernel, and so are pointwise ops that lead into a row op (softmax, a norm); nothing is fused behind one
-    compiled   every connected group of memory-bound ops is one kernel, as TorchInductor does it
+    eager      every op is its own kernel
+    fused      hand-written kernels, as in Megatron-LM and Transformer Engine: adjacent pointwise ops are one kernel,
+               with the row op (softmax, a norm) that reads their result if any; nothing is fused after a row op
+    compiled   every connected group of memory-bound ops is one kernel, as in TorchInductor
 
-Ops are in one group only if no product (matmul, attention) lies on any path between them. A group reads each tensor
-from outside once, writes only what somebody outside reads, and has in its backward pass what autograd keeps; pointwise
-results inside it are computed again and not kept. Tensors are told apart by what they are views of.
+Ops share a group only if no path between them contains a product (matmul, attention). A group reads each outside tensor
+once and writes only tensors read outside it. Its backward pass reads what autograd saves, except pointwise results
+inside the group, which are recomputed instead of saved. Views count as the tensor that they are views of.
 
-The result is placement-free: positions of operands and outputs. What they weigh on one rank is the caller's business.
+The result is independent of placements: it gives positions of operands and outputs, and callers compute their bytes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _ROW_NAMES = ("softmax", "norm", "cross_entropy", "sum", "mean", "var", "amax", 
 
 @dataclass(frozen=True)
 class MemoryTraffic:
-    """What one op moves: positions of operands and outputs in its `OpCall`; `launches` of its own kernels.
+    """Memory traffic of one op, as positions of operands and outputs in its `OpCall`.
 
-    `kept_operands`, `kept_outputs` and `kept_extra` (positions in `SavedForBackward.extra`) are read again by the
-    backward pass.
-    `sums`: for each operand, how many times its gradient is added to one that is there already.
+    `launches`: kernels that start at this op. The backward pass reads `kept_operands`, `kept_outputs` and `kept_extra`
+    (positions in `SavedForBackward.extra`). `sums`: operand -> number of times that its gradient is accumulated.
     """
 
     reads: tuple[int, ...] = ()
@@ -54,13 +53,13 @@ class MemoryTraffic:
 
 
 def traffic(nodes: Iterable[fx.Node], sent: Iterable[fx.Node], kernels: str) -> dict[fx.Node, MemoryTraffic]:
-    """What each op of a segment moves; `sent` are the tensors that others read. Views move nothing and are left out."""
+    """Return the traffic of each op of a segment except views; `sent` are the tensors that other segments read."""
     ops = [n for n in nodes if not is_getitem(n)]
     return _Fusion(ops, set(map(base, sent)), kernels).traffic()
 
 
 def base(node: fx.Node) -> fx.Node:
-    """The node that a view, or one of several outputs, is a part of."""
+    """Return the node whose storage a view or a `getitem` shares."""
     while True:
         if is_getitem(node):
             node = node.args[0]  # type: ignore[assignment]
@@ -71,7 +70,7 @@ def base(node: fx.Node) -> fx.Node:
 
 
 def is_row_op(node: fx.Node) -> bool:
-    """Whether an op needs a whole row before it gives anything: the end of a hand-written kernel."""
+    """Return whether an op needs a whole row before it writes any result, which ends a hand-written kernel."""
     name = str(node.target)
     return any(part in name for part in _ROW_NAMES)
 
@@ -99,9 +98,9 @@ class _Fusion:
         self.recomputing = {self.group[n] for n in memory if self._computes_again(n)}
 
     def _groups(self) -> dict[fx.Node, fx.Node]:
-        """Op -> one op that stands for its group. Each joins the groups of its level that it reads from, if it may."""
+        """Return op -> representative of its group. An op joins the groups on its own level that it reads from."""
         groups = UnionFind(self.ops)
-        level: dict[fx.Node, int] = {}
+        level: dict[fx.Node, int] = {}  # number of products on the longest path to an op
         for node in self.ops:
             memory = self.kinds[node] == "memory"
             depth = max((level[s] for s in self.bases[node] if s in level), default=0)
@@ -114,7 +113,7 @@ class _Fusion:
                     groups.union(source, node)
         return {node: groups[node] for node in self.ops}
 
-    # ---- what moves ----
+    # ---- memory traffic ----
 
     def traffic(self) -> dict[fx.Node, MemoryTraffic]:
         self.read: set[tuple[fx.Node, fx.Node]] = set()  # tensors from outside that a group has read
@@ -159,7 +158,7 @@ class _Fusion:
         )
 
     def _inputs_again(self, node: fx.Node, reads: list[int], saved: SavedForBackward) -> tuple[int, ...]:
-        """What a group reads once more in its backward pass to compute intermediates that are not kept."""
+        """Return the operands that backward reads to recompute intermediates of the group that are not saved."""
         if self.group[node] not in self.recomputing:
             return ()
         call, sources = op_call(node), self.bases[node]
@@ -167,13 +166,13 @@ class _Fusion:
         return tuple(i for i in wanted if self._first(self.kept, node, sources[i]))
 
     def _computes_again(self, node: fx.Node) -> bool:
-        """Whether autograd would keep an intermediate of the group that nobody outside reads."""
+        """Return whether autograd would save an intermediate of the group that is not read outside it."""
         saved = self.saved[node]
         inner = [s for i, s in enumerate(self.bases[node]) if i in saved.operands and not self._leaves(s)]
         return bool(inner) or bool(saved.outputs and not is_row_op(node) and not self._leaves(node))
 
     def _first(self, seen: set[tuple[fx.Node, fx.Node]], node: fx.Node, source: fx.Node) -> bool:
-        """Whether the group of a memory-bound op meets a tensor for the first time; a product reads each operand."""
+        """Return whether an op's group meets a tensor for the first time; a product reads every operand itself."""
         key = self.group[node], source
         if self.kinds[node] == "memory" and key in seen:
             return False
@@ -184,13 +183,13 @@ class _Fusion:
         return source in self.inside and self.group[source] == group
 
     def _leaves(self, node: fx.Node) -> bool:
-        """Whether somebody outside of its group reads what a node makes."""
+        """Return whether a node's result is read outside its group."""
         if node not in self.inside:
             return True
         return node in self.sent or bool(self.readers.get(node, set()) - {self.group[node]})
 
     def _with_sums(self, found: dict[fx.Node, MemoryTraffic]) -> dict[fx.Node, MemoryTraffic]:
-        """All but one of the gradients that reach a tensor from different kernels are added to what is there."""
+        """Add `sums`: all but the first of the gradients that reach a tensor from different kernels accumulate."""
         reached: Counter[fx.Node] = Counter(self.sent & self.inside)
         for node in reversed(self.ops):
             sums: Counter[int] = Counter()

@@ -1,16 +1,16 @@
-"""Which losses may overwrite their logits: those whose logits are provably read by nobody else.
+"""Losses that may overwrite their logits: those whose logits provably no other op reads.
 
-A cross entropy in place turns its logits into probabilities, and these into a gradient. Let R be the tensors whose
-memory the logits may be: what made them, through every op that may hand on a view. A loss may overwrite R if
+An in-place cross entropy turns its logits into probabilities, and those into a gradient. Let R be the tensors that may
+share the logits' memory, traced back through every op that may return a view. A loss may overwrite R if
 
-    (1) all of R is made within the stretch (a block, or a segment), and nothing of R leaves it
-    (2) no op reads R after the loss, and none before it keeps an operand or a result in R for its backward pass
-    (3) each element of the logits has a place of its own: no view on the way repeats elements, or is one of several
-        that one op gives (autograd lets nobody write to those)
-    (4) nothing of the stretch is handed to a second run, which would find probabilities in place of logits
+    (1) all of R is made within the region (a block, or a segment), and nothing of R is sent out of it
+    (2) no op reads R after the loss, and none before it saves an operand or a result in R for backward
+    (3) each element of the logits has its own memory: no view on the way repeats elements, or is one of several views
+        that one op returns (autograd forbids writing to those)
+    (4) no recomputation reuses tensors of the first run, since it would find probabilities in place of logits
 
-Views are looked at with suspicion, where `passes.flow` counts bytes by its best guess: a reshape may copy or not, and
-an op that torch's schema does not vouch for may do anything.
+Views are treated conservatively here: a reshape may or may not copy, and an op without guarantees in its schema may do
+anything. (`dataflow`, which only counts bytes, takes the likely case.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 WIDE = (torch.float32, torch.float64)  # in which losses are computed
 
 _OURS = frozenset({ops.cross_entropy, ops.attention, ops.grouped_mm, ops.valid_count, ops.element_count})
-# which may return their operand, or a view of it, though their schemas do not say so
+# ops that may return their operand, or a view of it, although their schemas do not say so
 _MUTE = frozenset({aten.dropout.default, aten.type_as.default, aten._unsafe_view.default})
 _ONE_TO_ONE = frozenset(
     [
@@ -41,19 +41,19 @@ _ONE_TO_ONE = frozenset(
     ]
 )
 _Tensor = tuple[str, str]  # name and placement
-_OUTSIDE: _Tensor = ("", "")  # whatever was there before the stretch
+_OUTSIDE: _Tensor = ("", "")  # any tensor made before the region
 
 
 def is_loss(step: DataflowStep) -> bool:
-    """Whether a step is the cross entropy that may be in place."""
+    """Return whether a step is a cross entropy, the loss that can run in place."""
     return step.call is not None and step.call.target is ops.cross_entropy
 
 
 def losses_in_place(region: Flow, policy: str, *, regather: bool = False) -> dict[str, bool]:
-    """The losses of a stretch under a recompute policy that are in place where a plan says so, by name of their node.
+    """Return the losses that run in place under a recompute policy if the plan allows it, by name of their node.
 
-    True: in their logits; False: in a copy of them. A loss that reads what is gathered again is not in place at all: it
-    does not run again, and what it saves is told apart from its operands by their memory (`runtime.recompute`).
+    True: in their logits; False: in a copy of them. A loss that reads a tensor re-gathered in backward is never in
+    place: it is not recomputed, and its saved tensors are identified by their memory (`ops.recompute`).
     """
     losses = [i for i, step in enumerate(region.steps) if is_loss(step)]
     if not losses:
@@ -77,7 +77,7 @@ _Origins = dict[_Tensor, frozenset[_Tensor]]
 
 
 def writes_logits(region: Flow, at: int, origins: _Origins, ordered: bool = True) -> bool:
-    """Whether the loss that is this step may overwrite its logits. `ordered`: whether steps run in this order."""
+    """Return whether the loss at step `at` may overwrite its logits. `ordered`: whether steps run in this order."""
     logits = region.steps[at].operands[0]
     memory = _of(origins, logits)
 
@@ -99,15 +99,15 @@ def writes_logits(region: Flow, at: int, origins: _Origins, ordered: bool = True
 
 
 def may_share(step: DataflowStep) -> bool:
-    """Whether a result may lie in the memory of an operand. Conversions between placements may."""
+    """Return whether a result may share memory with an operand; conversions between placements may."""
     return step.call is None or not writes_anew(step.call)
 
 
 def writes_anew(call: OpCall) -> bool:
-    """Whether an op's results are provably new tensors.
+    """Return whether an op's results are provably new tensors.
 
-    A schema says of every op with a kernel of its own what its results alias. Those composed of others only promise
-    nothing (a dropout that is off returns its operand), but for those that have a rule.
+    The schema of an op with its own kernel says what its results alias. The schema of a composite op promises nothing
+    (a dropout that is off returns its operand), so that only composite ops with a rule count as proved.
     """
     if not _is_known(call):
         return False
@@ -115,7 +115,7 @@ def writes_anew(call: OpCall) -> bool:
         return True
     if any(r.alias_info is not None for r in call.target._schema.returns) or call.target in _MUTE:
         return False
-    if op_base(call) == "einsum":  # of one operand it may be a permutation
+    if op_base(call) == "einsum":  # with one operand it may be a permutation
         return len(call.operands) > 1
     return call.target in RULES or not call.target.has_kernel_for_dispatch_key(
         torch.DispatchKey.CompositeImplicitAutograd
@@ -123,19 +123,19 @@ def writes_anew(call: OpCall) -> bool:
 
 
 def _is_known(call: OpCall) -> bool:
-    """Whether an op is torch's or ours; a user's own may do, and keep, what it likes."""
+    """Return whether an op is torch's or autoptd's; a user-defined one may alias and save any tensor."""
     if isinstance(call.target, torch._ops.OpOverload):
         return call.target.namespace == "aten"
     return call.target in _OURS
 
 
 def _one_to_one(step: DataflowStep) -> bool:
-    """Whether a view shows no element twice, and is the only one that its op gives."""
+    """Return whether a view has no element twice, and is the only output of its op."""
     return step.call is None or (len(step.outputs) == 1 and op_base(step.call) in _ONE_TO_ONE)
 
 
 def _kept(step: DataflowStep) -> Iterable[Value]:
-    """Operands and results that are kept for the backward pass."""
+    """Return operands and results that are saved for backward."""
     if step.call is None or not any(t.requires_grad for t in step.call.outputs):
         return ()
     if not _is_known(step.call):
@@ -145,7 +145,7 @@ def _kept(step: DataflowStep) -> Iterable[Value]:
 
 
 def _origins(region: Flow) -> _Origins:
-    """The tensors in whose memory each tensor may lie; itself, where its op may write it anew."""
+    """Return the tensors whose memory each tensor may share, itself included."""
     found: _Origins = {}
     for step in region.steps:
         shared = frozenset[_Tensor]().union(*(_of(found, v) for v in step.operands)) if may_share(step) else frozenset()
@@ -163,10 +163,10 @@ def _key(value: Value) -> _Tensor:
 
 
 def _hands_over(region: Flow, policy: str, readers: Sequence[DataflowStep]) -> bool:
-    """Whether a second run reads tensors of the first one: `autoptd.codegen.recompute` writes which.
+    """Return whether a recomputation reads tensors of the first run (`autoptd.codegen.recompute` decides which).
 
-    One of the whole stretch makes its own. What gathers again hands over nothing where each product that reads a
-    gathered tensor gives one result, which no other of these `readers` reads.
+    Recomputing the whole region reads none. Re-gathering in backward reads none if each product that reads a gathered
+    tensor has one result, which none of the other `readers` reads.
     """
     if policy == "ops" or (policy == "selective" and recomputed_steps(region.steps, policy)):
         return True
@@ -175,6 +175,6 @@ def _hands_over(region: Flow, policy: str, readers: Sequence[DataflowStep]) -> b
 
 
 def _gathered_operands(region: Flow) -> Sequence[DataflowStep]:
-    """The ops that read a tensor which tp gathers."""
+    """Return the ops that read a tensor gathered over tp."""
     gathered = {s.outputs[0].storage for s in region.steps if s.node is None and s.outputs[0].storage.gathered_from}
     return [s for s in region.steps if s.node is not None and any(v.storage in gathered for v in s.operands)]

@@ -1,12 +1,12 @@
-"""What autograd keeps of an op for its backward pass, found by running the op on meta tensors under its own hooks.
+"""Tensors that autograd saves for an op's backward pass, found by running it on meta tensors with saved-tensor hooks.
 
-Three ops are told apart from what meta tensors show, because the kernels of an accelerator keep less:
+For three ops this table is used instead, because the kernels of an accelerator save less than meta tensors show:
 
     attention   the flash kernel: query, key, value, mask, result, and the log of the sum of exponentials of each
                 query in float32; never the scores (Dao et al. 2022, FlashAttention)
     dropout     a boolean mask
     rms_norm    operand, weight, and the reciprocal root mean square of each row in float32 (aten._fused_rms_norm, which
-                torch runs on CUDA); on a CPU it is written out and keeps two more tensors in float32
+                torch runs on CUDA); on a CPU it is decomposed and saves two more tensors in float32
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ RMS_NORM = frozenset({aten.rms_norm.default})
 
 # Values for symbols on meta tensors: distinct, unlikely as a model's sizes, and divisible by all small numbers.
 SYMBOL_VALUES = (55440, 50400, 45360, 75600, 83160, 98280)
-SMALL_VALUES = ((44, 28, 52, 36, 20, 12), (10, 6, 14, 12, 4, 8))  # where a model limits a size: tokens by a table
+SMALL_VALUES = ((44, 28, 52, 36, 20, 12), (10, 6, 14, 12, 4, 8))  # for models that limit a size: a table of positions
 
 
 @dataclass(frozen=True)
 class SavedForBackward:
-    """Positions of the operands and outputs that are kept, and other tensors that are."""
+    """Positions of the operands and outputs that are saved, and all other saved tensors."""
 
     operands: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
@@ -49,9 +49,9 @@ class SavedForBackward:
 
 
 def saved_tensors(call: OpCall) -> SavedForBackward:
-    """What autograd keeps if the op runs in full. Shapes of `extra` are in the call's symbols where they match.
+    """Return the tensors that autograd saves if the op runs in full; shapes of `extra` use the call's symbols.
 
-    Raises RuntimeError from the op itself if it does not run on meta tensors of these shapes.
+    Raises the op's own RuntimeError if it does not run on meta tensors of these shapes.
     """
     if not any(t.requires_grad for t in call.operands):
         return SavedForBackward()
@@ -66,7 +66,7 @@ def saved_tensors(call: OpCall) -> SavedForBackward:
 
 
 def is_off(call: OpCall) -> bool:
-    """Whether a call is a dropout that drops nothing and hands its operand through."""
+    """Return whether a call is a dropout that drops nothing and returns its operand."""
     return call.target in DROPOUT and not _drops(call)
 
 
@@ -86,15 +86,15 @@ def _rms_norm(call: OpCall) -> SavedForBackward:
     return SavedForBackward(tuple(range(len(call.operands))), (), (TensorInfo(rows, torch.float32, False),))
 
 
-def at_sizes_that_work(look: Callable[[Sequence[int]], T]) -> T:
-    """What a look at an op on meta tensors finds, its symbols large or, where it does not run like that, small.
+def try_sizes(observe: Callable[[Sequence[int]], T]) -> T:
+    """Return what `observe` finds at large values of the symbols or, if the op fails at those, at small ones.
 
-    Raises what the op raises at large sizes where it runs at none.
+    Raises the error at large values if it fails at all sizes.
     """
     errors = []
     for numbers in (SYMBOL_VALUES, *SMALL_VALUES):
         try:
-            return look(numbers)
+            return observe(numbers)
         except RuntimeError as error:
             errors.append(error)
     raise errors[0]
@@ -103,11 +103,11 @@ def at_sizes_that_work(look: Callable[[Sequence[int]], T]) -> T:
 @cache
 def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> SavedForBackward:
     call = OpCall(target, args, dict(kwargs), outputs)
-    return at_sizes_that_work(lambda numbers: _saved_of(call, numbers))
+    return try_sizes(lambda numbers: _saved_of(call, numbers))
 
 
 def _saved_of(call: OpCall, numbers: Sequence[int]) -> SavedForBackward:
-    with surroundings(call):
+    with meta_context(call):
         return _saved_within(call, numbers)
 
 
@@ -131,17 +131,17 @@ def _saved_within(call: OpCall, numbers: Sequence[int]) -> SavedForBackward:
     )
 
 
-def surroundings(call: OpCall) -> AbstractContextManager[object]:
-    """Around a call of `meta_call` and its backward pass: what the user wrote makes tensors of its own on the CPU."""
+def meta_context(call: OpCall) -> AbstractContextManager[object]:
+    """Return the context for a `meta_call` and its backward pass: user-defined functions make fake CPU tensors."""
     return fake_cpu() if is_own(call.target) else nullcontext()
 
 
 def meta_call(
     call: OpCall, numbers: Sequence[int] = SYMBOL_VALUES
 ) -> tuple[Callable[[], Any], list[Tensor], dict[sympy.Symbol, int]]:
-    """The call on meta tensors, its tensor operands, and which of the numbers stand for its symbols.
+    """Return the call on meta tensors as a function, its tensor operands, and the values of its symbols.
 
-    To be made, and run, within the `surroundings` of the call.
+    Must be called, and the result run, within `meta_context(call)`.
     """
     symbols = sorted(set(_symbols((call.args, tuple(call.kwargs.values()), call.outputs))), key=str)
     assert len(symbols) <= len(numbers), f"{call.target} has more symbols than there are values: {symbols}"
@@ -155,7 +155,7 @@ def meta_call(
 
 
 def _concrete(value: Any, values: Mapping[sympy.Symbol, int], operands: list[Tensor], device: torch.device) -> Any:
-    """Arguments with meta tensors for shapes (collected in `operands`) and numbers for symbols."""
+    """Return an argument with meta tensors for shapes (appended to `operands`) and numbers for symbols."""
     match value:
         case TensorInfo(shape, dtype, requires_grad):
             differentiable = requires_grad and (dtype.is_floating_point or dtype.is_complex)
@@ -172,7 +172,7 @@ def _concrete(value: Any, values: Mapping[sympy.Symbol, int], operands: list[Ten
 
 
 def _symbols(value: Any) -> Iterator[sympy.Symbol]:
-    """Every symbol in shapes and arguments."""
+    """Yield every symbol in shapes and arguments."""
     match value:
         case TensorInfo():
             yield from _symbols(value.shape)
@@ -192,7 +192,7 @@ def _storage(x: Tensor) -> int:
 
 
 def name_sizes(call: OpCall, values: Mapping[sympy.Symbol, int]) -> dict[int, Size]:
-    """What a number stands for: a symbolic size of the call, or a product of its sizes."""
+    """Return number -> the symbolic size of the call, or the product of two of its sizes, that has this value."""
     sizes: Sequence[Size] = list(dict.fromkeys(n for t in call.operands + call.outputs for n in t.shape if n != 1))
     products = [a * b for a, b in combinations_with_replacement(sizes, 2)]
     return {_number(n, values): n for n in reversed([*sizes, *products]) if not isinstance(n, int)}
@@ -203,7 +203,7 @@ def _symbolic(x: Tensor, known: Mapping[int, Size]) -> TensorInfo:
 
 
 def size_named(number: int, known: Mapping[int, Size]) -> Size:
-    """A number as what it stands for: a size that is known, or a multiple of the largest that divides it."""
+    """Return a number as a known size, or as a multiple of the largest known one that divides it, else unchanged."""
     if number in known:
         return known[number]
     largest = max((n for n in known if number % n == 0), default=0)

@@ -1,4 +1,4 @@
-"""Storages that ops make, and which of them are alive at once."""
+"""Recording of the storages that ops allocate and of their lifetimes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageWatch(TorchDispatchMode):
-    """Every storage that ops make, and which of them were alive after each op; those of `before` count too."""
+    """Dispatch mode that records storages made by ops (and live ones of `before`), and those alive after each op."""
 
     def __init__(self, before: StorageWatch | None = None) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class StorageWatch(TorchDispatchMode):
         return result
 
     def fullest(self, without: set[int]) -> list[tuple[torch.Size, torch.dtype]]:
-        """The storages alive at the fullest moment, less some and scalars; the largest first."""
+        """Return the storages alive at the peak except those in `without` and scalars, the largest first."""
 
         def size(i: int) -> int:
             _, shape, dtype = self.made[i]

@@ -1,14 +1,14 @@
-"""What an op allocates for itself while it runs: found by running it, and its backward, on meta tensors.
+"""Workspace of an op: its temporary allocations, found by running it and its backward pass on meta tensors.
 
-Of all storages alive at the fullest moment, those count that are neither operands, results, gradients that go in or
-come out, nor kept for the backward pass: the float32 copy of the logits in a cross entropy, for instance, and the two
-gradients of that size in its backward. Kernels of an accelerator allocate what their meta versions show, but for
+Workspace is every storage alive at the peak that is no operand, result, incoming or outgoing gradient and not saved for
+backward: for instance the float32 copy of the logits in a cross entropy, and the two gradients of that size in its
+backward. Kernels of an accelerator allocate the same as their meta versions, except
 
-    attention   forward nothing; backward a float32 accumulator of the query's gradient and one float32 per query (Dao
-                2023, FlashAttention-2, algorithm 2: dQ is accumulated over blocks of keys)
-                With dropout it is written out: what a stretch of scores takes (`attention.py`)
-    dropout     one kernel, nothing
-    rms_norm    the same
+    attention   nothing in forward; in backward a float32 accumulator of the query's gradient and one float32 per query
+                (Dao 2023, FlashAttention-2, algorithm 2: dQ is accumulated over blocks of keys). With dropout it is
+                not fused and takes a chunk of scores (`attention.py`)
+    dropout     nothing, since it is one kernel
+    rms_norm    nothing, likewise
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from autoptd.passes.analysis.saved_tensors import (
     ATTENTION,
     DROPOUT,
     RMS_NORM,
-    at_sizes_that_work,
     meta_call,
+    meta_context,
     name_sizes,
     size_named,
-    surroundings,
+    try_sizes,
 )
 from autoptd.passes.analysis.storages import StorageWatch
-from autoptd.passes.opcall import OpCall, Size, Stretched, TensorInfo
+from autoptd.passes.opcall import Chunked, OpCall, Size, TensorInfo
 from autoptd.passes.rules.prove import as_list, frozen
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Storages besides operands, results and what is kept, at the fullest moment of each pass."""
+    """Temporary storages at the peak of each pass."""
 
     forward: tuple[TensorInfo, ...] = ()
     backward: tuple[TensorInfo, ...] = ()
 
 
 def workspace(call: OpCall) -> Workspace:
-    """What a call allocates for itself, in the call's symbols where its sizes match."""
+    """Return the workspace of a call, with shapes in the call's symbols."""
     if call.target in ATTENTION:
         query, key = call.operands[:2]
         if (form := form_of(call)).dropped:
             scores = *query.shape[:-1], key.shape[-2]
-            first, second = (_stretch(scores, one.temporary) for one in passes_of(form))
+            first, second = (_chunk(scores, one.temporary) for one in passes_of(form))
             return Workspace((first,), (second,))
         accumulator = TensorInfo(query.shape, torch.float32, False)
         return Workspace(backward=(accumulator, TensorInfo(query.shape[:-1], torch.float32, False)))
@@ -62,19 +62,19 @@ def workspace(call: OpCall) -> Workspace:
     return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
 
 
-def _stretch(scores: tuple[Size, ...], nbytes: float) -> TensorInfo:
-    """Scores that take so many bytes each, of as many as are there at once."""
-    return Stretched((math.ceil(nbytes), *scores), torch.uint8, False, most=math.ceil(nbytes) * ops.SCORES)
+def _chunk(scores: tuple[Size, ...], nbytes: float) -> TensorInfo:
+    """Return the chunk of scores that is allocated at once, at `nbytes` for each."""
+    return Chunked((math.ceil(nbytes), *scores), torch.uint8, False, max_elements=math.ceil(nbytes) * ops.SCORES)
 
 
 @cache
 def _observe(target: Callable[..., Any], args: Any, kwargs: Any, outputs: tuple[TensorInfo, ...]) -> Workspace:
     call = OpCall(target, args, dict(kwargs), outputs)
-    return at_sizes_that_work(lambda numbers: _workspace_of(call, numbers))
+    return try_sizes(lambda numbers: _workspace_of(call, numbers))
 
 
 def _workspace_of(call: OpCall, numbers: Sequence[int]) -> Workspace:
-    with surroundings(call):
+    with meta_context(call):
         return _workspace_within(call, numbers)
 
 
@@ -86,7 +86,7 @@ def _workspace_within(call: OpCall, numbers: Sequence[int]) -> Workspace:
         kept.add(x.untyped_storage()._cdata)
         return x
 
-    alive: list[Any] = []  # nothing is freed that has to be told apart by its address
+    alive: list[Any] = []  # tensors identified by address must not be freed
     known = name_sizes(call, values)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.enable_grad(), StorageWatch() as forward:
         results = as_list(run())
@@ -101,7 +101,7 @@ def _workspace_within(call: OpCall, numbers: Sequence[int]) -> Workspace:
         try:
             with StorageWatch() as backward:
                 gradients = torch.autograd.grad(given, wanted, incoming, allow_unused=True)
-        except NotImplementedError:  # its backward has no meta version: as much as the forward pass
+        except NotImplementedError:  # backward has no meta version: assume as much as forward
             return Workspace(_named(first, known), _named(first, known))
         outgoing = {g.untyped_storage()._cdata for g in gradients if g is not None}
         second = backward.fullest(stores | kept | outgoing | {x.untyped_storage()._cdata for x in incoming})

@@ -1,7 +1,7 @@
-"""Which dim of a tensor counts samples, also where it does so among others: after a reshape of (b, s, h) to (b s, h).
+"""Batch dim of every tensor, also if merged with other dims, as after a reshape of (b, s, h) to (b s, h).
 
-A dim of size b is the samples' own. Where b is only a factor of a size, the notations of the ops that led there tell on
-which side of it the other factors stand: `d0 d1 -> (d0 d1)` carries the factor b of one shape to its place in the next.
+A dim of size b counts samples only. If b is one factor of a size, the notations of the ops that led there order the
+factors: `d0 d1 -> (d0 d1)` maps the factor b of one shape to its position in the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoptd.passes.trace.traced import BATCH
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Dim `dim` is (outer, samples, inner)."""
+    """Position of the samples in a tensor: dim `dim` is (outer, samples, inner)."""
 
     dim: int
     outer: Size = 1
@@ -34,69 +34,69 @@ _KEY = "sample_place"  # in a node's meta
 
 
 def sample_place(node: fx.Node, output: int = 0) -> Found:
-    """Where samples lie in an output of a node; None where no dim counts them, or none that can be told."""
+    """Return the position of the samples in an output of a node; None if no dim counts them or it is unknown which."""
     if is_getitem(node):
         owner, index = node.args
         assert isinstance(owner, fx.Node) and isinstance(index, int)
         return sample_place(owner, index)
     key = f"{_KEY} {output}"
     if key not in node.meta:
-        node.meta[key] = own_place(infos(node)[output]) or _handed_on(node, output)
+        node.meta[key] = place_by_shape(infos(node)[output]) or _place_by_op(node, output)
     found: Found = node.meta[key]
     return found
 
 
 def forget_place(node: fx.Node, output: int) -> None:
-    """Samples are in another order there than in the batch: their place cannot be told by its shape."""
+    """Record that the samples of an output are not in batch order, so that its shape does not give their position."""
     node.meta[f"{_KEY} {output}"] = None
 
 
 def counts_samples(tensor: TensorInfo) -> bool:
-    """Whether the tensor grows with the batch."""
+    """Return whether a tensor's size depends on the batch."""
     return any(grows(size) for size in tensor.shape)
 
 
 def grows(size: Size) -> bool:
-    """Whether a size grows with the batch."""
+    """Return whether a size depends on the batch."""
     return not isinstance(size, int) and BATCH in size.free_symbols
 
 
 def counts_in(value: object) -> bool:
-    """Whether a number among an op's arguments is another one for another number of samples."""
+    """Return whether a number among an op's arguments changes with the number of samples."""
     if isinstance(value, (tuple, list)):
         return any(map(counts_in, value))
     return isinstance(value, sympy.Basic) and bool(value.subs(BATCH, 2) != value.subs(BATCH, 4))
 
 
 def makes_new(node: fx.Node) -> bool:
-    """Whether an op reads no value of its operands, only their shapes and types: `new_zeros`, `ones_like`."""
+    """Return whether an op reads only shapes and dtypes of its operands, no values: `new_zeros`, `ones_like`."""
     making = ("new_", "zeros", "ones", "full", "empty", "scalar_tensor")
     return node.op == "call_function" and op_name(node).startswith(making)
 
 
-def own_place(tensor: TensorInfo, unit: Size = BATCH) -> Found:
-    """The only dim that grows, where it counts nothing but `unit`."""
+def place_by_shape(tensor: TensorInfo, unit: Size = BATCH) -> Found:
+    """Return the only dim that depends on the batch, if its size is exactly `unit`."""
     dims = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
     return SamplePlace(dims[0]) if len(dims) == 1 and tensor.shape[dims[0]] == unit else None
 
 
-def _handed_on(node: fx.Node, output: int) -> Found:
+def _place_by_op(node: fx.Node, output: int) -> Found:
     if node.op != "call_function" or not counts_samples(infos(node)[output]):
         return None
     places = {i: place for i, o in enumerate(operands(node)) if (place := sample_place(o)) is not None}
     call = op_call(node)
     loops = loops_of(call) if places else None
-    return None if loops is None else handed_on(call, loops, output, places)
+    return None if loops is None else place_in(call, loops, output, places)
 
 
 def loops_of(call: OpCall) -> Loops | None:
-    """The loops of an op's row or discovered rule."""
+    """Return the loops of an op's rule, from the table or discovered."""
     rule = rule_for(call)
     return None if rule is None else bind(rule.text(call), call)
 
 
-def handed_on(call: OpCall, loops: Loops, output: int, places: Mapping[int, SamplePlace], unit: Size = BATCH) -> Found:
-    """Where an op's output has what its operands have at `places`: samples, or another `unit` that rows come in."""
+def place_in(call: OpCall, loops: Loops, output: int, places: Mapping[int, SamplePlace], unit: Size = BATCH) -> Found:
+    """Return where an output has the samples, or another factor of size `unit`, that are at `places` in operands."""
     for position, place in places.items():
         for factor, where in loops.places.items():
             source, target = where[position], where[len(call.operands) + output]
@@ -109,10 +109,10 @@ def handed_on(call: OpCall, loops: Loops, output: int, places: Mapping[int, Samp
 
 
 def _moved(place: SamplePlace, size: Size, before: FactorPlace, after: FactorPlace, length: Size, unit: Size) -> Found:
-    """Where samples go if they lie within one factor, of `size`, now at `after` in a dim of this length."""
+    """Return the new place of samples in a factor, of `size`, that moves to `after`, in a dim of `length`."""
     if before.dim != place.dim or not grows(size):
         return None
-    outside = quotient(place.outer, before.outer)  # of the factor's own, what stands before the samples
+    outside = quotient(place.outer, before.outer)  # the part of the factor that is outside the samples
     inside = None if outside is None else quotient(size, outside * unit)
     if outside is None or inside is None:
         return None

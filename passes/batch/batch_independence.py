@@ -1,21 +1,20 @@
-"""Ops that mix samples are refused: data-parallel ranks and microbatches would each mix their own share only.
+"""Refusal of ops that mix samples: data-parallel ranks and microbatches would mix only the samples that they have.
 
-The graph is followed from its inputs on, and of each tensor it is known whose its rows are (`rows.py`). An op's rule
-says what becomes of the dim that counts samples. They stay apart where their factor of the op's loops is one and the
-same in all operands, and goes on into every output:
+The graph is walked from its inputs, and each tensor gets a state: which samples its rows belong to (`rows.py`). An op's
+rule says what happens to the batch dim. Samples stay independent if they are the same factor of the op's loops in all
+operands, and that factor appears in every output:
 
     b h, o h -> b o       a layer
-    . h -> . h            a norm over the batch, a shift of samples: needs the dim whole
+    . h -> . h            a norm over the batch, a shift of samples: needs the whole dim
     b h -> h              a sum over the batch
-    b h, c h -> b c       every sample with every other, as contrastive losses pair them
+    b h, c h -> b c       every sample with every other, as in contrastive losses
 
-An op of which the rules do not say so is tried: some samples are changed, and the results of the others must stay.
-Moves by computed numbers, such as tokens to the experts that a router chose and back, are proved in the graph
-(`index_moves.py`, `own_numbers.py`, `expert_groups.py`). What is not proved is refused.
+An op whose rule does not show this is tried: some samples are changed, and the results of the others must not change.
+Moves by computed indices, such as tokens to their experts and back, are proved in the graph (`index_moves.py`,
+`row_numbers.py`, `expert_groups.py`). An op that is not proved is refused.
 
-What sums over samples and leads to the loss alone, never back to them, is what `reduce_loss.py` is about. Rows that
-meet rows of other samples are refused there too: which ones meet depends on the batch. Batch normalisation has an
-error of its own.
+Sums over samples that contribute to the loss only are allowed; `reduce_loss.py` handles them. Ops that pair rows of
+different samples are refused even there, because the pairs depend on the batch. Batch normalisation has its own error.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from autoptd.passes.batch.batch_dims import (
     grows,
     loops_of,
     makes_new,
-    own_place,
+    place_by_shape,
 )
 from autoptd.passes.batch.expert_groups import counted, follow_group
 from autoptd.passes.batch.index_moves import follow_move
 from autoptd.passes.batch.row_numbers import SAME_VALUES, follow_numbers, follow_range, follow_sort, misused
-from autoptd.passes.batch.rows import FILLED, TURN, Across, Order, Rows, State, placed_by
+from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Order, Rows, State, placed_by
 from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, operands, source_line, user_op_name
 from autoptd.passes.normalise.at_example import at_example, needs_example
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
@@ -58,65 +57,65 @@ States: TypeAlias = "tuple[State, ...]"
 
 _ACROSS = "works across samples"
 _PAIRS = "pairs samples with each other"
-_UNKNOWN = "is not known to keep samples apart"
+_UNKNOWN = "is not proved to treat samples independently"
 _COUNTS = "computes with the number of samples"
-_SHAPED = (  # take sizes of what they give; part of the samples' dim is refused as such
+_SHAPED = (  # take sizes of their outputs as arguments; a part of the batch dim is refused by their rules
     *("expand", "narrow", "repeat", "repeat_interleave", "reshape", "slice", "slice_scatter", "split"),
     *("split_with_sizes", "unflatten", "view"),
 )
-_BROADCASTING = (  # losses of elements, whose operands meet from the right
+_BROADCASTING = (  # elementwise losses, whose operands are broadcast from the right
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
 
 
 def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
-    """Raise UnsupportedOp at the first op whose result for one sample depends on the others."""
+    """Raise UnsupportedOp for the first op whose result for one sample depends on others."""
     if needs_example(graph):
         graph = at_example(graph, traced)
     of_samples = (n for n in graph.nodes if n.op == "call_function" and any(counts_samples(t) for t in infos(n)))
-    follower = _Follower(ancestors(of_samples))
+    propagation = _Propagation(ancestors(of_samples))
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
-            follower.put(node, _given(node))
+            propagation.put(node, _input_state(node))
         elif node.op == "call_function":
-            follower.put(node, *follower.follow(node))
+            propagation.put(node, *propagation.follow(node))
 
 
-def _given(node: fx.Node) -> State:
-    place = own_place(info(node))
-    return Across(node, "counts samples in no dim that can be told") if place is None else Rows(place)
+def _input_state(node: fx.Node) -> State:
+    place = place_by_shape(info(node))
+    return Across(node, "has no dim that counts samples only") if place is None else Rows(place)
 
 
 def _refuse(mixed: Across) -> None:
     raise UnsupportedOp(
-        f"{user_op_name(mixed.node)} {mixed.reason}: what it gives for one sample depends on the others of its batch, "
-        "of which each microbatch and data-parallel rank has its own share",
+        f"{user_op_name(mixed.node)} {mixed.reason}: its result for one sample depends on others of the batch, "
+        "but each microbatch and data-parallel rank has only a part of the batch",
         where=source_line(mixed.node),
         fix=mixed.fix,
     )
 
 
 @dataclass
-class _Follower:
-    """What is known of each tensor so far."""
+class _Propagation:
+    """Propagation of states through the graph, node by node."""
 
-    returning: set[fx.Node]  # nodes that count samples, and those that lead to one that does
+    returning: set[fx.Node]  # nodes that count samples, and those that such a node depends on
     states: dict[fx.Node, States] = field(default_factory=dict)
-    seen: dict[Hashable, _Found] = field(default_factory=dict)  # of ops that are alike
+    seen: dict[Hashable, _Found] = field(default_factory=dict)  # results for equal ops
 
     def put(self, node: fx.Node, *states: State) -> None:
-        """Know this of a node's outputs. Raises UnsupportedOp if samples are mixed that must not be."""
+        """Store the states of a node's outputs. Raises UnsupportedOp if samples are mixed that must not be."""
         for i, (state, tensor) in enumerate(zip(states, infos(node), strict=True)):
             if isinstance(state, Across) and (state.pairs or counts_samples(tensor)):
                 _refuse(state)
-            if isinstance(state, Rows) and state.order != TURN:
+            if isinstance(state, Rows) and state.order != BATCH_ORDER:
                 forget_place(node, i)
         if any(state is not None for state in states):
             self.states[node] = states
 
     def follow(self, node: fx.Node) -> States:
-        """What an op makes of what is known of its operands."""
+        """Return the states of an op's outputs, from those of its operands."""
         if is_getitem(node):
             owner, index = node.args
             assert isinstance(owner, fx.Node) and isinstance(index, int)
@@ -124,7 +123,7 @@ class _Follower:
         call, states = op_call(node), [self.states.get(o, (None,))[0] for o in operands(node)]
         mixed = next((s for s in states if isinstance(s, Across)), None)
         if makes_new(node):
-            return (_made(node, call),)
+            return (_fill_state(node, call),)
         if _is_random(call):
             return (states[0] if states else FILLED,) * len(call.outputs)
         if op_base(call) == "arange":
@@ -139,7 +138,7 @@ class _Follower:
         return _tallied(node, states, self._in_place(node, call, states))
 
     def _after_mixing(self, node: fx.Node, states: Sequence[State], mixed: Across) -> States:
-        """What reads something that was made from several samples: another one, but in a product of experts."""
+        """Return the states of an op with a mixed operand: mixed too, except for a grouped product of experts."""
         group, tally = follow_group(node, states), counted(node, states)
         if group is not NotImplemented:
             return (group,)
@@ -148,7 +147,7 @@ class _Follower:
         return (replace(mixed, tally=tally),) * len(infos(node))
 
     def _in_place(self, node: fx.Node, call: OpCall, states: Sequence[State]) -> States:
-        """Rows that stay where they are, as the op's rule or a trial says."""
+        """Return the states of an op that moves no rows, by its rule or by a trial."""
         rows = {i: s for i, s in enumerate(states) if isinstance(s, Rows)}
         if not rows:
             if _keeps_one_value(call, states):
@@ -157,12 +156,12 @@ class _Follower:
             rows = {i: Rows(place) for i, place in filled.items() if place is not None}
         orders = {r.order for r in rows.values()}
         if len(orders) != 1:
-            return (_of_other_orders(node, orders),) * len(call.outputs)
+            return (_orders_differ(node, orders),) * len(call.outputs)
         (order,) = orders
         places = tuple((i, r.place) for i, r in rows.items())
         key = node.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs, places, order.size
         if key not in self.seen:
-            self.seen[key] = _kept_apart(call, {i: Rows(p, Order(order.size)) for i, p in places})
+            self.seen[key] = _output_places(call, {i: Rows(p, Order(order.size)) for i, p in places})
         found = self.seen[key]
         if isinstance(found, str):
             return (Across(node, found, pairs=found == _PAIRS),) * len(call.outputs)
@@ -170,13 +169,13 @@ class _Follower:
 
 
 def _is_random(call: OpCall) -> bool:
-    """Whether an op draws numbers and is no dropout: it is refused for that, whatever it does with samples."""
+    """Return whether an op is random and no dropout: `refuse_random` refuses it, whatever it does with samples."""
     seeded = isinstance(call.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in call.target.tags
     return seeded and call.target not in RULES
 
 
-def _made(node: fx.Node, call: OpCall) -> State:
-    """The state of `zeros`, `full_like` and the like."""
+def _fill_state(node: fx.Node, call: OpCall) -> State:
+    """Return the state of `zeros`, `full_like` and similar ops."""
     values = [*(a for a in call.args if not isinstance(a, (list, tuple))), *call.kwargs.values()]
     if _has_batch(values):
         return Across(node, _COUNTS)
@@ -184,7 +183,7 @@ def _made(node: fx.Node, call: OpCall) -> State:
 
 
 def _from_constants(node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
-    """The state of what no sample has part in: it may still depend on how many there are."""
+    """Return the state of an output that depends on no sample; it may still depend on their number."""
     if not counts_samples(tensor):
         return Across(node, _COUNTS) if _has_batch(_flat((call.args, tuple(call.kwargs.values())))) else None
     place = _anywhere(tensor) if op_base(call) in ("broadcast_to", "expand", "expand_as", "repeat") else None
@@ -192,14 +191,14 @@ def _from_constants(node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
 
 
 def _anywhere(tensor: TensorInfo) -> SamplePlace | None:
-    """A place for samples in a dim along which all is equal."""
+    """Return a position for samples in the batch dim of a tensor with equal values along it."""
     dims = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
     inner = quotient(tensor.shape[dims[0]], BATCH) if len(dims) == 1 else None
     return None if inner is None or grows(inner) else SamplePlace(dims[0], 1, inner)
 
 
 def _keeps_one_value(call: OpCall, states: Sequence[State]) -> bool:
-    """Whether what is one value everywhere still is."""
+    """Return whether an op of tensors that each hold one value everywhere gives such a tensor again."""
     alone = all(s is FILLED or t.ndim == 0 for s, t in zip(states, call.operands, strict=True))
     return alone and (_is_elementwise(call) or op_base(call) in (*SAME_VALUES, "cat", "concat", "stack"))
 
@@ -209,7 +208,7 @@ def _is_elementwise(call: OpCall) -> bool:
 
 
 def _moved(node: fx.Node, states: Sequence[State]) -> Any:
-    """What rows that are sorted, read or written by numbers become; NotImplemented for other ops."""
+    """Return the states of an op that sorts rows, or reads or writes them by index; NotImplemented for other ops."""
     if states and isinstance(states[0], Rows) and len(states) == 1:
         found = follow_sort(node, states[0])
         if found is not NotImplemented:
@@ -222,35 +221,35 @@ def _moved(node: fx.Node, states: Sequence[State]) -> Any:
 
 
 def _counting(node: fx.Node, call: OpCall) -> Iterator[States]:
-    """What depends on the number of samples by an argument that is no shape, or by how a gradient is scaled."""
+    """Yield states for an op that depends on the number of samples by a non-shape argument or a gradient's scale."""
     if op_base(call) not in _SHAPED and _has_batch(_flat((call.args, tuple(call.kwargs.values())))):
         yield (Across(node, _COUNTS),) * len(call.outputs)
     if op_base(call) == "embedding" and call.arg(3, "scale_grad_by_freq", False):
-        fix = "leave scale_grad_by_freq out"
+        fix = "remove scale_grad_by_freq"
         yield (Across(node, "scales gradients by how often a row occurs in the batch", fix, pairs=True),)
 
 
 def _tallied(node: fx.Node, states: Sequence[State], found: States) -> States:
-    """The same, with what was counted of samples that were mixed."""
+    """Return the states, with mixed ones extended by the tally of the op."""
     if not isinstance(found[0], Across) or found[0].pairs:
         return found
     return tuple(replace(s, tally=counted(node, states)) if isinstance(s, Across) else s for s in found)
 
 
-def _of_other_orders(node: fx.Node, orders: set[Order]) -> Across:
+def _orders_differ(node: fx.Node, orders: set[Order]) -> Across:
     if not orders:
         return Across(node, _UNKNOWN)
     sorts = ", ".join(sorted({f"{user_op_name(o.by)} at {source_line(o.by)}" for o in orders if o.by is not None}))
     return Across(
         node,
-        f"{_PAIRS}: some of its rows come in the order of {sorts}, others in another",
-        "bring rows back by the very order that took them (index_add, or its inverse as index)",
+        f"{_PAIRS}: some of its operands have rows in the order of {sorts}, others in another order",
+        "restore the order of rows with the indices that sorted them (index_add, or the inverse permutation as index)",
         pairs=True,
     )
 
 
 def _has_batch(values: Sequence[object]) -> bool:
-    """Whether a number among the values is another one for another number of samples."""
+    """Return whether a number among the values changes with the number of samples."""
     numbers = [a for a in values if isinstance(a, sympy.Basic)]
     return any(a.subs(BATCH, 2) != a.subs(BATCH, 4) for a in numbers)
 
@@ -259,11 +258,11 @@ def _flat(value: Any) -> list[Any]:
     return [item for v in value for item in _flat(v)] if isinstance(value, (tuple, list)) else [value]
 
 
-_Found: TypeAlias = "str | tuple[SamplePlace | None, ...]"  # how an op mixes samples, or where they are in its outputs
+_Found: TypeAlias = "str | tuple[SamplePlace | None, ...]"  # why an op mixes samples, or their places in its outputs
 
 
-def _kept_apart(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
-    """Where an op's outputs have the rows, or how it mixes them."""
+def _output_places(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
+    """Return the position of the rows in each output of an op, or how it mixes them."""
     if any(sum(map(grows, t.shape)) > 1 for t in call.outputs):
         return _PAIRS
     places, unit = {i: r.place for i, r in rows.items()}, next(iter(rows.values())).order.size
@@ -272,17 +271,15 @@ def _kept_apart(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
     given = tuple(None if r is None else r.place for r in found)
     reason = None if loops is None else _mixes(call, loops, places, unit)
     if reason is None:
-        given = tuple(p or own_place(t, unit) for p, t in zip(given, call.outputs, strict=True))
-        return _seen_to_mix(call, places, given) or given
+        given = tuple(p or place_by_shape(t, unit) for p, t in zip(given, call.outputs, strict=True))
+        return _mixes_in_trial(call, places, given) or given
     lost = any(p is None and counts_samples(t) for p, t in zip(given, call.outputs, strict=True))
     return reason or (_UNKNOWN if lost else given)
 
 
 def _mixes(call: OpCall, loops: Loops, places: Mapping[int, SamplePlace], unit: Size) -> str | None:
-    """How an op mixes samples, which are in its operands as `places` say; empty where it does not.
-
-    None where its loops have no factor that they are in.
-    """
+    """Return how an op mixes the samples at `places` in its operands; "" if it does not, None if no factor of its loops
+    contains them."""
     found = set[tuple[str, Size]]()
     for i, place in places.items():
         names = {
@@ -300,15 +297,15 @@ def _mixes(call: OpCall, loops: Loops, places: Mapping[int, SamplePlace], unit: 
         return _PAIRS
     ((name, _),) = found
     there = loops.places[name][len(call.operands) :]
-    return "adds samples up" if any(place is None for place in there) else ""
+    return "sums over samples" if any(place is None for place in there) else ""
 
 
-def _seen_to_mix(call: OpCall, places: Mapping[int, SamplePlace], given: Sequence[SamplePlace | None]) -> str:
-    """The same by trying the op on small tensors."""
-    told = [place for place in (*places.values(), *given) if place is not None]
+def _mixes_in_trial(call: OpCall, places: Mapping[int, SamplePlace], given: Sequence[SamplePlace | None]) -> str:
+    """Return how an op mixes samples, by trying it on small tensors; "" if it does not."""
+    known = [place for place in (*places.values(), *given) if place is not None]
     lost = any(p is None and counts_samples(t) for p, t in zip(given, call.outputs, strict=True))
     apart: bool | None = False
-    if not lost and all(place == SamplePlace(place.dim) for place in told):
+    if not lost and all(place == SamplePlace(place.dim) for place in known):
         dims, there = {i: place.dim for i, place in places.items()}, [None if p is None else p.dim for p in given]
         apart = keeps_apart(call, dims, there)
     if apart:
@@ -319,6 +316,6 @@ def _seen_to_mix(call: OpCall, places: Mapping[int, SamplePlace], given: Sequenc
 
 
 def _side_by_side(call: OpCall, places: Mapping[int, SamplePlace]) -> bool:
-    """Whether samples of all operands meet their own."""
+    """Return whether broadcasting aligns the samples of all operands."""
     from_right = op_base(call) in _BROADCASTING
     return len({(p.dim - (call.operands[i].ndim if from_right else 0), p.outer) for i, p in places.items()}) == 1

@@ -1,10 +1,10 @@
-"""Rows that were sorted by expert, and the ends of each expert's rows: every row meets the expert of its own key.
+"""Grouped products of experts: proof that each row, sorted by expert, is multiplied by the expert of its own key.
 
     keys ── sort ──► i, sorted keys         x[i // k]  ─┐
     keys ── histc, cumsum ──► ends          weights    ─┴► grouped_mm ──► rows in the order of i
 
-The ends are made from the keys of all samples, and say no more than where the sorted keys change. As ends of rows which
-those very keys have sorted they mix nothing; whoever else reads them does.
+The ends depend on the keys of all samples, but only say where the sorted keys change. As group ends of rows sorted by
+those keys they mix nothing; any other reader of them mixes samples.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autoptd.passes.graph import info, is_getitem, op_call, operands
 from autoptd.passes.rules.views import same
 
 _CASTS = ("to", "_to_copy")
-_SAME_NUMBERS = (  # all of them, in whatever order
+_SAME_NUMBERS = (  # ops that keep all numbers, in any order
     *(*_CASTS, "alias", "clone", "contiguous", "flatten", "permute", "reshape", "squeeze", "t", "transpose"),
     *("unflatten", "unsqueeze", "view"),
 )
 
 
 def follow_group(node: fx.Node, states: Sequence[State]) -> State:
-    """The rows of a product in groups; NotImplemented where the ends are not those of the rows' own keys."""
+    """Return the rows of a grouped product; NotImplemented unless its ends come from the keys that sorted its rows."""
     if node.target is not ops.grouped_mm:
         return NotImplemented
     rows, weights, ends = states
@@ -46,7 +46,7 @@ def follow_group(node: fx.Node, states: Sequence[State]) -> State:
 
 
 def counted(node: fx.Node, states: Sequence[State]) -> Tally | None:
-    """What an op counts, or sums up of what was counted."""
+    """Return the tally that an op computes, by counting keys or from an operand's tally; None if it computes none."""
     call, base = op_call(node), op_base(op_call(node))
     first = states[0] if states else None
     if isinstance(first, Across):
@@ -82,7 +82,7 @@ def _of_one_hot(node: fx.Node) -> Tally | None:
 
 
 def _tally(keys: fx.Node, bins: object, *, signed: bool = False) -> Tally | None:
-    """`signed`: the op passes over numbers below 0, which a sort puts first."""
+    """Return the tally of `keys` in `bins`. `signed`: the op ignores numbers below 0, which a sort would put first."""
     numbers = _numbers(keys)
     known = isinstance(bins, int) and not (signed and below(numbers) is None)
     return Tally(numbers, bins) if known else None  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def _is_made(node: fx.Node, what: str) -> bool:
 
 
 def _numbers(node: fx.Node) -> fx.Node:
-    """Where the same numbers, however many times each, were made first."""
+    """Return the first node that computed these numbers, before ops that only reorder, reshape or cast them."""
     while node.op == "call_function":
         if is_getitem(node):
             owner = node.all_input_nodes[0]

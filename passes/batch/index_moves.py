@@ -1,10 +1,10 @@
-"""Ops that read or write rows by numbers: proved where every number is that of a row of the same sample.
+"""Ops that read or write rows by index: proof that every index points to a row of the same sample.
 
     read    x[i], x[:, i, j], index_select, gather, a lookup      rows of x at i, in the order of i
     write   index_put, index_add, index_copy, scatter …           rows in the order of i, at i
 
-A row that is read by a number of its own sample stays that sample's, and so does one that is written to. What is
-written where the numbers of an order point comes in that order again, and a write of 0, 1, 2 … is its inverse.
+A row that is read or written through an index of its own sample still belongs to that sample. Rows written through the
+indices of an order are in the order that these indices point into; writing 0, 1, 2 … gives the inverse permutation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from autoptd.passes.opcall import OpCall
 from autoptd.passes.rules.views import same
 
 FIX = (
-    "pick by the sample's own number (x[torch.arange(b), i]) or along another dim (x.gather(1, i)); rows that are "
-    "sorted must come back by the very order that took them (index_add, or its inverse as index)"
+    "select by the index of the sample (x[torch.arange(b), i]) or along another dim (x.gather(1, i)); restore the "
+    "order of sorted rows with the indices that sorted them (index_add, or the inverse permutation as index)"
 )
 _UNPROVED = "works across samples: its indices are not proved to stay within each sample"
 _READS = ("index", "index_select", "gather", "embedding", "take_along_dim")
@@ -43,7 +43,7 @@ _WRITES = (
 
 @dataclass(frozen=True)
 class Move:
-    """A read or a write: which operand is the index of which dim of the first operand."""
+    """A read or write by index: its call, the states of its operands, and the operand that indexes each dim."""
 
     call: OpCall
     states: Sequence[State]
@@ -56,11 +56,11 @@ class Move:
 
     @property
     def wide(self) -> int:
-        """Dims of the indices, broadcast together."""
+        """Number of dims of the indices after broadcasting."""
         return max(self.call.operands[i].ndim for i in self.indices.values())
 
     def beside(self, first: int, second: int) -> bool:
-        """Whether two operands have their rows beside each other; what has none is beside anything."""
+        """Return whether broadcasting aligns the rows of two operands; an operand without rows fits any other."""
         one, other = self.states[first], self.states[second]
         if not (isinstance(one, Rows) and isinstance(other, Rows)):
             return True
@@ -68,7 +68,7 @@ class Move:
 
 
 def follow_move(node: fx.Node, states: Sequence[State]) -> State:
-    """What a read or write by computed numbers gives; NotImplemented where the op is none, or moves no rows."""
+    """Return the state of a read or write by index; NotImplemented for other ops, and if it moves no rows."""
     call, base = op_call(node), op_base(op_call(node))
     if base in _READS:
         return _read(node, Move(call, states, dict(_indices(node, call))))
@@ -78,7 +78,7 @@ def follow_move(node: fx.Node, states: Sequence[State]) -> State:
 
 
 def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:
-    """(dim, operand) of every index."""
+    """Yield (dim, operand) of every index."""
     base = op_base(call)
     if base == "embedding":
         yield 0, 1
@@ -100,7 +100,7 @@ def _source(node: fx.Node, call: OpCall) -> int | None:
 
 
 def _read(node: fx.Node, move: Move) -> State:
-    """Rows of the table that is read, in the order of the index; or rows of its own that nothing moves."""
+    """Return the rows read from the first operand, in the order of the index; NotImplemented if no rows are moved."""
     table, rows = move.states[0], [i for i in move.indices.values() if isinstance(move.states[i], Rows)]
     unproved = Across(node, _UNPROVED, FIX)
     if isinstance(table, Rows):
@@ -125,7 +125,7 @@ def _read(node: fx.Node, move: Move) -> State:
 
 
 def _through(inner: Points | None, outer: Points) -> Points | None:
-    """Numbers that are read by numbers."""
+    """Return the state of row indices that are themselves read by row indices."""
     return None if inner is None else replace(inner, each=inner.each and outer.each)
 
 
@@ -134,7 +134,7 @@ def _points(state: State) -> bool:
 
 
 def _write(node: fx.Node, move: Move) -> State:
-    """Rows where the index points, each made of rows of the same sample."""
+    """Return the rows of the result, if each is made from rows of the same sample."""
     pointed = [dim for dim in move.indices if (rows := move.index(dim)) is not None and rows.points is not None]
     moving = [dim for dim in move.indices if move.index(dim) is not None]
     base, unproved = move.states[0], Across(node, _UNPROVED, FIX)
@@ -164,7 +164,7 @@ def _write(node: fx.Node, move: Move) -> State:
 
 
 def _masked(move: Move) -> Rows | None:
-    """A mask over the dims of what is written to, and a value that is the same for all samples."""
+    """Return the rows of `x[mask] = value`, if the mask has the rows of x and the value depends on no sample."""
     base = move.states[0]
     value = None if move.source is None else move.states[move.source]
     if value is not None or len(move.indices) != 1:
@@ -177,13 +177,13 @@ def _masked(move: Move) -> Rows | None:
 
 
 def _other_dim(move: Move) -> bool:
-    """Whether a scatter leaves every row where it is: all that has rows has them in one dim, which is not moved."""
+    """Return whether a scatter moves no rows: all operands with rows have them in one dim, which is not indexed."""
     rows = [s for s in move.states if isinstance(s, Rows)]
     return len({(r.place, r.order) for r in rows}) == 1 and rows[0].place.dim not in move.indices
 
 
 def _counts_up(node: fx.Node, move: Move, own: Rows) -> bool:
-    """Whether 0, 1, 2 … are written, one to each number: their places, the inverse of the order."""
+    """Return whether 0, 1, 2 … are written through a permutation, which gives its inverse."""
     if move.source is None or own.points is None or not own.points.each:
         return False
     source, written = operands(node)[move.source], move.states[move.source]
@@ -192,7 +192,7 @@ def _counts_up(node: fx.Node, move: Move, own: Rows) -> bool:
 
 
 def _source_beside(move: Move, dim: int, own: Rows) -> bool:
-    """Whether the rows that are written are those of the index."""
+    """Return whether the rows of the source are aligned with those of the index."""
     if move.source is None:
         return True
     source, tensor = move.states[move.source], move.call.operands[move.source]
@@ -203,7 +203,7 @@ def _source_beside(move: Move, dim: int, own: Rows) -> bool:
     if (source.place.outer, source.place.inner) != (own.place.outer, own.place.inner):
         return False
     index = move.call.operands[move.indices[dim]]
-    if op_base(move.call) == "index_put":  # the dims of the indices, then (or around them) those that are not indexed
+    if op_base(move.call) == "index_put":  # the dims of the indices replace the indexed dims, or come first if apart
         at = sorted(move.indices)
         adjacent = at == list(range(at[0], at[0] + len(at)))
         full = move.wide + move.call.operands[0].ndim - len(at)
@@ -213,5 +213,5 @@ def _source_beside(move: Move, dim: int, own: Rows) -> bool:
 
 
 def _positional(move: Move) -> bool:
-    """Whether the index has all dims of what is written to."""
+    """Return whether the index has all dims of the first operand, as in scatter."""
     return op_base(move.call).startswith("scatter")

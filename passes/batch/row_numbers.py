@@ -1,10 +1,11 @@
-"""Numbers of rows: where they come from, and what arithmetic leaves of them.
+"""Row indices: integers that point to rows, followed from the ops that create them through arithmetic.
 
-    arange(n)                  numbers of rows in their turn
-    sort, argsort              their numbers in the order of a key; of such numbers again, the inverse
-    i // k, i % m, i * k + j   numbers of the rows that these are parts of, or have parts
+    arange(n)                  indices of rows in batch order
+    sort, argsort              indices of rows in the order of a key; argsort of these, the inverse permutation
+    i // k, i * k + j          indices of coarser rows, of k rows each, and of finer ones, k per row (j below k)
+    i % m                      the same indices without the outer dim, if there are m rows without it
 
-Anything else that reads such a number computes with where samples stand in their batch, and is refused.
+Any other op on row indices computes with the positions of samples in their batch, and is refused.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ SAME_VALUES = frozenset(
         *("lift_fresh_copy",),
     ]
 )
-EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # types that have every number of a row
+EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that represent every row index exactly
 _SORTS = ("sort", "argsort", "msort")
 _FIX = (
-    "use torch.arange(b) as an index into the dim of the samples alone; a number for each sample that does not depend "
-    "on its microbatch is an input of the model"
+    "use torch.arange(b) only as an index into the batch dim; pass a number per sample that must not depend on its "
+    "microbatch as an input"
 )
 
 
 def follow_range(node: fx.Node) -> State:
-    """The state of `arange`: numbers of rows if its size grows with the batch."""
+    """Return the state of `arange`: row indices if its size depends on the batch."""
     (tensor,) = infos(node)
     start, step = _range(node)
     if start == 0 and step == 1 and grows(tensor.shape[0]):
@@ -53,12 +54,12 @@ def follow_range(node: fx.Node) -> State:
 
 
 def misused(node: fx.Node) -> Across:
-    """Where a sample stands in its microbatch comes into what is computed for it."""
-    return Across(node, "computes with the places of samples in their batch", _FIX, pairs=True)
+    """Return the state of a node whose values depend on the positions of samples in their batch."""
+    return Across(node, "computes with the positions of samples in their batch", _FIX, pairs=True)
 
 
 def follow_sort(node: fx.Node, rows: Rows) -> tuple[State, ...]:
-    """Values and numbers of rows in the order of their keys; NotImplemented where no rows are sorted."""
+    """Return the states of values and row indices in the order of the keys; NotImplemented if no rows are sorted."""
     call = op_call(node)
     base = op_base(call)
     if base not in _SORTS:
@@ -81,20 +82,20 @@ def follow_sort(node: fx.Node, rows: Rows) -> tuple[State, ...]:
 
 
 def follow_numbers(node: fx.Node, states: Sequence[State]) -> State:
-    """What arithmetic makes of numbers of rows; NotImplemented where no operand is one."""
+    """Return the state of arithmetic on row indices; NotImplemented if no operand holds any."""
     call = op_call(node)
-    pointing_ones = [(i, s) for i, s in enumerate(states) if isinstance(s, Rows) and s.points is not None]
-    if not pointing_ones:
+    indices = [(i, s) for i, s in enumerate(states) if isinstance(s, Rows) and s.points is not None]
+    if not indices:
         return NotImplemented
-    (at, rows), *more = pointing_ones
+    (at, rows), *more = indices
     points = rows.points
     assert points is not None
     base = op_base(call)
     if base in SAME_VALUES and call.outputs[0].dtype in EXACT:
         each = points.each and same(numel(call.outputs[0].shape), numel(call.operands[at].shape))
         return pointing(placed(call, {at: rows}), replace(points, each=each)) or misused(node)
-    if base in ("cat", "concat", "stack") and len(pointing_ones) == len(states) and len(set(states)) == 1:
-        return pointing(placed(call, dict(pointing_ones)), replace(points, each=False)) or misused(node)
+    if base in ("cat", "concat", "stack") and len(indices) == len(states) and len(set(states)) == 1:
+        return pointing(placed(call, dict(indices)), replace(points, each=False)) or misused(node)
     if more or len(call.args) != 2:
         return misused(node)
     number = call.args[1 - at] if at < 2 and len(states) == 1 else None
@@ -108,31 +109,31 @@ def follow_numbers(node: fx.Node, states: Sequence[State]) -> State:
 
 
 def _computed(node: fx.Node, base: str, points: Points, number: object, at: int) -> Points | None:
-    """The same points after one operation; None where these are numbers of rows no more, but of the sample's own."""
+    """Return what row indices point to after an operation; None if the result only numbers parts of a sample."""
     whole = points.order.size * points.inner
     call = op_call(node)
     floored = base == "floor_divide" or (base == "div" and call.kwargs.get("rounding_mode") in ("floor", "trunc"))
     match base:
-        case _ if at == 0 and floored and points.room == 1 and _positive(number):
+        case _ if at == 0 and floored and points.slack == 1 and _positive(number):
             inner = quotient(points.inner, number)  # type: ignore[arg-type]
             if inner is not None:
                 return replace(points, inner=inner, each=False)
             if same(whole, number):  # type: ignore[arg-type]
                 return None
-        case "remainder" if at == 0 and points.room == 1 and _positive(number):
+        case "remainder" if at == 0 and points.slack == 1 and _positive(number):
             if same(whole, number):  # type: ignore[arg-type]
                 return replace(points, outer=1, each=points.each and points.outer == 1)
             if quotient(points.inner, number) is not None:  # type: ignore[arg-type]
                 return None
         case "mul" if _positive(number) and not grows(number):  # type: ignore[arg-type]
-            inner, room = points.inner * number, points.room * number  # type: ignore[operator]
-            return replace(points, inner=inner, room=room, each=False)
+            inner, slack = points.inner * number, points.slack * number  # type: ignore[operator]
+            return replace(points, inner=inner, slack=slack, each=False)
         case "add" if not call.kwargs:
             bound = number + 1 if isinstance(number, int) and number >= 0 else None
             if len(call.operands) == 2:
                 bound = below(operands(node)[1 - at])
-            if bound is not None and _fits(bound, points.room):
-                return replace(points, room=1)
+            if bound is not None and _fits(bound, points.slack):
+                return replace(points, slack=1)
     return NotImplemented
 
 
@@ -140,12 +141,12 @@ def _positive(number: object) -> bool:
     return isinstance(number, (int, sympy.Basic)) and bool(sympy.sympify(number).is_positive)
 
 
-def _fits(bound: Size, room: Size) -> bool:
-    return same(bound, room) or bool(sympy.sympify(room - bound).is_nonnegative)
+def _fits(bound: Size, slack: Size) -> bool:
+    return same(bound, slack) or bool(sympy.sympify(slack - bound).is_nonnegative)
 
 
 def below(node: fx.Node) -> Size | None:
-    """A number that integers are known to be less than, being 0 at the least; None where none is known."""
+    """Return a size that a node's integers, which are at least 0, are known to be below; None if none is known."""
     if node.op != "call_function":
         return None
     source = node.all_input_nodes[0] if node.all_input_nodes else None
@@ -178,7 +179,7 @@ def below(node: fx.Node) -> Size | None:
 
 
 def is_range(node: fx.Node) -> bool:
-    """Whether a tensor is 0, 1, 2 …, all numbers below its size."""
+    """Return whether a tensor is 0, 1, 2 …, all numbers below its size."""
     while node.op == "call_function" and op_base(op_call(node)) in ("to", "_to_copy", "alias", "clone"):
         node = node.all_input_nodes[0]
     if node.op != "call_function" or op_base(op_call(node)) != "arange":
@@ -188,5 +189,5 @@ def is_range(node: fx.Node) -> bool:
 
 
 def _range(node: fx.Node) -> tuple[object, object]:
-    """First number and step of `arange`."""
+    """Return start and step of `arange`."""
     return (0, 1) if len(node.args) == 1 else (node.args[0], (*node.args, 1)[2])

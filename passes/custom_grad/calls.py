@@ -1,4 +1,4 @@
-"""Write the calls that tracing left as `autoptd_own` ops with the functions themselves as targets."""
+"""Rewrite the `autoptd_own` ops that tracing recorded to nodes with the user's functions as targets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autoptd.passes.graph import is_getitem
 
 
 def write_own_calls(graph: fx.Graph, calls: OwnCalls) -> None:
-    """Replace `call(key, …)` by a node of the function, `hook(key, x)` by one between x and all that reads it.
+    """Replace `call(key, …)` by a node of the function, and `hook(key, x)` by a node between x and its readers.
 
-    Hooks act in the order in which they were registered, so a later one goes closer to x.
+    Autograd runs hooks in the order of registration, so a later hook is placed closer to x.
     """
     for node in list(graph.nodes):
         if node.target is HOOK:
@@ -27,7 +27,7 @@ def _put_after(graph: fx.Graph, x: fx.Node, mark: fx.Node, target: object) -> No
     place = x
     if x.op == "placeholder":
         place = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    elif is_getitem(x):  # after all the pickers of its op's outputs
+    elif is_getitem(x):  # after all getitem nodes of its op
         while is_getitem(place.next):
             place = place.next
     with graph.inserting_after(place):

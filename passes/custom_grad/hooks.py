@@ -1,8 +1,8 @@
-"""Hooks on a model that a program would not call are refused before and while it is traced, each by its name.
+"""Refuse, by name, the hooks of a model that the emitted program would not call.
 
-What is traced are forward passes, so backward hooks of modules and hooks on parameters would be lost. Forward hooks run
-while the model is traced, and what they compute or replace is in the trace; one that merely looks at its tensors would
-look at those of the trace and never again.
+Only the forward pass is traced, so backward hooks of modules and hooks on parameters would be lost. Forward hooks run
+while the model is traced, and the ops they compute are in the trace; a hook that only reads its tensors would see those
+of the trace and no others.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _MODULE = {
 }
 _PARAMETER = {
     "_backward_hooks": "a hook on its gradient",
-    "_post_accumulate_grad_hooks": "a hook after its gradient is added up",
+    "_post_accumulate_grad_hooks": "a hook after its gradient is accumulated",
 }
 
 
 def refuse_unseen_hooks(model: nn.Module) -> None:
-    """Raise UnsupportedOp for the hooks of modules and parameters that run in a backward pass, naming all of them."""
+    """Raise UnsupportedOp naming all hooks of modules and parameters that run in the backward pass."""
     found = [f"{place}: {kind}, {described(hook)}" for place, kind, hook in _unseen(model)]
     if found:
         raise UnsupportedOp(
-            "hooks that run in the backward pass would be lost: a program has modules and parameters of its own",
+            "hooks that run in the backward pass would be lost: the emitted program has its own modules and parameters",
             where="\n".join(found),
-            fix="remove them; change a gradient within forward: x.register_hook(…) on what it computes, or a "
-            "torch.autograd.Function around what reads the parameter",
+            fix="remove them; change gradients within forward: x.register_hook(…) on a tensor it computes, or a "
+            "torch.autograd.Function around the op that reads the parameter",
         )
 
 
@@ -52,9 +52,9 @@ def _unseen(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def refuse_recording_hooks(model: nn.Module) -> None:
-    """Have every forward hook of a model that is traced raise UnsupportedOp when it leaves no trace.
+    """Make every forward hook raise UnsupportedOp if it runs during tracing without any effect on the trace.
 
-    Changes the hooks: for a copy that is thrown away.
+    Replaces the model's hooks: pass a copy that is discarded afterwards.
     """
     for path, module in model.named_modules():
         for held in (module._forward_hooks, module._forward_pre_hooks):
@@ -65,23 +65,23 @@ def refuse_recording_hooks(model: nn.Module) -> None:
 def _watched(hook: Callable[..., Any], path: str) -> Callable[..., Any]:
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _seen(module)
-        with _Asked() as asked:
+        with _RequiresGradCalls() as calls:
             result = hook(module, *args, **kwargs)
-        if asked.found:  # which is all that checkpoints in transformers want of an embedding
+        if calls.found:  # transformers registers such a hook on embeddings for gradient checkpointing
             return result
         if result is None and get_proxy_mode() is not None and _seen(module) == before:
             raise UnsupportedOp(
-                "a forward hook that gives nothing back only looks at tensors: a program would never call it",
+                "a forward hook that returns nothing only looks at tensors: the emitted program would not call it",
                 where=f"{path}: {described(hook)}",
-                fix="remove it; what the loss needs of a module, let forward return",
+                fix="remove it; let forward return the tensors that the loss needs",
             )
         return result
 
     return run
 
 
-class _Asked(TorchFunctionMode):
-    """Whether a tensor was asked to require a gradient, which leaves no trace either and is no record."""
+class _RequiresGradCalls(TorchFunctionMode):
+    """Mode that records whether `requires_grad_` was called, which is allowed although it adds no node to the trace."""
 
     found = False
 
@@ -91,7 +91,7 @@ class _Asked(TorchFunctionMode):
 
 
 def _seen(module: nn.Module) -> object:
-    """The length of the trace, and what the module holds."""
+    """Return the last node of the trace and the module's attributes, which change if a hook has an effect."""
     mode = get_proxy_mode()
     tracer: Any = None if mode is None else mode.tracer
     last = None if tracer is None else next(iter(reversed(tracer.graph.nodes)), None)

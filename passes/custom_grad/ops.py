@@ -1,10 +1,10 @@
-"""Ops with a backward pass of the user's own: one node each, with the forward and backward that the user wrote.
+"""Ops with a user-defined backward pass: one node each, running the user's forward and backward.
 
     OwnFunction   a torch.autograd.Function:       own.Clip.apply(x, 0.5)
     OwnHook       a hook on a tensor's gradient:   ops.hooked(x, own.halve)
     OpOverload    an op of torch.library that is not torch's own, called by its name
 
-`own` is the module of an emitted program that says where each of them is defined (`codegen/custom_grad.py`).
+`own` is the module of an emitted program that imports or defines each of them (`codegen/custom_grad.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autoptd.ops import library as ops
 
-_TORCHS = frozenset({"aten", "prims", "prim"})  # namespaces whose ops have the derivatives that torch gives them
+_TORCHS = frozenset({"aten", "prims", "prim"})  # namespaces of ops whose derivatives are torch's
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class OwnFunction:
     """A `torch.autograd.Function` as the target of a node, whose arguments are those of `apply`."""
 
     function: type[torch.autograd.Function]
-    name: str  # in programs, where no other has it
-    differentiable: tuple[bool, ...]  # of each output, whether a gradient can flow to it
+    name: str  # unique name in emitted programs
+    differentiable: tuple[bool, ...]  # per output: whether a gradient can flow to it
     view: bool = False  # whether its result is a view of its first tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,14 +65,14 @@ class OwnHook:
 
 
 def is_own(target: object) -> TypeGuard[OwnFunction | OwnHook | torch._ops.OpOverload]:
-    """Whether a node's target has a backward pass that torch does not answer for."""
+    """Return whether a node's target has a backward pass that is not torch's."""
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace not in _TORCHS
     return isinstance(target, (OwnFunction, OwnHook))
 
 
 def described(function: Any) -> str:
-    """`layers.Clip (layers.py:41)`: a class or function by its name and where it is written."""
+    """Return a class or function with its location, as in `layers.Clip (layers.py:41)`."""
     code = getattr(function, "forward", function)
     code = getattr(getattr(code, "__func__", code), "__code__", None)
     place = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code is not None else ""

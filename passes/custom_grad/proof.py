@@ -1,11 +1,11 @@
-"""What has a backward pass of the user's own is proved to treat samples apart, in value and gradient, or refused.
+"""Proof that ops with a user-defined backward pass treat samples independently, in value and gradient.
 
-    x [b, h] -> y [b, h]       each sample's rows and gradients by themselves: found by running single samples
-    x [b, h] -> 0-dim          a sum over samples: the values of parts add up
+    x [b, h] -> y [b, h]       each sample's value and gradient depend on it alone: found by running single samples
+    x [b, h] -> 0-dim          a sum over samples: the values of parts of the batch add up
     w [n, h] -> y [n, h]       no samples: every microbatch's gradient is a partial value, so backward must be linear
 
-An op that splits tensors in no other way still keeps samples apart: data-parallel ranks and microbatches split them in
-any plan. What cannot be run on small random CPU tensors cannot be proved.
+Samples must be independent in any plan, since data-parallel ranks and microbatches split the batch, even if the op's
+tensors are split in no other way. An op that cannot be run on small random CPU tensors cannot be proved and is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ADDS = "adds_samples"  # in a node's meta: a scalar whose values over microbatch
 
 
 def prove_own(graph: fx.Graph, traced: Traced) -> None:
-    """Raise UnsupportedOp at the first op whose own backward pass, or forward, cannot be part of any plan."""
-    halves = any(n.name in traced.parameters and info(n).dtype == torch.float16 for n in _placeholders(graph))
+    """Raise UnsupportedOp for the first op whose user-defined forward or backward pass no plan can run."""
+    fp16 = any(n.name in traced.parameters and info(n).dtype == torch.float16 for n in _placeholders(graph))
     for node in graph.nodes:
         if node.op != "call_function" or not is_own(node.target):
             continue
@@ -36,7 +36,7 @@ def prove_own(graph: fx.Graph, traced: Traced) -> None:
         if not (counting or flows):
             continue
         found = discover(op_call(node))
-        reason, fix = _reason(node, found, traced, halves and flows)
+        reason, fix = _reason(node, found, traced, fp16 and flows)
         if reason:
             raise UnsupportedOp(f"{op_name(node)} {reason}", where=source_line(node), fix=fix)
 
@@ -45,40 +45,40 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
-def _reason(node: fx.Node, found: Discovery, traced: Traced, halves: bool) -> tuple[str, str]:
-    """(why an op is refused, the way out), or nothing."""
+def _reason(node: fx.Node, found: Discovery, traced: Traced, scaled: bool) -> tuple[str, str]:
+    """Return why an op is refused and the fix, or empty strings. `scaled`: gradients are scaled for fp16."""
     if not found.tried:
         return (
-            f"cannot be proved to keep samples apart: {found.reason}",
-            "let it run, forward and backward, on CPU tensors of any size (torch.library: register_kernel('cpu') and "
-            "register_autograd); no plan uses that for anything but the proof",
+            f"cannot be proved to treat samples independently: {found.reason}",
+            "make it run, forward and backward, on CPU tensors of any size (torch.library: register_kernel('cpu') and "
+            "register_autograd); the CPU kernel is used for the proof only",
         )
     if _has_batch((node.args, tuple(node.kwargs.values()))):
-        return "is given the number of samples, of which each microbatch has its own", "read it inside the function"
-    if halves and not found.linear:
+        return "is given the number of samples, which differs for a microbatch", "read it inside the function"
+    if scaled and not found.linear:
         return (
             "has a backward pass that is not linear in the gradient, and fp16 training scales gradients",
             "use precision='bf16'",
         )
     if _mixes(node, found, traced):
         return (
-            "mixes samples: on small random tensors, the value or the gradient of one depends on the others of its "
-            "batch, of which each microbatch and data-parallel rank has its own share",
-            "compute values and gradients for every sample by itself, along the first dim; a loss may be summed over "
+            "mixes samples: on small random tensors, the value or the gradient of one sample depends on others of the "
+            "batch, but each microbatch and data-parallel rank has only a part of the batch",
+            "compute values and gradients for each sample separately, along the first dim; a loss may be summed over "
             "samples, not averaged",
         )
     apart = any(counts_samples(t) for t in infos(node)) or node.meta.get(ADDS)
     if not apart and not found.linear:
         return (
-            "has a backward pass that is not linear in the gradient, on a tensor without samples: its gradient comes "
-            "in parts, one for each microbatch and data-parallel rank",
-            "change gradients of what is computed for each sample; clip those of parameters with clip_norm",
+            "has a backward pass that is not linear in the gradient, on a tensor without samples: its gradient is a "
+            "sum of partial values, one for each microbatch and data-parallel rank",
+            "apply it to a tensor that is computed per sample; clip gradients of parameters with clip_norm",
         )
     return "", ""
 
 
 def _mixes(node: fx.Node, found: Discovery, traced: Traced) -> bool:
-    """Whether the samples of the operands are not one factor that goes on into every output."""
+    """Return whether the samples are not one factor that reaches every output. Sets `ADDS` if they sum to a scalar."""
     call, given = op_call(node), operands(node)
     places = {i: sample_place(o) for i, o in enumerate(given) if counts_samples(info(o))}
     varying = [o for o in given if any(n.name in traced.inputs and counts_samples(info(n)) for n in _inputs(o))]

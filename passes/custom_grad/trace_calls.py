@@ -1,16 +1,16 @@
-"""While a model is traced, calls of the user's own backward passes become one op each, instead of their forward's ops.
+"""Recording of functions with a user-defined backward pass: during tracing, each call becomes one opaque op.
 
     Clip.apply(x, 0.5)          autoptd_own.call(key, [x], [])     and its results
     h.register_hook(halve)      autoptd_own.hook(key, h)           after h
 
-`own_calls` turns them into nodes with targets of `own_ops` later; `key` says which function it is and what its other
-arguments are, the same for calls that are alike, so that equal modules stay equal (see `repeats`). A function is run
-once on copies without data, backward too (`own_trial`). `torch.utils.checkpoint` runs what it is given plainly: what is
-recomputed is the plan's decision. What would change gradients without a trace is refused: differentiating inside
-forward, freezing a parameter inside forward, packing what autograd saves.
+`calls.py` later rewrites them to nodes with targets of `ops.py`. `key` identifies the function and its other arguments;
+equal calls share a key, so that equal modules stay equal (see `trace/repeats.py`). A function is run once on data-free
+copies, forward and backward (`trial.py`). `torch.utils.checkpoint` runs its function plainly, because the plan decides
+what is recomputed. Code that changes gradients without leaving a node is refused: differentiating or freezing a
+parameter inside forward, and hooks on the tensors that autograd saves.
 
-This reaches into private parts of torch, seen in 2.13.0: `torch.autograd.function._SingleLevelFunction`, where the C
-function behind `apply` is found even by an `apply` that was looked up long before; `custom_function_call` beside it;
+This uses private parts of torch, seen in 2.13.0: `torch.autograd.function._SingleLevelFunction`, where even a bound
+`apply` stored before the patch looks up the C function; `custom_function_call` beside it;
 `torch.autograd._engine_run_backward`; the proxies of `torch.fx.experimental.proxy_tensor`.
 """
 
@@ -44,7 +44,7 @@ _LIBRARY.define("call(int key, Tensor[] given, SymInt[] sizes) -> Tensor[]")
 _LIBRARY.define("hook(int key, Tensor given) -> ()")
 CALL = torch.ops.autoptd_own.call.default
 HOOK = torch.ops.autoptd_own.hook.default
-has_side_effect(HOOK)  # nobody reads a mark, and it must stay
+has_side_effect(HOOK)  # a mark has no reader, and must not be removed as dead code
 
 _TORCH = str(Path(torch.__file__).parent)
 _ATOMS = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -52,21 +52,21 @@ _ATOMS = (type(None), bool, int, float, complex, str, torch.dtype)
 
 @dataclass(frozen=True)
 class Given:
-    """Stands for the i-th tensor of a call among its arguments."""
+    """Placeholder, among the arguments of a call, for its i-th tensor."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Size:
-    """Stands for the i-th size of a call among its arguments."""
+    """Placeholder, among the arguments of a call, for its i-th size."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class OwnCall:
-    """What a key stands for. `several`: whether the results are a tuple."""
+    """A recorded call, without its tensors and sizes. `several`: whether the result is a tuple."""
 
     target: OwnFunction | OwnHook
     args: tuple[Any, ...] = (Given(0),)
@@ -74,28 +74,28 @@ class OwnCall:
     several: bool = False
 
     def filled(self, given: Sequence[Any], sizes: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with these tensors and sizes."""
+        """Return the arguments with these tensors and sizes filled in."""
         return _fill(self.args, given, sizes), {k: _fill(v, given, sizes) for k, v in self.kwargs.items()}
 
 
 class OwnCalls:
-    """What was met, by key."""
+    """Registry of the recorded calls, by key."""
 
     def __init__(self) -> None:
         self.calls: dict[int, OwnCall] = {}
         self._keys: dict[object, int] = {}
         self._names: dict[object, str] = {}
-        self._kept: list[object] = []  # whose ids are in the keys of `_names`
-        self.trying = False  # whether a function is run for a trial, which may differentiate
+        self._functions: list[object] = []  # keeps functions alive whose ids are in the keys of `_names`
+        self.trying = False  # True during a trial run, which may differentiate
 
     @property
     def tracing(self) -> bool:
-        """Whether the user's forward is running."""
+        """True while the user's forward is being traced, outside trial runs."""
         return get_proxy_mode() is not None and not self.trying
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """While a function runs on copies."""
+        """Mark the block as a trial run of a function on copies."""
         self.trying = True
         try:
             yield
@@ -103,17 +103,17 @@ class OwnCalls:
             self.trying = False
 
     def key(self, call: OwnCall) -> int:
-        """The same for calls that are alike."""
-        told = call.target, repr((call.args, call.kwargs)), call.several
-        key = self._keys.setdefault(told, len(self._keys))
+        """Return the key of a call; equal calls have the same."""
+        content = call.target, repr((call.args, call.kwargs)), call.several
+        key = self._keys.setdefault(content, len(self._keys))
         self.calls[key] = call
         return key
 
     def name(self, function: Any) -> str:
-        """The name of a class or function in programs; equal ones have one."""
+        """Return the name of a class or function in emitted programs; equal functions have the same."""
         which = _identity(function)
         if which not in self._names:
-            self._kept.append(function)
+            self._functions.append(function)
             hint = getattr(function, "__name__", "hook")
             hint, number = hint if hint.isidentifier() else "hook", 1
             names, name = set(self._names.values()), hint
@@ -124,14 +124,14 @@ class OwnCalls:
         return self._names[which]
 
     def equal(self, function: Any) -> Any:
-        """The first function that is equal to this one."""
+        """Return the first recorded function that is equal to this one, or the function itself."""
         which = _identity(function)
-        return next((f for f in self._kept if _identity(f) == which), function)
+        return next((f for f in self._functions if _identity(f) == which), function)
 
 
 @contextmanager
-def keep_own(calls: OwnCalls) -> Iterator[None]:
-    """A context in which models are traced: what has a backward pass of its own is kept in `calls`."""
+def record_own_calls(calls: OwnCalls) -> Iterator[None]:
+    """Record in `calls`, while models are traced, the calls of functions with a user-defined backward pass."""
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _apply(calls, cls, args, kwargs)
@@ -139,8 +139,8 @@ def keep_own(calls: OwnCalls) -> Iterator[None]:
     def engine(*args: Any, **kwargs: Any) -> Any:
         if calls.tracing:
             raise UnsupportedOp(
-                "forward differentiates: a program computes gradients of the loss alone",
-                fix="write the derivative out, or put it into a torch.autograd.Function",
+                "forward differentiates: the emitted program computes gradients of the loss only",
+                fix="write the derivative as a formula, or put it into a torch.autograd.Function",
             )
         return run_backward(*args, **kwargs)
 
@@ -148,7 +148,7 @@ def keep_own(calls: OwnCalls) -> Iterator[None]:
         if calls.tracing and not type(self).__module__.startswith("torch.utils.checkpoint"):
             raise UnsupportedOp(
                 "forward changes what autograd saves (saved_tensors_hooks)",
-                fix="leave it out: the plan decides what is kept",
+                fix="remove it: the plan decides what is saved for backward",
             )
         return entered(self)
 
@@ -181,7 +181,7 @@ def keep_own(calls: OwnCalls) -> Iterator[None]:
 
 @contextmanager
 def _methods(calls: OwnCalls) -> Iterator[None]:
-    """Methods that say something about gradients; not by a TorchFunctionMode, in which torch.cond cannot be traced."""
+    """Patch methods that concern gradients. A TorchFunctionMode is no option: torch.cond cannot be traced in one."""
     with ExitStack() as stack:
 
         def put(name: str, method: object) -> None:
@@ -207,7 +207,7 @@ def _methods(calls: OwnCalls) -> Iterator[None]:
         def get_grad_fn(self: Tensor) -> Any:
             if calls.tracing and _users_call():
                 raise UnsupportedOp(
-                    "forward reads grad_fn: a program has another graph", fix="use Tensor.register_hook or a Function"
+                    "forward reads grad_fn, which a program does not have", fix="use Tensor.register_hook or a Function"
                 )
             return grad_fn.__get__(self)
 
@@ -226,8 +226,8 @@ def _refused(calls: OwnCalls, name: str, method: Callable[..., Any]) -> Callable
     def run(*args: Any, **kwargs: Any) -> Any:
         if calls.tracing:
             raise UnsupportedOp(
-                f"forward calls {name}: a program keeps no gradients of what it computes",
-                fix="leave it out; gradients of parameters are in parallel.gradients() after a step",
+                f"forward calls {name}: the emitted program stores no gradients of activations",
+                fix="remove it; gradients of parameters are in parallel.gradients() after a step",
             )
         return method(*args, **kwargs)
 
@@ -243,7 +243,7 @@ def _check_frozen(calls: OwnCalls, tensor: Tensor, value: bool) -> None:
 
 
 def _users_call() -> bool:
-    """Whether what called torch, before any mode looked at the call, is not torch's own."""
+    """Return whether torch was called by code that is not torch's, skipping this file and torch_function frames."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename == __file__ or "torch_function" in frame.f_code.co_name
@@ -253,7 +253,7 @@ def _users_call() -> bool:
 
 
 def _apply(calls: OwnCalls, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`cls.apply(*args, **kwargs)`, as one op where a model is being traced."""
+    """Run `cls.apply(*args, **kwargs)`, recorded as one op if a model is being traced."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
@@ -261,13 +261,13 @@ def _apply(calls: OwnCalls, cls: Any, args: tuple[Any, ...], kwargs: dict[str, A
     mode, home = get_proxy_mode(), cls.__module__
     if mode is None or calls.trying or home.startswith("autoptd."):
         return plain(*args, **kwargs)
-    if cls is CheckpointFunction:  # (function, whether to keep the generator's state, arguments of the function)
+    if cls is CheckpointFunction:  # args: function, preserve_rng_state, arguments of the function
         return args[0](*args[2:])
     if home == "torch.utils.checkpoint":
         return plain(*args, **kwargs)
     reading = _Reading()
-    told, named = reading.template(args, cls), {k: reading.template(v, cls) for k, v in kwargs.items()}
-    bare = OwnCall(OwnFunction(cls, calls.name(cls), ()), told, named)
+    positional, named = reading.template(args, cls), {k: reading.template(v, cls) for k, v in kwargs.items()}
+    bare = OwnCall(OwnFunction(cls, calls.name(cls), ()), positional, named)
     tracer: Any = mode.tracer
 
     def run(given: Sequence[Tensor]) -> Any:
@@ -280,7 +280,7 @@ def _apply(calls: OwnCalls, cls: Any, args: tuple[Any, ...], kwargs: dict[str, A
     flows = tuple(y.requires_grad or not torch.is_grad_enabled() for y in trial.outputs)
     target = OwnFunction(cls, bare.target.name, flows, trial.view)
     several = not isinstance(trial.result, Tensor)
-    key = calls.key(OwnCall(target, told, named, several))
+    key = calls.key(OwnCall(target, positional, named, several))
     sizes = [_proxy_of_size(tracer, n) for n in reading.sizes]
     proxy = tracer.create_proxy("call_function", CALL, (key, proxies, sizes), {})
     track_tensor_tree(trial.outputs, proxy, constant=None, tracer=tracer)
@@ -288,7 +288,7 @@ def _apply(calls: OwnCalls, cls: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class _HookHandle:
-    """Takes a hook away again while the model is traced."""
+    """Handle that removes a hook from the trace."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
@@ -311,8 +311,8 @@ def _hook(calls: OwnCalls, tensor: Tensor, hook: Callable[[Tensor], Any]) -> _Ho
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if isinstance(tensor, nn.Parameter):
         raise UnsupportedOp(
-            "forward registers a hook on a parameter, where it stays: every forward pass adds another one",
-            fix="register it on a tensor that forward computes, or read the parameter through a Function of your own",
+            "forward registers a hook on a parameter and does not remove it: every forward pass adds another one",
+            fix="register it on a tensor that forward computes, or wrap the parameter in a torch.autograd.Function",
         )
     tracer: Any = mode.tracer
     proxy = _proxy(tracer, tensor)
@@ -326,7 +326,7 @@ def _proxy(tracer: Any, tensor: Tensor) -> fx.Proxy:
     found = tracer.tensor_tracker.get(tensor)
     if found is None:
         raise UnsupportedOp(
-            f"a function with a backward pass of its own is given a tensor {list(tensor.shape)} from elsewhere",
+            f"a user-defined autograd function gets a tensor {list(tensor.shape)} from outside the model",
             fix="make it a parameter, a buffer or an input of the model",
         )
     proxy: fx.Proxy = found.proxy
@@ -339,14 +339,14 @@ def _proxy_of_size(tracer: Any, size: SymInt) -> Any:
 
 
 class _Reading:
-    """The tensors and sizes among arguments, in order."""
+    """Collector of the tensors and sizes among arguments, in order."""
 
     def __init__(self) -> None:
         self.given: list[Tensor] = []
         self.sizes: list[SymInt] = []
 
     def template(self, value: Any, cls: type) -> Any:
-        """A value with places for tensors and sizes. Raises UnsupportedOp for what a program cannot be given."""
+        """Return a value with placeholders for tensors and sizes. Raises UnsupportedOp for types without literals."""
         if isinstance(value, Tensor):
             self.given.append(value)
             return Given(len(self.given) - 1)
@@ -360,7 +360,7 @@ class _Reading:
             return items if type(value) is list else tuple(items)
         raise UnsupportedOp(
             f"{cls.__name__}.apply is given an argument of type {type(value).__name__}",
-            fix="pass tensors, numbers, strings, and tuples or lists of them; a program can be given nothing else",
+            fix="pass tensors, numbers, strings, and tuples or lists of them; emitted code cannot express other types",
         )
 
 
@@ -376,7 +376,7 @@ def _fill(value: Any, given: Sequence[Any], sizes: Sequence[Any]) -> Any:
 
 
 def _identity(function: Any) -> object:
-    """Equal for functions that do the same: the same object, or the same code over the same values."""
+    """Return a key that is equal for the same object, and for functions with the same code over the same values."""
     if isinstance(function, MethodType):
         return _identity(function.__func__), id(function.__self__)
     if isinstance(function, FunctionType):

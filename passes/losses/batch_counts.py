@@ -1,11 +1,11 @@
-"""Numbers of the whole batch that inputs alone give: known before the first forward pass, the same on every rank.
+"""Global counts: reductions over the batch that depend on inputs only, known before the first forward pass.
 
-    mask.sum()        the sum over the batch's microbatches        a placeholder, loss_count_0
-    labels.max()      their maximum                                loss_count_1
-    a guard, a ratio, a weight by them                             computed from the placeholders where it is read
+    mask.sum()        sum over the batch's microbatches            a placeholder, loss_count_0
+    labels.max()      maximum over them                            loss_count_1
+    functions of counts (a clamp, a ratio, a weight)               computed from the placeholders by each reader
 
-Whatever is computed from such a number is then what one process computes, also where it goes back to samples. A count
-that is computed from another one is known a round later.
+Every rank has the same counts, so everything computed from them equals the single-process value, even if it is
+broadcast back to samples. A count that is computed from another one is known one round later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autoptd.passes.graph import (
     user_op_name,
     write_op,
 )
-from autoptd.passes.losses.batch_sums import Mixes, Over, States, given, over_batch
+from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import COUNT, Combine, LossForm, count_index, is_count, loss_form, loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.traced import Traced
@@ -47,14 +47,14 @@ _EXTREMES: Mapping[object, Combine] = {
 
 
 def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
-    """Make every reduction over samples that inputs alone decide a placeholder of its value over the batch."""
+    """Replace every reduction over samples that depends on inputs only by a placeholder for its global value."""
     output = next(n for n in graph.nodes if n.op == "output")
     output.args = (loss_node(graph),)
     states: States = {}
     seen: dict[object, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "placeholder" and node.name not in traced.parameters:
-            states[node] = given(node, traced)
+            states[node] = placeholder_state(node, traced)
         if node.op != "call_function" or any(o not in states for o in operands(node)) or _draws(node):
             continue
         state = over_batch(node, states)
@@ -73,7 +73,7 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
 
 
 def take_count(graph: fx.Graph, traced: Traced, node: fx.Node, combine: Combine = "sum") -> fx.Node:
-    """A placeholder for the value over the batch of `node`, which every microbatch counts from now on."""
+    """Return a placeholder for the value of `node` over the batch, and make `node` an output of the graph."""
     form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
     found = _placeholder(graph, node, len(form.combines))
     form.rounds.append(_round(node, form))
@@ -87,7 +87,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _combine(node: fx.Node, states: States) -> Combine | None:
-    """How the values of microbatches make that of the batch; None for what is no reduction over samples."""
+    """Return how the values of microbatches combine to that of the batch; None for ops that do not reduce samples."""
     if states[node] is Over.ADDED:
         return "sum"
     reduces = any(states[o] is Over.APART for o in operands(node)) and not any(counts_samples(t) for t in infos(node))
@@ -98,7 +98,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     shape = info(node).shape
     if not all(isinstance(n, int) for n in shape):
         raise UnsupportedOp(
-            f"{user_op_name(node)} sums over samples and keeps a size that varies from batch to batch, {tuple(shape)}",
+            f"{user_op_name(node)} sums over samples to a shape that varies from batch to batch, {tuple(shape)}",
             where=source_line(node),
             fix="sum over that dim as well, or give it a fixed size",
         )
@@ -110,7 +110,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
 
 
 def _typed(graph: fx.Graph, node: fx.Node, count: fx.Node) -> fx.Node:
-    """A count as the model computes with it. One number needs no floating-point type of its own."""
+    """Return a count in the dtype of `node`. A single floating-point number needs no cast from float64."""
     dtype = info(node).dtype
     if dtype == torch.float64 or (is_float(dtype) and not info(node).shape):
         return count

@@ -1,13 +1,13 @@
-"""What becomes of the samples on the way to the loss, as what becomes of a split dim: from the rules of the ops.
+"""Relation of each tensor's values over microbatches to its value over the batch, derived from the rules of the ops.
 
     apart    one part per sample; microbatches hold some of them           inputs, activations
-    added    the value over the batch is the sum over its microbatches     Σ l, S -> P in the table of rules
-    same     the same for every microbatch                                 parameters, buffers, counts of the batch
+    added    the value over the batch is the sum over its microbatches     Σ l, S -> P in the rule table
+    same     equal for every microbatch                                    parameters, buffers, counts of the batch
     outer    a function of sums over the batch that is not linear in them  √Σ l, Σ a / Σ b
-    mixed    right for a batch in one microbatch alone                     max, median, sort
+    mixed    correct only for a batch in one microbatch                    max, median, sort
 
-A rule that lets a dim vanish sums over it; one that takes a partial sum and gives one is linear. What the table does
-not say is tried: the op is run on all rows of small tensors, and on each row by itself.
+The batch is treated like a split dim. A rule in which a dim vanishes sums over it; a rule that maps a partial sum to a
+partial sum is linear. Other ops are tried: they are run on all rows of small tensors, and on each row separately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 
 class Over(Enum):
-    """How a tensor lies over the microbatches of a batch."""
+    """Relation of a tensor's values over microbatches to its value over the batch."""
 
     APART = "apart"
     ADDED = "added"
@@ -42,7 +42,7 @@ class Over(Enum):
 
 @dataclass(frozen=True)
 class Mixes:
-    """Why the value over the batch cannot be put together from those of its microbatches."""
+    """The reason why a tensor's value over the batch cannot be computed from those of its microbatches."""
 
     reason: str
 
@@ -51,14 +51,14 @@ State = Over | Mixes
 States = dict[fx.Node, State]
 
 
-def given(node: fx.Node, traced: Traced) -> Over:
-    """Of a placeholder: inputs with a dim of samples are apart."""
+def placeholder_state(node: fx.Node, traced: Traced) -> Over:
+    """Return the state of a placeholder: inputs with a batch dim are apart."""
     sampled = node.name in traced.inputs and counts_samples(infos(node)[0])
     return Over.APART if sampled else Over.SAME
 
 
 def over_batch(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
-    """Of an op, from those of its operands."""
+    """Return the state of an op, from those of its operands."""
     found = [states[o] for o in operands(node)]
     if Over.MIXED in found:
         return Over.MIXED
@@ -77,7 +77,7 @@ def over_batch(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
     return _of_sums(node, found) if Over.ADDED in found else Over.SAME
 
 
-_RETURNS = "gives every sample what was summed over a microbatch"
+_RETURNS = "broadcasts a sum over a microbatch back to its samples"
 
 
 def _apart(found: Sequence[State]) -> State:
@@ -85,7 +85,7 @@ def _apart(found: Sequence[State]) -> State:
 
 
 def _of_sizes(node: fx.Node) -> State:
-    """Of an op without operands."""
+    """Return the state of an op that reads no values, only sizes."""
     if node.target is ops.element_count:
         size = node.args[0]
         if not isinstance(size, sympy.Basic) or not grows(size):
@@ -95,13 +95,13 @@ def _of_sizes(node: fx.Node) -> State:
 
 
 def _reduced(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
-    """Samples went: they were added up, or the whole of them was needed."""
+    """Return the state of an op that reduces over samples: added if it sums them."""
     if node.meta.get(ADDS):
         return Over.ADDED
     call = op_call(node)
     places = {i: sample_place(o) for i, o in enumerate(operands(node)) if states[o] is Over.APART and infos(o)}
     if any(place is None for place in places.values()):
-        return Mixes("takes samples that cannot be told apart")
+        return Mixes("reads a tensor whose batch dim is unknown")
     known = {i: place for i, place in places.items() if place is not None}
     rule = rule_for(call)
     if rule is not None and all(t.dtype is not torch.bool for t in call.outputs):
@@ -120,7 +120,7 @@ def _reduced(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
 
 
 def _factors(loops: Loops, operand: int, place: SamplePlace) -> list[str]:
-    """Names of the factors of an operand's dim of samples that grow with the batch."""
+    """Return the names of the factors of an operand's batch dim that depend on the batch."""
     return [
         name
         for name, where in loops.places.items()
@@ -129,7 +129,7 @@ def _factors(loops: Loops, operand: int, place: SamplePlace) -> list[str]:
 
 
 def _of_sums(node: fx.Node, found: Sequence[State]) -> State:
-    """A function of sums: linear in all of them at once, or not."""
+    """Return the state of a function of sums: added if it is linear in all of them jointly, else outer."""
     call, sums = op_call(node), frozenset(i for i, state in enumerate(found) if state is Over.ADDED)
     rule = rule_for(call)
     taken, made = [call.operands[i].dtype for i in sums], [t.dtype for t in call.outputs]

@@ -1,12 +1,12 @@
-"""What a rewritten loss computes: counts of the global batch, sums over it, and a function of both.
+"""Form of a rewritten loss: counts of the global batch, sums over it, and a function of both.
 
-    counts    known before the first forward pass: sums (or maxima) over the batch of what inputs and constants give
-    partial sums   what a microbatch adds to sums over the batch that depend on parameters
-    outer     the loss as a function of those sums and the counts, where it is not linear in the sums
+    counts         sums (or maxima) over the batch that depend on inputs only, known before the first forward pass
+    partial sums   a microbatch's contributions to the sums over the batch that depend on parameters
+    outer          the loss as a function of those sums and the counts, if it is not linear in the sums
 
 A loss that is linear in its sums is itself their only partial sum, a scalar, and has no outer function. Otherwise the
-graph's first output holds all partial sums, flattened and side by side, and the gradient of each is the outer
-function's derivative at the sums over the global batch.
+graph's first output is all partial sums, flattened and concatenated, and the gradient of each is the outer function's
+derivative at the sums over the global batch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import fx
 from autoptd.errors import AutoptdError
 from autoptd.passes.graph import info
 
-COUNT = "loss_count"  # names of the placeholders: loss_count_0, loss_count_1 …
-PARTIAL = "loss_partial"  # and in the outer function
+COUNT = "loss_count"  # prefix of count placeholders: loss_count_0, loss_count_1 …
+PARTIAL = "loss_partial"  # prefix of partial-sum placeholders in the outer function
 Combine = Literal["sum", "max", "min"]
 _KEY = "loss_form"  # in the graph's meta
 
 
 @dataclass
 class LossForm:
-    """`combines`, `rounds`: of each count, how microbatches combine, and when it is known (0: from inputs alone).
+    """The counts, partial sums and outer function of a loss.
 
-    `outer`: its placeholders are `loss_partial_i`, `loss_count_i` and buffers, its output the loss. `notes`: what is
-    averaged otherwise than over the global batch, as the user asked. `refused`: what holds of a whole batch in one
-    microbatch alone, as errors to raise where there are several.
+    `combines`, `rounds`: per count, how microbatches combine, and when it is known (0: from inputs alone). `outer`: has
+    placeholders `loss_partial_i`, `loss_count_i` and buffers, and the loss as output. `notes`: averages that are not
+    over the global batch, as the user requested. `refused`: errors to raise if there is more than one microbatch.
     """
 
     combines: list[Combine] = field(default_factory=list)
@@ -46,19 +46,19 @@ class LossForm:
 
     @property
     def width(self) -> int:
-        """Elements of the partial values, side by side; 0 for a loss that is its only partial value."""
+        """Number of elements of all partial sums; 0 for a loss that is its own partial sum."""
         return sum(prod(map(int, info(n).shape)) for n in self.partial_sums)
 
 
 def loss_form(graph: fx.GraphModule) -> LossForm:
-    """The form that `rewrite_loss` gave the loss of a normalised graph."""
+    """Return the form that `rewrite_loss` gave the loss of a normalised graph."""
     found = graph.meta.setdefault(_KEY, LossForm())
     assert isinstance(found, LossForm)
     return found
 
 
 def loss_node(graph: fx.Graph) -> fx.Node:
-    """What the graph gives first."""
+    """Return the graph's first output."""
     total = next(n for n in graph.nodes if n.op == "output").args[0]
     while isinstance(total, (tuple, list)):
         total = total[0]
@@ -67,17 +67,17 @@ def loss_node(graph: fx.Graph) -> fx.Node:
 
 
 def is_count(node: fx.Node) -> bool:
-    """Whether a placeholder is a global count."""
+    """Return whether a node is the placeholder of a global count."""
     return node.op == "placeholder" and node.name.startswith(COUNT)
 
 
 def count_index(node: fx.Node) -> int:
-    """Which count a placeholder is."""
+    """Return the index of a count from its placeholder."""
     return int(node.name.rpartition("_")[2])
 
 
 def partial_slices(partial_sums: Sequence[fx.Node]) -> list[tuple[int, int, tuple[int, ...], torch.dtype]]:
-    """(start, stop, shape, dtype) of each partial value in the flat vector."""
+    """Return (start, stop, shape, dtype) of each partial sum in the flat vector."""
     found, at = [], 0
     for node in partial_sums:
         shape = tuple(map(int, info(node).shape))

@@ -1,14 +1,14 @@
-"""Write what reduces over samples as sums over them: means, norms, variances, and the losses that torch has by name.
+"""Rewrite reductions over samples to sums: means, norms, variances and torch's losses.
 
     mean(x)                          Σ x / n
-    cross_entropy(z, y, w)           Σ_i w[y_i] l_i / Σ_i w[y_i]       over the labels that count
+    cross_entropy(z, y, w)           Σ_i w[y_i] l_i / Σ_i w[y_i]       over the labels that are not ignored
     an elementwise loss              Σ l / n
     norm(x, p)                       (Σ |x|^p)^(1/p)
     var(x)                           (Σ x² - (Σ x)² / n) / (n - correction), in float64
     logsumexp(x)                     log Σ exp(x)
 
-A number of elements is a sum over samples too: `ops.element_count`. So is the batch size where a model divides by it.
-What has no row stays as it was; `batch_sums.py` says whether it adds up by itself.
+The number of elements n is a sum over samples too, `ops.element_count`; so is a batch size that the model divides by.
+Ops without a row in `SPELLINGS` are not changed; `batch_sums.py` determines whether they are sums over samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEAN, SUM = 1, 2  # torch's reduction codes
 
 
 def write_sums_over_samples(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite every op of `SPELLINGS` that reduces over samples, and every number of samples that is computed with."""
+    """Rewrite every op in `SPELLINGS` that reduces over samples, and every use of the number of samples as a value."""
     for node in list(graph.nodes):
         if node.op != "call_function" or isinstance(node.meta["info"], tuple):
             continue
@@ -53,7 +53,7 @@ def _reduces_samples(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _SumWriter:
-    """Writes ops in the place of `node`."""
+    """Writer of ops that replace `node`."""
 
     graph: fx.Graph
     node: fx.Node
@@ -66,14 +66,14 @@ class _SumWriter:
         return made
 
     def same(self, target: Any, x: fx.Node, *args: Any) -> fx.Node:
-        """An op on `x` that keeps its shape and type."""
+        """Write an op on `x` that preserves its shape and dtype."""
         return self.op(target, (x, *args), info(x).shape, info(x).dtype)
 
     def to(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if info(x).dtype == dtype else self.op(aten.to.dtype, (x, dtype), info(x).shape, dtype)
 
     def sum(self, x: fx.Node) -> fx.Node:
-        """Over the dims that the node reduces, into its shape."""
+        """Write the sum of `x` over the dims that the node reduces."""
         gone, keep = _reduced_dims(self.node)
         if len(gone) == info(x).ndim and not keep:
             return self.op(aten.sum.default, (x,), (), info(x).dtype)
@@ -83,7 +83,7 @@ class _SumWriter:
         return self.op(ops.element_count, (size,), (), torch.float64)
 
     def elements(self, x: fx.Node) -> fx.Node:
-        """How many elements of `x` the node reduces into one."""
+        """Write the number of elements of `x` that the node reduces to one."""
         return self.count(numel(info(x).shape[dim] for dim in _reduced_dims(self.node)[0]))
 
     def over(self, total: fx.Node, count: fx.Node) -> fx.Node:
@@ -91,7 +91,7 @@ class _SumWriter:
 
 
 def _reduced_dims(node: fx.Node) -> tuple[list[int], bool]:
-    """(dims, whether they are kept as size 1) of a reduction."""
+    """Return the dims of a reduction and its `keepdim`."""
     call = op_call(node)
     at, keep = _DIMS.get(node.target, (1, 2))  # type: ignore[arg-type]
     dims = call.arg(at, "dim", None)
@@ -140,7 +140,7 @@ def _variance(w: _SumWriter) -> fx.Node:
         correction = 1 if given is None else given
     else:
         correction = int(call.arg(1, "unbiased", True))
-    x = w.to(w.node.all_input_nodes[0], torch.float64)  # a difference of large numbers
+    x = w.to(w.node.all_input_nodes[0], torch.float64)  # the formula subtracts large numbers
     total, squares, count = w.sum(x), w.sum(w.same(aten.square.default, x)), w.elements(x)
     spread = w.same(aten.sub.Tensor, squares, w.over(w.same(aten.square.default, total), count))
     free = w.op(aten.sub.Tensor, (count, correction), (), torch.float64) if correction else count
@@ -156,14 +156,14 @@ def _log_sum_exp(w: _SumWriter) -> fx.Node:
 
 
 def _elementwise(index: int, rows: bool = False) -> Callable[[_SumWriter], fx.Node | None]:
-    """A loss with a `reduction` argument; its mean is over the elements of its operands, or over its rows."""
+    """Return the rewrite of a loss whose argument `index` is `reduction`; a mean over elements, or over `rows`."""
 
     def write(w: _SumWriter) -> fx.Node | None:
         args, kwargs = list(w.node.args), dict(w.node.kwargs)
         given = args[index] if len(args) > index else kwargs.pop("reduction", MEAN)
         shapes = [info(o).shape for o in operands(w.node)[:2]]
         size = numel(shapes[0][:-1] if rows else _broadcast(*shapes))
-        if given != MEAN or grows(sympy.simplify(size / BATCH)):  # of pairs of samples there are b²
+        if given != MEAN or grows(sympy.simplify(size / BATCH)):  # pairs of samples have b² elements
             return None
         if len(args) > index:
             args[index] = SUM
@@ -185,7 +185,7 @@ _DEFAULTS = (None, None, None, MEAN, -100, 0.0)
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
-    """Arguments of cross entropy and its kin by name."""
+    """Return the arguments of a cross entropy or NLL loss by name."""
     pairs = enumerate(zip(_NAMES, _DEFAULTS, strict=True))
     return {name: node.args[i] if i < len(node.args) else node.kwargs.get(name, d) for i, (name, d) in pairs}
 
@@ -223,7 +223,7 @@ def _summed_plain(w: _SumWriter, given: Mapping[str, Any]) -> fx.Node:
 
 
 def _valid(w: _SumWriter, labels: fx.Node, ignore_index: int, weight: fx.Node | None) -> fx.Node:
-    """The number of labels that count, or their weights added up."""
+    """Write the number of labels that are not ignored, or the sum of their weights."""
     labels = _before_reshape(labels) if weight is None else labels
     args = (labels, ignore_index) if weight is None else (labels, ignore_index, weight)
     return w.op(ops.valid_count, args, (), torch.float64)
@@ -237,7 +237,7 @@ def _negative_log_likelihood(w: _SumWriter) -> fx.Node | None:
 
 
 def _leading(logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Undo `logits.view(-1, V), labels.view(-1)`: the sequence stays a dim of its own, and may be split."""
+    """Undo `logits.view(-1, V), labels.view(-1)`, so that the sequence is a separate dim, which can be split."""
     a, b = _before_reshape(logits), _before_reshape(labels)
     both = a is not logits and b is not labels
     same = both and info(a).shape == (*info(b).shape, info(logits).shape[-1])
@@ -282,7 +282,7 @@ SPELLINGS: Mapping[Any, Callable[[_SumWriter], fx.Node | None]] = {
     aten.var.dim: _variance,
 }
 
-# Ops whose numbers are values, not sizes.
+# ops whose number arguments are values, not sizes
 _FILLED = frozenset({aten.full.default, aten.new_full.default, aten.scalar_tensor.default})
 _NUMBERS = _FILLED | frozenset(
     {
@@ -309,7 +309,7 @@ _AS_TENSORS: Mapping[Any, Any] = {
 
 
 def _write_sizes(graph: fx.Graph, node: fx.Node) -> None:
-    """A number that counts samples becomes a count: that of the whole batch, as one process has it."""
+    """Replace numbers that depend on the number of samples by counts over the whole batch."""
     with graph.inserting_before(node):
         w = _SumWriter(graph, node)
         if node.target in _FILLED:
@@ -324,7 +324,7 @@ def _write_sizes(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _counted(w: _SumWriter, size: sympy.Expr) -> fx.Node:
-    """A size over the whole batch, as a node: sums and products of what is proportional to the number of samples."""
+    """Write a size over the whole batch: sums, products and powers of terms proportional to the number of samples."""
     if not grows(sympy.simplify(size / BATCH)):
         return w.count(size)
     if size.is_Add or size.is_Mul:
@@ -338,4 +338,4 @@ def _counted(w: _SumWriter, size: sympy.Expr) -> fx.Node:
         return found if fixed == neutral else w.op(target, (found, fixed), (), torch.float64)
     if size.is_Pow and not grows(size.exp):
         return w.op(aten.pow.Tensor_Scalar, (_counted(w, size.base), float(size.exp)), (), torch.float64)
-    return w.count(size)  # no sum: `batch_sums` refuses it
+    return w.count(size)  # not proportional to b: `batch_sums` refuses it

@@ -1,16 +1,16 @@
 """Make the loss independent of how the batch is divided.
 
-A model's loss is a number of this call's samples, and the mean of microbatch means is not the mean of the batch. By now
-every reduction over samples is written as a sum (`loss_spellings.py`), and what inputs alone give is known for the
-whole batch (`batch_counts.py`). What is left of the loss has one of three forms, which `batch_sums.py` tells:
+The mean of microbatch means is not the mean of the batch. Earlier passes have written every reduction over samples as a
+sum (`loss_spellings.py`), and reductions of inputs as counts of the whole batch (`batch_counts.py`). The remaining loss
+has one of three forms, determined by `batch_sums.py`:
 
-    linear in sums    Σ c_i S_i / N_i        the loss's share of a microbatch; shares add up to the loss
-    any function      f(S_1, S_2, …)         f is taken out of the graph, which ends with the partial sums;
+    linear in sums    Σ c_i S_i / N_i        each microbatch computes its share; the shares add up to the loss
+    other function    f(S_1, S_2, …)         f is moved out of the graph, which ends with the partial sums;
                                              their gradients are the derivatives of f at the sums over the batch
-    neither           max, median, sort …    refused, with the op and the ways out
+    neither           max, median, sort …    refused, with the op and possible fixes
 
-Gradients are added, never averaged: the division by a count is the only owner of the factor. A value that is the same
-for every microbatch counts once: each has a share of it by its samples, b / Σ b.
+Gradients are summed, never averaged: only the division by a count scales them. A value that is the same for every
+microbatch must count once: each microbatch has a share of it in proportion to its samples, b / Σ b.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from autoptd.passes.graph import (
     write_op,
 )
 from autoptd.passes.losses.batch_counts import take_count
-from autoptd.passes.losses.batch_sums import Mixes, Over, States, given, over_batch
+from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
-LARGEST = 1 << 20  # elements of all sums that an outer function is given
+LARGEST = 1 << 20  # elements of all sums that an outer function reads
 _WITH_NUMBER = frozenset({aten.add.Scalar, aten.add.Tensor, aten.rsub.Scalar, aten.sub.Scalar, aten.sub.Tensor})
 
 
 def check_loss(graph: fx.Graph, traced: Traced) -> None:
-    """Raise TraceError where no trainable parameter reaches the loss."""
+    """Raise TraceError if the loss depends on no trainable parameter."""
     if not info(loss_node(graph)).requires_grad:
         raise TraceError("no trainable parameter reaches the loss", fix="return a loss that depends on the parameters")
 
 
 def rewrite_loss(graph: fx.Graph, traced: Traced) -> None:
-    """Write the loss as its share of a microbatch, or as the partial values of the sums that it is a function of."""
+    """Replace the loss by a microbatch's share of it, or by the partial sums that it is a function of."""
     _Rewriter(graph, traced).run()
     graph.lint()
 
@@ -64,8 +64,8 @@ class _Rewriter:
         self.graph, self.traced, self.form = graph, traced, loss_form(traced.graph)
         self.output = next(n for n in graph.nodes if n.op == "output")
         self.states: States = {}
-        self.once: fx.Node | None = None  # a microbatch's share of the batch's samples
-        self.mixed: dict[fx.Node, UnsupportedOp] = {}  # where the batch is needed in one piece
+        self.share: fx.Node | None = None  # a microbatch's share of the batch's samples, b / Σ b
+        self.mixed: dict[fx.Node, UnsupportedOp] = {}  # ops that need the whole batch in one microbatch
 
     def run(self) -> None:
         loss = loss_node(self.graph)
@@ -78,43 +78,43 @@ class _Rewriter:
             case Over.ADDED:
                 pass
             case Over.SAME:
-                loss = self._counted_once(loss)
+                loss = self._share_of(loss)
             case Over.OUTER:
                 loss = self._partial_sums(loss)
             case Over.MIXED:
                 self.form.refused += self._mixed_before(loss)
             case Over.APART:
-                raise _refused(loss, "is a value for each sample")
+                raise _refused(loss, "returns a value per sample")
         self.output.args = (loss, *self.output.args[1:])
 
     def _decide(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self.states[node] = given(node, self.traced)
+            self.states[node] = placeholder_state(node, self.traced)
             return
         if node.op != "call_function":
             return
-        if any(counts_samples(t) for t in infos(node)):  # of its own sample alone: `mixing.py` has seen to it
+        if any(counts_samples(t) for t in infos(node)):  # samples are independent: `batch_independence.py` proved it
             self.states[node] = Over.APART
             return
         if node.target in _WITH_NUMBER and self._adds_number(node):
             return
         state = over_batch(node, self.states)
-        if state is Over.OUTER and (kept := self._as_sum(node)) is not None:
-            state = kept
+        if state is Over.OUTER and (as_sum := self._as_sum(node)) is not None:
+            state = as_sum
         if isinstance(state, Mixes):
             self.mixed[node] = _refused(node, state.reason)
             state = Over.MIXED
         self.states[node] = state
 
     def _mixed_before(self, loss: fx.Node) -> list[UnsupportedOp]:
-        """What the loss needs the batch in one piece for, the first op first."""
+        """Return the errors of the ops for which the loss needs the whole batch in one microbatch, in graph order."""
         needed = ancestors([loss], lambda node: self.states.get(node) is Over.MIXED)
         return [error for node, error in self.mixed.items() if node in needed]
 
-    # ---- what counts once ----
+    # ---- values that count once ----
 
     def _adds_number(self, node: fx.Node) -> bool:
-        """`Σ l + c`: the number has to be shared out, or each microbatch would add it."""
+        """Rewrite `Σ l + c` so that each microbatch adds its share of c. Return False if `node` has another form."""
         tensors = operands(node)
         if len(tensors) != 1 or self.states[tensors[0]] is not Over.ADDED or node.args[2:] or node.kwargs:
             return False
@@ -122,7 +122,7 @@ class _Rewriter:
         if isinstance(number, sympy.Basic) and BATCH in number.free_symbols:
             return False
         with self.graph.inserting_before(node):
-            share = self._share(node)
+            share = self._sample_share(node)
             part = write_op(self.graph, node, aten.mul.Tensor, (share, number), (), torch.float64)
         target = aten.add.Tensor if "add" in str(node.target) else aten.sub.Tensor
         node.args = (part, total) if node.target is aten.rsub.Scalar or node.args[0] is not total else (total, part)
@@ -131,7 +131,7 @@ class _Rewriter:
         return True
 
     def _as_sum(self, node: fx.Node) -> Over | None:
-        """A sum of what adds up and of what is the same for all microbatches, as one that adds up."""
+        """Make `added + same` a sum over microbatches by sharing out the second term; None for other ops."""
         if node.target not in (aten.add.Tensor, aten.sub.Tensor):
             return None
         found = [self.states[o] for o in operands(node)]
@@ -139,34 +139,34 @@ class _Rewriter:
             return None
         same = next(o for o in operands(node) if self.states[o] is Over.SAME)
         with self.graph.inserting_before(node):
-            part = self._counted_once(same, node)
+            part = self._share_of(same, node)
         node.replace_input_with(same, part)
         return Over.ADDED
 
-    def _counted_once(self, value: fx.Node, before: fx.Node | None = None) -> fx.Node:
-        """A microbatch's share of a value that is the same for all."""
+    def _share_of(self, value: fx.Node, before: fx.Node | None = None) -> fx.Node:
+        """Write a microbatch's share of a value that is the same for all."""
         with self.graph.inserting_before(before or self.output):
-            share = self._share(value)
+            share = self._sample_share(value)
             part = write_op(self.graph, value, aten.mul.Tensor, (value, share), info(value).shape, info(value).dtype)
         self.states[part] = Over.ADDED
         return part
 
-    def _share(self, like: fx.Node) -> fx.Node:
-        """b / Σ b, made where the graph's computing begins."""
-        if self.once is None:
+    def _sample_share(self, like: fx.Node) -> fx.Node:
+        """Write b / Σ b, once, before the first op of the graph."""
+        if self.share is None:
             first = next(n for n in self.graph.nodes if n.op == "call_function")
             with self.graph.inserting_before(first):
                 own = write_op(self.graph, like, ops.element_count, (BATCH,), (), torch.float64)
             whole = take_count(self.graph, self.traced, own)
             with self.graph.inserting_after(own):
-                self.once = write_op(self.graph, like, aten.div.Tensor, (own, whole), (), torch.float64)
-            self.states |= {own: Over.ADDED, whole: Over.SAME, self.once: Over.ADDED}
-        return self.once
+                self.share = write_op(self.graph, like, aten.div.Tensor, (own, whole), (), torch.float64)
+            self.states |= {own: Over.ADDED, whole: Over.SAME, self.share: Over.ADDED}
+        return self.share
 
     # ---- functions of sums ----
 
     def _partial_sums(self, loss: fx.Node) -> fx.Node:
-        """Move the outer function into a graph of its own; gives the sums that it is given, side by side."""
+        """Move the outer function into its own graph; return its arguments, the partial sums, concatenated."""
         outer = _Outer(self, loss)
         outer.write()
         too_many = sum(prod(map(int, info(n).shape)) for n in outer.sums) > LARGEST
@@ -174,7 +174,7 @@ class _Rewriter:
             raise UnsupportedOp(
                 f"the loss is a function of sums of more than {LARGEST:,} numbers over the batch",
                 where=source_line(loss),
-                fix=_WAYS_OUT,
+                fix=_FIX,
             )
         self.form.outer, self.form.partial_sums = outer.graph, tuple(outer.partial_sums)
         with self.graph.inserting_before(self.output):
@@ -196,13 +196,13 @@ class _Rewriter:
     def _flat(self, node: fx.Node) -> fx.Node:
         size = prod(map(int, info(node).shape))
         dtype = info(node).dtype
-        if not is_float(dtype):  # a number that was counted from what the model computed
+        if not is_float(dtype):  # a count that depends on the model's outputs
             node = write_op(self.graph, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64)
         return write_op(self.graph, node, aten.reshape.default, (node, [size]), (size,), info(node).dtype)
 
 
 class _Outer:
-    """The outer function of a loss, copied into a graph of its own."""
+    """The outer function of a loss, copied into its own graph."""
 
     def __init__(self, rewriter: _Rewriter, loss: fx.Node) -> None:
         self.rewriter, self.loss = rewriter, loss
@@ -221,7 +221,7 @@ class _Outer:
             if states[node] is Over.ADDED:
                 self._take(node, node)
             elif info(node).requires_grad or self._from_parameters(node):
-                self._take(node, self._once(node))
+                self._take(node, self._shared(node))
         for node in read:
             if node not in self.new:
                 self._copy_known(node)
@@ -237,7 +237,7 @@ class _Outer:
             raise UnsupportedOp(
                 f"the loss is a function of sums over the batch whose size varies from batch to batch, {tuple(shape)}",
                 where=source_line(node),
-                fix=_WAYS_OUT,
+                fix=_FIX,
             )
         made = self.graph.placeholder(f"{PARTIAL}_{len(self.sums)}")
         made.meta["info"] = TensorInfo(shape, info(node).dtype, True)
@@ -245,21 +245,21 @@ class _Outer:
         self.sums.append(partial)
         self.partial_sums.append(made)
 
-    def _once(self, node: fx.Node) -> fx.Node:
+    def _shared(self, node: fx.Node) -> fx.Node:
         if not is_float(info(node).dtype):
             raise UnsupportedOp(
-                f"{op_name(node)} gives the loss numbers that no sum over the batch can hold",
+                f"{op_name(node)} gives the loss numbers that are no floats and cannot be summed over the batch",
                 where=source_line(node),
-                fix=_WAYS_OUT,
+                fix=_FIX,
             )
-        return self.rewriter._counted_once(node)
+        return self.rewriter._share_of(node)
 
     def _from_parameters(self, node: fx.Node) -> bool:
         parameters = self.rewriter.traced.parameters
         return any(n.op == "placeholder" and n.name in parameters for n in ancestors([node]))
 
     def _copy_known(self, node: fx.Node) -> None:
-        """What counts, buffers and constants alone give."""
+        """Copy a node that depends on counts, buffers and constants only, with its ancestors."""
         wanted = ancestors([node])
         for n in self.rewriter.graph.nodes:
             if n in wanted and n not in self.new:
@@ -268,7 +268,7 @@ class _Outer:
     def _copy(self, node: fx.Node) -> None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise UnsupportedOp(
-                f"{user_op_name(node)} draws random numbers for the whole batch, which each rank would draw itself",
+                f"{user_op_name(node)} draws random numbers for the whole batch, but each rank would draw its own",
                 where=source_line(node),
                 fix="draw them for every sample, or pass them as an input",
             )
@@ -282,32 +282,32 @@ class _Outer:
         self.new[node] = made
 
 
-_WAYS_OUT = (
-    "write the loss as a sum over the samples ÷ a count, or as a function of a few such sums; or give each step one "
-    'microbatch, fix={"dp": 1, "micro": batch}; or train with loss_averaging="per-microbatch", if a mean of the '
-    "microbatches' losses is what you want"
+_FIX = (
+    "write the loss as a sum over the samples ÷ a count, or as a function of a few such sums; or use one microbatch "
+    'per step, fix={"dp": 1, "micro": batch}; or train with loss_averaging="per-microbatch", if you want the mean of '
+    "the microbatches' losses"
 )
 
 
 def average_over_microbatches(graph: fx.Graph, traced: Traced) -> None:
-    """Take the loss of each microbatch as it is, weighted by its samples: what `loss_averaging` asks for by name."""
+    """Average the losses of microbatches, weighted by their samples, as `loss_averaging="per-microbatch"` requests."""
     form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
     rewriter = _Rewriter(graph, traced)
     loss = loss_node(graph)
     place = source_line(loss)
     output.args = (loss, *output.args[1:])
-    average = rewriter._counted_once(loss)
+    average = rewriter._share_of(loss)
     output.args = (average, *output.args[1:])
     form.notes.append(
-        "the loss is averaged over microbatches, as loss_averaging='per-microbatch' asks: each one's loss is computed "
-        f"from its own samples and weighted by their number, so it depends on how a batch is cut ({place})"
+        "the loss is averaged over microbatches, as loss_averaging='per-microbatch' requests: each one's loss is "
+        f"weighted by its number of samples, so the result depends on how a batch is divided ({place})"
     )
     graph.lint()
 
 
 def _refused(node: fx.Node, reason: str) -> UnsupportedOp:
     return UnsupportedOp(
-        f"{user_op_name(node)} {reason}: the loss of a batch cannot be put together from those of its microbatches",
+        f"{user_op_name(node)} {reason}: the loss of a batch cannot be computed from those of its microbatches",
         where=source_line(node),
-        fix=_WAYS_OUT,
+        fix=_FIX,
     )

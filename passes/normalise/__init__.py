@@ -1,1 +1,2 @@
-"""Passes that bring a traced graph into one form. `normalise` has the list."""
+"""Normalisation: passes that bring a traced graph into the form that all later passes assume. Import `normalise`, which
+states the form and runs the passes in order. Must not import `plans`, `search`, `codegen` or `runtime`."""

@@ -1,4 +1,4 @@
-"""Shape, dtype and gradient of every node."""
+"""Annotate every node with shape, dtype and whether a gradient flows to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoptd.passes.trace.traced import Traced
 
 
 def annotate(graph: fx.Graph, traced: Traced) -> None:
-    """Set `meta["info"]`: shapes, and whether a gradient flows (from a trainable parameter, not past a detach)."""
+    """Set `meta["info"]`. A gradient flows to what is computed from a trainable parameter without a detach between."""
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -36,7 +36,7 @@ def _with_grad(shapes: object, grad: bool) -> object:
 
 
 def _where_differentiable(found: object, differentiable: Sequence[bool]) -> object:
-    """Infos of outputs, without a gradient where none can flow."""
+    """Return the infos of a function's outputs, without a gradient for those that are not differentiable."""
     if isinstance(found, TensorInfo):
         return found if differentiable[0] else replace(found, requires_grad=False)
     assert isinstance(found, tuple)

@@ -1,6 +1,6 @@
-"""A graph with the sizes of its example, but for the number of samples.
+"""Copy of a graph in which all sizes but the number of samples are those of the example inputs.
 
-`x.view(-1, 128, h)` of (b, s, h) has floor(b s / 128) rows: whether these are samples, only the length tells.
+`x.view(-1, 128, h)` of (b, s, h) has floor(b s / 128) rows; whether a row holds one sample only depends on s.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 
 def needs_example(graph: fx.Graph) -> bool:
-    """Whether a size depends on the number of samples by a division that may leave a rest."""
+    """Return whether a size depends on the number of samples through a division that may leave a remainder."""
     sizes = {n for node in graph.nodes if "info" in node.meta for t in infos(node) for n in t.shape}
     return any(isinstance(n, sympy.Basic) and BATCH in n.free_symbols and n.has(sympy.floor) for n in sizes)
 
 
 def at_example(graph: fx.Graph, traced: Traced) -> fx.Graph:
-    """A copy of the graph in which all other sizes are those of the example inputs."""
+    """Return a copy of the graph with every size symbol but the batch replaced by its example value."""
     sizes = {symbol: value for symbol, value in traced.example.items() if symbol != BATCH}
     copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.graph_copy(graph, made)

@@ -1,6 +1,6 @@
-"""One spelling for what models write in many ways: views as `reshape`, equal splits as `chunk`, `addmm` as `linear`.
+"""Rewrite equivalent ops to one canonical op: views to `reshape`, equal splits to `chunk`, `addmm` to `linear`.
 
-Products of rows in groups (a mixture's experts) are `ops.grouped_mm`, whichever kernel the model asked for.
+Grouped matrix products (mixture of experts) become `ops.grouped_mm`, whichever kernel the model calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
-    """Undo what functionalisation does to dropout; nobody reads the mask."""
+    """Rewrite `native_dropout`, which functionalisation introduces, to `dropout`; its mask has no reader."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten.native_dropout.default:
             picked = [u for u in node.users if u.args[1] == 0]
@@ -31,7 +31,7 @@ def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
 
 
 def write_copy_as_source(graph: fx.Graph, traced: Traced) -> None:
-    """What is left of `y.copy_(x)`: x in the type and shape of y."""
+    """Rewrite `copy`, the functional form of `y.copy_(x)`, to x in the dtype and shape of y."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten.copy.default:
             source, like = node.args[1], info(node)
@@ -47,7 +47,7 @@ def write_copy_as_source(graph: fx.Graph, traced: Traced) -> None:
 
 
 def write_masked_put_as_where(graph: fx.Graph, traced: Traced) -> None:
-    """`x[mask] = y`, where y has no dim of the elements that the mask picks, is `where(mask, y, x)`."""
+    """Rewrite `x[mask] = y` to `where(mask, y, x)` if y has no dim for the selected elements."""
     for node in list(graph.nodes):
         if (
             node.op != "call_function"
@@ -71,7 +71,7 @@ def write_masked_put_as_where(graph: fx.Graph, traced: Traced) -> None:
 
 
 def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
-    """`x.type_as(y)` and `x.to(y)` read no value of y: they become `x.to(dtype)`."""
+    """Rewrite `x.type_as(y)` and `x.to(y)`, which read no value of y, to `x.to(dtype)`."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (aten.type_as.default, aten.to.other):
             node.target = aten.to.dtype
@@ -79,7 +79,7 @@ def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
 
 
 def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
-    """`view`, `flatten`, `unflatten` become `reshape` to the whole output shape; `expand` names every size."""
+    """Rewrite `view`, `flatten`, `unflatten` to `reshape` with the whole output shape; give `expand` every size."""
     for node in graph.nodes:
         name = op_name(node) if node.op == "call_function" else ""
         if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
@@ -92,7 +92,7 @@ def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
 
 
 def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
-    """`split` into equal parts becomes `chunk(x, n, dim)`, which has no size to localise."""
+    """Rewrite `split` into equal parts to `chunk(x, n, dim)`, which has no size argument to adapt to a rank's share."""
     for node in graph.nodes:
         if node.op != "call_function" or op_name(node) not in ("split", "split_with_sizes", "tensor_split"):
             continue
@@ -104,9 +104,9 @@ def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
 
 
 def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:
-    """`reshape(addmm(b, reshape(x, [-1, k]), w))` becomes `linear(x, w.t(), b)`: leading dims stay apart.
+    """Rewrite `reshape(addmm(b, reshape(x, [-1, k]), w))` to `linear(x, w.t(), b)`, with leading dims unmerged.
 
-    A sequence that is split stays a dim of its own, and the emitted line is the one a person would write.
+    The sequence stays a separate dim, which can be split, and the emitted code reads like hand-written code.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (aten.addmm.default, aten.mm.default):
@@ -131,7 +131,7 @@ def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:
 
 
 def write_grouped_mm(graph: fx.Graph, traced: Traced) -> None:
-    """torch's kernel for experts, and what transformers writes where that does not run, become `ops.grouped_mm`."""
+    """Rewrite torch's grouped matrix product and the fallback op of transformers to `ops.grouped_mm`."""
     for node in graph.nodes:
         if node.op != "call_function" or op_name(node) not in ("_grouped_mm", "grouped_mm_fallback"):
             continue
@@ -142,7 +142,7 @@ def write_grouped_mm(graph: fx.Graph, traced: Traced) -> None:
 
 
 def _unflattened(x: fx.Node) -> fx.Node:
-    """What was flattened to two dims, when only leading dims were merged."""
+    """Return the tensor that a reshape to 2 dims flattened, if it merged only leading dims; else `x`."""
     if x.op == "call_function" and x.target is aten.reshape.default:
         source = x.args[0]
         assert isinstance(source, fx.Node)
@@ -156,7 +156,7 @@ def _like(node: fx.Node, shape: tuple[Size, ...]) -> TensorInfo:
 
 
 def merge_reshapes(graph: fx.Graph, traced: Traced) -> None:
-    """A reshape of a reshape is one reshape."""
+    """Merge consecutive reshapes into one."""
     for node in graph.nodes:
         while node.op == "call_function" and node.target is aten.reshape.default:
             source = node.args[0]

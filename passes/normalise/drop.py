@@ -1,4 +1,4 @@
-"""Drop what computes nothing: assertions, identities, repetitions without gradient."""
+"""Drop redundant nodes: assertions, identities, repeated computations without gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoptd.passes.trace.traced import Traced
 
 
 def drop_asserts(graph: fx.Graph, traced: Traced) -> None:
-    """Remove run-time assertions of the tracer: shapes are proved by the plan, not on every step."""
+    """Remove the tracer's run-time assertions: shapes are proved at planning time, not checked on every step."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and op_name(node) in _ASSERTS:
             graph.erase_node(node)
@@ -29,7 +29,7 @@ _ASSERTS = frozenset(
 
 
 def drop_identities(graph: fx.Graph, traced: Traced) -> None:
-    """Remove what returns its operand: casts to the same type, whole slices, views to the same shape, `+ 0` …"""
+    """Remove ops that return their operand: casts to the same dtype, whole slices, views to the same shape, `+ 0` …"""
     for node in list(graph.nodes):
         if node.op != "call_function" or isinstance(node.meta["info"], tuple):
             continue
@@ -40,7 +40,7 @@ def drop_identities(graph: fx.Graph, traced: Traced) -> None:
 
 
 def _identity(node: fx.Node) -> fx.Node | None:
-    """The operand that the node equals, or None."""
+    """Return the operand that the node equals, or None."""
     name, args = op_name(node), node.args
     if name == "cat":
         return _only_part(node)
@@ -69,7 +69,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
 
 
 def _only_part(node: fx.Node) -> fx.Node | None:
-    """Drop the empty tensors of a `cat`; the one that is left, if it is one."""
+    """Drop the empty tensors of a `cat`. Return the remaining operand if there is exactly one."""
     parts = operands(node)
     full = [x for x in parts if 0 not in info(x).shape]
     if len(full) == 1:
@@ -80,7 +80,7 @@ def _only_part(node: fx.Node) -> fx.Node | None:
 
 
 def share_repeated(graph: fx.Graph, traced: Traced) -> None:
-    """Compute once what layers each compute alike without gradient: position ids, rotary tables, masks."""
+    """Merge equal nodes without gradient: position ids, rotary tables, masks that every layer computes."""
     seen: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or any(t.requires_grad for t in infos(node)) or is_random(node):

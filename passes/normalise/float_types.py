@@ -1,7 +1,7 @@
-"""Float types that meet in one op: torch's fake tensors take mixtures that its kernels refuse, on every rank and late.
+"""Checks of mixed float dtypes: torch's fake tensors accept mixtures that its kernels refuse at the first step.
 
-Where an op is given several, it is run on small tensors of these types. Frozen batch norms, whose statistics keep the
-type that they have, get all of them in one.
+An op with operands of several float dtypes is run on small tensors of these dtypes. The operands of frozen batch norms,
+whose statistics are not converted to `precision`, are cast to one dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def write_frozen_batch_norm_in_one_type(graph: fx.Graph, traced: Traced) -> None:
-    """Weights and statistics of a batch norm in one type: that of its input, or float32 beside a narrower one."""
+    """Cast weights and statistics of a frozen batch norm to one dtype: that of its input, at least float32."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not aten.batch_norm.default:
             continue
@@ -37,7 +37,7 @@ def write_frozen_batch_norm_in_one_type(graph: fx.Graph, traced: Traced) -> None
 
 
 def refuse_mixed_types(graph: fx.Graph, traced: Traced) -> None:
-    """Raise InputsError at an op whose kernel does not take the float types that it is given."""
+    """Raise InputsError for an op whose kernel does not accept the float dtypes of its operands."""
     computed = {info(n).dtype for n in graph.nodes if n.name in traced.parameters and is_float(info(n).dtype)}
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -46,20 +46,20 @@ def refuse_mixed_types(graph: fx.Graph, traced: Traced) -> None:
         if len(given) > 1 and not takes_its_types(op_call(node)):
             types = " and ".join(sorted(map(str, given)))
             raise InputsError(
-                f"{op_name(node)} is given {types}, which torch does not mix",
+                f"{op_name(node)} gets operands of {types}, which torch does not mix",
                 where=source_line(node),
-                fix=_way_out(node, traced, computed),
+                fix=_fix(node, traced, computed),
             )
 
 
-def _way_out(node: fx.Node, traced: Traced, computed: set[torch.dtype]) -> str:
-    """An input of another type than the model computes in, if one leads there; else a cast."""
+def _fix(node: fx.Node, traced: Traced, computed: set[torch.dtype]) -> str:
+    """Return the fix: to convert an input whose dtype is not the model's, if the op depends on one; else a cast."""
     types = " or ".join(sorted(map(str, computed)))
     for n in ancestors([node]):
         if n.name in traced.inputs and is_float(info(n).dtype) and info(n).dtype not in computed:
             name = traced.inputs[n.name]
             return (
-                f"give {name!r} as {types}, which precision= makes of the parameters, here and in every batch; or "
+                f"pass {name!r} as {types}, the parameters' dtype under precision=, here and in every batch; or "
                 f"cast it in forward; or choose precision= to suit {info(n).dtype}"
             )
-    return f"cast one of them; precision= makes parameters {types} and leaves buffers and constants as they are"
+    return f"cast one of them; precision= converts parameters to {types}, but not buffers and constants"

@@ -1,4 +1,4 @@
-"""In-place ops on fresh tensors become their functional forms; writes to the model's own state are refused."""
+"""Functionalisation: rewrites in-place ops on fresh tensors to functional ones, refuses writes to the model's state."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ aten = torch.ops.aten
 
 
 def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
-    """`relu_(x)` on a fresh tensor becomes `relu(x)`, and later readers of x read the result.
+    """Rewrite `relu_(x)` on a fresh tensor to `relu(x)`, and let later readers of x read the result.
 
-    Writes through views were functionalised by the tracer; a buffer that the model writes to is refused.
+    The tracer has functionalised writes through views. Raises UnsupportedOp for writes to parameters, buffers, inputs.
     """
     _refuse_running_statistics(graph)
     state = {**traced.buffers, **traced.parameters, **traced.inputs}
@@ -34,10 +34,10 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
             )
         if written is not node.args[0]:
             raise UnsupportedOp(
-                f"{node.target} writes to the tensor given as out=",
+                f"{node.target} writes to the tensor passed as out=",
                 where=source_line(node),
-                fix="take what it returns; a module that updates buffers so in training, such as a spectral norm, can "
-                "be put in eval mode",
+                fix="use the returned tensor; a module that updates its buffers this way in training, such as a "
+                "spectral norm, can be put in eval mode",
             )
         functional = _functional(node.target)
         if functional is None:
@@ -52,7 +52,7 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
 
 
 def _written(node: fx.Node) -> fx.Node:
-    """The tensor that an op writes to: its first one, or the one given as `out`."""
+    """Return the tensor that an op writes to: its first argument, or the one passed as `out`."""
     schema = node.target._schema  # type: ignore[union-attr]
     given = {a.name: x for a, x in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
     found = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -62,7 +62,7 @@ def _written(node: fx.Node) -> fx.Node:
 
 
 def _keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
-    """`x.add_(y)` keeps the type of x, where `x + y` takes the wider one."""
+    """Cast the result to the dtype of `written`, if needed: `x.add_(y)` has the dtype of x, `x + y` the wider one."""
     dtype = written.meta["val"].dtype
     if all(o.meta["val"].dtype == dtype for o in node.all_input_nodes):
         return node
@@ -79,7 +79,7 @@ def _refuse_running_statistics(graph: fx.Graph) -> None:
             raise UnsupportedOp(
                 f"{node.target} computes statistics over this batch, which no split of the batch can reproduce",
                 where=source_line(node),
-                fix="use GroupNorm or LayerNorm; or put it in eval mode, where it takes its running statistics",
+                fix="use GroupNorm or LayerNorm; or put it in eval mode, where it uses its running statistics",
             )
 
 

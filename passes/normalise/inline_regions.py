@@ -1,4 +1,4 @@
-"""Replace the regions that the tracer sets apart (`with torch.no_grad()`, disabled autocast) by their bodies."""
+"""Inline the subgraphs that the tracer creates for `with torch.no_grad()` and disabled autocast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies; no gradient enters the former."""
+    """Replace no-grad and disabled-autocast regions by their bodies; inputs of a no-grad region are detached."""
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "wrap_with_set_grad_enabled":
@@ -24,7 +24,7 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
             _, _, enabled, _, body, *args = node.args
             if enabled:
                 raise UnsupportedOp(
-                    "an autocast region is inside the model", where=source_line(node), fix="pass precision= instead"
+                    "the model contains an autocast region", where=source_line(node), fix="pass precision= instead"
                 )
             _inline(graph, root, node, body, args, detached=False)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):

@@ -1,9 +1,8 @@
-"""Inputs of the type that the model's parameters had, where `precision` makes them another.
+"""Inputs to cast to `precision`, as a user would after `model.to(torch.bfloat16)`.
 
-A plain perceptron in float32 takes float32; planned in bf16 its weights are bf16, and its first product would be given
-both. Such inputs are cast as they enter the model, as a person would who calls `model.to(torch.bfloat16)`: those that
-reach a product as they are, through nothing but views and copies. What is computed from an input before, such as the
-sines of a time step, keeps its type; where that meets a product, `types.py` refuses it.
+A float32 perceptron takes float32 inputs. Planned in bf16, its weights are bf16, and its first matrix product would get
+both dtypes. Inputs that reach a product through views and copies only are therefore cast on entry. Tensors computed
+from an input, such as the sines of a time step, are not; `float_types.py` refuses a product that gets one.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _MOVES = ("view", "reshape", "flatten", "cat", "stack", "clone", "contiguous", "
 def inputs_to_cast(
     graph: fx.Graph, inputs: Mapping[str, str], given: Collection[torch.dtype], computed: torch.dtype
 ) -> set[str]:
-    """Names of inputs, of a type in `given`, that a product is given beside other tensors of type `computed`.
+    """Return the names of inputs with a dtype in `given` that meet other tensors of dtype `computed` in a product.
 
-    `inputs`: placeholder -> name. Traced in the given type itself, the other tensors have that type too.
+    `inputs`: placeholder -> name. `computed` may be in `given`: the graph was then traced in the original dtype.
     """
     found = set[str]()
     for node in graph.nodes:
@@ -47,7 +46,7 @@ def _type(node: fx.Node) -> torch.dtype | None:
 
 
 def _sources(node: fx.Node) -> set[str]:
-    """Names of the placeholders whose elements a node holds, moved at most."""
+    """Return the names of the placeholders that a node is a view or copy of."""
     held = ancestors([node], lambda n: _type(n) == _type(node) and (n.op == "placeholder" or _moves(n)))
     return {n.name for n in held if n.op == "placeholder"}
 

@@ -1,8 +1,8 @@
-"""Recognise causal attention masks by what they are, not by how they were written.
+"""Recognise causal attention masks by their values, however the model computes them.
 
-Models hand a dense mask to `scaled_dot_product_attention` after thirty integer ops. One that no input reaches is
-evaluated at two sizes: if it lets each query see itself and what came before, the op becomes `is_causal=True` and
-keeps its flash kernel; if it lets all see all, it goes. A mask that depends on an input stays as it is.
+Models pass a dense mask to `scaled_dot_product_attention`, computed by some thirty integer ops. A mask that depends on
+no input is evaluated at two sizes. If each query attends to itself and earlier positions, the op gets `is_causal=True`
+and can use its flash kernel; if all attend to all, the mask is dropped. A mask that depends on an input is not changed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autoptd.passes.graph import ancestors, concrete, info, substitute
 from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
-_LARGEST = 1 << 13  # a mask with a longer window or table is not evaluated: it stays dense
-_ENDLESS = (1 << 31) - 1  # what stands for "to the end" in slices and ranges
+_LARGEST = 1 << 13  # a mask with a longer window or table is not evaluated and stays dense
+_ENDLESS = (1 << 31) - 1  # "to the end" in slices and ranges
 
 
 def name_causal_masks(graph: fx.Graph, traced: Traced) -> None:
-    """Replace dense masks that are causal, or that mask nothing, in every attention op."""
+    """Replace dense masks that are causal or mask nothing, in every attention op."""
     verdicts: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not aten.scaled_dot_product_attention.default:
@@ -39,13 +39,12 @@ def name_causal_masks(graph: fx.Graph, traced: Traced) -> None:
 
 def _without_mask(node: fx.Node, *, causal: bool) -> None:
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    kept = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     node.args = (*node.args[:3], None, dropout, causal)
-    node.kwargs = kept
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
 
 
 def _judge(mask: fx.Node, traced: Traced) -> str:
-    """ "causal", "nothing" (masks nothing) or "dense"."""
+    """Classify a mask as "causal", "nothing" (masks nothing) or "dense"."""
     sources = [n for n in ancestors([mask]) if n.op == "placeholder"]
     if info(mask).requires_grad or any(n.name in traced.inputs or n.name in traced.parameters for n in sources):
         return "dense"
@@ -60,7 +59,7 @@ def _judge(mask: fx.Node, traced: Traced) -> str:
 
 
 def _literals(node: fx.Node) -> list[int]:
-    """Whole numbers among the arguments: a window, or the length of a table, shows there."""
+    """Return the numbers among the arguments, rounded up, such as a window or the length of a table."""
     found: list[int] = []
 
     def look(value: object) -> None:
@@ -92,7 +91,7 @@ def _judge_at(mask: fx.Node, traced: Traced, length: int) -> str:
 
 
 def evaluate(node: fx.Node, traced: Traced, sizes: dict[sympy.Symbol, int]) -> Tensor:
-    """The value of a node that depends on sizes and known buffers only, on the CPU."""
+    """Return the value, on the CPU, of a node that depends only on sizes and known buffers."""
     values: dict[fx.Node, object] = {}
     wanted = ancestors([node])
     for n in node.graph.nodes:

@@ -2,8 +2,8 @@
 
 After `normalise`, each node is a placeholder (parameter, buffer, constant, input, or a global loss count), a
 functional ATen op or an op of `autoptd.ops.library`; sizes in arguments are ints or sympy expressions of b, s …;
-`meta["info"]` holds global shape, dtype and whether a gradient flows; nothing is computed that does not reach the
-loss; views are `reshape` with the whole output shape. `PREPARE`, `EXACT_LOSS` and `FINISH` are read top to bottom.
+`meta["info"]` holds global shape, dtype and whether a gradient flows; every node contributes to the loss; views are
+`reshape` with the whole output shape. Passes run in the order of `PREPARE`, a list for the loss, and `FINISH`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _run(steps: Sequence[Pass], traced: Traced) -> None:
 
 
 def _is_exact(traced: Traced) -> bool:
-    """Whether the loss can be that of the whole batch; tried on a copy of the graph."""
+    """Return whether the loss of the whole batch can be computed exactly; tried on a copy of the graph."""
     copied: fx.Graph = fx.Graph()
     made = copied.graph_copy(traced.graph.graph, {})
     copied.output(made)
@@ -80,24 +80,22 @@ def _is_exact(traced: Traced) -> bool:
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Remove what nobody reads, but what writes; what merely draws random numbers goes as well."""
+    """Remove nodes without readers, except those that write; random draws count as pure."""
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure(impure_random=False):
             graph.erase_node(node)
 
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
-    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies."""
     _inline(graph, traced.graph)
 
 
 def write_own(graph: fx.Graph, traced: Traced) -> None:
-    """Write calls of the user's own backward passes with the functions themselves as targets."""
     write_own_calls(graph, traced.own)
 
 
 def _check(graph: fx.Graph) -> None:
-    """What later passes assume."""
+    """Raise TraceError unless every node has the form that later passes assume."""
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue

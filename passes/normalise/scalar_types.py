@@ -1,9 +1,9 @@
-"""Types behind counts: a count is float64, and what a scalar of another type becomes by it is seen by running it.
+"""Dtypes of nodes computed from global loss counts: a count is float64, and running each op shows its result's dtype.
 
     Σ l (float32, 0-dim) / loss_count_0 (float64, 0-dim)      float64
     x (float32, [b, s, h]) / loss_count_0                     float32, as torch promotes
 
-Where an op takes no such mixture, the operand is cast back to the type that the model had there.
+If an op does not accept the mixture, the operand is cast back to the dtype that the model had there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def settle_scalar_types(graph: fx.Graph, traced: Traced) -> None:
-    """Write into `meta["info"]` the types that nodes computed from counts have."""
+    """Correct the dtype in `meta["info"]` of nodes computed from counts."""
     before = {node: torch.float64 for node in graph.nodes if is_count(node)}
     for node in list(graph.nodes):
         wide = [o for o in dict.fromkeys(operands(node)) if o in before] if node.op == "call_function" else []
@@ -39,7 +39,7 @@ def settle_scalar_types(graph: fx.Graph, traced: Traced) -> None:
 
 
 def _run(node: fx.Node, traced: Traced) -> torch.dtype:
-    """The type that an op gives, on tensors without data."""
+    """Return the dtype of an op's result, by running it on fake tensors."""
     with fake_cpu(), torch.no_grad():
 
         def empty(operand: fx.Node) -> object:

@@ -1,4 +1,4 @@
-"""Sizes in arguments become sympy expressions of b, s and further symbols; size arithmetic leaves the graph."""
+"""Replace sizes in arguments by sympy expressions of b, s and further symbols, and remove size arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoptd.passes.trace.traced import Traced
 
 
 def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
-    """Write sizes into the arguments as sympy expressions of our symbols; size arithmetic leaves the graph."""
+    """Replace sizes in arguments by expressions of our symbols, which leaves size nodes dead; set `meta["shapes"]`."""
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op == "output":
@@ -53,7 +53,7 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
 
 
 def _clean(expr: sympy.Expr) -> sympy.Expr:
-    """torch's own FloorDiv and the like as sympy's, for positive integers."""
+    """Rewrite torch's FloorDiv and CleanDiv, of positive integers, in sympy's functions."""
     return expr.replace(lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv"), lambda e: _divide(e.args[0], e.args[1]))
 
 

@@ -1,10 +1,10 @@
-"""Find the factors of an op that has no rule, by trying: nothing is guessed, what nothing proves is replicated.
+"""Discovery of the factors of an op without a rule by running it: a factor that is not proved is not split.
 
-The op is run on small random tensors with its own literal arguments, sizes replaced by small distinct ones (where the
-arguments forbid that, the sizes as they are). Every way of naming dims of equal size as one factor is a candidate; one
-that holds in value and gradient, split in two and into single indices, for two sets of sizes and two draws, becomes a
-factor of the rule. Incoming gradients are large and small as well: one may be clipped by its norm. Whether the backward
-pass is linear in the gradient, so that each rank may have a partial value of it, is tried in the same way.
+The op runs on small random tensors with its own literal arguments, at small distinct sizes (at its real sizes if the
+arguments rule out small ones). Every assignment of one factor to dims of equal size is a candidate. A candidate becomes
+a factor of the rule if values and gradients agree when it is split in two and as finely as possible, for two sets of
+sizes and two draws. Incoming gradients are large and small too, because an op may clip them by their norm. The same
+runs decide whether the backward pass is linear in the gradient, so that each rank may have a partial value of it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Rule, expand
 from autoptd.passes.rules.prove import Example, as_list, differentiate, frozen, prove
 
-LARGEST = 1 << 20  # elements of an operand that is worth trying
-LARGEST_ONCE = 1 << 24  # of one that a few runs tell enough about
-CANDIDATES = 256  # per size; the fullest ones come first
+LARGEST = 1 << 20  # elements of the largest operand that is tried
+LARGEST_ONCE = 1 << 24  # the same where a few runs are enough
+CANDIDATES = 256  # per size; those with the factor in most tensors come first
 SIZES = ((4, 6, 8, 10, 12, 14), (8, 4, 14, 6, 10, 12))
 MAGNITUDES = (1.0, 1e5, 1e-5)  # of incoming gradients
-FINEST = 256  # parts that a dim is split into at most
+FINEST = 256  # most parts that a dim is split into
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What was found out about an op: a notation, or None and the reason why it is replicated."""
+    """Result of trying an op: a notation, or None and the reason why it is replicated."""
 
     op: str
     text: str | None
     reason: str = ""
-    tried: bool = True  # whether it ran, and gave the same twice
-    linear: bool = True  # whether its backward pass is linear in the gradient, as far as it was tried
+    tried: bool = True  # False if it did not run, or two runs differed
+    linear: bool = True  # False if its backward pass was found not to be linear in the gradient
 
     @property
     def rule(self) -> Rule | None:
-        """The rule that the notation stands for."""
+        """The rule of the notation; None for an op that is replicated without restrictions on gradients."""
         if self.text is None and self.linear:
             return None
         return Rule(self.text or _no_factors, linear_backward=self.linear)
@@ -58,7 +58,7 @@ class Discovery:
 
 
 def discover(call: OpCall) -> Discovery:
-    """The factors of this call that proved splittable. Results are kept per target, arguments and shapes."""
+    """Return the factors of this call that proved splittable. Results are cached per target, arguments and shapes."""
     return _discover(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
 
 
@@ -95,7 +95,7 @@ def _no_factors(call: OpCall) -> str:
 
 
 def _is_linear(examples: Sequence[Example]) -> bool:
-    """Whether the gradients of partial values add up: what every rank may do with its own."""
+    """Return whether the backward pass, run on partial gradients, gives gradients that add up to the whole."""
     for example in examples:
         call = example.call()
         partial = [s for s in expand(None, call, 2, Sizes()) if BP in s.needs]
@@ -105,9 +105,9 @@ def _is_linear(examples: Sequence[Example]) -> bool:
 
 
 def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | None]) -> bool | None:
-    """Whether, on small random tensors, no result for one sample changes with another; None where it cannot be tried.
+    """Return whether, on small random tensors, each sample's result is independent of other samples; None if untried.
 
-    `dims`: operand -> its dim of samples; `given`: that of each output, None for an output that has none.
+    `dims`: operand -> its sample dim; `given`: the sample dim of each output, None for an output without one.
     """
     if _unsuitable(call):
         return None
@@ -130,9 +130,9 @@ def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | Non
 
 
 def adds_up(call: OpCall, dims: Mapping[int, int]) -> bool:
-    """Whether, on small random tensors, what an op gives for all rows is the sum of what it gives for each.
+    """Return whether, on small random tensors, an op's result for all rows is the sum of its results for each row.
 
-    `dims`: operand -> its dim of rows. Values alone: what is added up has the gradients of its partial values.
+    `dims`: operand -> its row dim. Only values are compared: gradients of a sum are those of its partial values.
     """
     if _unsuitable(call):
         return False
@@ -154,7 +154,7 @@ def adds_up(call: OpCall, dims: Mapping[int, int]) -> bool:
 
 
 def _of_rows(example: Example, dims: Mapping[int, int], row: int) -> list[Tensor]:
-    """What the op gives for one row of each of these operands."""
+    """Return the op's outputs for one row of each operand in `dims`."""
     taken = iter(range(len(example.operands)))
 
     def cut(value: Any) -> Any:
@@ -168,7 +168,7 @@ def _of_rows(example: Example, dims: Mapping[int, int], row: int) -> list[Tensor
 
 
 def takes_its_types(call: OpCall) -> bool:
-    """Whether the op runs on small tensors of the types that it is given, or on none that can be tried."""
+    """Return whether the op runs on small tensors of its operands' dtypes; True if it cannot be tried at all."""
     if _unsuitable(call) or (example := _example(call, SIZES[0], 0)) is None:
         return True
     types = iter([t.dtype for t in call.operands])
@@ -191,7 +191,7 @@ def _unsuitable(call: OpCall) -> str:
 
 
 def _candidates(call: OpCall, size: Size) -> Iterator[tuple[int | None, ...]]:
-    """Every way of placing one factor of this size: a dim or none in each tensor, fullest first."""
+    """Return every assignment of one factor of this size to a dim or none of each tensor, most dims first."""
     tensors = call.operands + call.outputs
     options = [[*(d for d, n in enumerate(t.shape) if n == size), None] for t in tensors]
     combinations = (c for c in product(*options) if any(d is not None for d in c[: len(call.operands)]))
@@ -218,7 +218,7 @@ def _holds(call: OpCall, where: Sequence[int | None], examples: Sequence[Example
 
 
 def _finest(length: Size) -> int:
-    """The most parts of equal size that a dim is tried in."""
+    """Return the largest number of equal parts, up to `FINEST`, that a dim is split into."""
     assert isinstance(length, int)
     return next((n for n in range(min(length, FINEST), 1, -1) if length % n == 0), 2)
 
@@ -231,7 +231,7 @@ def _text(call: OpCall, dims: Sequence[Sequence[str]]) -> str:
 def _example(
     call: OpCall, numbers: Sequence[int], seed: int, magnitude: float = 1.0, largest: int = LARGEST
 ) -> Example | None:
-    """Small random tensors for a call that runs: small sizes if the literal arguments allow, else the real ones."""
+    """Return the call on random tensors at small sizes, else at its real ones; None if it runs at neither."""
     distinct = list(dict.fromkeys(n for t in call.operands for n in t.shape if n != 1))
     symbols = sorted({s for n in distinct for s in getattr(n, "free_symbols", ())}, key=str)
     real = dict(zip(symbols, numbers, strict=False))
@@ -279,7 +279,7 @@ def _draw(
 
 
 def _runs(example: Example, call: OpCall) -> bool:
-    """Whether the op takes this, backward too, and gives as many results, of as many dims, mostly finite."""
+    """Return whether forward and backward run, with the call's number of outputs and dims, and mostly finite values."""
     try:
         outputs, _ = differentiate(example)
     except FAILURES:
@@ -291,7 +291,7 @@ def _runs(example: Example, call: OpCall) -> bool:
 
 
 def _error(call: OpCall) -> str:
-    """What a call says that does not run at its real sizes."""
+    """Return the error of a call at its real sizes, in parentheses; empty if it runs."""
     distinct = list(dict.fromkeys(n for t in call.operands for n in t.shape if n != 1))
     symbols = sorted({s for n in distinct for s in getattr(n, "free_symbols", ())}, key=str)
     real = dict(zip(symbols, SIZES[0], strict=False))
@@ -306,7 +306,7 @@ def _error(call: OpCall) -> str:
 
 
 def _repeats(example: Example) -> bool:
-    """Whether running it twice, backward too, gives the same and leaves the inputs alone."""
+    """Return whether two runs, backward included, give equal results and leave the inputs unchanged."""
     before = [x.detach().clone() for x in example.operands]
     first, second = ([x for each in differentiate(example) for x in each] for _ in range(2))
     same = all(

@@ -1,6 +1,6 @@
-"""The factors of an op's loop nest: a notation that names them per dim, and their sizes and places in a call.
+"""Notation for the factors of an op's loop nest, and their sizes and positions in a call.
 
-A notation names the factors of every dim of every operand and output, operands and outputs in order:
+A notation names the factors of every dim of every operand and output, in order:
 
     "... k, o k, +o -> ... o"      linear with bias
     "b s (n d) -> b s n d"         a view; n is the outermost factor of the last dim
@@ -11,7 +11,7 @@ A notation names the factors of every dim of every operand and output, operands 
     .        a dim (or, inside parentheses, a factor) that stays whole
     3        a factor of that size which stays whole; `1` is a broadcast dim
     ...      leading dims, each its own factor, aligned from the right as broadcasting does
-    +        this operand is only added: if the result is partial, it is needed as a partial value too
+    +        this operand is only added: if the result is a partial value, the operand must be one too
 
 (Factors as in OpenXLA's Shardy; the partial values are ours.)
 """
@@ -29,7 +29,7 @@ import sympy
 
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 
-# More groups than this would split inside every head (fused projections have 2 to 4 parts): legal, but useless.
+# Fused projections have 2 to 4 parts. More groups would split within heads, which is legal but useless.
 MAX_GROUPS = 4
 
 Groups: TypeAlias = "Mapping[tuple[int, int], frozenset[int]]"  # (operand, or operands + output; dim) -> group counts
@@ -49,7 +49,7 @@ Dim: TypeAlias = "tuple[Atom, ...]"
 
 @dataclass(frozen=True)
 class NotationTerm:
-    """One operand or output of a notation; `leading` is where `...` stood, if it did."""
+    """One operand or output of a notation; `leading` is the position of `...` among its dims, if any."""
 
     dims: tuple[Dim, ...]
     leading: int | None = None
@@ -58,7 +58,7 @@ class NotationTerm:
 
 @cache
 def parse(text: str) -> tuple[tuple[NotationTerm, ...], tuple[NotationTerm, ...]]:
-    """Operands and outputs of a notation."""
+    """Return the operands and the outputs of a notation."""
     left, arrow, right = text.partition("->")
     assert arrow, f"notation {text!r} has no ->"
     return tuple(map(_term, left.split(","))), tuple(map(_term, right.split(",")))
@@ -92,7 +92,7 @@ def _term(text: str) -> NotationTerm:
 
 @dataclass(frozen=True)
 class FactorPlace:
-    """Where a factor stands in a tensor: its dim, and how many slices the outer factors of that dim make."""
+    """The position of a factor in a tensor: its dim, and the number of slices that that dim's outer factors make."""
 
     dim: int
     outer: Size
@@ -100,7 +100,7 @@ class FactorPlace:
 
 @dataclass(frozen=True)
 class Loops:
-    """A notation bound to a call: the size of every factor, and where it stands in each operand and output."""
+    """A notation bound to a call: the size of every factor, and its position in each operand and output."""
 
     sizes: Mapping[str, Size]
     places: Mapping[str, tuple[FactorPlace | None, ...]]  # operands, then outputs
@@ -108,7 +108,7 @@ class Loops:
 
 
 def divide(size: Size, by: Size) -> Size:
-    """The exact quotient of two sizes."""
+    """Return the exact quotient of two sizes."""
     if isinstance(size, int) and isinstance(by, int):
         assert size % by == 0, f"{size} is not a multiple of {by}"
         return size // by
@@ -119,7 +119,7 @@ def divide(size: Size, by: Size) -> Size:
 
 
 def bind(text: str, call: OpCall) -> Loops:
-    """Give the factors of `text` the sizes that they have in this call."""
+    """Return the factors of `text` with their sizes in this call."""
     operands, outputs = parse(text)
     tensors = call.operands + call.outputs
     if not call.operands and operands == (NotationTerm(()),):
@@ -145,7 +145,7 @@ def bind(text: str, call: OpCall) -> Loops:
 
 
 def _unroll(term: NotationTerm, tensor: TensorInfo, widest: int) -> tuple[Dim, ...]:
-    """Name the dims that `...` stands for by their distance from its right end."""
+    """Return the term's dims with `...` replaced by dims named by their distance from its right end."""
     if term.leading is None:
         return term.dims
     count = tensor.ndim - len(term.dims)
@@ -156,7 +156,7 @@ def _unroll(term: NotationTerm, tensor: TensorInfo, widest: int) -> tuple[Dim, .
 
 
 def _solve(dims: Sequence[tuple[Dim, ...]], tensors: Sequence[TensorInfo]) -> dict[str, Size]:
-    """Sizes of named factors: from the dims they have alone, then from composed dims with one unknown."""
+    """Return the sizes of named factors: from dims of one factor, then from composed dims with one unknown."""
     sizes: dict[str, Size] = {}
     pairs = [
         (dim, size) for term, t in zip(dims, tensors, strict=True) for dim, size in zip(term, t.shape, strict=True)
@@ -183,7 +183,7 @@ def _find(name: str, term: tuple[Dim, ...], tensor: TensorInfo, sizes: Mapping[s
         for at, atom in enumerate(dim):
             if atom.name == name:
                 before, after = dim[:at], dim[at + 1 :]
-                if WHOLE in before:  # a whole factor without a size: what the others leave over
+                if WHOLE in before:  # a whole factor without a size: its size is what the others leave
                     outer = divide(tensor.shape[index], prod(_size(a, sizes) for a in (atom, *after)))
                 else:
                     outer = prod(_size(a, sizes) for a in before)
@@ -192,7 +192,7 @@ def _find(name: str, term: tuple[Dim, ...], tensor: TensorInfo, sizes: Mapping[s
 
 
 def group_counts(places: Sequence[FactorPlace | None], groups: Groups) -> set[int]:
-    """Into how many groups a factor may be cut: what its dims are offered, less what its outer factors make."""
+    """Return the group counts for a factor: those offered to its dims, divided by the slices of its outer factors."""
     counts = {1}
     for position, place in enumerate(places):
         if place is not None and isinstance(place.outer, int):

@@ -1,12 +1,12 @@
-"""The strategies of an op, which follow from the factors of its loop nest (`loops` has the notation).
+"""Strategies of an op, derived from the factors of its loop nest (notation: `factor_notation`).
 
-Splitting the factor f over t ranks: who has f is `Split` there (an inner factor: in as many groups as the outer
-factors count), an operand that lacks f is `Bp` (each rank adds a share to its gradient), an output that lacks f is
-`P`. Besides, an op may be done in full by every rank, with whole or partial gradients (backward is linear in the
-incoming gradient), and a linear op carries `P` through.
+If factor f is split over t ranks, a tensor that has f is `Split` at its dim (for an inner factor, in as many groups as
+the outer factors make slices), an operand without f is `Bp` (its gradient is partial on each rank), and an output
+without f is `P`. Besides, every rank may run an op in full, with whole or partial gradients (backward is linear in the
+incoming gradient), and a linear op maps `P` to `P`.
 
-Group counts are offered where they are of use: they arise at composed dims, as in `(3 n d)`, and spread through
-adjacent ops to a fixpoint, so that a fused query-key-value projection is split in 3 groups from its weight on.
+Group counts arise at composed dims, as in `(3 n d)`, and spread through adjacent ops to a fixpoint, so that the weight
+of a fused query-key-value projection is split in 3 groups too. No other dims are offered group counts.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from autoptd.passes.rules.factor_notation import (
 
 @dataclass(frozen=True)
 class Strategy:
-    """One legal way for an op on one axis. `str` is unique among an op's strategies: `S1, Bp -> S1`."""
+    """One legal choice for an op on one axis. `str` is unique among an op's strategies: `S1, Bp -> S1`."""
 
     needs: tuple[Placement, ...]  # one per entry of OpCall.operands
     gives: tuple[Placement, ...]  # one per output
     ranks: int = 1  # each rank does 1/ranks of the work
-    implementation: str = ""  # the op's own distributed implementation, see IMPLEMENTATIONS in rules.py
+    implementation: str = ""  # the op's own distributed implementation, see IMPLEMENTATIONS in table.py
     collectives: tuple[tuple[str, Size], ...] = ()  # (name, elements per rank), issued by the implementation itself
 
     @property
     def share(self) -> sympy.Rational:
-        """The share of the op's work that each rank does."""
+        """The fraction of the op's work that each rank does."""
         return sympy.Rational(1, self.ranks)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Implementation:
-    """An op's own distributed implementation of splitting one factor, the only way to split that factor."""
+    """An op's own distributed implementation for one factor, which cannot be split otherwise."""
 
     name: str
     factor: str
@@ -64,23 +64,23 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of an op: its notation (may depend on the call), where it is linear, which arguments are sizes."""
+    """An op's sharding rule: its notation (may depend on the call), linear operands, and arguments that are sizes."""
 
     notation: str | Callable[[OpCall], str]
     linear: Callable[[OpCall], Sequence[frozenset[int]]] = lambda call: ()  # operands that may be P together
     local: Callable[[OpCall, Strategy, int], Mapping[int | str, Any]] = lambda call, strategy, ranks: {}
     implementations: tuple[Implementation, ...] = ()
-    linear_backward: bool = True  # else no rank can have a partial gradient: a backward pass of the user's own
+    linear_backward: bool = True  # False for some user-defined backward passes: they rule out partial gradients
 
     def text(self, call: OpCall) -> str:
-        """The notation for this call."""
+        """Return the notation for this call."""
         return self.notation if isinstance(self.notation, str) else self.notation(call)
 
 
 def expand(rule: Rule | None, call: OpCall, ranks: int, sizes: Sizes, groups: Groups | None = None) -> list[Strategy]:
-    """All strategies of an op over `ranks` ranks, in a fixed order; without a rule, in full on every rank only.
+    """Return all strategies of an op over `ranks` ranks, in a fixed order; without a rule, only those in full.
 
-    `groups` offers group counts besides 1 for the dims of operands (numbered from 0) and outputs (after them).
+    `groups`: group counts besides 1 for the dims of operands (numbered from 0) and outputs (numbered after them).
     """
     found = list(_whole(call, rule is None or rule.linear_backward))
     if rule is not None and ranks > 1:
@@ -108,7 +108,7 @@ def _splits(rule: Rule, call: OpCall, ranks: int, sizes: Sizes, groups: Groups) 
     for name, places in loops.places.items():
         if name in own and not own[name].applies(call):
             continue
-        # An implementation knows which part of the whole a rank holds: its slice in one piece.
+        # An implementation relies on each rank's part being one contiguous slice: no groups.
         for count in sorted({1} if name in own else group_counts(places, groups)):
             fits = sizes.divisible(loops.sizes[name], ranks, count) and groups_fit(places, count)
             strategy = _split(call, loops, places, count, ranks) if fits else None
@@ -143,7 +143,7 @@ def _implemented(strategy: Strategy, own: Implementation, call: OpCall) -> Strat
 
 
 def _linear(rule: Rule, call: OpCall) -> Iterator[Strategy]:
-    """P in, P out: each rank does all of the op on its partial value."""
+    """Yield the strategies from P to P, in which each rank runs the whole op on its partial value."""
     for partial_sums in rule.linear(call):
         if all(_has_partials(t) for t in (*(call.operands[i] for i in partial_sums), *call.outputs)):
             needs = tuple(P if i in partial_sums else _broadcast(t, True) for i, t in enumerate(call.operands))
@@ -151,7 +151,7 @@ def _linear(rule: Rule, call: OpCall) -> Iterator[Strategy]:
 
 
 def local_shape(tensor: TensorInfo, placement: Placement, ranks: int) -> tuple[Size, ...]:
-    """The shape of what one rank holds."""
+    """Return the shape of one rank's part of a tensor."""
     if not isinstance(placement, Split):
         return tensor.shape
     return tuple(divide(n, ranks) if dim == placement.dim else n for dim, n in enumerate(tensor.shape))
@@ -160,7 +160,7 @@ def local_shape(tensor: TensorInfo, placement: Placement, ranks: int) -> tuple[S
 def local_args(
     rule: Rule | None, call: OpCall, strategy: Strategy, ranks: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the op on one rank: tensors of local shape, and the sizes among the arguments made local."""
+    """Return the op's arguments on one rank, with local shapes for tensors and local values for sizes."""
     shapes = iter(zip(call.operands, strategy.needs, strict=True))
 
     def localise(value: Any) -> Any:
@@ -189,7 +189,7 @@ class Wired:
 
 
 def propagate_groups(calls: Sequence[Wired]) -> dict[tuple[str, int], frozenset[int]]:
-    """Group counts worth offering per (tensor, dim), carried through adjacent ops to a fixpoint.
+    """Return the group counts to offer per (tensor, dim), propagated through adjacent ops to a fixpoint.
 
     `linear` then `view(…, 3, n, d)` offers 3 to the linear's output, its weight's rows and its bias.
     """
@@ -224,7 +224,7 @@ def _offers(
 
 
 def groups_of(wired: Wired, offered: Mapping[tuple[str, int], frozenset[int]]) -> Groups:
-    """What `propagate_groups` found, by position, as `expand` takes it."""
+    """Return the group counts of a call's tensors by (position, dim), as `expand` takes them."""
     tensors = wired.call.operands + wired.call.outputs
     return {
         (i, dim): offered[name, dim]

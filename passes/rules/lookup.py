@@ -1,4 +1,4 @@
-"""The rule of an op: its row, or what was discovered by running it, or none (then it is replicated)."""
+"""Lookup of an op's rule: its row in the table, or one discovered by running the op, or None (replicated)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from autoptd.passes.rules.table import RULES
 
 
 def rule_for(call: OpCall) -> Rule | None:
-    """The op's row in the table, or the factors that proved splittable."""
+    """Return the op's row in the table, else the rule of the factors that proved splittable, if any."""
     return RULES[call.target] if call.target in RULES else discover(call).rule
 
 
 def discovery(call: OpCall) -> Discovery | None:
-    """What was found out about an op that has no row, to be reported."""
+    """Return the discovery for an op without a row, which reports show; None for an op with one."""
     return None if call.target in RULES else discover(call)
 
 
 def strategies(
     call: OpCall, ranks: int, sizes: Sizes, groups: Groups | None = None, rules: Mapping[Any, Rule] = RULES
 ) -> list[Strategy]:
-    """All legal strategies of a call, in a fixed order. An op without a row is done in full by every rank."""
+    """Return all legal strategies of a call, in a fixed order. Every rank runs an op without a rule in full."""
     return expand(rules.get(call.target), call, ranks, sizes, groups)

@@ -1,7 +1,8 @@
 """Notations that depend on the call: on the number of dims, on an argument, or on the refinement of two shapes.
 
-Each function takes a call and gives its notation (see `factors`). A dim is named `d0`, `d1`, … by its position in the
-first operand unless a better word is at hand. Dims that an op treats as one (softmax's, a reduction's) stay whole.
+Each function returns the notation of a call (see `factor_notation`) or, given an argument's position, such a function.
+A dim is named `d0`, `d1`, … by its position in the first operand unless it has a better name. Dims over which an op
+normalises or reduces stay whole.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def arrow(operands: Iterable[Sequence[str]], outputs: Iterable[Sequence[str]]) -
 
 
 def fit(tensor: TensorInfo, dims: Sequence[str]) -> list[str]:
-    """The right-hand `dims` that a tensor broadcast to them has, its dims of size 1 written so."""
+    """Return the names of a tensor's dims when it is broadcast to `dims`, aligned from the right; size 1 is `1`."""
     wanted = dims[len(dims) - tensor.ndim :]
     return ["1" if size == 1 else name for size, name in zip(tensor.shape, wanted, strict=True)]
 
 
 def chosen(dims: Any, ndim: int) -> set[int]:
-    """Dims as an op's argument gives them (one, several, none for all), as positions from the left."""
+    """Return positions from the left of the dims that an op's argument names (one, several, or none for all)."""
     if dims is None or dims == []:
         return set(range(ndim))
     return {d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -43,18 +44,18 @@ def elementwise(call: OpCall) -> str:
 
 
 def whole(call: OpCall) -> str:
-    """Nothing can be split."""
+    """Return a notation in which nothing can be split."""
     return arrow([["."] * t.ndim for t in call.operands], [["."] * t.ndim for t in call.outputs])
 
 
 def first_only(call: OpCall) -> str:
-    """Like the first operand; the others (of whatever shape) only give a type."""
+    """Return a notation elementwise in the first operand; the others, of any shape, only give a dtype."""
     rest = [["."] * t.ndim for t in call.operands[1:]]
     return arrow([["..."], *rest], [["..."]])
 
 
 def unsplittable(index: int = 1, name: str = "dim", default: Any = -1) -> Notation:
-    """Every dim as it was; those named by an argument stay whole (their size may change)."""
+    """Return a notation that keeps every dim; those named by an argument stay whole (their size may change)."""
 
     def notation(call: OpCall) -> str:
         return _except(call, chosen(call.arg(index, name, default), call.operands[0].ndim))
@@ -68,7 +69,7 @@ def _except(call: OpCall, fixed: set[int]) -> str:
 
 
 def reduce(index: int = 1, keep: int = 2, default: Any = None, summed: bool = False) -> Notation:
-    """The dims of an argument vanish (or become 1); unless they are merely summed they stay whole."""
+    """Return a notation without the dims that an argument names (or with size 1); they stay whole unless `summed`."""
 
     def notation(call: OpCall) -> str:
         ndim = call.operands[0].ndim
@@ -83,7 +84,7 @@ def reduce(index: int = 1, keep: int = 2, default: Any = None, summed: bool = Fa
 
 
 def loss(reduction: int) -> Notation:
-    """An elementwise loss: elementwise (0), its mean (1, whole) or its sum (2), by an argument."""
+    """Return the notation of an elementwise loss, its mean (1, whole) or its sum (2), by its `reduction` argument."""
 
     def notation(call: OpCall) -> str:
         match call.arg(reduction, "reduction", 1):
@@ -97,7 +98,7 @@ def loss(reduction: int) -> Notation:
 
 
 def row_loss(reduction: int, weight: int | None = None) -> Notation:
-    """A loss per row [n, c]: of each (0), their mean (1, whole) or their sum (2). `weight`: the operand [c], if any."""
+    """Return the notation of a loss per row [n, c], its mean (whole) or sum; `weight`: position of the operand [c]."""
 
     def notation(call: OpCall) -> str:
         how = call.arg(reduction, "reduction", 1)
@@ -110,7 +111,7 @@ def row_loss(reduction: int, weight: int | None = None) -> Notation:
 
 
 def class_loss(call: OpCall) -> str:
-    """Cross entropy of logits [n, c, …] and labels [n, …] (or [n, c, …]): its sum adds up over all but the classes."""
+    """Return the notation of cross entropy over logits [n, c, …]: a sum can be split over all dims but the classes."""
     logits, labels, *weight = call.operands
     if call.arg(3, "reduction", 1) != 2 or logits.ndim < 2:
         return whole(call)
@@ -121,12 +122,12 @@ def class_loss(call: OpCall) -> str:
 
 
 def counted(call: OpCall) -> str:
-    """valid_count: labels of any dims, and maybe a weight per class."""
+    """Return the notation of valid_count: labels of any shape and, optionally, a weight per class."""
     return "... -> " if len(call.operands) == 1 else "..., . -> "
 
 
 def permutation(order: Callable[[OpCall, int], Sequence[int]]) -> Notation:
-    """Dims moved: `order` gives, for each dim of the result, where it was."""
+    """Return the notation of a permutation; `order` gives each dim of the result's position in the operand."""
 
     def notation(call: OpCall) -> str:
         dims = names(call.operands[0].ndim)
@@ -136,7 +137,7 @@ def permutation(order: Callable[[OpCall, int], Sequence[int]]) -> Notation:
 
 
 def swap(call: OpCall, ndim: int) -> list[int]:
-    """The order of transpose(dim0, dim1)."""
+    """Return the order of transpose(dim0, dim1)."""
     order = list(range(ndim))
     if ndim:
         a, b = call.args[1] % ndim, call.args[2] % ndim
@@ -145,7 +146,7 @@ def swap(call: OpCall, ndim: int) -> list[int]:
 
 
 def move(call: OpCall, ndim: int) -> list[int]:
-    """The order of movedim(source, destination)."""
+    """Return the order of movedim(source, destination)."""
     source, target = (list(a) if isinstance(a, (list, tuple)) else [a] for a in call.args[1:3])
     order: dict[int, int] = {t % ndim: s % ndim for s, t in zip(source, target, strict=True)}
     others = iter(i for i in range(ndim) if i not in order.values())
@@ -153,13 +154,13 @@ def move(call: OpCall, ndim: int) -> list[int]:
 
 
 def slice_(call: OpCall) -> str:
-    """The sliced dim stays whole unless all of it is taken."""
+    """Return the notation of a slice, whose dim stays whole unless all of it is taken."""
     dim = call.arg(1, "dim", 0) % call.operands[0].ndim
     return _except(call, set() if same(call.outputs[0].shape[dim], call.operands[0].shape[dim]) else {dim})
 
 
 def remove(call: OpCall) -> str:
-    """select and unbind: one dim is taken apart."""
+    """Return the notation of select and unbind, which remove one dim; it stays whole."""
     dims = names(call.operands[0].ndim)
     dim = call.arg(1, "dim", 0) % len(dims)
     kept = dims[:dim] + dims[dim + 1 :]
@@ -167,7 +168,7 @@ def remove(call: OpCall) -> str:
 
 
 def squeeze(call: OpCall) -> str:
-    """Dims named to be dropped are dropped if they have size 1; another must not come to have it by a split."""
+    """Return the notation of squeeze; every dim named stays whole, since a split could bring its size down to 1."""
     operand = call.operands[0]
     dropped = chosen(call.arg(1, "dim"), operand.ndim)
     dims = ["." if i in dropped else d for i, d in enumerate(names(operand.ndim))]
@@ -175,7 +176,7 @@ def squeeze(call: OpCall) -> str:
 
 
 def parts(index: int = 2) -> Notation:
-    """chunk and split: equal parts are `(3 o) -> o, o, o`, unequal ones stay whole."""
+    """Return the notation of chunk and split: `(3 o) -> o, o, o` for equal parts, whole for unequal ones."""
 
     def notation(call: OpCall) -> str:
         dim = call.arg(index, "dim", 0) % call.operands[0].ndim
@@ -186,13 +187,13 @@ def parts(index: int = 2) -> Notation:
 
 
 def cat(call: OpCall) -> str:
-    """The inverse of `parts`: `o, o -> (2 o)`."""
+    """Return the inverse of `parts`: `o, o -> (2 o)`."""
     long, short = _composed(call.operands, call.arg(1, "dim", 0) % call.outputs[0].ndim)
     return arrow([short] * len(call.operands), [long])
 
 
 def _composed(pieces: Sequence[TensorInfo], dim: int) -> tuple[list[str], list[str]]:
-    """The dims of the concatenation of pieces along `dim`, and of each piece."""
+    """Return the dims of the concatenation of pieces along `dim`, and of each piece."""
     dims = names(pieces[0].ndim)
     equal = all(same(p.shape[dim], pieces[0].shape[dim]) for p in pieces)
     long, short = list(dims), list(dims)
@@ -201,7 +202,7 @@ def _composed(pieces: Sequence[TensorInfo], dim: int) -> tuple[list[str], list[s
 
 
 def halves(call: OpCall) -> str:
-    """glu: two halves of a dim become one."""
+    """Return the notation of glu, which combines two halves of a dim."""
     dims = names(call.operands[0].ndim)
     dim = call.arg(1, "dim", -1) % len(dims)
     return arrow([[*dims[:dim], f"(2 {dims[dim]})", *dims[dim + 1 :]]], [dims])
@@ -214,7 +215,7 @@ def stack(call: OpCall) -> str:
 
 
 def repeat(call: OpCall) -> str:
-    """repeat(counts): `d -> (3 d)`; new leading dims are whole."""
+    """Return the notation of repeat(counts): `d -> (3 d)`; new leading dims are whole."""
     operand, counts = call.operands[0], call.args[1]
     new, dims = len(counts) - operand.ndim, names(operand.ndim)
     source, target = list(dims), ["."] * new
@@ -226,7 +227,7 @@ def repeat(call: OpCall) -> str:
 
 
 def repeat_interleave(call: OpCall) -> str:
-    """repeat_interleave(count, dim): `d -> (d 3)`."""
+    """Return the notation of repeat_interleave(count, dim): `d -> (d 3)`."""
     dims, dim = names(call.operands[0].ndim), call.arg(2, "dim", None)
     if dim is None and len(dims) == 1:
         dim = 0
@@ -237,7 +238,7 @@ def repeat_interleave(call: OpCall) -> str:
 
 
 def pad(call: OpCall) -> str:
-    """Padded dims stay whole."""
+    """Return the notation of pad; padded dims stay whole."""
     amounts, ndim = call.args[1], call.operands[0].ndim
     return _except(call, {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0})
 
@@ -247,7 +248,7 @@ def one_hot(call: OpCall) -> str:
 
 
 def index(call: OpCall) -> str:
-    """x[i, :, j]: indexed dims are whole; the dims of the indices, broadcast together, replace them."""
+    """Return the notation of x[i, :, j]: indexed dims are whole, replaced by the indices' broadcast dims."""
     tensor, *indices = call.operands
     if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
         return whole(call)
@@ -262,7 +263,7 @@ def index(call: OpCall) -> str:
 
 
 def gather(call: OpCall) -> str:
-    """gather(x, dim, index): the dim of x is whole; other dims are split where index covers all of x."""
+    """Return the notation of gather(x, dim, index): `dim` of x is whole; other dims can be split if index covers x."""
     tensor, indices = call.operands
     dim = call.arg(1, "dim") % max(tensor.ndim, 1)
     covered = [same(a, b) for a, b in zip(tensor.shape, indices.shape, strict=True)]
@@ -277,7 +278,7 @@ def index_select(call: OpCall) -> str:
 
 
 def index_add(call: OpCall) -> str:
-    """index_add(x, dim, index, source): rows are added wherever the index says; the other dims go along."""
+    """Return the notation of index_add(x, dim, index, source): `dim` is whole, all other dims can be split."""
     ndim = call.operands[0].ndim
     dim = call.arg(1, "dim") % ndim
     dims = ["." if i == dim else d for i, d in enumerate(names(ndim))]
@@ -285,7 +286,7 @@ def index_add(call: OpCall) -> str:
 
 
 def scatter(call: OpCall) -> str:
-    """scatter(x, dim, index, source): as `gather`; dims are split where index and source cover all of x."""
+    """Return the notation of scatter(x, dim, index, source): other dims can be split if index and source cover x."""
     tensor, *others = call.operands
     dim = call.arg(1, "dim") % tensor.ndim
     dims = [
@@ -296,7 +297,7 @@ def scatter(call: OpCall) -> str:
 
 
 def scattered(removed: bool) -> Notation:
-    """slice_scatter and select_scatter: what is written into lacks the dim (`removed`), or has it shorter."""
+    """Return the notation of slice_scatter and select_scatter; `removed`: the source lacks the dim (select_scatter)."""
 
     def notation(call: OpCall) -> str:
         ndim = call.operands[0].ndim
@@ -319,14 +320,14 @@ def matmul(call: OpCall) -> str:
 
 
 def addmm(call: OpCall) -> str:
-    """bias + a @ b, also with batches."""
+    """Return the notation of bias + a @ b, with or without a batch dim."""
     batch = ["b"] * (call.outputs[0].ndim - 2)
     bias = fit(call.operands[0], [*batch, "m", "n"])
     return arrow([["+", *bias], [*batch, "m", "k"], [*batch, "k", "n"]], [[*batch, "m", "n"]])
 
 
 def conv(call: OpCall) -> str:
-    """Channels of a convolution without groups; space is whole."""
+    """Return the notation of a convolution: channels can be split without groups, spatial dims are whole."""
     source = call.operands[0]
     space = ["."] * (source.ndim - 2)
     if call.args[-1] != 1 if len(call.args) > 6 else call.kwargs.get("groups", 1) != 1:
@@ -336,7 +337,7 @@ def conv(call: OpCall) -> str:
 
 
 def pool(space: int) -> Notation:
-    """Batch and channels; the last `space` dims are whole."""
+    """Return a notation that keeps every dim; the last `space` dims are whole."""
 
     def notation(call: OpCall) -> str:
         return _except(call, {call.operands[0].ndim - 1 - i for i in range(space)})
@@ -345,7 +346,7 @@ def pool(space: int) -> Notation:
 
 
 def normalised(call: OpCall) -> str:
-    """layer_norm and rms_norm: the normalised dims are whole; statistics have size 1 there."""
+    """Return the notation of layer_norm and rms_norm: normalised dims are whole; statistics have size 1 there."""
     fixed = len(call.args[1])
     statistics = [["...", *["1"] * fixed]] * (len(call.outputs) - 1)
     weights = [["."] * fixed] * (len(call.operands) - 1)
@@ -353,19 +354,19 @@ def normalised(call: OpCall) -> str:
 
 
 def channels(call: OpCall) -> str:
-    """batch_norm: statistics per channel."""
+    """Return the notation of batch_norm, which has statistics per channel."""
     dims = [".", "c", *["."] * (call.operands[0].ndim - 2)]
     return arrow([dims, *[["c"]] * (len(call.operands) - 1)], [dims])
 
 
 def samples(call: OpCall) -> str:
-    """group_norm: each sample by itself."""
+    """Return the notation of group_norm, which treats samples independently."""
     rest = ["."] * (call.operands[0].ndim - 1)
     return arrow([["n", *rest], *[["."]] * (len(call.operands) - 1)], [["n", *rest]])
 
 
 def attention(call: OpCall) -> str:
-    """Heads, and query positions where no causal mask counts them; in groups, key-value heads are outermost."""
+    """Return the notation of attention: heads can be split (grouped by key-value head) and, unless causal, queries."""
     query, key, value = call.operands[:3]
     batch = [f"b{i}" for i in range(query.ndim - 3)]
     grouped = query.ndim > 3 and not same(query.shape[-3], key.shape[-3]) and key.shape[-3] != 1
@@ -379,7 +380,7 @@ def attention(call: OpCall) -> str:
 
 
 def einsum(call: OpCall) -> str:
-    """The equation itself, one letter per factor."""
+    """Return the equation of einsum as a notation, one letter per factor."""
     left, _, right = call.args[0].replace(" ", "").partition("->")
     if "->" not in call.args[0]:
         letters = left.replace(",", "").replace("...", "")

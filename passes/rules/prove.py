@@ -1,9 +1,10 @@
-"""Proof by execution: run an op as a strategy says, rank by rank, and compare with the whole op.
+"""Proof by execution: run an op under a strategy, rank by rank, and compare with the whole op.
 
-Inputs are laid out as the strategy needs them (a `PartialSum` as random partial values: relu looks linear on 0.3 x +
-0.7 x), each rank runs the op on its part, and the results are joined as the strategy gives them. The gradient
-likewise, by the conjugate placements: a random gradient of the outputs is laid out, each rank runs its backward, and
-the gradients of the inputs are joined. What every rank should hold whole is compared on every rank.
+Inputs are distributed in the placements that the strategy needs (a `PartialSum` as random partial values, since relu
+looks linear on 0.3 x + 0.7 x), each rank runs the op on its part, and the results are joined in the placements that the
+strategy gives. Gradients are checked likewise in the conjugate placements: a random gradient of the outputs is
+distributed, each rank runs its backward pass, and the gradients of the inputs are joined. Replicated tensors are
+compared on every rank.
 
 `discover` uses the same proof to find the factors of an op that has no rule.
 """
@@ -21,9 +22,9 @@ from autoptd.layout.placements import Broadcast, PartialSum, Placement, Split
 from autoptd.passes.opcall import OpCall, TensorInfo
 from autoptd.passes.rules.factors import Rule, Strategy, local_args
 
-# A rank's part of the proof: op and tensors in, outputs and gradients out.
+# Runs one rank, given its number and the op: returns outputs and gradients.
 RankRun: TypeAlias = "Callable[[int, Callable[..., Any]], tuple[list[Tensor], list[Tensor | None]]]"
-# Runs every rank; an op's own distributed implementation needs ranks that talk (see `Ranks` in the tests).
+# Runs every rank; an op's own distributed implementation needs ranks that communicate (see `Ranks` in the tests).
 OnRanks: TypeAlias = "Callable[[int, Strategy, Callable[..., Any], RankRun], list[Any]]"
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -31,7 +32,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torc
 
 @dataclass(frozen=True)
 class Example:
-    """A call with real tensors; those that require a gradient are differentiated."""
+    """A call with real tensors; gradients are taken of those that require one."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -42,7 +43,7 @@ class Example:
         return list(_tensors((self.args, tuple(self.kwargs.values()))))
 
     def call(self) -> OpCall:
-        """The same as the rules see it; runs the op for the shapes of its outputs."""
+        """Return the call in the form that rules read; runs the op to get the shapes of its outputs."""
         outputs = as_list(self.target(*self.args, **self.kwargs))
         kwargs = {k: _map(_info, v) for k, v in self.kwargs.items()}
         return OpCall(self.target, _map(_info, self.args), kwargs, tuple(map(_info, outputs)))
@@ -50,11 +51,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Counterexample:
-    """Where a strategy and the whole op differ, and by how much (absolute; infinite where shapes differ)."""
+    """A difference between a strategy and the whole op: which tensor, and by how much (infinite if shapes differ)."""
 
     strategy: str
     what: str  # "output 0", "gradient of operand 1", or the op's own error
-    error: float = float("inf")
+    error: float = float("inf")  # absolute
 
     def __str__(self) -> str:
         return f"{self.strategy}: {self.what} is off by {self.error:.3g}"
@@ -70,7 +71,7 @@ def prove(
     magnitude: float = 1.0,
     on_ranks: OnRanks | None = None,
 ) -> Counterexample | None:
-    """None if the strategy computes what the whole op does, in value and gradient; incoming ones of this magnitude."""
+    """Return a counterexample unless values and gradients agree with the whole op's; `magnitude`: of incoming ones."""
     call = example.call()
     rng = torch.Generator().manual_seed(seed)
     upstream = _incoming(call.outputs, rng, magnitude)
@@ -107,7 +108,7 @@ def prove(
 
 
 def in_turn(ranks: int, strategy: Strategy, target: Callable[..., Any], run: RankRun) -> list[Any]:
-    """Ranks that need not talk to each other."""
+    """Run ranks that do not communicate, one after the other."""
     assert not strategy.implementation, f"{strategy} is distributed itself: run its ranks together"
     return [run(rank, target) for rank in range(ranks)]
 
@@ -117,7 +118,7 @@ def _incoming(outputs: Sequence[TensorInfo], rng: torch.Generator, magnitude: fl
 
 
 def differentiate(example: Example) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs of a call, and the gradient of each operand, of a random gradient of the outputs."""
+    """Return the outputs of a call, and the gradient of each operand for a random gradient of the outputs."""
     upstream = _incoming(example.call().outputs, torch.Generator().manual_seed(0), 1.0)
     return _differentiate(example.target, example.args, example.kwargs, upstream)
 
@@ -125,7 +126,7 @@ def differentiate(example: Example) -> tuple[list[Tensor], list[Tensor | None]]:
 def _differentiate(
     target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], upstream: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs, and the gradient of each operand (None where there is none)."""
+    """Return the outputs, and the gradient of each operand (None if it has none)."""
     outputs = as_list(target(*args, **kwargs))
     operands = list(_tensors((args, tuple(kwargs.values()))))
     roots = [i for i, y in enumerate(outputs) if y.requires_grad]
@@ -141,7 +142,7 @@ def _differentiate(
 
 
 def _conjugate(placement: Placement) -> Placement:
-    """The placement of the gradient, read as one of a value."""
+    """Return the placement of the gradient as that of a value."""
     match placement:
         case Split():
             return placement
@@ -152,7 +153,7 @@ def _conjugate(placement: Placement) -> Placement:
 
 
 def _lay_out(x: Tensor, placement: Placement, ranks: int, rng: torch.Generator) -> list[Tensor]:
-    """What each rank holds of x."""
+    """Return each rank's part of x."""
     x = x.detach()
     match placement:
         case Broadcast():
@@ -168,7 +169,7 @@ def _lay_out(x: Tensor, placement: Placement, ranks: int, rng: torch.Generator) 
 def _compare(
     parts: Sequence[Tensor], whole: Tensor, placement: Placement, ranks: int, tolerance: float
 ) -> float | None:
-    """The largest difference between the parts, joined, and the whole; None if they agree."""
+    """Return the largest difference between the joined parts and the whole, or None if they agree."""
     match placement:
         case Broadcast():
             joined = list(parts)
@@ -189,19 +190,19 @@ def _difference(x: Tensor, y: Tensor, tolerance: float) -> float | None:
     if not (x.is_floating_point() or x.is_complex()):
         return None if torch.equal(x, y) else float((x.double() - y.double()).abs().max())
     largest = float(y.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if y.numel() else 0.0
-    # relative to the largest: a product of many factors is tiny, and so must the difference be
+    # relative to the largest element, since a product of many factors is tiny and its error must be tinier
     if torch.allclose(x, y, rtol=tolerance, atol=tolerance * (largest or 1.0), equal_nan=True):
         return None
     return float((x - y).abs().nan_to_num(float("inf")).max())
 
 
 def as_list(value: Any) -> list[Tensor]:
-    """An op's outputs, one or several."""
+    """Return an op's outputs, one or several, as a list."""
     return [value] if isinstance(value, Tensor) else list(value)
 
 
 def frozen(value: Any) -> Any:
-    """Arguments with lists as tuples, to be a key."""
+    """Return arguments with lists turned into tuples, which can be a key."""
     return tuple(map(frozen, value)) if isinstance(value, (tuple, list)) else value
 
 
@@ -214,7 +215,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply to tensors (real, or as shapes), also inside lists."""
+    """Return `value` with the function applied to every Tensor and TensorInfo in it; other values are unchanged."""
     if isinstance(value, (Tensor, TensorInfo)):
         return function(value)
     return type(value)([_map(function, v) for v in value]) if isinstance(value, (tuple, list)) else value

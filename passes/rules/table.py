@@ -1,8 +1,8 @@
-"""The table: what is known of each op, one row per op, in alphabetical order.
+"""The rule table: one row per op, in alphabetical order.
 
-A row is a notation (see `factors`; `notations` has those that depend on the call), which operands may be partial sums
-(`linear`), and which arguments are sizes that shrink with a split (`local`). Every row is proved by execution in
-tests/passes/rules/test_table.py. An op without a row is discovered or replicated (see `prove`).
+A row is a notation (see `factor_notation`; `op_notations` has those that depend on the call), the operands that may be
+partial sums (`linear`), and the arguments that are sizes and shrink with a split (`local`). Every row is proved by
+execution in tests/passes/rules/test_table.py. For an op without a row, `discover` looks for factors.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from autoptd.passes.rules.views import view
 aten = torch.ops.aten
 
 
-# Which operands may be partial sums.
+# Operands that may be partial sums.
 
 
 def first(call: OpCall) -> Sequence[frozenset[int]]:
-    """The first operand alone, if it is the first argument (not where a number is divided by a tensor)."""
+    """Return the first operand alone, if it is the first argument (a number divided by a tensor is not linear)."""
     return (frozenset({0}),) if isinstance(call.args[0], TensorInfo) else ()
 
 
 def together(call: OpCall) -> Sequence[frozenset[int]]:
-    """All operands at once: a concatenation."""
+    """Return all operands at once, as for a concatenation."""
     return (frozenset(range(len(call.operands))),)
 
 
 def both(call: OpCall) -> Sequence[frozenset[int]]:
-    """Both operands at once, unless a number is added."""
+    """Return both operands at once, unless one of the two is a number."""
     return together(call) if len(call.operands) == 2 else ()
 
 
 def each(call: OpCall) -> Sequence[frozenset[int]]:
-    """One operand at a time: a product."""
+    """Return one operand at a time, as for a product."""
     return tuple(frozenset({i}) for i in range(len(call.operands)))
 
 
 def product_and_bias(call: OpCall) -> Sequence[frozenset[int]]:
-    """Either factor, and the bias (third) with it: x w + b."""
+    """Return either factor of x w + b, with the bias (third)."""
     bias = {2} & {len(call.operands) - 1}
     return frozenset({0} | bias), frozenset({1} | bias)
 
 
 def bias_and_product(call: OpCall) -> Sequence[frozenset[int]]:
-    """Either factor, and the bias (first) with it: b + x w."""
+    """Return either factor of b + x w, with the bias (first)."""
     return frozenset({0, 1}), frozenset({0, 2})
 
 
 def branches(call: OpCall) -> Sequence[frozenset[int]]:
-    """where: both branches at once."""
+    """Return both branches of `where` at once."""
     return (frozenset({1, 2}),) if len(call.operands) == 3 else ()
 
 
 def first_and_third(call: OpCall) -> Sequence[frozenset[int]]:
-    """What is written or added into by an index, and what is written."""
+    """Return the tensor that an indexed write changes and the source, at once."""
     return (frozenset({0, 2}),)
 
 
 def if_zero(index: int, name: str) -> Callable[[OpCall], Sequence[frozenset[int]]]:
-    """The first operand, where the value that is filled in is zero."""
+    """Return `linear` of ops that fill in a value: the first operand if that value is zero."""
 
     def linear(call: OpCall) -> Sequence[frozenset[int]]:
         zero = call.arg(index, name, None) in (None, 0) and call.args[2:3] not in (("reflect",), ("replicate",))
@@ -80,7 +80,7 @@ def if_zero(index: int, name: str) -> Callable[[OpCall], Sequence[frozenset[int]
 
 
 def shape(index: int) -> Callable[[OpCall, Strategy, int], Mapping[int | str, Any]]:
-    """The shape of the result; -1 stays -1."""
+    """Return `local` for an argument that is the shape of the result; -1 stays -1."""
 
     def local(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
         sizes = local_shape(call.outputs[0], strategy.gives[0], ranks)
@@ -90,14 +90,14 @@ def shape(index: int) -> Callable[[OpCall, Strategy, int], Mapping[int | str, An
 
 
 def inner_shape(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-    """unflatten: the shape of what one dim becomes."""
+    """Return the local `sizes` of unflatten; -1 stays -1."""
     dim = call.args[1] % call.operands[0].ndim
     sizes = local_shape(call.outputs[0], strategy.gives[0], ranks)[dim : dim + len(call.args[2])]
     return {2: [w if w == -1 else size for w, size in zip(call.args[2], sizes, strict=True)]}
 
 
 def part_sizes(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-    """split: the size of the parts, one for all or one each."""
+    """Return the local sizes of split's parts: one for all or one each."""
     dim = call.arg(2, "dim", 0) % call.operands[0].ndim
     placements = zip(call.outputs, strategy.gives, strict=True)
     sizes: list[Size] = [local_shape(t, p, ranks)[dim] for t, p in placements]
@@ -105,7 +105,7 @@ def part_sizes(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | st
 
 
 def length(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-    """narrow: how much of the dim is taken."""
+    """Return the local `length` of narrow."""
     dim = call.args[1] % call.operands[0].ndim
     return {3: local_shape(call.outputs[0], strategy.gives[0], ranks)[dim]}
 
@@ -114,7 +114,7 @@ def length(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, A
 
 
 def positions(labels: TensorInfo) -> Size:
-    """How many elements a tensor has."""
+    """Return the number of elements of a tensor."""
     count: Size = 1
     for size in labels.shape:
         count = count * size
@@ -122,7 +122,7 @@ def positions(labels: TensorInfo) -> Size:
 
 
 def softmax_collectives(call: OpCall) -> tuple[tuple[str, Size], ...]:
-    """The maximum of each position; then, at once, its sum of exponentials and its target's logit."""
+    """Return the all-reduces of each position's maximum, then of its sum of exponentials and its target's logit."""
     count = positions(call.operands[1])
     return ("all_reduce", count), ("all_reduce", 2 * count)
 
@@ -135,7 +135,7 @@ VOCABULARY_LOSS = Implementation(
 )
 EXPERTS = Implementation("expert_parallel", "e")
 
-# What an emitted program calls for an op whose strategy names an implementation: f(its tensors, tp, its options).
+# The function that an emitted program calls for an op and an implementation: f(its tensors, tp, its options).
 IMPLEMENTATIONS: Mapping[tuple[Callable[..., Any], str], Callable[..., Any]] = {
     (aten.embedding.default, "vocab_parallel"): ops.vocab_embedding,
     (ops.cross_entropy, "vocab_parallel"): ops.vocab_cross_entropy,

@@ -1,8 +1,8 @@
 """Notation of a view: the common refinement of two shapes, read from the left.
 
 Both shapes are cut at the products of their leading sizes: (b, s, 24) and (b, s, 3, 4, 2) at b, bs, 3bs, 12bs and 24bs,
-which gives `d0 d1 (d2 d3 d4) -> d0 d1 d2 d3 d4`. Sizes that do not divide each other leave a factor of their greatest
-common divisor, and the rest whole: (6, 6) and (4, 9) are `(d0 3) 6 -> (d0 2) 9`.
+which gives `d0 d1 (d2 d3 d4) -> d0 d1 d2 d3 d4`. Sizes that do not divide each other give a factor of their greatest
+common divisor, and the rest stays whole: (6, 6) and (4, 9) are `(d0 3) 6 -> (d0 2) 9`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from autoptd.passes.opcall import OpCall, Size
 
 
 def view(call: OpCall) -> str:
-    """The common refinement of two shapes of equal size: `d0 (d1 d2) -> d0 d1 d2`."""
+    """Return the notation of a view between two shapes of equal size, such as `d0 (d1 d2) -> d0 d1 d2`."""
     source, target = _Shape(call.operands[0].shape), _Shape(call.outputs[0].shape)
     count = 0
     while source.left() and target.left():
         a, b = source.rest, target.rest
         if not same(a, b) and quotient(a, b) is None and quotient(b, a) is None:
-            # No finer than the common divisor: what is left of both dims stays whole until the products agree.
+            # The finest factor is the common divisor; the rest of both dims stays whole until the products agree.
             common = sympy.gcd(a, b)
             if common.is_Integer and common > 1:
                 source.take(f"d{count}", int(common))
@@ -37,7 +37,7 @@ def view(call: OpCall) -> str:
 
 
 class _Shape:
-    """One side of a view, read from the left: the dims done, and what is left of the current one."""
+    """One side of a view, read from the left: the finished dims, and the rest of the current one."""
 
     def __init__(self, shape: Sequence[Size]) -> None:
         self.shape = list(shape)
@@ -46,7 +46,7 @@ class _Shape:
         self.rest: Size = 1
 
     def left(self) -> bool:
-        """Move on to a dim of which something is left, if there is one."""
+        """Move on to the next dim larger than 1 if the current one is used up; return whether any size is left."""
         while self.rest == 1 and self.shape:
             self.rest = self.shape.pop(0)
             if self.rest == 1:
@@ -62,7 +62,7 @@ class _Shape:
             self.close()
 
     def whole(self) -> Size:
-        """Keep what is left of the dim in one piece; returns its size."""
+        """Append the rest of the dim as one whole factor; return its size."""
         rest, self.rest = self.rest, 1
         self.open.append(str(rest) if isinstance(rest, int) else ".")
         self.close()
@@ -78,7 +78,7 @@ class _Shape:
 
 
 def _merge(source: _Shape, target: _Shape) -> None:
-    """Take whole dims from whichever side is behind until both have taken the same number of elements."""
+    """Take whole dims from the side that is behind until both sides have taken the same number of elements."""
     a, b = source.whole(), target.whole()
     while not same(a, b):
         behind_source = quotient(b, a) is not None or (isinstance(a, int) and isinstance(b, int) and a < b)
@@ -93,12 +93,12 @@ def _merge(source: _Shape, target: _Shape) -> None:
 
 
 def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal whatever the symbols stand for."""
+    """Return whether two sizes are equal for all values of their symbols."""
     return a == b or (not (isinstance(a, int) and isinstance(b, int)) and sympy.expand(a - b) == 0)
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """a / b where that is a whole number (whatever the symbols stand for)."""
+    """Return a / b if that is a whole number for all values of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if a % b == 0 else None
     quotient = sympy.cancel(sympy.sympify(a) / b)

@@ -1,16 +1,16 @@
-"""Which op works on which part of a sequence whose tokens are cut over the ranks of the cp axis.
+"""Context parallelism: a strategy on the cp axis for every op, with the tokens of each sequence split over cp ranks.
 
-The rules that split tensors over tp say what splits over cp too; here the dim is given: that of the tokens, `s`.
-From the first op on, each takes the strategy that leaves its operands as they are, and hands the split on:
+The rules that split tensors over tp apply to cp too, with the split dim fixed to that of the tokens, `s`. In program
+order, each op takes the strategy with the fewest conversions of its operands, and so propagates the split:
 
-    token embedding   Bp, S1 -> S1        inputs are cut, parameters are copies whose gradients are partial values
+    token embedding   Bp, S1 -> S1        inputs are split, parameters replicated with partial gradients
     norm, linear      S1, Bp -> S1
-    attention         S2, S2, S2 -> S2    by an implementation of its own: ring or Ulysses
-    loss              S1, S1 -> P         every rank's is a partial value
+    attention         S2, S2, S2 -> S2    by its own implementation: ring or Ulysses
+    loss              S1, S1 -> P         a partial value on every rank
 
-What picks or sums tokens (a first token, a mean, a shift) is given all of them, gathered; so is the smaller part of an
-op that can keep one operand's split (keys of an attention written out). An op that needs all tokens of one tensor to
-give all tokens of another mixes positions, and is refused: gathering would undo what cp is for.
+An op that picks or sums tokens (a first token, a mean, a shift) gets them all-gathered. So does the other operand of an
+op that keeps one operand's split (keys of an unfused attention). An op that needs all tokens of one tensor to compute
+all tokens of another mixes positions and is refused, since gathering would defeat the purpose of cp.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from autoptd.passes.trace.traced import BATCH, SEQUENCE
 aten = torch.ops.aten
 ATTENTION = (aten.scaled_dot_product_attention.default, ops.attention)
 _ROWS = Strategy((Split(1), Split(1)), (P,))  # a loss over logits [b, s, v] and labels [b, s]
-_GATHERS, _TALKS, _LOCAL = 100, 5, 1  # what conversions cost, in no unit: only their order matters
+_GATHERS, _COMMUNICATES, _LOCAL = 100, 5, 1  # costs of conversions, without unit: only their order matters
 
 
 @dataclass(frozen=True)
 class TokenSplits:
-    """`strategies` of every op on the cp axis, and the placement in which each tensor is given.
+    """`strategies` of every op on the cp axis, and the placement in which each tensor is `given`.
 
-    `shifted`: cross entropies of logits without their last tokens, and the ops that leave those out. Such a loss is
-    that of all tokens, with labels that do not count for the last ones: nothing need be gathered.
+    `shifted`: cross entropy of logits without their last tokens -> the slice that removes those. Such a loss runs on
+    all tokens with ignored labels for the last ones instead, so that nothing is gathered.
     """
 
     ranks: int
@@ -55,25 +55,25 @@ class TokenSplits:
 
     @property
     def chunks(self) -> int:
-        """The parts that a sequence is cut into: its length must be a multiple."""
+        """The number of parts that a sequence is split into; its length must be a multiple."""
         return 2 * self.ranks if self.zigzag else self.ranks
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Whether an op is attention with a causal mask."""
+    """Return whether an op is attention with a causal mask."""
     return node.target in ATTENTION and bool(op_call(node).arg(5, "is_causal", False))
 
 
 def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring", tp: int = 1) -> TokenSplits:
-    """Decide for every op. `tokens` of a sample; `attention`: "ring" or "ulysses".
+    """Choose every op's strategy on the cp axis. `tokens`: of a sample; `attention`: "ring" or "ulysses".
 
-    Raises PlanError where the sequence cannot be cut in so many parts, or an op mixes positions.
+    Raises PlanError if the sequence cannot be split into so many parts, or an op mixes positions.
     """
     zigzag = attention == "ring" and any(is_causal(n) for s in folded.segments for n in s.nodes)
     chunks = 2 * ranks if zigzag else ranks
     if tokens % chunks:
         raise PlanError(
-            f"a sequence of {tokens} tokens does not divide by {chunks}, the chunks of cp {ranks}"
+            f"a sequence of {tokens} tokens is not divisible by {chunks}, the number of chunks of cp {ranks}"
             + (" under a causal mask (two per rank)" if zigzag else ""),
             where="fix['cp']",
             fix=f"use a length that is a multiple of {chunks}, or another cp",
@@ -96,7 +96,7 @@ class _Decider:
     seen: dict[tuple[str, tuple[Placement, ...]], Segment] = field(default_factory=dict)
 
     def segment(self, segment: Segment) -> None:
-        """As others of its kind, where it is given tensors as they were."""
+        """Decide for one segment; repeat the decisions for one of its kind with the same received placements."""
         self.given |= dict.fromkeys(segment.prelude, B)
         self.given |= dict.fromkeys(segment.parameters, BP)
         taken = tuple(self.given[n] for n in segment.receives)
@@ -128,7 +128,7 @@ class _Decider:
                 self.given[user] = plain(strategy.gives[index], infos(user)[0])
 
     def _shifts(self, node: fx.Node, segment: Segment) -> fx.Node | None:
-        """The cross entropy of logits [b, s, v] that a node, itself a part of them, leaves the last ones out of."""
+        """Return the cross entropy whose logits [b, s, v] the node takes without the last tokens, or None."""
         if node.target is not aten.slice.Tensor or len(node.users) != 1:
             return None
         (loss,), (whole,), call = node.users, operands(node), op_call(node)
@@ -150,17 +150,17 @@ class _Decider:
                 f"cp {self.ranks}: {op_name(node)} mixes positions: it needs all tokens of "
                 f"{', '.join(o.name for o, p in zip(operands(node), given, strict=True) if isinstance(p, Split))}",
                 where=source_line(node),
-                fix="leave cp out: tokens meet in scaled_dot_product_attention, and where some are picked or summed",
+                fix="leave cp out: it supports only scaled_dot_product_attention and ops that pick or sum tokens",
             )
         return options[best]
 
     def _options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
-        """Legal strategies that split nothing but tokens; attention's own first."""
+        """Return legal strategies that split nothing but tokens; attention's own implementation first."""
         own = self._of_attention(node, call) if node.target in ATTENTION else []
         return own + [s for s in expand(rule_for(call), call, self.ranks, self.sizes) if _splits_tokens(s, call)]
 
     def _of_attention(self, node: fx.Node, call: OpCall) -> list[Strategy]:
-        """Queries, keys and values cut alike; of a mask the rows, or for Ulysses nothing."""
+        """Return attention's own strategy, if any: q, k and v are split; a mask is split by rows for ring only."""
         query, key, value, *masks = call.operands
         if any(t.shape[-2] != SEQUENCE for t in (query, key, value)) or any(m.requires_grad for m in masks):
             return []
@@ -175,14 +175,14 @@ class _Decider:
         for heads in (query.shape[-3], key.shape[-3]) if query.ndim > 2 else (1,):
             if self.sizes(heads) % (self.tp * self.ranks):
                 raise PlanError(
-                    f"cp {self.ranks} by Ulysses: {heads} heads do not divide by tp {self.tp} × cp {self.ranks}",
+                    f"cp {self.ranks} by Ulysses: {heads} heads are not divisible by tp {self.tp} × cp {self.ranks}",
                     where=source_line(node),
                     fix="use fix={'context': 'ring'}",
                 )
 
 
 def plain(placement: Placement, tensor: TensorInfo) -> Placement:
-    """A tensor without gradient has one Broadcast."""
+    """Return the placement, with Bp turned into B for a tensor without gradient."""
     return B if isinstance(placement, Broadcast) and not tensor.requires_grad else placement
 
 
@@ -194,16 +194,16 @@ def _splits_tokens(strategy: Strategy, call: OpCall) -> bool:
 
 
 def _cost(call: OpCall, given: Sequence[Placement], strategy: Strategy) -> tuple[float, int, int]:
-    """(conversions, whether tokens are left whole, whether the first operand changes): the least is chosen."""
+    """Return (cost of conversions, whether tokens stay whole, whether the first operand is converted), to minimise."""
     total, first = 0.0, 0
     for i, (have, need, tensor) in enumerate(zip(given, strategy.needs, call.operands, strict=True)):
         price = _price(have, plain(need, tensor), tensor)
-        if price == _GATHERS and strategy.ranks == 1 and not _leaves_fewer(call):
+        if price == _GATHERS and strategy.ranks == 1 and not _reduces_tokens(call):
             return math.inf, 0, 0
         total += price
         first += bool(price and i == 0)
     whole = strategy.ranks == 1 and any(SEQUENCE in t.shape for t in call.outputs)
-    return total if not whole else total + _TALKS, int(whole), first
+    return total if not whole else total + _COMMUNICATES, int(whole), first
 
 
 def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
@@ -213,12 +213,12 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
     if isinstance(have, Split):
         return _GATHERS if isinstance(need, Broadcast) else math.inf
     if have == P:
-        return math.inf if isinstance(need, Split) else _TALKS
-    return _TALKS if row.backward and tensor.requires_grad else _LOCAL
+        return math.inf if isinstance(need, Split) else _COMMUNICATES
+    return _COMMUNICATES if row.backward and tensor.requires_grad else _LOCAL
 
 
-def _leaves_fewer(call: OpCall) -> bool:
-    """Whether an op picks or sums: it gives fewer elements than it is given of its largest operand."""
+def _reduces_tokens(call: OpCall) -> bool:
+    """Return whether an op picks or sums tokens: its results have fewer elements than an operand with tokens."""
     out = sum((sympy.sympify(numel(t.shape)) for t in call.outputs), sympy.Integer(0))
     lost = [out - numel(t.shape) for t in call.operands if SEQUENCE in t.shape]
-    return any(sympy.expand(n.subs(SEQUENCE, SEQUENCE + 1)).is_negative for n in lost)  # of two tokens or more
+    return any(sympy.expand(n.subs(SEQUENCE, SEQUENCE + 1)).is_negative for n in lost)  # for two tokens or more

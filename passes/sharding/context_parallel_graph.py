@@ -1,13 +1,13 @@
-"""The graph of one cp rank: ops at the local number of tokens, and the conversions of the cp axis as ops of their own.
+"""The graph of one cp rank: ops at the local number of tokens, and conversions on the cp axis as separate ops.
 
-    prelude   at full length, as it was: positions, masks and rotary tables count all tokens; what an op of main reads
-              of it is cut first, once per stage
-    main      `s_local` tokens where `token_splits` cuts; attention by its own implementation; what is gathered,
-              sliced or summed over cp is a `convert` before the op that needs it
+    prelude   unchanged, at full length: positions, masks and rotary tables count all tokens; a prelude tensor that main
+              reads is sliced first, once per stage
+    main      `s_local` tokens where `split_tokens` splits them; attention by its own implementation; each all-gather,
+              slice or sum over cp is a `convert` before the op that needs it
     loss      a partial value on every cp rank
 
-Nothing but this graph knows of cp: tp's placements stay those of the plan, within a rank's tokens, and an emitted
-program is written from it as from any other.
+Only this graph contains cp. The placements on tp stay those of the plan, within a rank's tokens, and programs are
+emitted from it as from any other graph.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def convert(x: Tensor, method: str, dim: int | None = None) -> Tensor:
 
 
 def ring(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention whose keys and values go round the cp axis; arguments as of torch's own."""
+    """Ring attention over the cp axis, which passes keys and values round; arguments as in torch's attention."""
     raise AssertionError("written into graphs, never run")
 
 
 def ulysses(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention with heads exchanged for tokens over the cp axis; arguments as of torch's own."""
+    """Ulysses attention, with all-to-alls between heads and tokens over cp; arguments as in torch's attention."""
     raise AssertionError("written into graphs, never run")
 
 
@@ -57,19 +57,19 @@ TOKEN_OPS = frozenset({convert, ring, ulysses})
 
 
 def cut_tokens(folded: Folded, splits: TokenSplits, sharding: Sharding) -> tuple[Folded, Sharding]:
-    """The graph of one cp rank, and the same decisions on the tp axis for it.
+    """Return the graph of one cp rank, and the tp sharding carried over to it.
 
-    Raises PlanError where segments of one kind would be cut in different ways.
+    Raises PlanError if segments of one kind would be split differently.
     """
     return _Cutter(folded, splits, sharding).run()
 
 
 @dataclass
 class _DecidedKind:
-    """What was decided for the first segment of a kind: the same must come out for the others."""
+    """The decisions for the first segment of a kind, which must be those for the others."""
 
     strategies: dict[int, Strategy]
-    told: list[str]
+    decisions: list[str]
 
 
 @dataclass
@@ -79,8 +79,8 @@ class _Cutter:
     sharding: Sharding
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    cuts: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)  # of the prelude
-    extra: list[fx.Node] = field(default_factory=list)  # in the prelude, besides
+    cuts: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)  # (prelude node, dim) -> its slice
+    extra: list[fx.Node] = field(default_factory=list)  # other nodes added to the prelude
     kinds: dict[str, _DecidedKind] = field(default_factory=dict)
 
     def run(self) -> tuple[Folded, Sharding]:
@@ -118,10 +118,10 @@ class _Cutter:
         decided = self.sharding.kinds[segment.kind]
         writer = _SegmentWriter(self, segment, decided)
         nodes = writer.write()
-        known = self.kinds.setdefault(segment.kind, _DecidedKind(writer.strategies, writer.told))
-        if known.told != writer.told:
+        known = self.kinds.setdefault(segment.kind, _DecidedKind(writer.strategies, writer.decisions))
+        if known.decisions != writer.decisions:
             raise PlanError(
-                f"cp {self.splits.ranks}: {segment.name} would be cut otherwise than others of its kind",
+                f"cp {self.splits.ranks}: {segment.name} would be split differently from other segments of its kind",
                 where=segment.name,
                 fix="leave cp out",
             )
@@ -138,11 +138,11 @@ class _Cutter:
         )
 
     def _loss_conversion(self) -> str:
-        """What turns the loss into a partial value."""
+        """Return the conversion of the loss to a partial value; empty if it is one."""
         return conversion(self.splits.given[self.folded.loss], P).function
 
     def cut(self, node: fx.Node, dim: int) -> fx.Node:
-        """A prelude tensor's own tokens."""
+        """Return the slice of a prelude tensor that has this rank's tokens."""
         if (node, dim) not in self.cuts:
             made = self.graph.call_function(convert, (self.new[node], "slice", dim))
             made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
@@ -153,19 +153,19 @@ class _Cutter:
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
 _DRAWS = ATTENTION | DROPOUT
-_BEFORE = "before the cut"  # in a node's meta
+_BEFORE = "before the cut"  # key of a node's meta
 
 
 @dataclass(frozen=True)
 class Before:
-    """What an op was before tokens were cut: numbers that it draws are keyed by that."""
+    """An op's position and placement before tokens were split, which key its random numbers."""
 
     position: int  # in its segment
     tokens: Placement  # of its first result, on the cp axis
 
 
 def before_cut(node: fx.Node) -> Before | None:
-    """None where tokens are not cut."""
+    """Return an op's `Before`, or None if tokens are not split."""
     found: Before | None = node.meta.get(_BEFORE)
     return found
 
@@ -177,7 +177,7 @@ class _SegmentWriter:
         self.cutter, self.segment, self.decided = cutter, segment, decided
         self.nodes: list[fx.Node] = []
         self.strategies: dict[int, Strategy] = {}  # on the tp axis
-        self.told: list[str] = []
+        self.decisions: list[str] = []
         self.loss: fx.Node | None = None
         self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
         self.tp: dict[fx.Node, Placement] = dict(zip(segment.receives, decided.receives, strict=True))
@@ -189,7 +189,7 @@ class _SegmentWriter:
         for node in self.segment.nodes:
             if node in shifts.values():
                 self.cutter.new[node] = self.cutter.new[operands(node)[0]]
-                self.told.append("shifted")
+                self.decisions.append("shifted")
             elif is_getitem(node):
                 made = self.cutter._copy(node)
                 made.meta["info"] = local(info(node), self.cutter.splits.given[node])
@@ -203,7 +203,7 @@ class _SegmentWriter:
     def _op(self, node: fx.Node, position: int, tp: Strategy) -> None:
         splits = self.cutter.splits
         strategy = splits.strategies[node]
-        self.told.append(str(strategy))
+        self.decisions.append(str(strategy))
         reads = list(zip(operands(node), strategy.needs, tp.needs, strict=True))
         if node in splits.shifted:
             taken = [self._operand(*reads[0]), self._padded_labels(node)]
@@ -218,7 +218,7 @@ class _SegmentWriter:
         made = self.cutter.graph.create_node("call_function", target, args, kwargs, name=node.name)  # type: ignore[arg-type]
         assert made.name == node.name, (made.name, node.name)
         if node.target in _DRAWS:
-            sample_place(node)  # kept in its meta: what the ops that led there say, as they were
+            sample_place(node)  # computed from the unsplit ops before it, and cached in its meta
         made.meta = {**node.meta, _BEFORE: Before(position, strategy.gives[0])}
         found = tuple(local(t, p) for t, p in zip(infos(node), strategy.gives, strict=True))
         made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]
@@ -237,7 +237,7 @@ class _SegmentWriter:
                 self.tp[user] = tp.gives[user.args[1]]  # type: ignore[index]
 
     def _operand(self, node: fx.Node, need: Placement, on_tp: Placement) -> fx.Node:
-        """A tensor as the op needs it on the cp axis."""
+        """Return a tensor in the placement that the op needs on the cp axis."""
         have, need = self.cutter.splits.given[node], plain(need, infos(node)[0])
         row = conversion(have, need)
         if not row.function:
@@ -250,13 +250,13 @@ class _SegmentWriter:
 
     def _convert(self, node: fx.Node, have: Placement, need: Placement, on_tp: Placement) -> fx.Node:
         dim = next((p.dim for p in (have, need) if isinstance(p, Split)), None)
-        if isinstance(on_tp, Split) and on_tp.dim == dim:  # tp cuts within a rank's tokens: it comes after
+        if isinstance(on_tp, Split) and on_tp.dim == dim:  # tp splits within a cp rank's tokens, so it comes after
             on_tp = given if isinstance(given := self.tp.get(node, B), Broadcast) else B
         args = (self.cutter.new[node], conversion(have, need).function, *(() if dim is None else (dim,)))
         made = self.cutter.graph.call_function(convert, args)
         made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
         made.meta["info"] = local(info(node), need)
-        self.told.append(f"{have} -> {need}")
+        self.decisions.append(f"{have} -> {need}")
         self._add(made, Strategy((on_tp,), (on_tp,)))
         return made
 
@@ -267,7 +267,7 @@ class _SegmentWriter:
             self.loss = self._convert(loss, have, P, B)
 
     def _padded_labels(self, node: fx.Node) -> fx.Node:
-        """Labels for all tokens, where those of the last ones were left out: none that counts."""
+        """Return labels for all tokens, padded with `ignore_index` for the last ones."""
         labels, call = operands(node)[1], op_call(node)
         graph, ignore = self.cutter.graph, call.arg(2, "ignore_index", -100)
         missing = sympy.expand(SEQUENCE - info(labels).shape[1])
@@ -281,7 +281,7 @@ class _SegmentWriter:
 
 
 def local(tensor: TensorInfo, placement: Placement) -> TensorInfo:
-    """What a cp rank holds of a tensor."""
+    """Return the shape and dtype of one cp rank's part of a tensor."""
     if not isinstance(placement, Split):
         return tensor
     assert tensor.shape[placement.dim] == SEQUENCE, (tensor.shape, str(placement))
@@ -292,7 +292,7 @@ def local(tensor: TensorInfo, placement: Placement) -> TensorInfo:
 def _local_sizes(
     node: fx.Node, strategy: Strategy, ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that are sizes, as the op's rule says."""
+    """Return the arguments with local values for sizes, as the op's rule defines them."""
     call = op_call(node)
     rule = rule_for(call)
     sizes = {} if rule is None or strategy.implementation else rule.local(call, strategy, ranks)

@@ -1,11 +1,11 @@
-"""What the tensor-level search decides, per kind of segment: a strategy for every op, a placement for every edge.
+"""Decisions of the tensor-level search per kind of segment: a strategy for every op, a placement for every edge.
 
-    op          one Strategy (what it needs, what it gives)
-    parameter   the placement it is stored in
-    receive     the placement in which a segment is given a tensor of an earlier one
-    send        the placement in which it hands one on: that of whoever receives it
+    op          its Strategy: the placements that it needs and those that it gives
+    parameter   the placement in which it is stored
+    receive     the placement in which a segment receives a tensor of an earlier one
+    send        the placement in which it sends one: that in which later segments receive it
 
-Conversions are not decided: they follow where the placement given is not the one needed, once per (tensor, placement).
+Conversions follow from these: one per (tensor, placement), wherever the given placement differs from the needed one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoptd.passes.opcall import Sizes
 from autoptd.passes.rules.factors import Strategy, Wired, groups_of, propagate_groups
 from autoptd.passes.rules.lookup import rule_for, strategies
 
-_AGAIN = "plan the model again"
+_REPLAN = "plan the model again"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KindSharding:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Decisions for every kind, over `ranks` tensor-parallel ranks. `whole`: where tokens are cut, those before."""
+    """Decisions for every kind, over `ranks` tp ranks. `whole`: under cp, those before tokens were split."""
 
     ranks: int
     kinds: Mapping[str, KindSharding]
@@ -48,31 +48,31 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Whole:
-    """Segments at full length, and the decisions for them: what is quadratic in the tokens is seen there."""
+    """Segments at full sequence length and their decisions, which show the tensors quadratic in the tokens."""
 
     segments: Sequence[Segment]
     kinds: Mapping[str, KindSharding]
 
 
 def ops_of(segment: Segment) -> Iterator[tuple[int, fx.Node]]:
-    """The positions and nodes that have a strategy."""
+    """Return the positions and nodes that have a strategy."""
     return ((i, n) for i, n in enumerate(segment.nodes) if not is_getitem(n))
 
 
 def tensor_name(node: fx.Node) -> str:
-    """`name`, or `name[i]` for the i-th output of an op with several."""
+    """Return `name`, or `name[i]` for the i-th output of an op with several."""
     return f"{node.args[0].name}[{node.args[1]}]" if is_getitem(node) else node.name  # type: ignore[union-attr]
 
 
 def output_names(node: fx.Node) -> tuple[str, ...]:
-    """The tensors that a node makes."""
+    """Return the names of a node's output tensors."""
     if isinstance(node.meta["info"], tuple):
         return tuple(f"{node.name}[{i}]" for i in range(len(infos(node))))
     return (node.name,)
 
 
 def expand_kind(segment: Segment, ranks: int, sizes: Sizes) -> dict[int, list[Strategy]]:
-    """Every legal strategy of every op of a segment, in a fixed order."""
+    """Return every legal strategy of every op of a segment, in a fixed order."""
     wired = {i: wire(n) for i, n in ops_of(segment)}
     offered = propagate_groups(list(wired.values()))
     return {
@@ -82,18 +82,18 @@ def expand_kind(segment: Segment, ranks: int, sizes: Sizes) -> dict[int, list[St
 
 
 def group_offers(segment: Segment) -> Mapping[tuple[str, int], frozenset[int]]:
-    """Group counts worth offering per (tensor, dim) of a segment."""
+    """Return the group counts to offer per (tensor, dim) of a segment."""
     return propagate_groups([wire(n) for _, n in ops_of(segment)])
 
 
 def wire(node: fx.Node) -> Wired:
-    """A node with its rule and the names of its tensors."""
+    """Return a node's call with its rule and the names of its tensors."""
     call = op_call(node)
     return Wired(call, rule_for(call), (*map(tensor_name, operands(node)), *output_names(node)))
 
 
 class Contradiction(ValueError):
-    """A tensor that is to be received in several placements, which is impossible: it is sent once."""
+    """Error for a tensor received in several placements, which is impossible because it is sent once."""
 
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)
@@ -101,7 +101,7 @@ class Contradiction(ValueError):
 
 
 def sends_of(folded: Folded, receives: Mapping[str, tuple[Placement, ...]]) -> dict[str, tuple[Placement, ...]]:
-    """Each kind's sends, from the placements in which later kinds receive them; the loss is Broadcast.
+    """Return each kind's send placements, those in which later kinds receive; the loss is Broadcast.
 
     Raises Contradiction.
     """
@@ -116,15 +116,15 @@ def sends_of(folded: Folded, receives: Mapping[str, tuple[Placement, ...]]) -> d
         sends = tuple(wanted.get(n, B) for n in segment.sends)
         if (before := found.setdefault(segment.kind, sends)) != sends:
             several = f"{' '.join(map(str, before))} and as {' '.join(map(str, sends))}"
-            raise Contradiction(segment.kind, f"what segments of this kind send is received as {several}")
+            raise Contradiction(segment.kind, f"tensors sent by segments of this kind are received as {several}")
     return found
 
 
-# Text form, as plans hold it.
+# Text form in plan files.
 
 
 def to_text(folded: Folded, sharding: Sharding) -> tuple[dict[str, dict[str, str]], dict[str, list[str]]]:
-    """(strategies by kind and node of its first segment, placements of what each kind receives)."""
+    """Return (strategies by kind and node of its first segment, placements in which each kind receives)."""
     chosen: dict[str, dict[str, str]] = {}
     boundaries: dict[str, list[str]] = {}
     for kind, decided in sharding.kinds.items():
@@ -135,7 +135,7 @@ def to_text(folded: Folded, sharding: Sharding) -> tuple[dict[str, dict[str, str
 
 
 def parameter_splits(folded: Folded, sharding: Sharding) -> dict[str, str]:
-    """Placement of every parameter by its original name; a parameter that nothing reads is whole everywhere."""
+    """Return every parameter's placement by its original name; a parameter that no op reads is replicated."""
     names = folded.traced.parameters
     found = {names[n.name]: "B" for n in folded.unused_parameters}
     for segment in folded.segments:
@@ -145,7 +145,7 @@ def parameter_splits(folded: Folded, sharding: Sharding) -> dict[str, str]:
 
 
 def activation_splits(folded: Folded, sharding: Sharding) -> dict[str, str]:
-    """Placement in which each op of each kind's first segment gives its result, by kind and node."""
+    """Return the placement of each op's results in each kind's first segment, by `kind/tensor`."""
     found = {}
     for kind, decided in sharding.kinds.items():
         nodes = folded.representatives[kind].nodes
@@ -163,24 +163,24 @@ def from_text(
     boundaries: Mapping[str, list[str]],
     parameters: Mapping[str, str],
 ) -> Sharding:
-    """Read decisions back. Raises PlanFileError with the field's path where they do not suit the graph."""
+    """Read decisions back from text. Raises PlanFileError with the field's path if they do not fit the graph."""
     receives = {}
     for kind in folded.representatives:
         if kind not in chosen or kind not in boundaries:
             field = "strategies" if kind not in chosen else "boundaries"
-            raise PlanFileError(f"{field} lacks {kind!r}", where=field, fix=_AGAIN)
+            raise PlanFileError(f"{field} lacks {kind!r}", where=field, fix=_REPLAN)
         receives[kind] = tuple(map(parse_placement, boundaries[kind]))
         if len(receives[kind]) != len(folded.representatives[kind].receives):
             raise PlanFileError(
                 f"{len(receives[kind])} placements for {len(folded.representatives[kind].receives)} tensors",
                 where=f"boundaries[{kind!r}]",
-                fix=_AGAIN,
+                fix=_REPLAN,
             )
     _check_places(folded, ranks, sizes, boundaries, parameters)
     try:
         sends = sends_of(folded, receives)
     except Contradiction as error:
-        raise PlanFileError(str(error), where=f"boundaries[{error.kind!r}]", fix=_AGAIN) from error
+        raise PlanFileError(str(error), where=f"boundaries[{error.kind!r}]", fix=_REPLAN) from error
     kinds = {}
     for kind, segment in folded.representatives.items():
         kinds[kind] = KindSharding(
@@ -195,7 +195,7 @@ def from_text(
 def _check_places(
     folded: Folded, ranks: int, sizes: Sizes, boundaries: Mapping[str, list[str]], parameters: Mapping[str, str]
 ) -> None:
-    """Refuse placements in which a parameter or a received tensor cannot lie. Raises PlanFileError."""
+    """Raise PlanFileError if a parameter or a received tensor cannot have its placement."""
     for segment in folded.segments:
         for node in segment.parameters:
             name = folded.traced.parameters[node.name]
@@ -208,17 +208,17 @@ def _check_places(
 
 
 def _check_place(node: fx.Node, text: str, ranks: int, sizes: Sizes, where: str) -> None:
-    shape, held = infos(node)[0].shape, node.op == "placeholder"
+    shape, is_parameter = infos(node)[0].shape, node.op == "placeholder"
     match parse_placement(text):
         case Split(dim, groups):
             possible = dim < len(shape) and sizes.divisible(shape[dim], ranks, groups)
         case PartialSum():
-            possible = not held  # what a parameter is kept as, it is trained as
+            possible = not is_parameter  # the optimizer updates the stored values
         case Broadcast():
             possible = True
     if not possible:
-        lies = f"a tensor of shape [{', '.join(map(str, shape))}] cannot be placed as {text} on tp {ranks}"
-        raise PlanFileError(lies, where=where, fix=_AGAIN)
+        what = f"a tensor of shape [{', '.join(map(str, shape))}] cannot be placed as {text} on tp {ranks}"
+        raise PlanFileError(what, where=where, fix=_REPLAN)
 
 
 def _read_strategies(
@@ -232,7 +232,7 @@ def _read_strategies(
         by_text = {str(s): s for s in options}
         if text not in by_text:
             raise PlanFileError(
-                f"{brief(repr(text))} is no legal strategy of {name}",
+                f"{brief(repr(text))} is not a legal strategy of {name}",
                 where=f"strategies[{kind!r}][{name!r}]",
                 fix=nearest(text, by_text),
             )
@@ -242,5 +242,5 @@ def _read_strategies(
 
 def _field(values: Mapping[str, str], name: str, field: str) -> str:
     if name not in values:
-        raise PlanFileError(f"{field} lacks {name!r}", where=field, fix=_AGAIN)
+        raise PlanFileError(f"{field} lacks {name!r}", where=field, fix=_REPLAN)
     return values[name]

@@ -1,3 +1,3 @@
-"""From a module to one fx graph of ATen ops with symbolic sizes: torch.export with repeated modules
-traced once. Private parts of torch are reached from one file each.
-"""
+"""Tracing: turns a model and its loss into one fx graph of ATen ops with symbolic sizes, using torch.export. Import
+`trace`, `traced` (the result), `loss` (objectives), and `unwrap` (checks of the model). Each private part of torch is
+used in one file. Must not import `plans`, `search`, `codegen` or `runtime`."""

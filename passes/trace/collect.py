@@ -1,4 +1,4 @@
-"""Read an exported program: its placeholders by kind, its sizes as symbols of ours."""
+"""Read an exported program: classify its placeholders and name its symbolic sizes."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def collect(
 def _name_symbols(
     graph: fx.GraphModule, inputs: Mapping[str, str], batch: int
 ) -> tuple[dict[sympy.Symbol, sympy.Expr], dict[sympy.Symbol, tuple[str, int]], dict[sympy.Symbol, int]]:
-    """Call torch's symbols b (dim 0 of the inputs), s (the next dim) and s2, s3 … (further ones, by size).
+    """Name torch's symbols b (dim 0 of the inputs), s (the first other size) and s2, s3 … (one per further size).
 
-    Export gives equal sizes of different inputs different symbols where nothing forces them to agree.
+    torch.export gives equal sizes of different inputs different symbols unless the model forces them to agree.
     """
     symbol: dict[sympy.Symbol, sympy.Expr] = {}
     sizes: dict[sympy.Symbol, tuple[str, int]] = {}
@@ -79,7 +79,7 @@ def _name_symbols(
         if node.op != "placeholder" or node.name not in inputs:
             continue
         for dim, size in enumerate(node.meta["val"].shape):
-            # the hint: comparing a symbolic size itself would specialise it
+            # use the hint: comparing the symbolic size itself would specialise it
             hint = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
             counts_samples = dim == 0 and hint == max(2, batch)
             expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)

@@ -1,4 +1,4 @@
-"""Write out the calls that tracing left as `repeat`: copies of what was traced first, wired to what each is given."""
+"""Expand the `repeat` nodes of a traced graph: each becomes a copy of the first traced call, with its own inputs."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from torch import fx
 from autoptd.passes.graph import op_name
 from autoptd.passes.trace.repeats import ENTER, LEAVE, REPEAT, Capture, is_size
 
-_ROOT = "_export_root."  # what the tracer calls the module it is given
+_ROOT = "_export_root."  # the tracer's name for the exported module
 _SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
-def unfold(graph: fx.Graph, captures: Mapping[int, Capture], paths: Mapping[int, list[str]]) -> None:
-    """Replace every `repeat` by what it stands for, and drop the marks. Regions must have been inlined before."""
+def expand_repeats(graph: fx.Graph, captures: Mapping[int, Capture], paths: Mapping[int, list[str]]) -> None:
+    """Replace every `repeat` by a copy of the call it repeats, and drop the marks. Regions must be inlined already."""
     entered: dict[int, fx.Node] = {}
-    stretches: dict[int, _Stretch] = {}
+    bodies: dict[int, _CallBody] = {}
     turn = {key: iter(names) for key, names in paths.items()}
-    _mend_users(graph)
+    _restore_users(graph)
     for node in list(graph.nodes):
         if node.target is ENTER:
             entered[node.args[0]] = node  # type: ignore[index]
         elif node.target is REPEAT:
             key: Any = node.args[0]
-            if key not in stretches:
-                stretches[key] = _Stretch(entered[key], captures[key].path)
-            stretches[key].copy_to(graph, node, next(turn[key]))
+            if key not in bodies:
+                bodies[key] = _CallBody(entered[key], captures[key].path)
+            bodies[key].copy_to(graph, node, next(turn[key]))
     for node in reversed(list(graph.nodes)):
         if node.target in (ENTER, LEAVE):
             graph.erase_node(node)
 
 
-def _mend_users(graph: fx.Graph) -> None:
-    """Marks count as users again: torch (2.13.0, `torch._export.utils.node_inline_`) forgets those of a node that it
-    takes for the only result of a region without gradient."""
+def _restore_users(graph: fx.Graph) -> None:
+    """Restore missing entries of `users`: torch (2.13.0, `torch._export.utils.node_inline_`) drops marks from the users
+    of a node that it takes for the only result of a no-grad region."""
     for node in graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)
 
 
-class _Stretch:
+class _CallBody:
     """The nodes between two marks."""
 
     def __init__(self, enter: fx.Node, path: str) -> None:
@@ -59,7 +59,7 @@ class _Stretch:
         self.trace = enter.meta.get("stack_trace") or ""
 
     def copy_to(self, graph: fx.Graph, repeat: fx.Node, path: str) -> None:
-        """A copy in place of `repeat`, a call of the module at `path`."""
+        """Replace `repeat`, a call of the module at `path`, by a copy of these nodes."""
         env: dict[fx.Node, fx.Node] = dict(zip(self.given, repeat.args[1], strict=True))  # type: ignore[arg-type]
         stacks: dict[tuple[str, ...], dict[str, tuple[str, Any]]] = {}
         path, stack, trace = path.removeprefix(_ROOT), _stack(repeat), repeat.meta.get("stack_trace") or ""
@@ -88,7 +88,7 @@ def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
 def _below(
     stack: Mapping[str, tuple[str, Any]], above: Mapping[str, tuple[str, Any]], old: str, new: str
 ) -> dict[str, tuple[str, Any]]:
-    """The modules of `stack` that are not in `above`, those inside `old` renamed to be inside `new`."""
+    """Return the entries of a module stack that are not in `above`, with paths inside `old` moved to `new`."""
 
     def renamed(path: str) -> str:
         return new + path[len(old) :] if path == old or path.startswith(old + ".") else path

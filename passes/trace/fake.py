@@ -1,7 +1,7 @@
-"""Tensors with shapes and a CPU device but no data: what a model is traced on, whatever its size.
+"""Fake CPU tensors, with shapes but no data, on which a model of any size is traced.
 
-Tracing on the meta device instead would lose the values of constants that a forward makes, such as `x[..., [-1]]`.
-`FakeTensorMode` is private to torch (seen in 2.13.0); nothing else of ours imports it.
+The meta device would lose the values of constants that `forward` creates, such as the index of `x[..., [-1]]`.
+`FakeTensorMode` is private to torch (seen in 2.13.0); no other file of autoptd imports it.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def fake_cpu() -> FakeTensorMode:
-    """A context in which new tensors take no memory."""
+    """Return a context manager in which new tensors take no memory."""
     return FakeTensorMode(shape_env=ShapeEnv())

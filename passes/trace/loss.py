@@ -1,15 +1,15 @@
-"""The scalar that a model is trained to minimise, from what its forward pass returns and from targets it never sees.
+"""The training objective: the scalar loss computed from a model's outputs and from targets that `forward` does not see.
 
     batch ─┬─ inputs ──► model ──► outputs ─┐
            └─ targets ──────────────────────┴─► loss ──► 0-dim tensor
 
-How a loss is called follows from its signature and from whether targets were given:
+The call form follows from the loss's signature and from the targets given:
 
-    no loss                              the outputs are the loss, or hold it
-    loss(outputs)                        it takes one argument
-    loss(outputs, inputs)                it takes two, and no targets are given: the batch as a mapping
+    no loss                              the outputs are the loss, or contain it
+    loss(outputs)                        the loss takes one argument
+    loss(outputs, inputs)                the loss takes two, and no targets are given: `inputs` is the batch, a mapping
     loss(outputs, target)                `targets` is one tensor
-    loss(outputs, **targets)             `targets` is a mapping of the loss's own keywords
+    loss(outputs, **targets)             `targets` is a mapping whose keys are keywords of the loss
     loss(outputs, targets)               `targets` is any other mapping
 """
 
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError, nearest
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 
-TARGET = "targets"  # what a batch calls the only target of a model
+TARGET = "targets"  # the name of a single target in a batch
 
 Targets = Tensor | Mapping[str, Tensor]
 
 
 class LossArguments(Enum):
-    """What a loss is called with besides the outputs."""
+    """Arguments that a loss is called with besides the outputs."""
 
     OUTPUTS = "nothing"
     INPUTS = "the batch"
@@ -48,10 +48,11 @@ class LossArguments(Enum):
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss and how it is called. `targets`: names in a batch that `forward` never sees.
+    """A loss and its call form.
 
-    `child`: where the model holds the module that the loss belongs to; None: it belongs to none that is trained.
-    `outside`: that module is not of the model given, `joined` put it there.
+    `targets`: names of batch entries that are passed to the loss and not to `forward`. `child`: path, inside the model,
+    of the module that is the loss or owns it as a method; None if that is no trained module. `outside`: the user's
+    model does not contain that module; `joined` added it.
     """
 
     loss: Callable[..., Tensor] | None = None
@@ -61,22 +62,22 @@ class Objective:
     outside: bool = False
 
     def value(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of a batch, 0-dim. `model` holds what `joined` put there. Raises InputsError for any other value."""
+        """Return the loss of a batch. `model` is the one that `joined` returned. Raises InputsError if no scalar."""
         return self.of_outputs(model(**self.inputs_of(batch)), batch, self.callable_of(model))
 
     def inputs_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `forward` takes of a batch."""
+        """Return the entries of a batch that are arguments of `forward`."""
         return {name: x for name, x in batch.items() if name not in self.targets}
 
     def of_outputs(self, out: Any, batch: Mapping[str, Tensor], loss: Callable[..., Tensor] | None) -> Tensor:
-        """The scalar to minimise, from what `forward` returned. Raises InputsError where there is none."""
+        """Return the scalar to minimise, given the result of `forward`. Raises InputsError if there is none."""
         if loss is None:
             return _scalar_in(out)
         if _is_torchs(loss) and not isinstance(out, Tensor):
             raise InputsError(
                 f"the model returns {_described(out)}, and {_name(loss)} takes a tensor",
                 where="loss",
-                fix=f"pick it: loss=lambda outputs, target: {_name(loss)}(outputs…, target)",
+                fix=f"select the tensor: loss=lambda outputs, target: {_name(loss)}(outputs…, target)",
             )
         targets = {name: batch[name] for name in self.targets}
         match self.form:
@@ -92,16 +93,16 @@ class Objective:
                 return _scalar(loss(out, targets), loss)
 
     def callable_of(self, model: nn.Module) -> Callable[..., Tensor] | None:
-        """The loss, of the module in `model` where it belongs to one."""
+        """Return the loss, bound to its module in `model` if it has one there."""
         if self.child is None:
             return self.loss
         owner = model.get_submodule(self.child)
         return types.MethodType(self.loss.__func__, owner) if inspect.ismethod(self.loss) else owner
 
     def joined(self, model: nn.Module) -> tuple[Objective, nn.Module]:
-        """The model with the module of the loss in it, where that has parameters; the model given is left alone.
+        """Return a model with the loss's module as a child, if that module has parameters. `model` is not changed.
 
-        It is then trained and saved with the model, under the name `loss`, or `loss_` where the model has one.
+        The loss is then trained and saved with the model, under the name `loss`, or `loss_` if that name is taken.
         """
         owner = self.loss.__self__ if inspect.ismethod(self.loss) else self.loss
         if not isinstance(owner, nn.Module) or self.child in dict(model.named_modules(remove_duplicate=False)):
@@ -120,21 +121,21 @@ class Objective:
         return replace(self, child=child, outside=True), whole
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter or buffer is the loss's, not one of the model given."""
+        """Return whether a parameter or buffer belongs to the loss and not to the user's model."""
         return self.outside and name.startswith(f"{self.child}.")
 
     def in_precision(self, dtype: torch.dtype) -> Objective:
-        """The same with the constants of a loss module, such as class weights, in the type that it computes in."""
+        """Return the objective with the constants of a loss module, such as class weights, in `dtype`."""
         if self.child is None and isinstance(self.loss, nn.Module):
             return replace(self, loss=_converted(self.loss, dtype))
         return self
 
 
 class Loss(nn.Module):
-    """The model, returning its loss alone: logits, caches and output classes are dropped before anything is planned.
+    """Wrapper of a model that returns only the loss: logits, caches and output classes are dropped before planning.
 
-    `original`: names of the parameters that the model has copies of, by id. `casts`: types in which `forward` gets
-    inputs of another.
+    `original`: names of the user's parameters, which the model has copies of, by id. `casts`: inputs to cast before
+    `forward`, with the dtype.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Loss(nn.Module):
         self.objective = objective
         self.original, self.casts = original, casts
         if objective.child is None and isinstance(objective.loss, nn.Module):
-            self.loss = objective.loss  # its constants get its name
+            self.loss = objective.loss  # registers its constants as `loss.…`
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         with RefuseUnregistered(self.model, self.original):
@@ -164,7 +165,7 @@ class Loss(nn.Module):
 def read_objective(
     loss: Callable[..., Tensor] | Objective | None, inputs: Mapping[str, Tensor], targets: Targets | None = None
 ) -> tuple[Objective, dict[str, Tensor]]:
-    """How the loss is called, and the targets by name. Raises InputsError where loss, inputs and targets do not fit."""
+    """Return the objective and the targets by name. Raises InputsError if loss, inputs and targets do not fit."""
     if isinstance(loss, Objective):
         return loss, name_targets(targets)
     if loss is None:
@@ -172,12 +173,12 @@ def read_objective(
             raise InputsError(
                 "targets were given without a loss that takes them",
                 where="targets",
-                fix="pass loss=, such as loss=nn.CrossEntropyLoss(); what forward itself takes belongs to inputs=",
+                fix="pass loss=, such as loss=nn.CrossEntropyLoss(); arguments of forward belong in inputs=",
             )
         return Objective(), {}
     if not callable(loss):
         raise InputsError(
-            f"loss is of type {type(loss).__name__}", where="loss", fix="give a function of the model's outputs"
+            f"loss is of type {type(loss).__name__}", where="loss", fix="pass a function of the model's outputs"
         )
     loss = unwrap(loss) if isinstance(loss, nn.Module) else loss
     named = name_targets(targets)
@@ -186,7 +187,7 @@ def read_objective(
 
 
 def name_targets(targets: Targets | None) -> dict[str, Tensor]:
-    """Targets by their names in a batch. Raises InputsError for what is neither a tensor nor a mapping of tensors."""
+    """Return the targets by their names in a batch. Raises InputsError unless they are a tensor or map to tensors."""
     if targets is None:
         return {}
     named = {TARGET: targets} if isinstance(targets, Tensor) else targets
@@ -200,12 +201,12 @@ def name_targets(targets: Targets | None) -> dict[str, Tensor]:
 
 
 def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The scalar to minimise, from what `forward` returned, without targets. Raises InputsError when there is none."""
+    """Return the scalar to minimise of a loss without targets, given the result of `forward`. Raises InputsError."""
     objective, _ = read_objective(loss, inputs)
     return objective.of_outputs(out, inputs, objective.loss)
 
 
-# ---- how a loss is called ----
+# ---- call forms ----
 
 
 def _form(loss: Callable[..., Tensor], targets: Targets | None) -> LossArguments:
@@ -226,7 +227,7 @@ def _form(loss: Callable[..., Tensor], targets: Targets | None) -> LossArguments
 
 
 def _signature(loss: Callable[..., Tensor]) -> inspect.Signature | None:
-    """None for a function of torch's that has none."""
+    """Return the signature of a loss; None for a torch function without one."""
     try:
         return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError):
@@ -249,12 +250,10 @@ def _misfit(loss: Callable[..., Tensor], signature: inspect.Signature | None, ta
             f"the loss {takes} takes more than the outputs",
             where="loss",
             fix=f"pass targets=, example tensors for {', '.join(names)}"
-            + ("" if _is_torchs(loss) else "; or a loss of (outputs) or (outputs, inputs)"),
+            + ("" if _is_torchs(loss) else "; or pass a loss that takes (outputs) or (outputs, inputs)"),
         )
     if isinstance(targets, Tensor):
-        fix = (
-            f"a mapping names several: targets={{{', '.join(f'{n!r}: …' for n in names)}}}; or a loss of two arguments"
-        )
+        fix = f"pass a mapping: targets={{{', '.join(f'{n!r}: …' for n in names)}}}; or a loss of two arguments"
         return InputsError(f"the loss {takes} cannot be called with outputs and one target", where="loss", fix=fix)
     unknown = [name for name in targets if name not in names]
     what = f"no {', '.join(map(repr, unknown))}" if unknown else f"more than {', '.join(map(repr, targets))}"
@@ -270,26 +269,26 @@ def _check_targets(
         names = list(signature.parameters)[1:] if signature is not None else []
         free = [n for n in (*names, "labels", "target") if n not in inputs]
         what = f"{clash[0]!r} names an input and a target of the batch"
-        fix = f"name the target otherwise: targets={{{free[0]!r}: …}}"
+        fix = f"rename the target: targets={{{free[0]!r}: …}}"
         if single:
-            what = f"a batch calls its only target {TARGET!r}, which is an input's name as well"
+            what = f"a single target is named {TARGET!r} in the batch, and an input has that name too"
         raise InputsError(what, where=TARGET, fix=fix)
     samples = next((x.shape[0] for x in inputs.values() if isinstance(x, Tensor) and x.ndim), None)
     for name, x in named.items():
         if not name.isidentifier() or iskeyword(name):
-            raise InputsError(f"a target is called {name!r}", where=TARGET, fix="give it a name as arguments have")
+            raise InputsError(f"{name!r} is no valid name of a target", where=TARGET, fix="name it like an argument")
         if x.ndim == 0 or (samples is not None and x.shape[0] != samples):
             counted = f"dim 0 of the inputs counts {samples} samples" if samples is not None else "dim 0 counts samples"
             raise InputsError(
                 f"the target {name!r} is of shape {list(x.shape)}, but {counted}",
                 where=TARGET,
-                fix="give one row per sample; what is the same for all samples belongs to the loss itself, such as "
+                fix="give one row per sample; constants shared by all samples belong to the loss itself, such as "
                 "nn.CrossEntropyLoss(weight=…)",
             )
 
 
 def _is_torchs(loss: Callable[..., Any]) -> bool:
-    """Whether a loss is one of torch's own, whose arguments are tensors."""
+    """Return whether a loss is one of torch's, which take only tensors."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     owner = type(loss) if isinstance(loss, nn.Module) else loss
@@ -315,11 +314,11 @@ def _scalar(value: Any, loss: Callable[..., Tensor]) -> Tensor:
     else:
         fix = "reduce it, with .mean() or .sum()"
     kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else _described(value)
-    raise InputsError(f"loss returned {kind}, no scalar", where="loss", fix=fix)
+    raise InputsError(f"the loss returned {kind}, not a scalar", where="loss", fix=fix)
 
 
 def _scalar_in(out: Any) -> Tensor:
-    """The loss that a model gave."""
+    """Return the loss among a model's outputs."""
     value: Tensor | None
     if isinstance(out, Tensor):
         value = out
@@ -343,7 +342,7 @@ def _scalar_in(out: Any) -> Tensor:
 
 
 def _described(value: Any) -> str:
-    """`ModelOutput with 'logits', 'states'`, `a tuple of 3`, for an error."""
+    """Describe a value for an error: `ModelOutput with 'logits', 'states'`, `a tuple of 3`."""
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with {', '.join(map(repr, value))}" if value else "an empty mapping"
     if isinstance(value, (tuple, list)):
@@ -365,7 +364,7 @@ def _refuse_blank(loss: nn.Module) -> None:
 
 
 def _converted(loss: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose floating-point buffers are of a type."""
+    """Return a copy with floating-point buffers in `dtype`."""
     memo: dict[int, Any] = {}
     for x in loss.buffers():
         memo[id(x)] = x.detach().to(dtype) if x.is_floating_point() else x.detach()

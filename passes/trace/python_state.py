@@ -1,4 +1,4 @@
-"""What moves on in Python while a model runs: a trace would hold its first state for ever."""
+"""Refuse models whose Python state changes on every call (random draws, counters): a trace would freeze that state."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _NUMBERS = (bool, int, float)
 
 @contextmanager
 def refuse_own_draws(model: nn.Module) -> Iterator[None]:
-    """Around a trace. Raises UnsupportedOp where the global generator of Python or NumPy has moved on."""
+    """Wrap a trace. Raises UnsupportedOp if it advanced the global random generator of Python or NumPy."""
     before = _states()
     yield
     for name, state in _states().items():
         if name in before and state != before[name]:
             raise UnsupportedOp(
-                f"forward draws random numbers with {name}: a program would repeat those of the trace for ever",
+                f"forward draws random numbers with {name}: the program would repeat the draws of the trace",
                 where=type(model).__name__,
                 fix="draw them outside the model and pass them as an input; nn.Dropout is supported",
             )
 
 
 def _states() -> dict[str, Any]:
-    """Of generators, by the module that draws from them."""
+    """Return the states of the global generators by the Python module that draws from them."""
     found: dict[str, Any] = {"Python's random module": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, key, *rest = numpy.random.get_state()
@@ -40,24 +40,24 @@ def _states() -> dict[str, Any]:
 
 
 def refuse_counters(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> T:
-    """The trace of `root`, around a model. Raises UnsupportedOp for a number on a module that every pass changes.
+    """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if every pass changes a Python number.
 
-    What the first pass alone sets, as a length that it has seen, is a cache; only then is there a second trace.
+    A number that only the first pass sets, such as a length, is a cache. A second trace, made if needed, tells.
     """
     before, found, after = _numbers(model), *_traced(model, root, trace)
     changed = {key: value for key, value in after.items() if before.get(key) != value}
     if not changed:
         return found
     modules = dict(model.named_modules())
-    for (name, key), value in changed.items():  # torch.export puts back what it found
+    for (name, key), value in changed.items():  # torch.export restores the attributes that a trace changed
         setattr(modules[name], key, value)
-    _, again = _traced(model, root, trace)
+    _, second = _traced(model, root, trace)
     for (name, key), value in changed.items():
         setattr(modules[name], key, before[name, key]) if (name, key) in before else delattr(modules[name], key)
-        if again.get((name, key)) != value:
+        if second.get((name, key)) != value:
             where = f"{name}.{key}".lstrip(".")
             raise UnsupportedOp(
-                f"forward changes {where}, a Python number, in every pass: a program would hold that of the trace",
+                f"forward changes {where}, a Python number, in every pass: the program would hold that of the trace",
                 where=where,
                 fix="pass it as an input, or count outside forward",
             )
@@ -65,7 +65,7 @@ def refuse_counters(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -
 
 
 def _traced(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> tuple[T, Mapping[tuple[str, str], object]]:
-    """The trace, and the numbers at the end of forward."""
+    """Return the trace, and the model's Python numbers at the end of forward."""
     seen: list[Mapping[tuple[str, str], object]] = []
     hook = root.register_forward_hook(lambda *_: seen.append(_numbers(model)))
     try:
@@ -75,7 +75,7 @@ def _traced(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> tuple[
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], object]:
-    """Of all modules, by the module's name and their own."""
+    """Return the number-valued attributes of all modules, by (module name, attribute)."""
     return {
         (name, key): value
         for name, module in model.named_modules()

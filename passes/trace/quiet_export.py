@@ -1,5 +1,5 @@
-"""torch.export prints the graph so far when it fails, thousands of lines for a large model, and logs what kind it was.
-What went wrong, and in which line, is what the error that follows says."""
+"""Silence torch.export's failure output: on an error it prints the partial graph, thousands of lines for a large model,
+and logs the kind of failure. autoptd's own error names the cause and the user's line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 from torch.export import _trace
 
-_ALSO = "torch.fx.experimental.symbolic_shapes"  # warns that it does not know the user's line
+_SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"  # warns that it does not know the user's line
 
 
 @contextmanager
 def silent_export() -> Iterator[None]:
-    """What `torch.export._trace` (private to torch; seen in 2.13.0) prints and logs of a failure is not shown."""
-    logs: list[logging.Logger] = [_trace.log, logging.getLogger(_ALSO)]
+    """Suppress what `torch.export._trace` (private to torch; seen in 2.13.0) prints and logs about a failure."""
+    logs: list[logging.Logger] = [_trace.log, logging.getLogger(_SYMBOLIC_SHAPES)]
     were_off = [log.disabled for log in logs]
-    vars(_trace)["print"] = lambda *args, **kwargs: None  # found before the builtin one
+    vars(_trace)["print"] = lambda *args, **kwargs: None  # shadows the builtin
     for log in logs:
         log.disabled = True
     try:

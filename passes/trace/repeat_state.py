@@ -1,8 +1,8 @@
-"""What the forward pass of a module may depend on besides its arguments, as values that can be compared.
+"""Comparable descriptions of the module state that a forward pass may depend on besides its arguments.
 
-Two modules of one description run the same Python: same classes, flags, shapes and attributes, down to the last
-submodule. Attributes that differ between modules otherwise alike (the number of a layer) are left out of the
-description and watched instead: which of them a forward pass reads is recorded, and only those must agree.
+Two modules with equal descriptions run the same Python: same classes, flags, shapes and attributes, in every
+submodule. Attributes that differ between otherwise equal modules (a layer's index) are left out of the description and
+watched instead: reads of them during a forward pass are recorded, and only the attributes read must agree.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _ATOMS = (
     torch.layout,
     torch.memory_format,
 )
-_OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}  # what every module has
-_LARGEST = 20_000  # values looked at in the state of one module: one that reaches further is not described
+_OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}  # attributes of every module
+_LARGEST = 20_000  # values visited in the state of one module; a module with more is not described
 
 
 class Unknown(Exception):
-    """Something that cannot be compared: the module is traced as it is."""
+    """Raised for state that cannot be compared; the module is then traced in full."""
 
 
 class Same:
-    """An object by its identity, kept alive so that no other can have it."""
+    """An object compared by identity. The reference keeps it alive, so that its id is not reused."""
 
     __slots__ = ("object",)
 
@@ -58,7 +58,7 @@ class Same:
 
 
 def atom(value: object) -> Hashable:
-    """A plain value that compares by type and content; raises Unknown for anything else."""
+    """Return a key that compares a plain value by type and content. Raises Unknown for anything else."""
     if isinstance(value, SymInt):
         return SymInt, value.node.expr
     if isinstance(value, (float, complex)):
@@ -69,15 +69,15 @@ def atom(value: object) -> Hashable:
 
 
 def describe(root: nn.Module, watched: AttributeWatch) -> Hashable:
-    """What `root(...)` depends on, other than its arguments and watched attributes. Raises Unknown.
+    """Return the state that `root(...)` depends on besides its arguments and watched attributes. Raises Unknown.
 
-    Objects that are neither plain values, containers nor modules of its own count by identity.
+    Objects other than plain values, containers and submodules are compared by identity.
     """
     return _StateReader(root, watched, deep=False).all()
 
 
 def state(root: nn.Module) -> Hashable:
-    """The same with everything inside of objects and closures: equal before and after a pass that changes nothing."""
+    """Return the state with the contents of objects and closures. A pass without side effects leaves it equal."""
     return _StateReader(root, None, deep=True).all()
 
 
@@ -86,7 +86,7 @@ class _StateReader:
         self.modules = {id(vars(m)): name for name, m in root.named_modules()}
         self.root, self.watched, self.deep = root, watched, deep
         self.seen: dict[int, int] = {}
-        self.kept: list[object] = []  # while their ids are in `seen`
+        self.alive: list[object] = []  # the objects in `seen`, so that their ids are not reused
 
     def all(self) -> Hashable:
         return tuple(self._module(name, m) for name, m in self.root.named_modules(remove_duplicate=False))
@@ -115,12 +115,12 @@ class _StateReader:
             return atom(value)
         if isinstance(value, nn.Module):
             if id(vars(value)) not in self.modules:
-                raise Unknown("a module from elsewhere")
+                raise Unknown("a module outside root")
             return "module", self.modules[id(vars(value))]
         if id(value) in self.seen:
             return "seen", self.seen[id(value)]
         self.seen[id(value)] = len(self.seen)
-        self.kept.append(value)
+        self.alive.append(value)
         return self._compound(value)
 
     def _compound(self, value: Any) -> Hashable:
@@ -145,7 +145,7 @@ class _StateReader:
         return Same(value), self._inside(value)
 
     def _inside(self, value: object) -> Hashable:
-        """The attributes of an object, where they can be seen."""
+        """Return the attributes of an object if it has a `__dict__` and the description is deep."""
         held = getattr(value, "__dict__", None)
         if not self.deep or not isinstance(held, dict):
             return None
@@ -163,31 +163,30 @@ class _StateReader:
 
 # ---- watching attributes ----
 
-Read = tuple[int, str]  # id of the module's attributes, name of one
+Read = tuple[int, str]  # (id of the module's vars, attribute name)
 
 
 @dataclass
 class AttributeWatch:
-    """The attributes that are watched, and those that were read so far."""
+    """The watched attributes, and those read so far. Modules are identified by the id of their `vars`."""
 
     read: set[Read] = field(default_factory=set)
-    watched: dict[int, frozenset[str]] = field(default_factory=dict)  # id of a module's attributes -> names
-
-    several: set[int] = field(default_factory=set)  # ids of the attributes of modules with others of their structure
+    watched: dict[int, frozenset[str]] = field(default_factory=dict)  # module -> names of its watched attributes
+    several: set[int] = field(default_factory=set)  # modules that share their structure with another one
 
     def names(self, module: nn.Module) -> frozenset[str]:
         return self.watched.get(id(vars(module)), frozenset())
 
 
 class _Quiet:
-    """Subclasses that are made here do not register with the user's base classes."""
+    """Base that keeps the subclasses made here from registering with the user's base classes."""
 
     def __init_subclass__(cls, **options: object) -> None:
         pass
 
 
 class _Watched:
-    """An attribute of instances that records being read."""
+    """Descriptor of an instance attribute that records reads."""
 
     def __init__(self, name: str, read: set[Read]) -> None:
         self.name, self.read = name, read
@@ -208,12 +207,12 @@ class _Watched:
         del vars(instance)[self.name]
 
 
-Caller = Callable[..., Any]  # (module, its class's __call__, args, kwargs) -> what the call returns
+Caller = Callable[..., Any]  # (module, its class's __call__, args, kwargs) -> the call's result
 
 
 def install(model: nn.Module, called: Callable[[nn.Module], bool], caller: Caller) -> AttributeWatch:
-    """Watch the attributes in which modules of one structure differ, and have `caller` carry out every call of those
-    that `called` picks. Changes the classes of the model's modules: for a copy that is traced and thrown away."""
+    """Watch the attributes in which modules of one structure differ, and route calls of the modules that `called`
+    selects through `caller`. Changes the classes of the model's modules: pass a copy that is discarded afterwards."""
     watch = AttributeWatch()
     structures = _structures(model)
     made: dict[tuple[type, frozenset[str], bool], type] = {}
@@ -227,7 +226,7 @@ def install(model: nn.Module, called: Callable[[nn.Module], bool], caller: Calle
             made[key] = _subclass(type(module), names, watch.read, caller if call else None)
         try:
             object.__setattr__(module, "__class__", made[key])
-        except TypeError:  # a class that lays out its instances otherwise: its modules count by all that they hold
+        except TypeError:  # the class has another instance layout: its modules are described with all attributes
             continue
         watch.watched[id(vars(module))] = names
         if several:
@@ -236,7 +235,7 @@ def install(model: nn.Module, called: Callable[[nn.Module], bool], caller: Calle
 
 
 def _subclass(base: type, names: Iterable[str], read: set[Read], caller: Caller | None) -> type:
-    """A class that looks like its base, whose instances have some attributes watched and calls carried out."""
+    """Return a class with its base's name whose instances have `names` watched and calls routed to `caller`."""
     members: dict[str, object] = {name: _Watched(name, read) for name in names}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     if caller is not None:
@@ -249,7 +248,7 @@ def _subclass(base: type, names: Iterable[str], read: set[Read], caller: Caller 
 
 
 def _structures(model: nn.Module) -> Mapping[int, tuple[frozenset[str], bool]]:
-    """For each module, by id: plain attributes that modules of its structure differ in, and whether it has such."""
+    """Return, by module id: plain attributes in which modules of its structure differ, and if there are several."""
     number: dict[int, int] = {}
     numbers: dict[Hashable, int] = {}
     values: dict[int, dict[str, set[Hashable]]] = {}

@@ -1,17 +1,17 @@
 """Trace equal modules once, so that tracing does not grow with the depth of a model.
 
-    first call        traced as it is, between two marks:   enter(k, given) … leave(k, made)
-    second call       traced as it is, and compared with the first
-    every later one   one opaque call, repeat(k, given), which `unfold` replaces by a copy of the first
+    first call        traced in full, between two marks:   enter(k, given) … leave(k, made)
+    second call       traced in full, and compared with the first
+    every later one   one opaque call, repeat(k, given), which `expand_repeats` replaces by a copy of the first
 
-Two calls are alike when the modules are (see `repeat_state`) and the arguments are: their tree, the plain values in
-it, and shape, stride, type and gradient of its tensors, sizes as expressions. `given` are the tensors among the
-arguments and the module's own parameters and buffers. The code around a repeated module runs for every call, so what
-each is given (residuals, masks, tied parameters) is exact by wiring. A call is traced in full whenever it might be
-anything else than a function of all this: it reads or writes tensors from elsewhere, changes its arguments or
-attributes, has hooks, returns something unknown, or differs from the first in a second trace.
+Two calls are alike if their modules are (see `repeat_state`) and their arguments are: the argument tree, the plain
+values in it, and shape, stride, dtype and requires_grad of its tensors, with sizes as expressions. `given` are the
+tensors among the arguments plus the module's parameters and buffers; `made` are the tensors computed and returned. The
+code around a repeated module still runs for every call, so its inputs (residuals, masks, tied parameters) are wired
+exactly. A call is traced in full if it may depend on anything else: it reads or writes outside tensors, changes its
+arguments or attributes, has hooks, returns something unknown, or its second trace differs from the first.
 
-This reaches into torch's tracer (`torch.fx.experimental.proxy_tensor`, seen in 2.13.0); nothing else of ours does.
+This uses torch's private tracer (`torch.fx.experimental.proxy_tensor`, seen in 2.13.0); no other file of autoptd does.
 """
 
 from __future__ import annotations
@@ -36,52 +36,52 @@ ENTER = torch.ops.autoptd_trace.enter.default
 LEAVE = torch.ops.autoptd_trace.leave.default
 REPEAT = torch.ops.autoptd_trace.repeat.default
 
-_TRIES = 8  # traces of calls that are alike but for attributes they read, after which no more are compared
+_TRIES = 8  # captures of calls that are alike but for watched attributes; beyond these, calls are not compared
 
 
 @dataclass
 class Capture:
-    """One call that was traced: what it read, what it gave back and what its nodes compute."""
+    """One traced call: the attributes it read, its results, and its nodes in comparable form."""
 
     key: int
     path: str  # of the module
     reads: Mapping[tuple[str, str], Hashable]  # (submodule, watched attribute) -> its value
-    made: list[Tensor]  # distinct tensors that it computed and gave back
+    made: list[Tensor]  # distinct tensors that it computed and returned
     leaves: list[tuple[str, Any]]  # of the result: ("made", i), ("given", i) or ("plain", value)
     spec: pytree.TreeSpec
     form: list[Hashable]
-    results: list[Hashable]  # what `made` are in `form`
+    results: list[Hashable]  # references of `made` into `form`
     confirmed: bool = False
 
 
 @dataclass
 class _ModuleCall:
-    """A call to be made: what it depends on, and the nodes of the tensors that it is given."""
+    """A call about to run: its description, its argument leaves and the nodes of its input tensors."""
 
-    alike: Hashable
+    alike: Hashable  # equal for calls that are alike
     leaves: list[Any]
-    nodes: dict[fx.Node, int]  # of the distinct tensors, in order
+    nodes: dict[fx.Node, int]  # node of each distinct tensor -> its position in `given`
 
 
 class Repeats:
-    """Carries out the calls of a model's modules while it is exported. `captures` and `paths` are for `unfold`."""
+    """Runner of a model's module calls during export. `captures` and `paths` are read by `expand_repeats`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.captures: dict[int, Capture] = {}  # by key
-        self.paths: dict[int, list[str]] = {}  # key -> the paths of modules that repeat it, in order of the calls
+        self.paths: dict[int, list[str]] = {}  # key -> paths of the modules that repeat it, in call order
         self._known: dict[Hashable, list[Capture]] = {}
         self._refused: set[Hashable] = set()
-        self._modules = {id(vars(m)): m for m in model.modules() if _worth_it(m)}
-        self._watch = install(model, _worth_it, self._carry_out)
+        self._modules = {id(vars(m)): m for m in model.modules() if _is_compared(m)}
+        self._watch = install(model, _is_compared, self._run_call)
         self._keys = 0
 
-    def _carry_out(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run_call(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         base = self._modules.get(id(vars(module)))
         mode = get_proxy_mode()
-        if base is None or mode is None or not _ordinary():
+        if base is None or mode is None or not _no_modes():
             return inner(module, *args, **kwargs)
         if id(vars(base)) not in self._watch.several:
-            self._watch.several.add(id(vars(base)))  # the only one of its kind is worth it from its second call on
+            self._watch.several.add(id(vars(base)))  # a module without equals is compared from its second call on
             return inner(module, *args, **kwargs)
         tracer: Any = mode.tracer
         try:
@@ -108,16 +108,16 @@ class Repeats:
         return out
 
     def _call(self, tracer: Any, base: nn.Module, args: Any, kwargs: Any) -> _ModuleCall:
-        """Raises Unknown where a call cannot be compared with another."""
+        """Describe a call. Raises Unknown if it cannot be compared with others."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         nodes: dict[fx.Node, int] = {}
-        told = [_describe_tensor(tracer, x, nodes) if isinstance(x, Tensor) else atom(x) for x in leaves]
+        described = [_describe_tensor(tracer, x, nodes) if isinstance(x, Tensor) else atom(x) for x in leaves]
         for m in base.modules():
             for own in (*m._parameters.values(), *m._buffers.values()):
                 if own is not None:
-                    told.append(_describe_tensor(tracer, own, nodes))
+                    described.append(_describe_tensor(tracer, own, nodes))
         surroundings = torch.get_default_dtype(), torch.get_default_device()
-        return _ModuleCall((describe(base, self._watch), tuple(told), str(spec), surroundings), leaves, nodes)
+        return _ModuleCall((describe(base, self._watch), tuple(described), str(spec), surroundings), leaves, nodes)
 
     def _agrees(self, capture: Capture, base: nn.Module) -> bool:
         return all(_held(base, *name) == value for name, value in capture.reads.items())
@@ -125,7 +125,7 @@ class Repeats:
     def _capture(
         self, tracer: Any, base: nn.Module, path: str, call: _ModuleCall, run: Callable[[], Any], args: Any, kwargs: Any
     ) -> tuple[Any, Capture | None]:
-        """The result of a call that is traced, and what there is to repeat, if anything."""
+        """Run and trace a call; return its result, and its capture if it can be repeated."""
         try:
             before = state(base)
         except Unknown:
@@ -140,8 +140,8 @@ class Repeats:
         mine = set(self._watch.read)
         self._watch.read |= outer
         try:
-            same = _ordinary() and state(base) == before and _unchanged(call.leaves, pytree.tree_leaves((args, kwargs)))
-            capture = self._read_off(tracer, base, path, call, key, enter, out, mine) if same else None
+            same = _no_modes() and state(base) == before and _unchanged(call.leaves, pytree.tree_leaves((args, kwargs)))
+            capture = self._build_capture(tracer, base, path, call, key, enter, out, mine) if same else None
         except Unknown:
             capture = None
         if capture is None:
@@ -152,7 +152,7 @@ class Repeats:
         leave.meta["val"] = None
         return out, capture
 
-    def _read_off(
+    def _build_capture(
         self,
         tracer: Any,
         base: nn.Module,
@@ -163,38 +163,38 @@ class Repeats:
         out: Any,
         mine: set[Read],
     ) -> Capture:
-        """What was traced since `enter`. Raises Unknown where that is no function of what was given."""
+        """Return the capture of the nodes traced since `enter`. Raises Unknown if they depend on more than `given`."""
         env: dict[fx.Node, Hashable] = {n: ("given", i) for n, i in call.nodes.items()}
-        form = list(_form(_since(enter), env, self.captures))
+        form = list(_form(_nodes_after(enter), env, self.captures))
         leaves, spec = pytree.tree_flatten(out)
         made: dict[fx.Node, Tensor] = {}
-        told: list[tuple[str, Any]] = []
+        sources: list[tuple[str, Any]] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 atom(leaf)
-                told.append(("plain", leaf))
+                sources.append(("plain", leaf))
                 continue
             node = _node_of(tracer, leaf)
             if node in call.nodes:
-                told.append(("given", call.nodes[node]))
+                sources.append(("given", call.nodes[node]))
             elif node in env:
-                told.append(("made", list(made).index(node) if node in made else len(made)))
+                sources.append(("made", list(made).index(node) if node in made else len(made)))
                 made.setdefault(node, leaf)
             else:
-                raise Unknown("a result from elsewhere")
+                raise Unknown("a result from outside")
         names = {id(vars(m)): n for n, m in base.named_modules()}
         reads = {(names[held], a): _held(base, names[held], a) for held, a in mine if held in names}
-        self._check_given_back(told, call, leaves, tracer)
-        return Capture(key, path, reads, list(made.values()), told, spec, form, [env[n] for n in made])
+        self._check_results(sources, call, leaves, tracer)
+        return Capture(key, path, reads, list(made.values()), sources, spec, form, [env[n] for n in made])
 
-    def _check_given_back(self, told: list[tuple[str, Any]], call: _ModuleCall, leaves: list[Any], tracer: Any) -> None:
-        """An argument that is given back must be the very tensor, which a later call can give back as well."""
+    def _check_results(self, sources: list[tuple[str, Any]], call: _ModuleCall, leaves: list[Any], tracer: Any) -> None:
+        """Raise Unknown if the call returns its own parameter or buffer: a later call could not return its own one."""
         arguments = {id(x) for x in call.leaves}
-        if any(what == "given" and id(leaf) not in arguments for (what, _), leaf in zip(told, leaves, strict=True)):
+        if any(what == "given" and id(leaf) not in arguments for (what, _), leaf in zip(sources, leaves, strict=True)):
             raise Unknown("a result that is its own parameter")
 
     def _repeat(self, tracer: Any, capture: Capture, base: nn.Module, path: str, call: _ModuleCall) -> Any:
-        """The result of a call that is not run."""
+        """Record a `repeat` node instead of running the call, and return the call's result."""
         with disable_proxy_modes_tracing():
             made = [_fresh(t) for t in capture.made]
         proxy = tracer.create_proxy(
@@ -208,15 +208,15 @@ class Repeats:
         return pytree.tree_unflatten([pick[what](which) for what, which in capture.leaves], capture.spec)
 
 
-def _worth_it(module: nn.Module) -> bool:
-    """Whether calls of a module are compared: not those of a list of modules, nor of one op."""
+def _is_compared(module: nn.Module) -> bool:
+    """Return whether calls of a module are compared: not for module containers, nor torch modules of a single op."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     return bool(module._modules) or not type(module).__module__.startswith("torch.nn.")
 
 
-def _ordinary() -> bool:
-    """Whether nothing around a call changes what it computes: gradients on, no autocast, no hooks on all modules."""
+def _no_modes() -> bool:
+    """Return whether no global state changes a call: gradients are on, no autocast, no global module hooks."""
     hooks = (
         module_state._global_forward_hooks,
         module_state._global_forward_pre_hooks,
@@ -260,7 +260,7 @@ def _unchanged(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
-def _since(enter: fx.Node) -> Iterator[fx.Node]:
+def _nodes_after(enter: fx.Node) -> Iterator[fx.Node]:
     node = enter.next
     while node.op != "root":
         yield node
@@ -268,18 +268,18 @@ def _since(enter: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node computes a size, which is the same wherever it is computed."""
+    """Return whether a node computes a size. Sizes are compared as expressions, wherever they are computed."""
     return isinstance(node.meta.get("val"), (SymInt, SymFloat, SymBool))
 
 
-# ---- what a stretch of the graph computes, in a form that can be compared ----
+# ---- comparable form of a range of nodes ----
 
 
 def _form(
     nodes: Iterator[fx.Node], env: dict[fx.Node, Hashable], captures: Mapping[int, Capture]
 ) -> Iterator[Hashable]:
-    """A line per node; `env` gets what each node is. Repeats inside are written out. Raises Unknown for a node that
-    reads, writes or is something outside."""
+    """Yield one entry per node, and store each node's reference in `env`. Nested repeats are expanded. Raises Unknown
+    for a node that cannot be repeated, or that reads or writes a tensor from outside."""
     inside: set[fx.Node] = set()
     count = 0
 
@@ -288,7 +288,7 @@ def _form(
             if is_size(value):
                 return "size", value.meta["val"].node.expr
             if value not in env:
-                raise Unknown("a tensor from elsewhere")
+                raise Unknown("a tensor from outside")
             return env[value]
         if isinstance(value, (tuple, list)):
             return tuple(map(refer, value))
@@ -301,7 +301,7 @@ def _form(
         inside.add(node)
         if node.target is REPEAT:
             capture, given = captures[node.args[0]], refer(node.args[1])  # type: ignore[index]
-            yield from (_moved(line, given, count) for line in capture.form)
+            yield from (_moved(entry, given, count) for entry in capture.form)
             env[node] = "several", tuple(_moved(r, given, count) for r in capture.results)
             count += len(capture.form)
             continue
@@ -316,7 +316,7 @@ def _form(
 
 
 def _moved(value: Any, given: Any, by: int) -> Any:
-    """A form's references, as those of the form that it becomes a part of."""
+    """Rebase the references of a nested form: `given` replaces its inputs, node numbers grow by `by`."""
     if isinstance(value, tuple):
         if len(value) == 2 and value[0] == "given" and type(value[1]) is int:
             return given[value[1]]
@@ -344,11 +344,11 @@ def _check_node(node: fx.Node, inside: set[fx.Node]) -> None:
         for value, argument in zip(node.args, target._schema.arguments, strict=False):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             if writes and isinstance(value, fx.Node) and value not in inside:
-                raise Unknown("writes to a tensor from elsewhere")
+                raise Unknown("writes to a tensor from outside")
 
 
 def _same(a: Capture, b: Capture) -> bool:
-    """Whether two calls of one description computed the same and gave back the same."""
+    """Return whether two calls with equal descriptions computed and returned the same."""
     sides = [
         (c.form, c.results, c.reads, c.spec, [(what, atom(x)) for what, x in c.leaves], list(map(_meta, c.made)))
         for c in (a, b)
@@ -356,11 +356,11 @@ def _same(a: Capture, b: Capture) -> bool:
     return sides[0] == sides[1]
 
 
-# ---- results of a call that is not run ----
+# ---- placeholder results of a call that is not run ----
 
 
 class _New(torch.autograd.Function):
-    """A tensor like another one, computed from something that needs a gradient."""
+    """Return an empty tensor like another one, which requires a gradient because `anchor` does."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, like: Tensor) -> Tensor:

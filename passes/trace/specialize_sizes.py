@@ -1,7 +1,7 @@
-"""Sizes that a model's own branches tie to one value: `if patches == self.positions.shape[1]` of a cut picture.
+"""Input sizes that the model's own branches fix to one value, such as `if patches == self.positions.shape[1]` in a ViT.
 
-torch.export leaves such a size a symbol where it cannot solve the equation, here (h // 4) (w // 4) = 196. A graph with
-it holds for that value alone, and its ops do not run at any other.
+torch.export leaves such a size symbolic if it cannot solve the equation, here (h // 4) (w // 4) = 196. The graph is
+valid only for that value, so the size must be static.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ InputDim = tuple[str, int]  # an input and one of its dims
 
 
 def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) -> frozenset[InputDim]:
-    """The dims of inputs whose size an equation among the graph's guards ties to a number, without the samples'.
+    """Return the input dims, other than the batch, whose size is fixed to a number by an equality guard of the graph.
 
-    So does a model that has written a number for the tokens of one input: another one's, as many, are that number.
+    A dim also counts as fixed if another input has the same size there as a constant: both count the same tokens.
     """
     every = dict(_sizes(program, names))
     dims = {at: size for at, size in every.items() if isinstance(size, torch.SymInt)}
@@ -37,7 +37,7 @@ def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) ->
 
 
 def _tied(difference: sympy.Expr, samples: Collection[sympy.Symbol]) -> set[sympy.Symbol]:
-    """Symbols that a difference which is zero for any number of samples ties to a number: s of `b s - 4 b`."""
+    """Return the symbols fixed to a number by `difference` = 0 for every number of samples: s of `b s - 4 b`."""
     count = sympy.Dummy("b")
     found = set[sympy.Symbol]()
     try:
@@ -50,7 +50,7 @@ def _tied(difference: sympy.Expr, samples: Collection[sympy.Symbol]) -> set[symp
 
 
 def _shared_out(program: torch.export.ExportedProgram, samples: Collection[sympy.Symbol]) -> set[sympy.Symbol]:
-    """Symbols of sizes like b s // 196, of `view(-1, 196, …)`: samples stay apart where s is that number alone."""
+    """Return the s of sizes like b s // 196, from `view(-1, 196, …)`: samples stay separate only if s is 196."""
     found = set[sympy.Symbol]()
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -64,20 +64,20 @@ def _shared_out(program: torch.export.ExportedProgram, samples: Collection[sympy
 
 
 def _symbols_of(difference: sympy.Expr) -> set[sympy.Symbol]:
-    """Those of a difference of which one part is a number."""
+    """Return the symbols of a difference that has a non-zero constant term, else none."""
     constant, _ = sympy.expand(difference).as_coeff_Add()
     return set(difference.free_symbols) if constant != 0 else set()
 
 
 def _bounds(expression: sympy.Expr) -> bool:
-    """Whether an equation with it leaves a range or multiples of a size: `s % 8 == 0`, `min(s, 64) == s`."""
+    """Return whether an equation only restricts a size to a range or to multiples: `s % 8 == 0`, `min(s, 64) == s`."""
     return any(type(f).__name__ in ("Mod", "PythonMod", "Min", "Max") for f in sympy.preorder_traversal(expression))
 
 
 def _sizes(
     program: torch.export.ExportedProgram, names: Collection[str]
 ) -> Iterator[tuple[InputDim, int | torch.SymInt]]:
-    """The sizes of the model's inputs."""
+    """Yield the size of every dim of the model's inputs."""
     given = dict(zip(program.graph_signature.user_inputs, names, strict=True))
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in given:

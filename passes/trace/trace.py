@@ -1,9 +1,9 @@
 """Trace a plain model into one fx graph of ATen ops, with symbolic batch and sequence.
 
-    model(**inputs) ──wrapper──► one scalar loss ──torch.export──► fx graph, sizes in sympy, tensors on meta
+    model(**inputs) ──wrapper──► one scalar loss ──torch.export──► fx graph, sizes in sympy, fake tensors
 
-The user's model is never touched: a skeleton with meta parameters (in the dtype that training will compute in) is
-traced in its stead, so a model of any size is traced in the memory of its graph.
+The user's model is not modified: a data-free skeleton, in the dtype that training computes in, is traced in its place.
+Tracing needs memory for the graph only, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.export import Dim
 
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
-from autoptd.passes.custom_grad.trace_calls import OwnCalls, keep_own
+from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.trace.collect import collect
-from autoptd.passes.trace.expand_repeats import unfold
+from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.loss import loss_of as loss_of
@@ -48,21 +48,22 @@ def trace(
 ) -> Traced:
     """Trace `model(**inputs)` to its scalar loss.
 
-    `inputs` are example keyword tensors whose dim 0 counts samples, those of the `targets` of an objective among them;
-    only shapes and dtypes are read. The model holds what `Objective.joined` put there. With `repeats`,
-    equal modules are traced once and written out for every call, which gives the same graph in less time.
-    Raises InputsError (inputs that do not suit), UnsupportedOp (a size depends on data), TraceError (all else).
+    `inputs` are example keyword tensors whose dim 0 counts samples, including the targets of an objective; only shapes
+    and dtypes are read. `model` is the one that `Objective.joined` returned. With `repeats`, equal modules are traced
+    once and copied for every call, which gives the same graph in less time.
+    Raises InputsError (unsuitable inputs), UnsupportedOp (a size depends on data), TraceError (anything else).
     """
     _check_inputs(inputs)
     _check_modules(model)
     refuse_unseen_hooks(model)
     names = canonical_names(model)
     batch = _batch_size(inputs)
+    # at least 2 samples: torch.export bakes in sizes of 1
     shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)
     exporter, own = _Exporter(model, specs, objective, precision), OwnCalls()
-    with keep_own(own):
+    with record_own_calls(own):
         exporter, program = exporter.with_casts(repeats=repeats)
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=bound)
@@ -83,23 +84,23 @@ def trace(
     return traced
 
 
-Specs = Mapping[str, tuple[Any, torch.dtype]]  # of the example inputs: shape and dtype
+Specs = Mapping[str, tuple[Any, torch.dtype]]  # example input -> its shape and dtype
 
 
 @dataclass(frozen=True)
 class _Exporter:
-    """What is exported: the model with its loss, and the shapes and dtypes of its inputs."""
+    """The arguments of an export: the model, its loss, and the shapes and dtypes of its inputs."""
 
     model: nn.Module
     specs: Specs
     objective: Objective
     precision: str
-    fixed: Collection[InputDim] = ()  # dims of inputs that are no symbols
-    casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # of inputs, as they enter the model
+    fixed: Collection[InputDim] = ()  # static input dims
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
-        """The whole graph, and what it was exported by: inputs in the type of the parameters given are cast where they
-        meet products of another. Some ops refuse that while traced: then a graph in the type given tells which."""
+        """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
+        product in `precision`. If torch refuses mixed dtypes, a graph in the original dtype shows which inputs do."""
         given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         computed = PRECISIONS[self.precision]
         names = [
@@ -107,18 +108,18 @@ class _Exporter:
         ]
         try:
             program = self.run(repeats=repeats)
-            odd = self._inputs_to_cast(program, names, given - {computed}, computed)
+            to_cast = self._inputs_to_cast(program, names, given - {computed}, computed)
         except TraceError as error:
             written = next((name for name, dtype in PRECISIONS.items() if {dtype} == given), None)
             if isinstance(error, UnsupportedOp) or not names or written is None:
                 raise
             program = replace(self, precision=written).run(repeats=repeats)
-            odd = self._inputs_to_cast(program, names, given, PRECISIONS[written])
-            if not odd:
+            to_cast = self._inputs_to_cast(program, names, given, PRECISIONS[written])
+            if not to_cast:
                 raise
-        if not odd:
+        if not to_cast:
             return self, program
-        exporter = replace(self, casts=dict.fromkeys(odd, computed))
+        exporter = replace(self, casts=dict.fromkeys(to_cast, computed))
         return exporter, exporter.run(repeats=repeats)
 
     def _inputs_to_cast(
@@ -133,11 +134,11 @@ class _Exporter:
         return inputs_to_cast(program.graph, own, given, computed)
 
     def run(self, *, repeats: bool) -> torch.export.ExportedProgram:
-        """The whole graph. Raises InputsError, UnsupportedOp, TraceError."""
+        """Return the exported graph. Raises InputsError, UnsupportedOp, TraceError."""
         try:
             return self._on("cpu", repeats)
         except TraceError as error:
-            # a model built on meta may hold meta tensors that are no buffers: then only meta will do
+            # a model built on meta may hold meta tensors that are no buffers: it can be traced on meta only
             if isinstance(error, UnsupportedOp) or not any(p.is_meta for p in self.model.parameters()):
                 raise
             first = error
@@ -147,7 +148,7 @@ class _Exporter:
             raise first from None
 
     def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
-        """Without data. Sizes of 1 would be baked in, and inputs that are one object merged: these are new ones."""
+        """Export on a device, without data. Inputs are new tensors: torch.export would merge identical objects."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
         try:
             model = without_caches(skeleton(self.model, self.precision, device, mode))
@@ -170,22 +171,22 @@ class _Exporter:
                 )
         except AutoptdError as error:
             raise placed(error) from None
-        except Exception as error:  # whatever the model's code raises, or a library that it calls
+        except Exception as error:  # anything that the model's code or a library raises
             raise explain(error) from error
         if found is not None:
             inline_regions(program.graph, program.graph_module)
-            unfold(program.graph, found.captures, found.paths)
+            expand_repeats(program.graph, found.captures, found.paths)
         return program
 
 
 def _to_decompose(graph: fx.Graph) -> bool:
-    """Whether torch has to write a graph in other ops: writes through views, and transforms of torch.func."""
+    """Return whether torch must decompose a graph: it writes through views, or uses transforms of torch.func."""
     transforms = (getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
     return _writes_through_views(graph) or any(transforms)
 
 
 def _writes_through_views(graph: fx.Graph) -> bool:
-    """Whether an in-place op writes to a view, or to a tensor that has one: those need torch's functionalisation."""
+    """Return whether an in-place op writes to a view or to a tensor with views, which only torch can functionalise."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -212,13 +213,13 @@ def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise TraceError for modules whose code torch has compiled already: nothing of it passes by the trace."""
+    """Raise TraceError for modules already compiled by torch.jit: the tracer cannot see their ops."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(
                 f"{name or 'the model'} was compiled by torch.jit.script or torch.jit.trace, and cannot be traced",
                 where=name,
-                fix="pass the module that was given to torch.jit, before it was",
+                fix="pass the original module instead of the result of torch.jit",
             )
 
 

@@ -1,4 +1,4 @@
-"""Errors of a trace: one sentence with the module's path and the user's own line."""
+"""Errors raised while tracing, as one sentence with the module's path and the user's line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoptd.passes.trace.loss import loss_of as loss_of
 
 
 def placed(error: AutoptdError) -> AutoptdError:
-    """With the user's line, where an error does not say where."""
+    """Return the error with the user's line added if it has no location."""
     return error if error.where else type(error)(error.what, where=_user_line(error), fix=error.fix)
 
 
@@ -27,20 +27,20 @@ def not_copied(error: Exception) -> TraceError:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return TraceError(
         f"the model cannot be copied without its data: {type(error).__name__}: {first[:300]}",
-        fix="keep on modules only what copy.deepcopy(model) copies",
+        fix="store on modules only attributes that copy.deepcopy(model) can copy",
     )
 
 
-NUMBER_READ = "a number is read out of a tensor's data, and is not known before the values are"
+NUMBER_READ = "a number is read from a tensor's data, which is unknown at planning time"
 _FIXED_SHAPES = "use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)"
 KEEP_TENSORS = (
     "keep it a tensor: x / x.max(), not x / float(x.max()); no .item(), .tolist(), int() or float(). "
-    "Where it is a size, " + _FIXED_SHAPES
+    "If it is a size, " + _FIXED_SHAPES
 )
 
 
 def explain(error: Exception) -> TraceError:
-    """Turn torch.export's report into one sentence with module path and the user's line."""
+    """Return torch.export's error as one sentence with the module path and the user's line."""
     text = str(error)
     where = _user_line(error) or _user_line_in(text)
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
@@ -56,13 +56,13 @@ def explain(error: Exception) -> TraceError:
 
 
 def _what_depends(text: str) -> str:
-    """What of a model depends on data, from the first line of torch's report."""
+    """Return what depends on data, judged by the first line of torch's report."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     guarded = re.match(r"Could not guard on data-dependent expression (.*) \(unhinted", first)
     if first.startswith("Could not extract specialized") or (guarded and re.fullmatch(r"z?u[fi]?\d+", guarded[1])):
         return NUMBER_READ
     if guarded:
-        return "a branch or a loop depends on data: which way it goes is not known before the values are"
+        return "a branch or a loop depends on data, which is unknown at planning time"
     return f"a size or a branch depends on data: {first[:200]}"
 
 
@@ -71,14 +71,14 @@ _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 
 
 def _is_foreign(file: Path) -> bool:
-    """Whether code is Python's, ours, or that of a library that models calculate with."""
+    """Return whether a file belongs to Python, autoptd or a numeric library (torch, sympy, numpy), not to the user."""
     if any(file.is_relative_to(folder) for folder in _FOREIGN):
         return True
     return file.is_relative_to(_STANDARD) and "site-packages" not in file.parts
 
 
 def _user_line(error: BaseException) -> str:
-    """`module.path (file.py:41)  source` of the deepest frame under a module's forward that is the user's own code."""
+    """Return `module.path (file.py:41)  source` for the deepest frame of a traceback that is the user's code."""
     where, path = "", "model"
     tb = error.__traceback__
     while tb is not None:
@@ -93,11 +93,11 @@ def _user_line(error: BaseException) -> str:
     return where
 
 
-_WRAPPING = (Loss.__module__, "torch.export", "torch._export")  # of modules that are none of the user's
+_WRAPPING = (Loss.__module__, "torch.export", "torch._export")  # Python modules whose nn.Modules wrap the user's model
 
 
 def _module_path(frame: FrameType | None, owner: nn.Module) -> str:
-    """The dotted path of a module that is running, found in the wrapper further up the stack."""
+    """Return the dotted path of a running module, looked up in the `Loss` wrapper further up the stack."""
     while frame is not None:
         root = frame.f_locals.get("self")
         if isinstance(root, Loss):

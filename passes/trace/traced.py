@@ -1,4 +1,4 @@
-"""A traced model: one forward pass to the loss as an fx graph, and what its placeholders and sizes stand for."""
+"""Traced model: one forward pass to the loss as an fx graph, with the meaning of its placeholders and sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
 
 @dataclass
 class Traced:
-    """One forward pass to the loss.
+    """One forward pass up to the loss.
 
     `graph` has placeholders for parameters, buffers and inputs, in that order, and one scalar output. Each node's
     `meta["val"]` is a fake tensor whose sizes are torch symbols; `symbol` maps those to `b`, `s` and named sizes.
@@ -38,21 +38,21 @@ class Traced:
     parameters: dict[str, str]  # placeholder -> original dotted name
     buffers: dict[str, str]  # placeholder -> original dotted name
     inputs: dict[str, str]  # placeholder -> name of the model's input
-    constants: dict[str, Tensor]  # placeholder -> value, of closed-over tensors and of buffers that have one
+    constants: dict[str, Tensor]  # placeholder -> value, for closed-over tensors and buffers not on meta
     symbol: dict[sympy.Symbol, sympy.Expr]  # torch's symbol -> ours
-    sizes: dict[sympy.Symbol, tuple[str, int]]  # our symbol -> where it is read: (input, dim)
+    sizes: dict[sympy.Symbol, tuple[str, int]]  # our symbol -> (input, dim) that it is read from
     example: dict[sympy.Symbol, int]  # our symbol -> its value in the example inputs
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied parameters -> the canonical one
     frozen: frozenset[str] = frozenset()  # parameters with requires_grad=False
-    resolved: dict[sympy.Expr, Any] = field(default_factory=dict)  # sizes in torch's symbols -> in ours, as met
+    resolved: dict[sympy.Expr, Any] = field(default_factory=dict)  # cache: size in torch's symbols -> in ours
     transient: frozenset[str] = frozenset()  # buffers that are not part of the state dict
-    averaging: Averaging = "global"  # what of the loss may be averaged, if it cannot be that of the whole batch
-    averaged: bool = False  # whether it is
-    objective: Objective = field(default_factory=Objective)  # what the loss is made of
-    own: OwnCalls = field(default_factory=OwnCalls)  # backward passes of the user's own
+    averaging: Averaging = "global"  # the user's option: may the loss be averaged over microbatches?
+    averaged: bool = False  # True if the loss is averaged over microbatches, because it cannot be exact
+    objective: Objective = field(default_factory=Objective)
+    own: OwnCalls = field(default_factory=OwnCalls)  # calls with a user-defined backward pass
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every parameter name → the first name of the same tensor."""
+    """Map every parameter name to the first name of the same tensor."""
     first: dict[int, str] = {}
     return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}

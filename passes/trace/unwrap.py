@@ -1,8 +1,8 @@
-"""The module that was written, under what was wrapped around it; and which modules cannot be planned as they are.
+"""Checks of the user's model: removes torch.compile wrappers and refuses modules and tensors that cannot be planned.
 
-`torch.compile(model)` is a module of its own, whose parameters are called `_orig_mod.…`; autoptd compiles what it emits
-(`compile=True`), so it plans what is inside, wherever in the model it stands. Wrappers that distribute or shard are
-refused: that is what a plan decides. `OptimizedModule` is private to torch (seen in 2.13.0); nothing else names it.
+`torch.compile(model)` is a wrapper module whose parameters are named `_orig_mod.…`. autoptd compiles the code it emits
+(`compile=True`), so it plans the wrapped module, anywhere in the model. Wrappers that distribute or shard are refused,
+because the plan decides that. `OptimizedModule` is private to torch (seen in 2.13.0); no other file of autoptd uses it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autoptd.errors import InputsError
 
 _SHOWN = 4  # places named in an error
-_DP = "pass what it wraps, model.module: data parallelism is part of the plan"
+_DP = "pass the wrapped module, model.module: data parallelism is part of the plan"
 _ZERO = "pass the module before it is wrapped: the plan shards it, fix={'zero': 3}"
-_DISTRIBUTE = {  # classes that distribute what they hold -> the way out
+_DISTRIBUTE = {  # classes that distribute the module they wrap -> the fix
     "torch.nn.parallel.distributed.DistributedDataParallel": _DP,
     "torch.nn.parallel.data_parallel.DataParallel": _DP,
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _ZERO,
@@ -34,8 +34,8 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "bitsa
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model without `torch.compile` around it or its submodules. The one given, where there is none; else a copy
-    of the modules on the way, with the same parameters."""
+    """Return the model without `torch.compile` wrappers: itself if it has none, else a copy of the modules on the way
+    to each wrapper, with the same parameters."""
     if not any(isinstance(module, OptimizedModule) for module in model.modules()):
         return model
     made: dict[int, nn.Module] = {}
@@ -56,14 +56,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Another module with the same attributes, parameters and children."""
+    """Return a new module with the same attributes, parameters and children."""
     made = type(module).__new__(type(module))
     vars(made).update(vars(module))
     return made
 
 
 def compiled_notes(model: nn.Module) -> list[str]:
-    """What the plan says of modules that `torch.compile` was called with."""
+    """Return the plan's note about modules wrapped in `torch.compile`, if there are any."""
     names = [
         ".".join(part for part in name.split(".") if part != "_orig_mod") or "the model"
         for name, module in model.named_modules()
@@ -72,10 +72,10 @@ def compiled_notes(model: nn.Module) -> list[str]:
     shown = ", ".join(dict.fromkeys(names[:_SHOWN])) + (
         f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     )
-    return [f"torch.compile of {shown} is left out of the plan; compile=True compiles its blocks"] if names else []
+    return [f"torch.compile of {shown} is ignored by the plan; compile=True compiles its blocks"] if names else []
 
 
-Found = Iterator[tuple[str, str]]  # a place, and the way out where it is not the same for all
+Found = Iterator[tuple[str, str]]  # (module or tensor, fix; "" if the fix is that of the check)
 
 
 def _distributing(model: nn.Module) -> Found:
@@ -123,7 +123,7 @@ def _expanded(model: nn.Module) -> Found:
 
 
 def _shared(model: nn.Module) -> Found:
-    """Trainable parameters, and other tensors of the model that overlap them in memory."""
+    """Yield pairs of a trainable parameter and another tensor of the model that overlaps it in memory."""
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     attributes = [
         (f"{name}.{key}" if name else key, value)
@@ -131,13 +131,13 @@ def _shared(model: nn.Module) -> Found:
         for key, value in vars(module).items()
         if isinstance(value, Tensor) and not _recomputed(module, key)
     ]
-    lying: dict[int, list[tuple[int, int, str, int]]] = {}  # storage -> first, last element's byte, name, id
+    spans: dict[int, list[tuple[int, int, str, int]]] = {}  # storage -> byte of first and last element, name, id
     for name, x in (*_tensors(model), *attributes):
         if x.numel():
             first = int(x.storage_offset()) * x.itemsize
             last = first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) * x.itemsize
-            lying.setdefault(x.untyped_storage()._cdata, []).append((first, last, name, id(x)))
-    for tensors in lying.values():
+            spans.setdefault(x.untyped_storage()._cdata, []).append((first, last, name, id(x)))
+    for tensors in spans.values():
         tensors.sort()
         for i, (_, last, name, this) in enumerate(tensors):
             for first, _, other, that in tensors[i + 1 :]:
@@ -148,7 +148,7 @@ def _shared(model: nn.Module) -> Found:
 
 
 def _unwritable(model: nn.Module) -> Found:
-    """Names that a plan file cannot hold: with half a character, or very long."""
+    """Yield names that a plan file cannot hold: with lone surrogates, or very long."""
     modules = (name for name, _ in model.named_modules())
     for name in (*modules, *(name for name, _ in _tensors(model))):
         if len(name.encode(errors="ignore")) > _LONGEST or name.encode(errors="ignore").decode() != name:
@@ -156,39 +156,39 @@ def _unwritable(model: nn.Module) -> Found:
 
 
 def _recomputed(module: nn.Module, key: str) -> bool:
-    """Whether a hook sets the attribute before every pass: the weight of a spectral norm, which begins as an alias."""
+    """Return whether a hook sets the attribute before every pass: the weight of a spectral norm, initially an alias."""
     return any(getattr(hook, "name", None) == key for hook in module._forward_pre_hooks.values())
 
 
 _LONGEST = 900  # bytes of a name
-_UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # where, what is so, the way out
-    (_unwritable, f"have names that no file can hold, or of more than {_LONGEST} bytes", "rename them"),
-    (_distributing, "distribute what a plan would distribute", ""),
+_UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # check, what is wrong, fix
+    (_unwritable, f"have names that are not valid Unicode or have more than {_LONGEST} bytes", "rename them"),
+    (_distributing, "are wrappers that distribute the model, which the plan does", ""),
     (_lazy, "have no shape yet: they are lazily initialised", "run one batch through the model first"),
     (
         _quantised,
-        "are quantised, and hold no numbers that could be trained",
-        "plan the model before it is quantised, or keep the quantised part outside and pass what it gives as an input",
+        "are quantised, and cannot be trained",
+        "plan the model before it is quantised, or run the quantised part outside and pass its outputs as an input",
     ),
     (
         _wrapped,
-        "are tensors of a class of their own",
+        "are tensor subclasses or quantised tensors",
         "pass the module with plain parameters, before it is sharded or quantised",
     ),
-    (_sparse, "are no dense tensors", "keep them dense"),
+    (_sparse, "are not dense tensors", "make them dense"),
     (
         _complex,
         "are complex and trainable, which torch's fused optimizers do not step",
-        "keep real and imaginary part as two parameters: torch.complex(self.re, self.im) in forward",
+        "store real and imaginary part as two parameters: torch.complex(self.re, self.im) in forward",
     ),
     (
         _expanded,
-        "are expanded: several of their elements are one number in memory, which torch's optimizers do not step",
-        "give them elements of their own: nn.Parameter(x.clone()), or expand in forward",
+        "are expanded: several of their elements share one number in memory, which torch's optimizers do not step",
+        "give every element its own memory: nn.Parameter(x.clone()), or expand in forward",
     ),
     (
         _shared,
-        "lie in the same memory without being one parameter: ranks would update one of them and not the other",
+        "share memory without being one parameter: ranks would update one of them and not the other",
         "tie the parameters themselves (a.weight = b.weight), or compute one from the other in forward",
     ),
 )
@@ -208,9 +208,9 @@ def refuse_unsuitable(model: nn.Module) -> None:
 
 
 class RefuseUnregistered(TorchFunctionMode):
-    """Meanwhile raise InputsError where torch is called with a trainable tensor that `model` does not register.
+    """Mode that raises InputsError if torch is called with a trainable tensor that `model` does not register.
 
-    `names`: by id, of the parameters that `model` has copies of.
+    `names`: names of the user's parameters, which `model` has copies of, by id.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
@@ -220,9 +220,9 @@ class RefuseUnregistered(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # dynamo, which control flow such as torch.cond calls while it is traced, would trace this too
+        # control flow such as torch.cond calls dynamo while it is traced, and dynamo would trace this loop too
         for x in () if torch.compiler.is_dynamo_compiling() else pytree.tree_leaves((args, kwargs)):
-            # what is computed from the model is traced, and of a class of the tracer's
+            # tensors computed from the model are traced, and have one of the tracer's classes
             own = (type(x) is Tensor and not _is_functorch_wrapped_tensor(x)) or isinstance(x, nn.Parameter)
             if own and x.requires_grad and id(x) not in self.known:
                 self._refuse(x)
@@ -231,43 +231,41 @@ class RefuseUnregistered(TorchFunctionMode):
     def _refuse(self, x: Tensor) -> None:
         if name := self.names.get(id(x)):
             raise InputsError(
-                f"the parameter {name} is read past the model that is traced, and would be a constant",
+                f"the parameter {name} is not read from the model that is traced, and would become a constant",
                 where=name,
-                fix="read it as an attribute of the module in forward; a loss gets it from the outputs, or is a "
+                fix="read it as an attribute of the module in forward; a loss takes it from the outputs, or is a "
                 "method of the model",
             )
         raise InputsError(
             f"a trainable tensor {list(x.shape)} is used that no module registers, so that no optimizer would train it",
-            fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, keep layers in an "
-            "nn.ModuleList; or detach() what is a constant",
+            fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, store layers in an "
+            "nn.ModuleList; or detach() it if it is a constant",
         )
 
 
 def eval_notes(model: nn.Module) -> list[str]:
-    """What the plan says of modules that do not drop, or normalise by the statistics of others, because of eval()."""
+    """Return the plan's note about modules in eval mode, which changes dropout and batch norms, if there are any."""
     names = [name for name, _ in _in_eval(model, "", set())]
     if not names:
         return []
     if names == [""]:
-        return [
-            f"the model is in eval mode, as it was given: {_MEANING}; model.train() before planning trains with both"
-        ]
+        return [f"the model was passed in eval mode: {_MEANING}; call model.train() before planning to change both"]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"in eval mode, as given: {', '.join(n or 'the model itself' for n in names[:_SHOWN])}{more}: {_MEANING}"]
+    return [f"passed in eval mode: {', '.join(n or 'the model itself' for n in names[:_SHOWN])}{more}: {_MEANING}"]
 
 
 def copy_modes(model: nn.Module, other: nn.Module) -> None:
-    """Put the modules of another model of the same structure into the modes of this one's."""
+    """Set the train or eval mode of every module of `other`, of the same structure, to that in `model`."""
     modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
     for name, module in other.named_modules(remove_duplicate=False):
         module.training = modes.get(name, model.training)
 
 
-_MEANING = "no dropout there, and batch norms take their running statistics"
+_MEANING = "no dropout there, and batch norms use their running statistics"
 
 
 def _in_eval(module: nn.Module, name: str, seen: set[int]) -> list[tuple[str, nn.Module]]:
-    """The outermost modules that are in eval mode with all that they hold, and others that are by themselves."""
+    """Return the outermost modules that are in eval mode throughout, and single ones with submodules in train mode."""
     if id(module) in seen:
         return []
     seen.add(id(module))

@@ -24,9 +24,10 @@ def refused(traced: TracedModel) -> PlanQuery:
         traced, 1, nodes_of_four(), 64, fix={"tp": 1, "kernels": "fused", "micro": 32, "recompute": "none"}
     )
     fat = needed_bytes(asked.plan())
-    memory_saving = max(needed_bytes(asked.but(recompute="full").plan()), needed_bytes(asked.but(micro=8).plan()))
-    assert memory_saving < fat * 0.7
-    return asked.with_memory((memory_saving + fat) // 2)
+    either = [asked.with_changes(recompute="full"), asked.with_changes(micro=8)]
+    enough = max(needed_bytes(query.plan()) for query in either)
+    assert enough < fat * 0.7
+    return asked.with_memory((enough + fat) // 2)
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +50,18 @@ def test_the_set_is_minimal(refused: PlanQuery, found: Conflict):
 def test_every_way_out_fits(refused: PlanQuery, found: Conflict):
     whats = {remedy.what: remedy for remedy in found.remedies}
     assert {"leave micro free", "leave recompute free", "--fix micro=1"} <= set(whats)
-    budget_bytes = refused.cluster.device.memory_bytes
-    assert all(needed_bytes(r.plan) <= budget_bytes for r in found.remedies if r.kind == SETTING)
-    assert whats["leave micro free"].plan == refused.but(micro=None).plan()
+    room = refused.cluster.device.memory_bytes
+    assert all(needed_bytes(r.plan) <= room for r in found.remedies if r.kind == SETTING)
+    assert whats["leave micro free"].plan == refused.with_changes(micro=None).plan()
     kinds = [remedy.kind for remedy in found.remedies]
     assert kinds == sorted(kinds) and HARDWARE in kinds
     assert found.untried == ()
 
 
 def test_what_is_missing(refused: PlanQuery, found: Conflict):
-    assert found.leanest is not None
-    assert found.missing_bytes == [needed_bytes(found.leanest) - refused.cluster.device.memory_bytes]
-    assert refused.with_memory(needed_bytes(found.leanest) + 4096).plan()
+    assert found.least_memory is not None
+    assert found.missing_bytes == [needed_bytes(found.least_memory) - refused.cluster.device.memory_bytes]
+    assert refused.with_memory(needed_bytes(found.least_memory) + 4096).plan()
     with pytest.raises(DoesNotFit):
         refused.with_memory(refused.cluster.device.memory_bytes + found.missing_bytes[0] // 2).plan()
 
@@ -69,7 +70,7 @@ def test_text(found: Conflict):
     for width in (80, 120):
         text = conflict_text(found, width)
         assert max(map(len, text.splitlines())) <= width
-        assert text.split("\n")[0].startswith("micro=32, recompute=none together leave no room")
+        assert text.split("\n")[0].startswith("micro=32, recompute=none do not fit together")
         assert "--cluster local" not in text, "CPUs have memory, and no more"
         assert "stage 0 lacks" in text and "leave micro free" in text
 
@@ -101,8 +102,8 @@ def test_pins_that_do_not_matter_are_dropped(scripted: Scripted):
 
 def test_no_pin_is_to_blame(scripted: Scripted):
     found = conflict(replace(scripted, options={"hopeless": True}))
-    assert (found.pins, found.minimal, found.remedies, found.leanest) == ({}, True, (), None)
-    assert "no pin is to blame" in conflict_text(found)
+    assert (found.pins, found.minimal, found.remedies, found.least_memory) == ({}, True, (), None)
+    assert "no constraint is to blame" in conflict_text(found)
 
 
 def test_the_time_limit_holds(scripted: Scripted):
@@ -111,7 +112,7 @@ def test_the_time_limit_holds(scripted: Scripted):
     assert len(Scripted.asked) <= 3
     assert not found.minimal and found.untried
     text = conflict_text(found)
-    assert "of these some do: tp=1, zero=1, pp=1, kernels=fused" in text and "--why takes the time" in text
+    assert "some of these do not fit together: tp=1, zero=1, pp=1, kernels=fused" in text and "--why tries them" in text
 
 
 def test_what_cannot_be_is_no_way_out(scripted: Scripted):

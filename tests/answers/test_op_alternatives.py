@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoptd.answers.op_alternatives import Why, find, why, why_text
+from autoptd.answers.op_alternatives import OpAlternatives, find, op_alternatives, op_alternatives_text
 from autoptd.answers.query import PlanQuery
 from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel
@@ -27,8 +27,8 @@ def planned(traced: TracedModel) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def linear(traced: TracedModel, planned: Plan) -> Why:
-    found, _ = why(planned, traced, linear_name(traced, planned))
+def linear(traced: TracedModel, planned: Plan) -> OpAlternatives:
+    found, _ = op_alternatives(planned, traced, linear_name(traced, planned))
     return found[0]
 
 
@@ -37,7 +37,7 @@ def linear_name(traced: TracedModel, planned: Plan) -> str:
     return next(n for n, text in planned.splits.parameters.items() if text.startswith("S") and "0" in n)
 
 
-def test_the_plans_own_choice_is_free_and_the_rest_is_not_cheaper(linear: Why):
+def test_the_plans_own_choice_is_free_and_the_rest_is_not_cheaper(linear: OpAlternatives):
     """The splits are the optimum of the same program, so nothing is cheaper than the plan's own."""
     assert [a.chosen for a in linear.alternatives].count(True) == 1
     assert linear.alternatives[0].chosen and linear.alternatives[0].label == linear.slot.chosen
@@ -46,7 +46,9 @@ def test_the_plans_own_choice_is_free_and_the_rest_is_not_cheaper(linear: Why):
     assert all(total >= -1e-9 for total in totals)
 
 
-def test_an_alternative_costs_what_the_placement_fixed_by_hand_costs(traced: TracedModel, planned: Plan, linear: Why):
+def test_an_alternative_costs_what_the_placement_fixed_by_hand_costs(
+    traced: TracedModel, planned: Plan, linear: OpAlternatives
+):
     """The same by another road: a plan with the parameter placed so, and its splits ILP."""
     other = next(a for a in linear.alternatives if not a.chosen and a.total_s is not None)
     name = linear.slot.name
@@ -74,11 +76,11 @@ def test_names(traced: TracedModel, planned: Plan):
         find(traced.folded, sharding, "nowhere")
 
 
-def test_text(traced: TracedModel, planned: Plan, linear: Why):
+def test_text(traced: TracedModel, planned: Plan, linear: OpAlternatives):
     module = linear.slot.name.rpartition(".")[0]
-    found, left = why(planned, traced, module)
+    found, left = op_alternatives(planned, traced, module)
     for width in (80, 120):
-        text = why_text(planned, [linear, *found], left, width)
+        text = op_alternatives_text(planned, [linear, *found], left, width)
         assert max(map(len, text.splitlines())) <= width
         assert linear.slot.chosen in text and "plan" in text
 
@@ -148,5 +150,5 @@ def test_choices_in_words():
     b = sample_plan(zero=0, stages=none)
     assert short(b) == "dp2 tp2 pp2 micro2 zero0"
     cut = sample_plan(stages=(a.stages[0].model_copy(update={"last": 3}), a.stages[1].model_copy(update={"first": 4})))
-    assert changes(a, cut) == ["stages cut elsewhere"]
+    assert changes(a, cut) == ["different stage cuts"]
     assert changes(a, b) == ["recompute 1 → 0 of 6 segments", "ZeRO 1 → 0"]

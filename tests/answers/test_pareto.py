@@ -47,7 +47,7 @@ def test_a_spent_limit_is_told(found: tuple[PlanQuery, Frontier]):
     ticks = iter(range(100))
     curve = frontier(found[0], time_limit_s=1.5, clock=lambda: float(next(ticks)))
     assert not curve.complete and len(curve.points) == 2
-    assert "were not looked for" in pareto_text("title", curve)
+    assert "less memory was not tried" in pareto_text("title", curve)
 
 
 def test_what_another_beats_is_left_out():
@@ -75,7 +75,7 @@ def test_the_curve_reads_well(found: tuple[PlanQuery, Frontier]):
 
 @pytest.mark.parametrize("fix", [{}, {"tp": 2, "pp": 2}, {"tp": 4, "recompute": "full", "zero": 0}])
 def test_a_plan_repriced_where_it_was_made_takes_its_time(asked: PlanQuery, fix: dict):
-    plan = asked.but(**fix).plan()
+    plan = asked.with_changes(**fix).plan()
     assert step_time_on(plan, asked.traced, asked.cluster) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 
 
@@ -93,7 +93,7 @@ def test_variants_change_one_thing():
 
 def test_slower_links_between_nodes_change_what_hangs_on_them(asked: PlanQuery):
     """With data parallel over slow links and little to compute, a rate between nodes decides the step."""
-    slow = asked.but(cluster=nodes_of_four(inter=1e9), pp=1, tp=1)
+    slow = asked.with_changes(cluster=nodes_of_four(inter=1e9), pp=1, tp=1)
     rows = {(row.what, row.factor): row for row in sensitivity(slow, slow.plan())}
     assert len(rows) == 5 * len(FACTORS)
     less, more = (rows["links between nodes", factor] for factor in FACTORS)
@@ -106,11 +106,11 @@ def test_slower_links_between_nodes_change_what_hangs_on_them(asked: PlanQuery):
 
 
 def test_a_plan_that_no_longer_fits(asked: PlanQuery):
-    asked = asked.but(recompute="none", world=1, batch=64, micro=32)
-    tight = asked.with_memory(int(needed_bytes(asked.plan()) * 1.05)).but(micro=None)
+    asked = asked.with_changes(recompute="none", world=1, batch=64, micro=32)
+    tight = asked.with_memory(int(needed_bytes(asked.plan()) * 1.05)).with_changes(micro=None)
     rows = {(row.what, row.factor): row for row in sensitivity(tight, asked.plan())}
     row = rows["device memory", 0.8]
-    assert row.kept_s is None and row.regret is None
+    assert row.chosen_s is None and row.regret is None
     assert row.best_s is not None and "micro 32 → " in " ".join(row.changed)
     assert "does not fit with device memory -20%" in sensitivity_text("title", list(rows.values()))
 

@@ -77,8 +77,8 @@ def test_cost_by_hand():
 
 
 def test_what_has_no_plan_is_a_point(asked: PlanQuery):
-    asked = asked.but(recompute="none", world=1, batch=64)
-    tight = asked.with_memory(needed_bytes(asked.but(micro=32).plan()) * 3 // 4)
+    asked = asked.with_changes(recompute="none", world=1, batch=64)
+    tight = asked.with_memory(needed_bytes(asked.with_changes(micro=32).plan()) * 3 // 4)
     found = sweep(tight, {"micro": [32, 1], "tp": [1, 3]})
     assert [point.fits for point in found] == [False, False, True, False]
     data = [point.to_data() for point in found]
@@ -88,7 +88,7 @@ def test_what_has_no_plan_is_a_point(asked: PlanQuery):
     for width in (80, 120):
         text = sweep_text("title", found, [], width)
         assert max(map(len, text.splitlines())) <= width
-        assert "[1] does not fit" in text and text.count("cannot be") == 1
+        assert "[1] does not fit" in text and text.count("not possible") == 1
 
 
 def test_wrong_points_are_refused_before_any_plan(asked: PlanQuery, monkeypatch: pytest.MonkeyPatch):
@@ -99,13 +99,13 @@ def test_wrong_points_are_refused_before_any_plan(asked: PlanQuery, monkeypatch:
 
 def test_a_model_without_sequence_has_none_to_sweep(asked: PlanQuery):
     with pytest.raises(InputsError, match="no sequence"):
-        replace(asked, traced=replace(asked.traced, sizes={})).but(seq=8)
+        replace(asked, traced=replace(asked.traced, sizes={})).with_changes(seq=8)
 
 
 def test_texts():
     assert [shown(v) for v in (8, "a", True, (), ("dp", "p2p"))] == ["8", "a", "true", "none", "dp+p2p"]
     assert reason(DoesNotFit("no", where="closest: x\nstage 0 lacks 1 GiB")) == "does not fit: stage 0 lacks 1 GiB"
-    assert reason(PlanError("tp 3\nno")) == "cannot be: tp 3"
+    assert reason(PlanError("tp 3\nno")) == "not possible: tp 3"
 
 
 @pytest.mark.parametrize("width", [80, 120])

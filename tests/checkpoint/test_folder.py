@@ -29,7 +29,7 @@ def is_whole(path: Path) -> bool:
 def test_the_latest_is_found_and_older_ones_go(tmp_path: Path) -> None:
     for step in (1, 2, 30):
         write(tmp_path, step, keep=2)
-    assert [path.name for path in folder.whole(tmp_path)] == ["step-00000002", "step-00000030"]
+    assert [path.name for path in folder.checkpoints(tmp_path)] == ["step-00000002", "step-00000030"]
     assert folder.find(tmp_path).name == "step-00000030"
     assert folder.find(tmp_path / "step-00000002").name == "step-00000002"
 
@@ -38,7 +38,7 @@ def test_the_latest_is_found_and_older_ones_go(tmp_path: Path) -> None:
 def test_as_many_are_kept_as_asked(tmp_path: Path, keep: int) -> None:
     for step in range(1, 5):
         write(tmp_path, step, keep=keep)
-        assert len(folder.whole(tmp_path)) == min(step, keep)
+        assert len(folder.checkpoints(tmp_path)) == min(step, keep)
 
 
 def test_a_run_that_went_back_writes_its_own(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_run_that_went_back_writes_its_own(tmp_path: Path) -> None:
     write(tmp_path, 5, text="new")
     assert (folder.find(tmp_path) / "data").read_text() == "new of 5"
     write(tmp_path, 6, keep=2)
-    assert [path.name for path in folder.whole(tmp_path)] == ["step-00000005.1", "step-00000006"]
+    assert [path.name for path in folder.checkpoints(tmp_path)] == ["step-00000005.1", "step-00000006"]
 
 
 class Died(BaseException):
@@ -121,7 +121,7 @@ def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
 def test_latest_that_names_nothing(tmp_path: Path, text: str) -> None:
     write(tmp_path, 1)
     (tmp_path / folder.LATEST).write_text(text)
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         folder.find(tmp_path)
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 NAME = "dp 2"
 PHASES = {  # where rank 0 or 1 dies
     "while tensors are written": (1, dcp._CheckpointWriter, "resolve_data"),
-    "before the files are sealed": (0, Saver, "_seal"),
+    "before the files are sealed": (0, Saver, "_finish"),
     "before it is committed": (0, folder, "commit"),
     "before latest is replaced": (0, Path, "replace"),
 }

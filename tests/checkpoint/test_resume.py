@@ -76,13 +76,15 @@ def test_damaged_checkpoints_are_left_out_by_name(tmp_path: Path) -> None:
     path = root / "step-00000003" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     again = made()
-    with pytest.warns(UserWarning, match=r"step-00000003: __0_0.distcp is damaged.*going on from step 2"):
+    with pytest.warns(UserWarning, match=r"step-00000003: __0_0.distcp is damaged.*resuming from step 2"):
         assert again.resume(root) == 2
     assert train(again, 4, root) == whole[2:]
     assert made().resume(root) == 4
-    for each in folder.whole(root):
+    for each in folder.checkpoints(root):
         (each / folder.PROGRESS).unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole.*step-00000004: progress.pt is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)all checkpoints are damaged.*step-00000004: progress.pt is missing"
+    ):
         made().resume(root)
 
 

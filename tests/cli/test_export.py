@@ -35,7 +35,7 @@ def test_megatron_to_standard_output(plan_file: str, capsys: pytest.CaptureFixtu
 
 def test_torch_needs_a_model(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["export", plan_file, "--to", "torch"]) == BAD
-    assert "which is no shipped model" in capsys.readouterr().err
+    assert "which is not a shipped model" in capsys.readouterr().err
     out = tmp_path / "program.py"
     model = "tests.export.export_plans:Llama"
     assert main(["export", plan_file, "--to", "torch", "--model", model, "-o", str(out)]) == DONE

@@ -145,7 +145,7 @@ def test_no_is_1(run: Run, api: list[dict[str, Any]]):
     code, text, errors = run("plan", "nanogpt", "--world", "1")
     assert (code, text) == (1, "")
     assert errors.startswith("autoptd: stage 0 lacks 12.3 GiB\n  where  stage 0\n  fix    use 2 devices\n\n")
-    assert "no pin is to blame" in errors and "--world 2 " in errors
+    assert "no constraint is to blame" in errors and "--world 2 " in errors
     code, text, errors = run("plan", "nanogpt", "--world", "1", "--json")
     assert (code, errors) == (1, "")
     told = {"type": "DoesNotFit", "what": "stage 0 lacks 12.3 GiB", "where": "stage 0", "fix": "use 2 devices"}
@@ -210,8 +210,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         (["plan", "gpt2", "--sweep", "schedule=1f1b,2f"], "schedule is one of 1f1b, gpipe"),
         (["plan", "gpt2", "--sweep", "batch=8,16"], "required: --world"),
         (["plan", "gpt2", "--sweep", "world=8", "--sweep", "world=16"], "world is swept twice"),
-        (["plan", "gpt2", "--world", "8", "--sweep", "world=8,16"], "world is swept, and given as well"),
-        (["plan", "gpt2", "--world", "8", "--sweep", "tp=1,2", "--fix", "tp=2"], "tp is swept, and given as well"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "world=8,16"], "world is both swept and given"),
+        (["plan", "gpt2", "--world", "8", "--sweep", "tp=1,2", "--fix", "tp=2"], "tp is both swept and given"),
         (["plan", "gpt2", *[w for n in ("world", "tp", "pp") for w in ("--sweep", f"{n}=1")]], "3 names are swept"),
         (["plan", "gpt2", "--sweep", "world=8", "-o", "x.json"], "--sweep makes many plans, and -o saves one"),
         (["plan", "gpt2", "--world", "8", "--pareto", "--sensitivity"], "not allowed with argument --pareto"),
@@ -260,7 +260,7 @@ def test_what_assume_reads(text: str, assumed: dict[str, Any]):
     assert cli.read_assume(text) == assumed
     for name, value in assumed.items():
         said = f"{name}={'+'.join(value) or 'none' if isinstance(value, tuple) else value}"
-        with pytest.raises(argparse.ArgumentTypeError, match=rf"only predicted.*give --assume {re.escape(said)}$"):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"only be predicted.*give --assume {re.escape(said)}$"):
             cli.read_fix(said)
 
 

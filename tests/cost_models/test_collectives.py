@@ -15,11 +15,11 @@ from autoptd.cost_models.collectives import (
     COLLECTIVES,
     algorithm,
     all_reduce_between_s,
+    candidate_algorithms,
     collective_s,
     lanes_between,
     message_s,
     p2p_s,
-    ways,
 )
 from autoptd.cost_models.nccl import Algorithm
 from autoptd.cost_models.paths import crossings, is_even
@@ -221,7 +221,7 @@ def test_time_never_falls_with_size(name: str, cluster: str):
 def test_quickest_of_the_ways():
     h100 = Cluster.load("dgx-h100")
     for nbytes in (1e3, 1e6, 1e8, 1e10):
-        (found,) = ways("all_reduce", h100, 64, 1)
+        (found,) = candidate_algorithms("all_reduce", h100, 64, 1)
         quickest = min(found, key=lambda way: way.seconds(nbytes))
         assert collective_s("all_reduce", nbytes, h100, 64) == quickest.seconds(nbytes)
         assert algorithm("all_reduce", nbytes, h100, 64) == quickest.name
@@ -240,7 +240,7 @@ def test_what_nccl_would_choose():
     assert algorithm("all_reduce", 2**33, h100, 32) == "ring Simple", "a tree sends 2 V from each of more nodes"
     assert algorithm("all_gather", 2**20, h100, 64, 8) == "pat", "one member a node: log2 n hops"
     assert algorithm("all_gather", 2**30, h100, 64, 8).startswith("ring")
-    assert {way.name for way in ways("all_reduce", Cluster.load("p5"), 16, 1)[0]} <= {
+    assert {way.name for way in candidate_algorithms("all_reduce", Cluster.load("p5"), 16, 1)[0]} <= {
         "ring Simple",
         "tree Simple",
         "nvls_tree",
@@ -249,7 +249,7 @@ def test_what_nccl_would_choose():
 
 def test_who_may_sum_in_the_switch():
     def offered(ranks: int, stride: int = 1) -> set[str]:
-        return {way.name for way in ways("all_reduce", Cluster.load("dgx-h100"), ranks, stride)[0]}
+        return {way.name for way in candidate_algorithms("all_reduce", Cluster.load("dgx-h100"), ranks, stride)[0]}
 
     assert "nvls" in offered(4) and "nvls_tree" in offered(16) and "nvls_tree" in offered(16, 2)
     assert "nvls_tree" not in offered(12), "a node with fewer members than the others"
@@ -259,8 +259,10 @@ def test_who_may_sum_in_the_switch():
 
 def test_who_gathers_by_pat():
     h100 = Cluster.load("dgx-h100")
-    assert "pat" in {way.name for way in ways("all_gather", h100, 64, 8)[0]}
-    assert "pat" not in {way.name for way in ways("all_gather", h100, 64, 1)[0]}, "more than one member a node"
+    assert "pat" in {way.name for way in candidate_algorithms("all_gather", h100, 64, 8)[0]}
+    assert "pat" not in {way.name for way in candidate_algorithms("all_gather", h100, 64, 1)[0]}, (
+        "several members a node"
+    )
 
 
 def test_sum_in_the_switch_by_hand():
@@ -366,9 +368,9 @@ def test_impossible_links():
 
 def test_a_way_that_is_never_quicker_is_left_out():
     way = Algorithm("a", 1e-6, 1e-9, 4e-6)
-    assert not way.never_quicker(replace(way, latency_s=2e-6, s_per_byte=0.5e-9))
-    assert way.never_quicker(replace(way, s_per_byte=0.5e-9))
-    assert not way.never_quicker(replace(way, s_per_byte=0.5e-9, fill_s=9e-6)), "its chunks cost more in between"
+    assert not way.dominated_by(replace(way, latency_s=2e-6, s_per_byte=0.5e-9))
+    assert way.dominated_by(replace(way, s_per_byte=0.5e-9))
+    assert not way.dominated_by(replace(way, s_per_byte=0.5e-9, fill_s=9e-6)), "its chunks cost more in between"
 
 
 GROUPS = st.tuples(st.integers(1, 64), st.sampled_from([1, 2, 3, 4, 8, 16]))

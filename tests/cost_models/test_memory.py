@@ -69,7 +69,7 @@ def test_buckets_are_padded_each():
     assert state == Memory(parameters=40, gradients=80, optimizer=5 * 12)
     assert model_state([10, 5], precision="bf16", optimizer="adamw", dp=4).parameters == 30
     assert model_state([10, 5], precision="bf16", optimizer="adamw", zero=1, dp=4, pad_to=16).parameters == 64
-    with pytest.raises(ValueError, match="6 elements do not divide among 4"):
+    with pytest.raises(ValueError, match="6 elements are not divisible by 4"):
         model_state([10], precision="bf16", optimizer="adamw", zero=1, dp=4, pad_to=6)
 
 

@@ -183,7 +183,7 @@ def test_a_rank_that_steps_too_early_is_not_the_culprit():
 @pytest.mark.parametrize(
     ("schedule", "told"),
     [
-        (("SF0 SF1", "RF1 RF0"), "RF1: the message that arrives is that of microbatch 0"),
+        (("SF0 SF1", "RF1 RF0"), "RF1: the message that arrives is for microbatch 0"),
         (("SB0",), "SB0: there is no stage on that side"),
         (("F0 X0",), "X0: known kinds: F, B"),
     ],
@@ -255,9 +255,7 @@ def test_interleaved_by_hand():
         (0, "1", 10, 10),
         (1, "1", 5, 8),
     ]
-    with pytest.raises(
-        PlanError, match=r"RF0.1: the message that arrives is that of microbatch 0(.|\n)*stage 1, action 0"
-    ):
+    with pytest.raises(PlanError, match=r"RF0.1: the message that arrives is for microbatch 0(.|\n)*stage 1, action 0"):
         simulate(lists("SF0", "RF0.1"), [StageTimes(chunks)] * 2)
     with pytest.raises(ValueError, match="stage 0: 2 chunks, but times for 1"):
         simulate(steps("interleaved", 2, 2, 2), [one(1, 1)] * 2)

@@ -21,9 +21,9 @@ def test_times_read_back():
     ("data", "told"),
     [
         ([{"forward_s": 1.0}], r"times\[0\]: lacks backward_s"),
-        ([{"forward_s": 1.0, "backward_s": 1.0, "sideward_s": 1.0}], r"times\[0\]: has sideward_s"),
+        ([{"forward_s": 1.0, "backward_s": 1.0, "sideward_s": 1.0}], r"times\[0\]: has unknown sideward_s"),
         ([{"forward_s": 1.0, "backward_s": 1.0, "weight_s": 2.0}], r"times\[0\].weight_s"),
-        ([{"forward_s": 1.0, "backward_s": 1.0}] * 3, "3 stages do not make whole chunks on 2 ranks"),
+        ([{"forward_s": 1.0, "backward_s": 1.0}] * 3, "3 stages are not a whole number of chunks on 2 ranks"),
     ],
 )
 def test_times_that_cannot_be_read(data: list[dict[str, float]], told: str):

@@ -55,23 +55,23 @@ PLANTED: list[tuple[MachineFacts, str]] = [
     (replace(NODE, host="n1", gpus=(H100,) * 4), "FAIL devices: n1: 4 GPUs for 8 ranks — start one process per GPU"),
     (replace(NODE, host="n1", gpus=(replace(H100, name="NVIDIA L4"),) * 8), "FAIL devices: machines differ"),
     (replace(NODE, host="n1", gpus=(replace(H100, name="NVIDIA L4"),) * 8), "NVIDIA L4 is not in dgx-h100"),
-    (replace(NODE, gpus=(H100,) * 2, local_ranks=2), "2 GPUs a node, not 8"),
+    (replace(NODE, gpus=(H100,) * 2, local_ranks=2), "2 GPUs per node, not 8"),
     (replace(NODE, gpus=(replace(H100, memory_bytes=40 * GIB, free_bytes=40 * GIB),) * 8), "40.0 GiB, not 79.6"),
     (
         replace(NODE, gpus=(*(H100,) * 7, replace(H100, free_bytes=GIB))),
-        "warn device memory: taken by others: node0 GPU 7",
+        "warn device memory: in use by other processes: node0 GPU 7",
     ),
     (replace(NODE, gpus=()), "FAIL devices"),
-    (replace(NODE, shared_memory_bytes=64 * 2**20), "warn shared memory: /dev/shm holds 0.06 GiB — in a container"),
-    (replace(NODE, open_files=1024), "warn open files: 1024 a process — ulimit -n 65536"),
-    (replace(NODE, open_files=256), "FAIL open files: 256 a process"),
+    (replace(NODE, shared_memory_bytes=64 * 2**20), "warn shared memory: /dev/shm has 0.06 GiB — in a container"),
+    (replace(NODE, open_files=1024), "warn open files: at most 1024 per process — ulimit -n 65536"),
+    (replace(NODE, open_files=256), "FAIL open files: at most 256 per process"),
     (replace(NODE, environment={}), "warn threads: 8 ranks of 128 threads on 128 cores (node0) — OMP_NUM_THREADS=16"),
     (with_environment(NODE, OMP_NUM_THREADS="many"), "FAIL threads: OMP_NUM_THREADS is 'many'"),
     (with_environment(NODE, NCCL_IB_DISABLE="1"), "FAIL environment: NCCL_IB_DISABLE not set on rank 0, 1 on rank 1"),
     (with_environment(NODE, NCCL_IB_DISABLE="1"), "warn environment: NCCL_IB_DISABLE=1 slows a run down"),
     (
         with_environment(NODE, NCCL_ALGO="Ring"),
-        "warn environment: NCCL_ALGO: NCCL does not choose as the plan predicts",
+        "warn environment: NCCL_ALGO overrides NCCL's own choice",
     ),
 ]
 
@@ -112,7 +112,7 @@ def test_a_folder_for_checkpoints(tmp_path: Path):
     assert "ok   checkpoints" in folder_lines(tmp_path / "yet" / "to be made")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert f"FAIL checkpoints: {tmp_path / 'file'} is a file — name a folder" in folder_lines(
+    assert f"FAIL checkpoints: {tmp_path / 'file'} is a file — give a folder" in folder_lines(
         tmp_path / "file" / "below"
     )
 
@@ -136,7 +136,7 @@ def test_a_file_system_that_cannot_do_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, code: int, said: str
 ):
     monkeypatch.setattr(f"autoptd.doctor.files.{what}", failing(code))
-    assert f"FAIL checkpoints: {tmp_path}: {said} — name a folder on a file system" in folder_lines(tmp_path)
+    assert f"FAIL checkpoints: {tmp_path}: {said} — give a folder on a file system" in folder_lines(tmp_path)
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
@@ -166,9 +166,7 @@ def test_a_port_that_is_taken():
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert str(network.check_port(port)).startswith(
-            f"FAIL port: {port} cannot be listened on: Address already in use"
-        )
+        assert str(network.check_port(port)).startswith(f"FAIL port: cannot listen on {port}: Address already in use")
     assert network.check_port(port).grade == "ok"
     assert network.check_port(99999).grade == "FAIL"
 
@@ -195,7 +193,7 @@ def test_links_are_held_against_the_cluster():
 def test_clocks_are_compared():
     assert network.judged_clocks({1: 0.01, 2: -0.2}).seen == "at most 0.2 s apart (rank 2)"
     assert str(network.judged_clocks({1: 90.0})).startswith(
-        "warn clocks: at most 90 s apart (rank 1) — run a time service"
+        "warn clocks: at most 90 s apart (rank 1) — run a time daemon"
     )
 
 
@@ -230,11 +228,14 @@ def test_two_processes(tmp_path: Path):
         first, second = pool.run(Mesh(dp=2), checks_between, str(tmp_path), port)
     assert first[:1] + first[2:3] == second[:1] + second[2:3]
     assert first[0].startswith("ok   shared folder")
-    assert first[1].startswith("FAIL shared folder") and "is not that of rank 1 — name a folder on" in first[1]
-    assert first[2].startswith("ok   port") and "reached by all ranks" in first[2]
+    assert (
+        first[1].startswith("FAIL shared folder")
+        and "is not shared between rank 0 and rank 1 — give a folder" in first[1]
+    )
+    assert first[2].startswith("ok   port") and "all ranks can reach it" in first[2]
     assert first[3].startswith("ok   clocks")
     assert first[4].startswith("warn clocks: at most 10 s apart (rank 1)")
-    assert first[5].startswith("FAIL port") and "is not reached by rank 1" in first[5]
+    assert first[5].startswith("FAIL port") and "cannot be reached by rank 1" in first[5]
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert cli.main(["doctor", "--checkpoint", str(tmp_path), "--port", "0"]) == 1
     text = capsys.readouterr().out
     assert text.count("\n") >= 8
-    assert "FAIL port: 0 is no port — give one from 1024 to 65535: --port N\n" in text
+    assert "FAIL port: 0 is not a port number — give one from 1024 to 65535: --port N\n" in text
     assert cli.main(["doctor", "--json", "--checkpoint", str(tmp_path), "--cluster", "dgx-h10"]) == 2
     assert "did you mean 'dgx-h100'" in json.loads(capsys.readouterr().out)["error"]["what"]
 

@@ -94,4 +94,4 @@ def test_names_of_sizes() -> None:
 def test_the_command_asks_for_a_model_that_is_not_shipped(tmp_path: Any, capsys: Any, planned: Any) -> None:
     planned[0].save(tmp_path / "plan.json")
     assert main(["explain", str(tmp_path / "plan.json"), "--memory"]) == 2
-    assert "say which: --model MODEL" in capsys.readouterr().err
+    assert "give it as --model MODEL" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_what_it_prints(run: Run, saved: str):
     makespan_s = simulate(step_lists("1f1b", 2, 4), TIMES).makespan_s
     assert lines[0] == "gpt2-small: 1f1b, 2 stages × 4 microbatches"
     assert lines[1].startswith(f"step {makespan_s * 1e3:.3g} ms, bubble ")
-    assert "exposed on the busiest stage, 1: tp 12 ms, p2p 500 us, dp 5 ms" in lines[1]
+    assert "exposed on the busiest stage, 1: tp 12 ms, p2p 500 µs, dp 5 ms" in lines[1]
     assert lines[3].split() == ["stage", "busy", "compute", "tp", "p2p", "dp", "optimizer", "bubble", "in", "flight"]
     assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]
     assert lines[7].startswith("0  F0--") and lines[8].startswith("1  ....")
@@ -139,7 +139,7 @@ def test_mistakes_are_2_and_one_message(run: Run, saved: str, tmp_path: Path):
     six.save(tmp_path / "three.json")
     cases = {
         (str(tmp_path / "nowhere.json"),): "cannot read the plan",
-        (str(tmp_path / "untimed.json"),): "holds no times of its stages",
+        (str(tmp_path / "untimed.json"),): "has no times of its stages",
         (saved, "--trace", str(tmp_path / "no" / "trace.json")): "does not exist",
         (saved, "--schedule", "1fb1"): "invalid choice: '1fb1'",
         (saved, "--virtual", "2"): "--virtual is for the interleaved schedule",

@@ -62,7 +62,7 @@ def test_models_without_one_stack_are_refused():
     two = ("shared", "encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1", "lm_head")
     with pytest.raises(PlanError, match=r"2 stacks of layers \(decoder.block, encoder.block\)"):
         read_layers(plan_of({}, two, mesh=MeshSizes(dp=1, tp=1, pp=1)))
-    with pytest.raises(PlanError, match="do not follow one another from 0: 0,2"):
+    with pytest.raises(PlanError, match="are not numbered consecutively from 0: 0,2"):
         read_layers(plan_of({}, ("h.0", "h.2"), mesh=MeshSizes(dp=1, tp=1, pp=1)))
 
 

@@ -36,16 +36,16 @@ GPT3 = """\
 # differs: stage 3 begins with layer 35, not inside it with transformer.h.35.{ln_2,mlp}
 # differs: stage 5 begins with layer 59, not inside it with transformer.h.59.{ln_2,mlp}
 # differs: stage 7 begins with layer 84, not inside it with transformer.h.84.{ln_2,mlp}
-# differs: what tp gathers is kept: Megatron-LM gathers it again in the backward pass, for less memory
-# differs: sends between stages are beside compute: those of Megatron-LM's 1F1B are not
+# differs: tp-gathered inputs are saved for backward: Megatron-LM re-gathers them in backward, for less memory
+# differs: P2P between stages overlaps compute: that of Megatron-LM's 1F1B does not
 # differs: 1 layer is recomputed in part: Megatron-LM recomputes whole layers
 # differs: recomputed layers per stage are 5, 1, 0 × 2, 1, 0 × 3: Megatron-LM takes one number, here the largest
-# differs: eager kernels are planned: Megatron-LM's are fused by hand, so that times will differ
-# differs: the gradient of the logits is kept beside them: Megatron-LM writes it in their place, for less memory
+# differs: eager kernels are planned: Megatron-LM's are fused by hand, so times will differ
+# differs: the logits and their gradient are both held: Megatron-LM writes the gradient in place, for less memory
 # differs: the vocabulary is 50257: Megatron-LM pads it to 51200 rows, a multiple of 1024
 # differs: transformer.h.{0..95}.attn.c_proj.bias is S0: Megatron-LM's is B
 # differs: transformer.h.{0..95}.mlp.c_proj.bias is S0: Megatron-LM's is B
-# left to you: --lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints
+# left to you: --lr and its schedule, --clip-grad (1.0 by default), --train-iters, data, tokenizer and checkpoints
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 MEGATRON_ARGS=(
     --num-layers 96
@@ -87,9 +87,9 @@ def test_llama_golden():
 
 LLAMA = """\
 # by-hand on 16 × test-cluster: dp 2 × tp 2 × pp 2 × cp 2
-# differs: sends are not beside compute: Megatron-LM needs them so for chunks on 2 pipeline ranks
-# differs: placements are not compared, and the model's sizes left to you: no model was given
-# left to you: --lr and its schedule, --clip-grad (1.0 if left out), --train-iters, data, tokenizer and checkpoints
+# differs: P2P does not overlap compute: Megatron-LM must overlap it for interleaved chunks on 2 pipeline ranks
+# differs: no model was given: placements are not compared, and the model's sizes are left to you
+# left to you: --lr and its schedule, --clip-grad (1.0 by default), --train-iters, data, tokenizer and checkpoints
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 MEGATRON_ARGS=(
     --tensor-model-parallel-size 2
@@ -119,7 +119,7 @@ def test_a_plan_of_megatron_s_own_kind_differs_in_nothing():
     said = megatron(plan, Llama())
     assert said.differs == (
         "the model's sizes are left to you: it is a Llama, which has no configuration; "
-        "they are read from gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe",
+        "they are known for gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe",
     )
 
 
@@ -189,9 +189,9 @@ TP2 = MeshSizes(dp=1, tp=2, pp=1)
             llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=Schedule(kind="zero-bubble", microbatches=4)),
             "zero-b",
         ),
-        (llama_plan(mesh=TP2, method=ExecutionOptions(gradients="both")), "bf16 buffer beside"),
+        (llama_plan(mesh=TP2, method=ExecutionOptions(gradients="both")), "bf16 and a float32 buffer"),
         (llama_plan(mesh=TP2, method=ExecutionOptions(kernels="compiled")), "compiled kernels"),
-        (llama_plan(mesh=TP2, method=ExecutionOptions(overlap=("tp",))), "tensor-parallel sums beside compute"),
+        (llama_plan(mesh=TP2, method=ExecutionOptions(overlap=("tp",))), "tensor-parallel all-reduces overlap compute"),
         (llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1), batch=7), "the batch is 7"),
         (llama_plan(mesh=TP2, optimizer="custom"), "--optimizer is left to you"),
         (llama_plan(mesh=TP2, recompute=(1, 2), method=ExecutionOptions(recompute="ops")), "recomputed by kind"),
@@ -205,7 +205,7 @@ def test_what_megatron_cannot_say_is_said(plan: Plan, said: str):
 
 def test_a_vee_is_refused():
     schedule = Schedule(kind="zero-bubble-v", microbatches=4, virtual=2)
-    with pytest.raises(PlanError, match="zero-bubble-v lays stages"):
+    with pytest.raises(PlanError, match="zero-bubble-v places stages"):
         megatron(llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=schedule))
 
 
@@ -223,7 +223,7 @@ def test_mixed_recomputation_is_whole_layers():
     stage = plan.stages[0].model_copy(update={"policies": ("full", "full", "selective", "selective")})
     plan = plan.model_copy(update={"stages": (stage,)})
     assert arguments(plan)["--recompute-num-layers"] == "2"
-    assert "recomputation is full and selective by segment: Megatron-LM does one, here whole layers" in (
+    assert "recomputation is full and selective by segment: Megatron-LM has one policy, here whole layers" in (
         megatron(plan).differs
     )
 
@@ -237,8 +237,8 @@ def test_a_layer_that_communicates_otherwise_is_said(gathers: int, differs: bool
     }
     outside = {"head": Collectives(count=1, forward={"all_reduce": 2}, backward={})}
     plan = llama_plan(mesh=TP2, sequence=True, method=AS_MEGATRON, collectives=halves | outside)
-    line = "a layer's forward pass takes all-gather 3, reduce-scatter 2: "
-    theirs = "takes all-gather 2, reduce-scatter 2"
+    line = "a layer's forward pass has all-gather 3, reduce-scatter 2: "
+    theirs = "has all-gather 2, reduce-scatter 2"
     assert (f"{line}Megatron-LM's {theirs}" in megatron(plan, Llama()).differs) is differs
     assert (f"{line}the program's {theirs}" in torch_program(plan, Llama()).differs) is differs
     assert len([x for x in megatron(plan, Llama()).differs if "forward pass" in x]) == differs
@@ -270,8 +270,11 @@ def test_buckets_are_counted_in_gradients():
     ("plan", "what"),
     [
         (llama_plan(mesh=TP2, precision="fp64"), "not in fp64"),
-        (llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), microbatches=5), "5 microbatches leave 1"),
-        (llama_plan(mesh=MeshSizes(dp=4, tp=1, pp=1), method=ExecutionOptions(shards=3)), "do not divide dp 4"),
+        (
+            llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), microbatches=5),
+            "5 microbatches are not a multiple",
+        ),
+        (llama_plan(mesh=MeshSizes(dp=4, tp=1, pp=1), method=ExecutionOptions(shards=3)), "does not divide dp 4"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(plan: Plan, what: str):

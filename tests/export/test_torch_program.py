@@ -25,7 +25,7 @@ HEAD = "# --- the plan ---\n\n"
 
 
 def constants(text: str) -> str:
-    return text.partition(HEAD)[2].partition("\n\n# --- what")[0]
+    return text.partition(HEAD)[2].partition("\n\n# --- the program")[0]
 
 
 def loaded(text: str) -> Any:
@@ -42,16 +42,16 @@ def test_llama_golden():
     assert constants(program.text) == LLAMA
     assert program.differs == (
         "stage 1 begins with layer 1, not inside it with layers.1.{post_norm,mlp}",
-        "parts of layers are recomputed by module (1): the input of each module is kept",
-        "ZeRO-1: FSDP splits parameters too, and gathers them once a step; less memory between steps",
-        "what data-parallel ranks exchange is beside compute here",
+        "parts of layers are recomputed by module (1): the input of each module is saved",
+        "ZeRO-1 is planned: FSDP also shards parameters, and gathers them once a step; less memory between steps",
+        "data-parallel collectives overlap compute in this program",
     )
     for what in program.differs:
         assert what in str(ast.get_docstring(ast.parse(program.text)))
 
 
 LLAMA = """\
-MESH = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}  # rank = all of them in this order, tp fastest
+MESH = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}  # in rank order, tp fastest
 MICRO_BATCH = 1  # samples of a microbatch on one data-parallel rank
 MICROBATCHES = 4  # per step
 SCHEDULE: Any = Schedule1F1B
@@ -91,7 +91,7 @@ def test_gpt3_is_split_as_far_as_dtensor_goes():
     assert [line.strip().partition(":")[0] for line in styles.splitlines()[1:]] == ['"transformer.wte"', '"lm_head"']
     assert 'TIED: dict[str, str] = {"lm_head.weight": "transformer.wte.weight"}' in program.text
     assert "sequence parallelism is left out: models of transformers" in program.differs[0]
-    assert "transformer.h.{0..95}.attn.c_attn.weight is S1/3 in the plan, B here" in program.differs
+    assert "transformer.h.{0..95}.attn.c_attn.weight is S1/3 in the plan, B in this program" in program.differs
 
 
 def test_heads_norms_inside_attention_see_a_share_of_the_heads():
@@ -121,8 +121,8 @@ def test_a_column_at_the_end_of_attention_gathers_twice():
     program = torch_program(plan, Llama())
     column = "ColwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())"
     assert f'"layers.*.attention.o_proj": {column}' in program.text
-    theirs = "the program's takes all-gather 2, all-reduce 1"
-    assert f"a layer's forward pass takes all-to-all 4: {theirs}" in program.differs
+    theirs = "the program's has all-gather 2, all-reduce 1"
+    assert f"a layer's forward pass has all-to-all 4: {theirs}" in program.differs
 
 
 def test_policies_of_recomputation_go_by_module():
@@ -224,7 +224,7 @@ VEE = Schedule(kind="zero-bubble-v", microbatches=4, virtual=2)
         (
             llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2), tied=True),
             Llama(tied=True),
-            "head.weight is embed.weight",
+            "head.weight is tied to embed.weight",
         ),
         (
             llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2), microbatches=1),
@@ -237,7 +237,7 @@ VEE = Schedule(kind="zero-bubble-v", microbatches=4, virtual=2)
             "do not divide into 2 rounds",
         ),
         (llama_plan(mesh=TP2), Llama(3), "which the model lacks"),
-        (llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=VEE), Llama(), "zero-bubble-v lays stages"),
+        (llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), schedule=VEE), Llama(), "zero-bubble-v places stages"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(plan: Plan, model: nn.Module, what: str):
@@ -249,14 +249,14 @@ def test_what_has_no_counterpart_is_refused(plan: Plan, model: nn.Module, what: 
 def test_a_parameter_outside_of_modules_is_refused_in_a_pipeline():
     model = Llama()
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    with pytest.raises(PlanError, match="scale belongs to no module of one stage"):
+    with pytest.raises(PlanError, match="scale is not in a module that belongs to one stage"):
         torch_program(llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2)), model)
 
 
 def test_stages_that_hand_on_two_tensors_are_refused():
     plan = llama_plan((5,), mesh=MeshSizes(dp=1, tp=1, pp=2))
     plan = plan.model_copy(update={"boundaries": plan.boundaries | {"head": ("B", "B")}})
-    with pytest.raises(PlanError, match="head is given 2 tensors"):
+    with pytest.raises(PlanError, match="head receives 2 tensors"):
         torch_program(plan, Llama())
 
 
@@ -266,10 +266,10 @@ def test_stages_that_hand_on_two_tensors_are_refused():
         ({"zero": 2, "cuts": (5,), "mesh": MeshSizes(dp=2, tp=1, pp=2)}, "after the last microbatch"),
         ({"mesh": MeshSizes(dp=2, tp=1, pp=1), "batch": 7}, "the batch is 7"),
         ({"mesh": TP2, "method": ExecutionOptions(kernels="compiled")}, "compiled kernels"),
-        ({"mesh": TP2, "method": ExecutionOptions(gathers="again")}, "not gathered again"),
+        ({"mesh": TP2, "method": ExecutionOptions(gathers="again")}, "not re-gathered"),
         (
             {"mesh": TP2, "method": ExecutionOptions(overlap=("tp",))},
-            "tensor-parallel ranks exchange is not beside compute",
+            "tensor-parallel collectives do not overlap compute",
         ),
         ({"mesh": TP2, "precision": "fp64"}, "torch.float64"),
     ],

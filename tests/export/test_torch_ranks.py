@@ -105,4 +105,4 @@ def test_attention_with_fused_groups_is_whole() -> None:
     program = torch_program(planned("replicas_attention_whole"), Llama())
     assert '"layers.*.mlp.up_proj": ColwiseParallel()' in program.text
     assert "layers.*.attention" not in program.text
-    assert "layers.{0..3}.attention.q_proj.weight is S0/2 in the plan, B here" in program.differs
+    assert "layers.{0..3}.attention.q_proj.weight is S0/2 in the plan, B in this program" in program.differs

@@ -207,7 +207,7 @@ def damaged(good: Path, at: Path, seed: int, number: int) -> str:
     """A copy of the last checkpoint with one thing done to it, which is returned."""
     rng = random.Random(f"damage {seed} {number}")
     shutil.rmtree(at, ignore_errors=True)
-    first, last = folder.whole(good)
+    first, last = folder.checkpoints(good)
     shutil.copytree(last, at / last.name)
     (at / folder.LATEST).write_text(last.name)
     harm = KINDS[number % len(KINDS)]

@@ -58,18 +58,18 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     "stages of 10^7 layers": ({"depths": [2, 10**7]}, r"depths\[1\]"),
     "10^12 heads": ({"n_head": 10**12}, "n_head"),
     "no heads": ({"n_head": 0}, "ZeroDivisionError"),
-    "a width below 0": ({"n_embd": -16}, "cannot make|negative"),
+    "a width below 0": ({"n_embd": -16}, "cannot build|negative"),
     "a width of 10^18": ({"n_embd": 10**18}, "the number 1000"),
-    "a width of 10^15": ({"n_embd": 10**15}, "cannot make"),
-    "a width that is text": ({"n_embd": "\x1b[2J"}, "cannot make"),
-    "no type": ({"model_type": None}, "no Hugging Face configuration"),
-    "a type with escapes": ({"model_type": "\x1b[2J\u202e"}, "transformers knows no model_type"),
+    "a width of 10^15": ({"n_embd": 10**15}, "cannot build"),
+    "a width that is text": ({"n_embd": "\x1b[2J"}, "cannot build"),
+    "no type": ({"model_type": None}, "not a Hugging Face configuration"),
+    "a type with escapes": ({"model_type": "\x1b[2J\u202e"}, "transformers has no model_type"),
     "a class with escapes": ({"architectures": ["\x1b[2J"]}, "no model class"),
     "a class that is none": ({"architectures": ["__builtins__"]}, "no model class"),
     "a function": ({"architectures": ["pipeline"]}, "no model class"),
     "an activation with lines": ({"activation_function": "\nautoptd: fine\x1b[2J"}, "KeyError"),
-    "a method of the class": ({"to_dict": 1, "get_text_config": 1, "__class__": "x"}, "cannot make"),
-    "a type with escapes of numbers": ({"dtype": "\x1b[2J"}, "cannot make"),
+    "a method of the class": ({"to_dict": 1, "get_text_config": 1, "__class__": "x"}, "cannot build"),
+    "a type with escapes of numbers": ({"dtype": "\x1b[2J"}, "cannot build"),
 }
 
 
@@ -90,7 +90,7 @@ TEXTS: dict[str, tuple[Callable[[], str], str]] = {
     "4,000 digits": (lambda: json.dumps(CONFIG | {"n_embd": 10**4000 + 1}), "the number 1000"),
     "200 MB": (lambda: " " * 200 * 10**6, "too large"),
     "5 10^6 lists": (lambda: '{"a": [' + "[]," * (5 * 10**6) + "[]]}", "commas"),
-    "a list": (lambda: "[1, 2]", "no configuration"),
+    "a list": (lambda: "[1, 2]", "is not a configuration"),
     "not a number": (lambda: '{"n_layer": NaN}', "no JSON number"),
     "nothing": (lambda: "", "not JSON"),
 }
@@ -107,7 +107,7 @@ def test_a_configuration_that_is_a_pipe_or_leads_out_is_refused(tmp_path: Path) 
     folder = tmp_path / "model"
     folder.mkdir()
     os.mkfifo(folder / "config.json")
-    assert "no plain file" in refused("plan", folder, "--world", "8")
+    assert "not a regular file" in refused("plan", folder, "--world", "8")
     for target, said in (("../secret.json", "link out"), ("config.json", "no file"), ("/dev/zero", "link out")):
         (tmp_path / "secret.json").write_text(json.dumps(CONFIG))
         (folder / "config.json").unlink()

@@ -128,6 +128,16 @@ def test_a_checkpoint_that_nobody_changed_is_fine_in_both_forms(where: Path, tmp
     assert main(["checkpoint", "check", str(where)]) == 0
 
 
+def test_a_shard_that_reads_back_damaged_is_one_error(where: Path) -> None:
+    """Raised as CheckpointError, which all ranks raise together; anything else would leave them waiting."""
+    shard = where / "__0_0.distcp"
+    whole = shard.read_bytes()
+    for damaged_bytes in (whole[: len(whole) // 2], b"", whole.replace(b"data/0", b"data?0"), bytes(len(whole))):
+        shard.write_bytes(damaged_bytes)
+        with pytest.raises(CheckpointError, match="reads back damaged"):
+            dcp.written_by(0, where, metadata_of(where))
+
+
 # --- commands -----------------------------------------------------------------------------------------------------
 
 MARK = "MARK"
@@ -316,7 +326,7 @@ def test_a_pickle_that_grows(name: str, place: str, where: Path, outside: Path) 
 @pytest.mark.parametrize("name", [name for name in BOMBS if "again and again" in name])
 def test_copying_one_argument_again_and_again_ends_early(name: str) -> None:
     """Not when memory does."""
-    with pytest.raises(ValueError, match="makes far more than it holds"):
+    with pytest.raises(ValueError, match="builds far more data than it holds"):
         read_pickle(BOMBS[name], torch_files._VALUES)
 
 
@@ -392,7 +402,7 @@ def test_a_pointer_that_is_endless_or_a_step_that_is_a_link(where: Path, outside
     shutil.move(where, outside.with_name("moved"))
     where.symlink_to(outside.with_name("moved"))
     (where.parent / folder.LATEST).write_text(where.name)
-    assert refused(lambda: running().load(where.parent)) and folder.whole(where.parent) == []
+    assert refused(lambda: running().load(where.parent)) and folder.checkpoints(where.parent) == []
 
 
 KEY, MOMENT = "model.0.weight", "optimizer.0.weight.exp_avg"
@@ -718,5 +728,5 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_pa
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise AssertionError
 
-    with pytest.raises(CheckpointError, match="cannot be kept in a checkpoint"):
+    with pytest.raises(CheckpointError, match="cannot be saved in a checkpoint"):
         running().save(tmp_path, others={"keeps": Keeps()})

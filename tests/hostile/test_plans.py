@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda d: d["cluster"].update(others=[{"device": d["cluster"]["device"], "ranks": 1}] * 10**4),
         "16",
     ),
-    "infinity": (wide('"batch": Infinity'), "Infinity is no JSON number"),
+    "infinity": (wide('"batch": Infinity'), "Infinity is not a JSON number"),
     "2^63": (lambda d: d.update(batch=2**63), "batch"),
     "minus one rank": (lambda d: d["mesh"].update(dp=-1), "mesh.dp"),
     "chunks without end": (lambda d: d["schedule"].update(virtual=2**62), "stages"),
@@ -232,11 +232,16 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "huge").touch()
     os.truncate(tmp_path / "huge", 200 * 10**6)
-    said = {"pipe": "no plain file", "loop": "cannot read", "huge": "too large: 200,000,000 bytes", ".": "cannot read"}
+    said = {
+        "pipe": "not a regular file",
+        "loop": "cannot read",
+        "huge": "too large: 200,000,000 bytes",
+        ".": "cannot read",
+    }
     for name, text in said.items():
         for words in (["explain", tmp_path / name], ["compare", tmp_path / name, tmp_path / name]):
             assert text in refused(*words)
-    assert "no plain file" in refused("simulate", "/dev/zero")
+    assert "not a regular file" in refused("simulate", "/dev/zero")
 
 
 def test_a_large_plan_of_many_parameters_is_still_read(spoilt: Spoilt) -> None:

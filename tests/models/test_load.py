@@ -216,14 +216,14 @@ def test_a_config_and_its_folder(tmp_path: Path):
     ("data", "said"),
     [
         ("{", "not JSON"),
-        ("[1]", "it is a JSON list"),
+        ("[1]", "it holds a JSON list"),
         ("{}", "'model_type' is None"),
         (json.dumps(TINY | {"model_type": "gpt-2"}), "did you mean"),
         (json.dumps(TINY | {"architectures": []}), "'architectures' is []"),
         (json.dumps(TINY | {"architectures": [5]}), "'architectures' is [5]"),
         (json.dumps(TINY | {"architectures": ["pipeline"]}), "no model class 'pipeline'"),
         (json.dumps(TINY | {"architectures": ["GPT5LMHeadModel"]}), "no model class 'GPT5LMHeadModel'"),
-        (json.dumps(TINY | {"n_embd": 9}), "cannot make a GPT2LMHeadModel"),
+        (json.dumps(TINY | {"n_embd": 9}), "cannot build a GPT2LMHeadModel"),
     ],
 )
 def test_bad_configs(tmp_path: Path, data: str, said: str):

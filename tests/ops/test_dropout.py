@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoptd.ops import dropout as randomness
-from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, Samples, Where
+from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.group import SingleRankGroup
 from autoptd.ops.tp_axis import Axis, Slice, own_slice
 
@@ -22,7 +22,7 @@ def mask(
     shape: Sequence[int],
     p: float = 0.3,
     rng: DropoutKey | None = None,
-    samples: Where = FIRST_DIM,
+    samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     key: str = "0.1",
 ) -> Tensor:
@@ -92,7 +92,7 @@ def test_work_in_pieces_is_the_same_work(monkeypatch: pytest.MonkeyPatch) -> Non
     elements = DropoutKey(1).elements((7, 11, 13), "0.1", FIRST_DIM, (), CPU)
     assert torch.equal(elements.narrow(-2, 3, 9).keep(0.3), whole[:, 3:9])
     for at_once in (1, 40):
-        monkeypatch.setitem(randomness._AT_ONCE, "cpu", at_once)
+        monkeypatch.setitem(randomness._ELEMENTS_AT_ONCE, "cpu", at_once)
         assert torch.equal(mask((7, 11, 13)), whole)
 
 

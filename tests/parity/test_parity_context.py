@@ -73,7 +73,7 @@ def test_what_cannot_be_cut_is_named(name: str, says: str, where: str) -> None:
 
 
 def test_heads_must_divide_for_ulysses() -> None:
-    with pytest.raises(PlanError, match=r"8 heads do not divide by tp 4 × cp 4"):
+    with pytest.raises(PlanError, match=r"8 heads are not divisible by tp 4 × cp 4"):
         parallel("nanogpt", planned("nanogpt", Mesh(tp=4, cp=4), Variant(context="ulysses")), "sgd")
 
 

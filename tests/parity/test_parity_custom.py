@@ -448,7 +448,7 @@ def test_hooks_that_a_program_would_not_call_are_all_named() -> None:
         "blocks.1: a backward hook",
         "blocks.1: a backward pre-hook",
         "first.weight: a hook on its gradient",
-        "last.bias: a hook after its gradient is added up",
+        "last.bias: a hook after its gradient is accumulated",
     ]
     assert "test_parity_custom.clamp (test_parity_custom.py:" in error.value.where
 
@@ -466,7 +466,7 @@ def test_forward_hooks_that_only_look_are_refused() -> None:
 def test_power_iterations_are_refused(module: Any) -> None:
     model = net(KEPT["setup_context"], 2)
     module(model.blocks[0].layer)
-    with pytest.raises(UnsupportedOp, match="writes to the tensor given as out="):
+    with pytest.raises(UnsupportedOp, match="writes to the tensor passed as out="):
         made(model, batch())
 
 
@@ -491,7 +491,7 @@ def planted(body: Body) -> list[str]:
 @pytest.mark.fault("only the forward traced")
 @pytest.mark.parametrize("name", ["straight_through", "elements_clipped", "several_results", "hook_scales"])
 def test_a_backward_pass_that_is_not_kept_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "keep_own", nullcontext)
+    monkeypatch.setattr(trace, "record_own_calls", nullcontext)
     assert any(".weight" in line for line in planted(KEPT[name]))
 
 

@@ -215,7 +215,7 @@ def of_the_first_step(self: DropoutKey, key: str, right: Callable[..., int] = Dr
 
 def none_when_run_again(self: Elements, p: float, right: Callable[..., torch.Tensor] = Elements.keep) -> torch.Tensor:
     run = getattr(recompute._HERE, "run", None)
-    return right(self, 1 - 1e-9 if run is not None and run.again else p)
+    return right(self, 1 - 1e-9 if run is not None and run.second_run else p)
 
 
 @pytest.mark.parametrize(

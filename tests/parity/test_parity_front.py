@@ -232,7 +232,7 @@ def refusal(loss: Any = None, targets: Any = None, model: nn.Module | None = Non
 Y = torch.zeros(2, WIDTH)
 SCALE = nn.Parameter(torch.ones(()))
 REFUSED: dict[str, tuple[Any, Any, str, str]] = {
-    "no callable": ("mse", Y, "loss is of type str", "give a function"),
+    "no callable": ("mse", Y, "loss is of type str", "pass a function"),
     "targets alone": (None, Y, "targets were given without a loss", "pass loss="),
     "a loss of torch's alone": (nn.MSELoss(), None, "MSELoss(input", "pass targets=, example tensors for target"),
     "a function of torch's alone": (F.mse_loss, None, "mse_loss(input", "pass targets="),
@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
     "a clash": (lambda a, x: a.mean(), {"x": Y}, "'x' names an input and a target", "targets={'labels': …}"),
     "no tensors": (nn.MSELoss(), {"target": [1, 2]}, "neither a tensor nor a mapping", "example tensors"),
     "an empty mapping": (nn.MSELoss(), {}, "an empty mapping", "example tensors"),
-    "no name": (lambda a, t: a.mean(), {"my labels": Y}, "called 'my labels'", "as arguments have"),
+    "no name": (lambda a, t: a.mean(), {"my labels": Y}, "'my labels' is no valid name", "like an argument"),
     "a constant on meta": (
         nn.CrossEntropyLoss(weight=torch.empty(WIDTH, device="meta")),
         torch.zeros(2, dtype=torch.int64),
@@ -299,10 +299,10 @@ def test_a_single_target_named_like_an_input() -> None:
     with pytest.raises(InputsError) as caught:
         autoptd.plan(Sees(), world=2, inputs={"targets": Y}, loss=nn.MSELoss(), targets=Y)
     error = caught.value
-    assert "a batch calls its only target 'targets'" in error.what and "{'target': …}" in error.fix
+    assert "a single target is named 'targets'" in error.what and "{'target': …}" in error.fix
 
 
 def test_a_traced_model_has_its_targets() -> None:
     traced = autoptd.trace(Plain(), inputs={"x": x()["x"][:2]}, loss=nn.MSELoss(), targets=Y, precision="fp64")
-    with pytest.raises(InputsError, match="traced before"):
+    with pytest.raises(InputsError, match="the model was traced with"):
         autoptd.plan(traced, world=2, targets=Y)

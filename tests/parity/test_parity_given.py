@@ -60,8 +60,8 @@ def test_an_encoder_in_eval_mode(mesh: tuple[int, int, int], frozen: bool) -> No
     assert wrong(model, PICTURES, nn.CrossEntropyLoss(), CLASSES, mesh) == []
     made = planned(model, PICTURES, nn.CrossEntropyLoss(), CLASSES, mesh)
     (note,) = [note for note in made.plan.notes if "eval" in note]
-    assert note.startswith("in eval mode, as given: encoder: no dropout there")
-    assert "in eval mode, as given: encoder" in made.plan.explain()
+    assert note.startswith("passed in eval mode: encoder: no dropout there")
+    assert "passed in eval mode: encoder" in made.plan.explain()
     assert model.drop.training and not model.encoder.training
 
 
@@ -74,7 +74,7 @@ def test_a_model_in_eval_mode_is_trained_so_and_says_so() -> None:
     assert wrong(model, PICTURES, nn.CrossEntropyLoss(), CLASSES) == []
     made = planned(model, PICTURES, nn.CrossEntropyLoss(), CLASSES)
     assert "dropout(" not in sources(made)
-    assert any(note.startswith("the model is in eval mode, as it was given: no dropout") for note in made.plan.notes)
+    assert any(note.startswith("the model was passed in eval mode: no dropout") for note in made.plan.notes)
 
 
 def test_one_module_of_many_alike_in_eval_mode() -> None:
@@ -84,7 +84,7 @@ def test_one_module_of_many_alike_in_eval_mode() -> None:
     model.drop.eval()
     ids = {name: torch.randint(0, 40, (2, 8)) for name in ("idx", "targets")}
     made = planned(model, ids, mesh=(1, 1, 1))
-    assert any(note.startswith("in eval mode, as given: drop, blocks.1, blocks.3:") for note in made.plan.notes)
+    assert any(note.startswith("passed in eval mode: drop, blocks.1, blocks.3:") for note in made.plan.notes)
     assert sources(made).count("ops.dropout(") == 2  # of the two blocks left, one class
 
 
@@ -100,7 +100,7 @@ def test_verify_leaves_out_layers_and_keeps_the_modes_of_the_others() -> None:
 
 
 def test_a_batch_norm_in_training_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedOp, match="in eval mode, where it takes its running statistics"):
+    with pytest.raises(UnsupportedOp, match="in eval mode, where it uses its running statistics"):
         planned(randomised(Pictures()), PICTURES, nn.CrossEntropyLoss(), CLASSES)
 
 
@@ -153,13 +153,13 @@ class Timed(Scored):
 
 
 def test_types_that_meet_in_a_layer_are_refused_before_training() -> None:
-    with pytest.raises(InputsError, match=r"linear is given torch.float32 and torch.float64") as caught:
+    with pytest.raises(InputsError, match=r"linear gets operands of torch.float32 and torch.float64") as caught:
         planned(randomised(Scored()).float(), x(), precision="fp32")
-    assert "give 'x' as torch.float32" in caught.value.fix
+    assert "pass 'x' as torch.float32" in caught.value.fix
     inputs = {"x": x()["x"].float(), "t": torch.arange(SAMPLES).float()}
-    with pytest.raises(InputsError, match=r"linear is given torch.bfloat16 and torch.float32") as caught:
+    with pytest.raises(InputsError, match=r"linear gets operands of torch.bfloat16 and torch.float32") as caught:
         planned(Timed(), inputs, precision="bf16")
-    assert "give 't' as torch.bfloat16" in caught.value.fix
+    assert "pass 't' as torch.bfloat16" in caught.value.fix
 
 
 # ---- parameters ----
@@ -346,7 +346,12 @@ REFUSED: dict[str, tuple[Callable[[Any], nn.Module], type[AutoptdError], str, st
     "expanded": (expanded, InputsError, "middle.bias", "nn.Parameter(x.clone())"),
     "tied by data": (by_data, InputsError, "middle.0.weight and middle.1.weight", "tie the parameters themselves"),
     "an alias": (by_attribute, InputsError, "first_row and middle.weight", "compute one from the other"),
-    "computed once": (computed, InputsError, "first.weight is read past the model", "as an attribute of the module"),
+    "computed once": (
+        computed,
+        InputsError,
+        "first.weight is not read from the model",
+        "as an attribute of the module",
+    ),
     "layers in a list": (in_a_list, InputsError, "no module registers", "nn.ModuleList"),
     "a spectral norm in training": (spectral_in_training, UnsupportedOp, "out=", "eval mode"),
     "a lock": (locked, TraceError, "cannot be copied", "copy.deepcopy(model)"),
@@ -364,6 +369,6 @@ def test_refused(name: str) -> None:
 def test_on_meta_tensors_of_one_storage_are_found_as_well() -> None:
     with torch.device("meta"):
         tied_model = by_data(Scored())
-        with pytest.raises(InputsError, match="same memory"):
+        with pytest.raises(InputsError, match="share memory"):
             autoptd.plan(tied_model, world=2, inputs={"x": torch.zeros(2, WIDTH)})
         autoptd.plan(Scored(), world=2, inputs={"x": torch.zeros(2, WIDTH)})

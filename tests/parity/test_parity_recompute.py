@@ -26,7 +26,7 @@ from autoptd.errors import PlanFileError
 from autoptd.layout.mesh import Mesh
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.ops.recompute import recompute
-from autoptd.passes.analysis.activations import POLICIES, kept, nbytes
+from autoptd.passes.analysis.activations import POLICIES, nbytes, saved_activations
 from autoptd.passes.analysis.dataflow import flow
 from autoptd.passes.opcall import Sizes as Numbers
 from autoptd.passes.trace.traced import BATCH
@@ -216,7 +216,9 @@ def predicted(name: str, made: Parallel, policy: str) -> int:
     last = folded.segments[unit.first + (unit.count - 1) * unit.length : unit.first + unit.count * unit.length]
     sent = {value.storage for value in flow(last, sharding.kinds).sent}
     again = made.plan.method.gathers == "again"
-    items = [item for item in kept(last, sharding.kinds, policy, regather=again) if item.storage not in sent]
+    items = [
+        item for item in saved_activations(last, sharding.kinds, policy, regather=again) if item.storage not in sent
+    ]
     sizes = Numbers({**dict.fromkeys(folded.traced.sizes, TOKENS // mesh.cp), BATCH: 2})
     return nbytes(items, sizes, mesh.tp, mesh.cp)
 

@@ -124,7 +124,7 @@ def test_a_plan_is_frozen():
         ('{"format": "autoptd-plan", "version": 2}', "version 2; this autoptd reads 1"),
         ('{"format": "autoptd-plan", "version": "1"}', "version is '1'"),
         ('{"format": "autoptd-plan", "version": true}', "version is True"),
-        ('{"format": 1, "format": 2}', "'format' stands twice"),
+        ('{"format": 1, "format": 2}', "'format' occurs twice"),
         ('{"format": "autoptd-plan", "version": NaN}', "NaN"),
         ("[" * 100_000, "not JSON"),
         ('{"format": ' + "1" * 5000 + "}", "not JSON"),
@@ -342,7 +342,7 @@ def test_tensors_of_a_module_that_lie_alike_are_one_line():
     parameters = {f"h.{i}.fc.{leaf}": "S0" for i in range(3) for leaf in ("weight", "bias")} | {"norm.weight": "Bp"}
     text = explain(sample_plan(splits=Splits(parameters=parameters, activations={})))
     assert "h.{0..2}.fc.{bias,weight}  S0" in text
-    assert "S<dim> split; Bp whole, gradients summed\n" in text
+    assert "S<dim> split along dim; Bp replicated, gradients summed over tp\n" in text
 
 
 def test_pieces_of_a_layer_are_one_row_of_collectives():

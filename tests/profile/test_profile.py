@@ -147,7 +147,7 @@ def test_without_points_of_a_kind_there_is_no_cluster():
     whole = record(TRUE)
     for family in ("launch", "memory", "matmul"):
         rest = tuple(point for point in whole.points if point.case.family != family)
-        with pytest.raises(ClusterError, match=f"no point of the kind '{family}'"):
+        with pytest.raises(ClusterError, match=f"no case of the family '{family}'"):
             fit(whole.model_copy(update={"points": rest}))
 
 

@@ -169,7 +169,7 @@ def test_what_cannot_be_compiled() -> None:
     with pytest.raises(PlanError, match="unknown backend 'inducter'"):
         autoptd.parallelize(model, world=1, precision="fp32", compile="inducter", **asked)
     fix = {"schedule": "zero-bubble", "pp": 2}
-    with pytest.raises(PlanError, match="zero-bubble schedule runs backward passes in two halves"):
+    with pytest.raises(PlanError, match="zero-bubble schedule splits backward passes into B and W"):
         autoptd.parallelize(model, world=2, precision="fp32", compile=True, fix=fix, **asked)
     assert (
         autoptd.parallelize(model, world=2, precision="fp32", compile=True, **asked).plan.method.kernels == "compiled"

@@ -89,11 +89,11 @@ def test_each_stage_fits_its_own_device() -> None:
     for stage, held in enumerate(plan.predicted.memory):
         assert sum(held.values()) <= plan.device_of(stage).memory_bytes
     assert Plan.from_json(plan.to_json()) == plan
-    assert "number the processes' nodes in this order" in " ".join(plan.notes)
+    assert "assign ranks to nodes in this order" in " ".join(plan.notes)
 
 
 def test_others_must_leave_room_and_make_whole_stages() -> None:
-    with pytest.raises(ClusterError, match="has no room for 4 devices of other types"):
+    with pytest.raises(ClusterError, match="is too small for 4 devices of other types"):
         planned(mixed(slow_links(), 4, 1.0, 1.0))
     with pytest.raises(PlanError):
         planned(mixed(slow_links(), 1, 1.0, 1.0))  # 3 and 1 devices make no two stages of two

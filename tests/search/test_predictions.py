@@ -108,7 +108,7 @@ def test_what_is_kept_goes_by_all_that_it_depends_on(traced: autoptd.TracedModel
     ids=lambda o: next(iter(o)),
 )
 def test_a_traced_model_is_not_another(traced: autoptd.TracedModel, other: dict[str, Any]) -> None:
-    with pytest.raises(InputsError, match=f"traced before.*given {next(iter(other))}"):
+    with pytest.raises(InputsError, match=f"the model was traced with.*passes {next(iter(other))}"):
         autoptd.plan(traced, world=8, batch=32, **other)
     same = autoptd.plan(traced, world=8, batch=32, cluster=NODE, seq=SEQ, precision="bf16", fix=BASE)
     assert same == planned(traced)
@@ -436,7 +436,7 @@ def test_gradients_are_reduced_in_buckets(traced: autoptd.TracedModel, zero: int
     assert memory[1] - memory[0] == 3 * 10**7, "two to reduce by turns, one to gather"
 
 
-@pytest.mark.parametrize(("dropout", "word"), [(0.1, "written out in stretches"), (0.0, "")])
+@pytest.mark.parametrize(("dropout", "word"), [(0.1, "in blocks of scores"), (0.0, "")])
 def test_a_plan_says_which_kernel_does_its_attention(dropout: float, word: str) -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=64, n_positions=64, attn_pdrop=dropout)
     with torch.device("meta"):

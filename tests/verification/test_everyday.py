@@ -13,7 +13,7 @@ from autoptd.compile.traced import read_model
 from autoptd.errors import CannotVerify, InputsError
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
-from autoptd.verification.inputs import try_batches, valid
+from autoptd.verification.inputs import try_batches, uneven
 from autoptd.verification.verdict import Verdict, verify_plan
 from tests.verification.everyday import CASES, CLASSES, IDS, NUMBERS, PAIR, REAL, Case, perceptron
 from tests.verification.verified import told
@@ -75,12 +75,12 @@ def test_every_precision_and_enough_kinds_are_tried() -> None:
 
 def test_what_counts_is_uneven_and_one_microbatch_has_none() -> None:
     for shape in ((12,), (12, 7), (12, 5), (12, 1, 4, 6), (12, 1)):
-        counts = valid(shape, 0, 2, empty=True).reshape(12, -1).sum(1)
+        counts = uneven(shape, 0, 2, empty=True).reshape(12, -1).sum(1)
         assert len(set(counts.tolist())) > 1
         assert counts[2:4].sum() == 0
-        kept = valid(shape, 1, 2, empty=False)
+        kept = uneven(shape, 1, 2, empty=False)
         assert kept.any() and not kept.all()
-    assert valid((1,), 2, 1, empty=True).any()
+    assert uneven((1,), 2, 1, empty=True).any()
 
 
 def test_labels_stay_within_their_classes_but_for_the_one_that_is_left_out() -> None:
@@ -125,7 +125,7 @@ def nan(out: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_plain_model_that_gives_nan_is_no_verdict() -> None:
-    with pytest.raises(CannotVerify, match=r"(?s)in step 1 its loss is nan.*x: normal; y: .*\n.*other ways"):
+    with pytest.raises(CannotVerify, match=r"(?s)in step 1 its loss is nan.*x: normal; y: .*\n.*other combinations"):
         verified(Case(perceptron(nan), NUMBERS, PAIR))
 
 
@@ -154,7 +154,7 @@ def test_an_input_without_samples_is_refused(shape: tuple[int, ...]) -> None:
     inputs = {"x": torch.empty(2, 3, 4, device="meta"), "scale": torch.empty(shape, device="meta")}
     model = Scaled()
     plan = autoptd.plan(model, world=2, batch=8, inputs=inputs, precision="fp32", cluster="dgx-h100")
-    with pytest.raises(InputsError, match=r"input 'scale' is .*without a dim of samples"):
+    with pytest.raises(InputsError, match=r"input 'scale' .*without a dim of samples"):
         verify_plan(plan, model, inputs=inputs)
 
 
@@ -185,7 +185,7 @@ def test_what_is_checkpointed_drops_the_same_when_it_runs_again() -> None:
 def test_a_dropout_that_the_graph_does_not_have_turns_dropout_off_on_both_sides() -> None:
     found = verified(Case(Unread, CLASSES, PAIR))
     assert found.agrees, told(found)
-    assert found.made[-1] == "nothing is dropped, on either side"
+    assert found.made[-1] == "dropout disabled in plan and model"
 
 
 def test_marks_that_do_not_suit_the_model_are_left_out() -> None:

@@ -162,7 +162,7 @@ def test_a_graph_with_other_values_than_the_model_is_found() -> None:
     found = verified(Case(Changed, CLASSES, PAIR))
     assert not found.agrees
     assert found.faults[0][0] == "b"
-    assert "no op of the graph has these values" in found.faults[0][1]
+    assert "no op of the traced graph has the values" in found.faults[0][1]
 
 
 def hooked(kind: str) -> nn.Module:

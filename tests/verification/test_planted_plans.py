@@ -39,7 +39,7 @@ def test_a_right_plan_is_verified_and_no_line_of_it_is_blamed(name: str) -> None
 
 TEXTS = [  # plan, the emitted text, what is planted in its place, what the first fault says
     ("tensors", "tp.all_reduce_both(out)", "out", rf"blocks\.0.*Bp on ranks \[0, 1\].*\n{BLOCK}out = out"),
-    ("tensors", "tp.all_reduce_both(down)", "tp.all_reduce(down)", r"gradient of what it makes.*\n.*blocks\.py"),
+    ("tensors", "tp.all_reduce_both(down)", "tp.all_reduce(down)", r"gradient of its result.*\n.*blocks\.py"),
     ("tensors", "tp.pad(self.down.bias, dim=0)", "torch.cat([self.down.bias] * 2)", rf"{BLOCK}down"),
     ("tensors", "is_causal=True", "is_causal=False", rf"attention: scaled_dot_product_attention.*\n{BLOCK}y = "),
     ("tensors", "x_2 = x + dropout", "x_2 = dropout", rf"blocks\.0.*\n{BLOCK}x_2 = dropout"),
@@ -212,10 +212,10 @@ CODE = [  # plan, what is planted, what the first fault says
     ("tensors", a_norm_not_summed_over_tp, r"norm\.bias: gradient off by"),
     ("stages", tied_apart, r"tokens\.weight: gradient off by"),
     ("tensors", own_norm, r"gradient norm: off by .*rank 0"),
-    ("stages", gradient_lost_between_stages, r"stage 0, blocks\.1: add: the gradient of what it makes"),
-    ("stages", spoilt_message, r"stage 1.*\nstage_1\.py:\d+  x, as Stage1\.forward is given it"),
+    ("stages", gradient_lost_between_stages, r"stage 0, blocks\.1: add: the gradient of its result"),
+    ("stages", spoilt_message, r"stage 1.*\nstage_1\.py:\d+  x, an argument of Stage1\.forward"),
     ("stages", swapped_stages, r"parameter .*: in the (plan|stage), not in the (plan|stage)"),
-    ("tensors", slices_of_a_neighbour, r"stage 0, tokens\.weight: what it makes"),
+    ("tensors", slices_of_a_neighbour, r"stage 0, tokens\.weight: its result"),
     ("tensors", one_tp_rank_elsewhere, r"disagree|deadlock"),
     ("tensors", a_gradient_taken_twice, r"norm\.weight: gradient off by .*it is 2 × the right one"),
     ("tensors", steps_once, r"weight|bias: after the step off by .*in step 2, though step 1 was right"),

@@ -67,13 +67,13 @@ def test_the_command_stores_the_certificate(tmp_path: Path, capsys: pytest.Captu
     told = json.loads(capsys.readouterr().out)
     assert told["agrees"]
     assert told["ranks"] == 4
-    assert "12 × blocks.0 as 3" in told["shown"]
+    assert "12 × blocks.0 → 3" in told["shown"]
     assert Plan.load(path).certificate is not None
 
 
 def test_the_report_says_what_was_found() -> None:
     shown = text(verdict("tensors"), 100)
-    assert "4 ranks in one process, float64" in shown
+    assert "4 ranks in one process, in float64" in shown
     assert "blocks.{0..2}.norm_1.weight" in shown
     assert "verified: the plan computes what the model computes" in shown
     wrong = text(verdict("tensors", replace_text(trial("tensors"), "tp.all_reduce_both(out)", "out")), 100)

@@ -190,7 +190,7 @@ def _check_keywords(fix: Mapping[str, Any], assume: Mapping[str, Any]) -> None:
         if only_predicted(name, value):
             _read_streams(value if name == "overlap" else (), "fix['overlap']")
             raise PlanError(
-                f"{name} {_shown(value)} is only predicted: no program can run it",
+                f"{name} {_shown(value)} can only be predicted, since no generated program does it",
                 where=f"fix[{name!r}]",
                 fix=f"give assume={{{name!r}: {_shown(value)}}} to autoptd.plan, or leave it out",
             )

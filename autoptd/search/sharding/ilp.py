@@ -1,15 +1,15 @@
 """State the splits ILP in PuLP: one strategy for every op of a graph (tensor level).
 
-Nodes n have choices k. A choice needs tensors in placements, gives tensors in placements, takes time and keeps tensors
-for the backward pass. A tensor t has one producer; where the producer gives placement q and somebody wants p, the
-conversion q -> p takes c[t,q,p] seconds, once, however many want p.
+Nodes n have choices k. A choice needs tensors in placements, gives tensors in placements, takes time and saves tensors
+for backward. A tensor t has one producer. Where the producer gives placement q and some node wants p, the conversion
+q -> p takes c[t,q,p] seconds, once, however many nodes want p.
 
     x[n,k]    1 if node n takes choice k                                                    (whole)
     X[t,q]  = sum of x[n,k] over the choices k of t's producer n that give t in q           (shorthand)
     W[n,t,p]= sum of x[n,k] over the choices k of node n that need t in p                   (shorthand)
-    y[t,p]    1 if t is wanted in p by anyone
+    y[t,p]    1 if some node wants t in p
     z[t,c,p]  1 if t is converted into p at the price c: one for all placements q that cost the same
-    s[t,p]    1 if t is kept in p for the backward pass
+    s[t,p]    1 if t is saved in p for backward
     f[n,t,q,p] how much of W[n,t,p] comes from X[t,q]
 
     minimise  sum seconds[n,k] x[n,k] + sum c z[t,c,p] + price * (sum bytes[t,p] s[t,p] + sum bytes[n,k] x[n,k])
@@ -20,13 +20,13 @@ conversion q -> p takes c[t,q,p] seconds, once, however many want p.
     (4)  z[t,c,p] <= sum_{q: c[t,q,p] = c} X[t,q]                  a conversion starts from what there is
     (5)  sum_q f[n,t,q,p] = W[n,t,p]   and                         implied by (1)-(4) for whole x; makes the
          sum_p f[n,t,q,p] = X[t,q],   f[n,t,q,p] <= z or free      linear relaxation whole much more often
-    (6)  s[t,p] >= sum of x[n,k] over the k of n that keep (t,p)   kept once, however many ops keep it
+    (6)  s[t,p] >= sum of x[n,k] over the k of n that save (t,p)   saved once, however many ops save it
     (7)  x[a,k] = x[b,k]  for every label k                        tied nodes take choices of one label
 
 (3) and (4) say what z[t,q,p] >= X[t,q] + y[t,p] - 1 says for whole x, and more for fractions. (5) is the transport form
 of one edge (the local marginal polytope); it is written for nodes that want t exactly once whatever they choose. Given
-whole x all other variables are whole of themselves. Ties between equally good answers go to earlier choices, through
-cost differences that sum up to at most 1e-9 of the cost.
+whole x, all other variables take whole values. Ties between equally good solutions go to earlier choices, by cost
+differences that add up to at most 1e-9 of the cost.
 
 Constraints depend on the `Structure` of a problem alone: which choices there are, and which conversions cost the same.
 The search solves many problems of few structures, so that `SplitPrograms` states each structure once; costs are set for
@@ -51,7 +51,7 @@ _KEPT = 16  # programs of a few megabytes
 
 
 class Option(NamedTuple):
-    """A choice without what it costs."""
+    """A choice without its cost."""
 
     label: str
     needs: tuple[Pair, ...]
@@ -60,23 +60,24 @@ class Option(NamedTuple):
 
 
 class Vertex(NamedTuple):
-    """A node without what it costs."""
+    """A node without its costs."""
 
     name: str
     options: tuple[Option, ...]
 
 
 class Supply(NamedTuple):
-    """Placements that a tensor is converted from at one price, which may be nothing."""
+    """Placements that a tensor is converted from at one price, which may be 0."""
 
     sources: tuple[Placement, ...]
     free: bool
 
 
 class Structure(NamedTuple):
-    """All that says which variables and constraints there are.
+    """The part of a problem that determines its variables and constraints.
 
-    `supplies`: of every tensor, and placement that it is wanted in; `saved`: tensors that cost something to keep."""
+    `supplies`: for every tensor and wanted placement; `saved`: tensors whose memory has a price.
+    """
 
     nodes: tuple[Vertex, ...]
     supplies: tuple[tuple[Pair, tuple[Supply, ...]], ...]
@@ -85,7 +86,7 @@ class Structure(NamedTuple):
 
 
 def structure_of(problem: SplitProblem) -> Structure:
-    """Return what a problem has in common with others that differ in prices."""
+    """Return the part of a problem that does not depend on prices."""
     pairs = dict.fromkeys(pair for node in problem.nodes for choice in node.choices for pair in choice.saved)
     saved = tuple(pair for pair in pairs if problem.second_per_byte * problem.saved_bytes[pair] != 0)
     nodes = tuple(
@@ -143,7 +144,7 @@ class SplitProgram:
         return found
 
     def taken(self, problem: SplitProblem, outcome: Outcome) -> dict[str, Choice]:
-        """The choice of each node."""
+        """Return the choice of each node."""
         at = {key: self.program.index[x] for key, x in self.x.items()}
         return {
             node.name: next(c for c in node.choices if outcome.values[at[node.name, c.label]] > 0.5)
@@ -152,7 +153,7 @@ class SplitProgram:
 
 
 class SplitPrograms:
-    """Programs that were stated, by structure; those least asked for make room."""
+    """Programs by structure, the least recently used dropped first."""
 
     def __init__(self) -> None:
         self._stated: OrderedDict[Structure, SplitProgram] = OrderedDict()
@@ -198,7 +199,7 @@ Sums = dict[Placement, LpAffineExpression]
 
 
 def _sums(model: SplitProgram, node: Vertex, pairs: Sequence[Sequence[Pair]]) -> dict[str, Sums]:
-    """Of each tensor and placement: the sum of x over the options that have it among their `pairs`."""
+    """Return, by tensor and placement, the sum of x over the options that have it among their `pairs`."""
     found: dict[str, dict[Placement, dict[LpVariable, None]]] = defaultdict(lambda: defaultdict(dict))
     for option, own in zip(node.options, pairs, strict=True):
         for tensor, placement in own:

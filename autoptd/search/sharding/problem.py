@@ -1,4 +1,4 @@
-"""Splits ILP, its data: which strategies there are, what a chosen one costs, and which need not be considered.
+"""The data of the splits ILP: the strategies, the cost of a choice, and the choices that need not be considered.
 
 Nodes need and give tensors in placements. A choice that cannot be met, or that another choice of its node is never
 worse than, is dropped before a program is built: `with_fixed` then `pruned`.
@@ -25,8 +25,8 @@ class Choice:
     needs: tuple[Pair, ...] = ()
     gives: tuple[Pair, ...] = ()
     seconds: float = 0.0
-    saved: tuple[Pair, ...] = ()  # kept alive for the backward pass
-    bytes: float = 0.0  # kept for good, such as a stored parameter
+    saved: tuple[Pair, ...] = ()  # for backward
+    bytes: float = 0.0  # permanent, such as a stored parameter
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,11 @@ class Node:
 
 @dataclass(frozen=True)
 class SplitProblem:
-    """What `solve_splits` decides. A conversion that is not in `conversion_s` is impossible; none is needed from a
-    placement to itself. `ties` are pairs of node names, `fixed` maps node names to labels."""
+    """The problem that `solve_splits` decides.
+
+    A conversion that is not in `conversion_s` is impossible; none is needed from a placement to itself. `ties` are
+    pairs of node names, `fixed` maps node names to labels.
+    """
 
     nodes: tuple[Node, ...]
     conversion_s: Mapping[tuple[str, Placement, Placement], float] = field(default_factory=dict)
@@ -49,7 +52,7 @@ class SplitProblem:
 
     @cached_property
     def producer(self) -> dict[str, str]:
-        """Tensor -> the node that gives it."""
+        """Map each tensor to the node that gives it."""
         found: dict[str, str] = {}
         for node in self.nodes:
             for tensor in {t: None for choice in node.choices for t, _ in choice.gives}:
@@ -58,14 +61,17 @@ class SplitProblem:
         return found
 
     def conversion(self, tensor: str, source: Placement, target: Placement) -> float:
-        """Seconds, or infinity where it is impossible."""
+        """Return the seconds of a conversion, infinity where it is impossible."""
         return 0.0 if source == target else self.conversion_s.get((tensor, source, target), math.inf)
 
 
 @dataclass(frozen=True)
 class SplitSolution:
-    """`wanted`: every placement in which anyone needs the tensor. `gap`: how much cheaper an answer may exist,
-    relative to this one's objective; 0 when it is the proved optimum."""
+    """A choice for every node.
+
+    `wanted`: every placement in which some node needs the tensor. `gap`: by how much, relative to this objective, a
+    cheaper solution may exist; 0 for a proved optimum.
+    """
 
     choices: dict[str, str]
     wanted: dict[str, tuple[Placement, ...]]
@@ -78,7 +84,7 @@ class SplitSolution:
 
 
 def evaluate(problem: SplitProblem, taken: Mapping[str, Choice]) -> SplitSolution:
-    """What one choice per node costs, in closed form; every conversion must be possible."""
+    """Return the cost of one choice per node, in closed form. Every conversion must be possible."""
     given = {t: p for choice in taken.values() for t, p in choice.gives}
     wanted: dict[str, dict[Placement, None]] = {}
     for choice in taken.values():
@@ -98,7 +104,7 @@ def evaluate(problem: SplitProblem, taken: Mapping[str, Choice]) -> SplitSolutio
 
 
 def with_fixed(problem: SplitProblem) -> SplitProblem:
-    """Leave fixed nodes only their choice."""
+    """Leave each fixed node only its fixed choice."""
     names = [node.name for node in problem.nodes]
     assert len(set(names)) == len(names), "two nodes of one name"
     for name in problem.fixed:
@@ -119,7 +125,7 @@ def labels(node: Node) -> list[str]:
 
 
 def pruned(problem: SplitProblem) -> SplitProblem:
-    """Drop choices that cannot be met (to a fixpoint) and, once, those that another choice makes needless."""
+    """Drop choices that cannot be met (to a fixpoint), then dominated ones."""
     lists = {node.name: list(node.choices) for node in problem.nodes}
     changed = True
     while changed:
@@ -140,7 +146,7 @@ def pruned(problem: SplitProblem) -> SplitProblem:
 
 
 def _drop_unmet(problem: SplitProblem, lists: dict[str, list[Choice]]) -> None:
-    """Keep choices whose needs some giver can meet, and givers that every consumer can live with."""
+    """Keep choices whose needs some producer can meet, and producers that every consumer can use."""
     given = {t: {dict(c.gives)[t] for c in lists[name]} for t, name in problem.producer.items()}
     for name, choices in lists.items():
         lists[name] = [
@@ -161,7 +167,7 @@ def _drop_unmet(problem: SplitProblem, lists: dict[str, list[Choice]]) -> None:
 
 
 def _undominated(choices: Sequence[Choice]) -> list[Choice]:
-    """Drop what another choice is never worse than; of equals the first stays."""
+    """Drop dominated choices; of equal ones the first stays."""
     kept: list[Choice] = []
     for choice in choices:
         if any(_never_worse(other, choice) for other in kept):

@@ -1,4 +1,4 @@
-"""Candidates of one task with their tensors split, each (tp, microbatch, cp) once."""
+"""Split the tensors of the candidates of one task, once for each (tp, microbatch, cp)."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ from autoptd.search.sharding.kind_cost import PARTIAL
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import Task
 
-CLOSE = 1e-3  # by how much splits for a microbatch between two others may miss the best, relative
-_ENDLESS = 2**62
-Key = tuple[int, int, int, bool]  # tp, samples of a microbatch, cp, lean
+CLOSE = 1e-3  # relative: how far splits for a microbatch between two others may be from the best
+_UNLIMITED_BYTES = 2**62
+Key = tuple[int, int, int, bool]  # tp, samples of a microbatch, cp, memory-saving
 
 
 class Splitter:
-    """`sharded`: what was found, by `key_of` a candidate; `tensors`: the problems that it answers."""
+    """The split tensors of a task's candidates, found on demand.
+
+    `sharded`: the solutions, by `key_of` a candidate; `tensors`: the problems that they solve.
+    """
 
     def __init__(self, task: Task, known: ShardingCache, pins: NamedConstraints, method: Method) -> None:
         self.task, self.known, self._pins, self._method = task, known, pins, method
-        self._roomy = _roomy(task.cluster)
+        self._unlimited = _unlimited(task.cluster)
         self.tensors: dict[Key, Tensors] = {}
         self.sharded: dict[Key, Sharded | AutoptdError] = {}
         self.solutions = 0  # of the splits ILP
 
     @property
     def is_derived(self) -> bool:
-        """Whether some splits were taken over from microbatches of other sizes."""
+        """Return whether some splits were taken over from microbatches of other sizes."""
         return len(self.sharded) > self.solutions
 
     def check_heads(self) -> None:
-        """A tp that was asked for must split the attention: anything else is a mistake, not a plan."""
+        """Raise PlanError if a tp that was asked for cannot split the attention heads."""
         tp = self.task.constraints.mesh.get("tp", 1)
         if tp == 1:
             return
@@ -67,7 +70,7 @@ class Splitter:
                     )
 
     def _sizes(self, cp: int) -> Mapping[sympy.Symbol, int]:
-        """Of one rank: its share of a sample's tokens."""
+        """Return the sizes on one rank, which has its share of a sample's tokens."""
         sizes = dict(self.task.sizes)
         if cp > 1:
             if SEQUENCE not in sizes:
@@ -93,7 +96,7 @@ class Splitter:
         task = self.task
         wanted = task.constraints.mesh.get("recompute")
         return ShardingQuery(
-            cluster=self._roomy,
+            cluster=self._unlimited,
             tp=c.tp,
             micro=c.micro,
             values=tuple(self._sizes(c.cp).items()),
@@ -110,15 +113,15 @@ class Splitter:
             policies=tuple(
                 p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
             ),
-            world=0 if is_even(self._roomy, c.tp, 1) else task.world,
+            world=0 if is_even(self._unlimited, c.tp, 1) else task.world,
         )
 
     def solve_between(self, grid: Sequence[Candidate]) -> None:
         """Split tensors for microbatches of several sizes.
 
-        Seconds of any one sharding are affine in the samples of a microbatch, but for tiles and protocols; so the least
-        of all shardings is concave, and one that is within `CLOSE` of the best for both the smallest and the largest is
-        so for all between.
+        The seconds of one sharding are affine in the samples of a microbatch, except for tiles and protocols. So the
+        minimum over shardings is concave, and a sharding within `CLOSE` of it for both the smallest and the largest
+        microbatch is within `CLOSE` for all between.
         """
         first, last, between = self.solve(grid[0]), self.solve(grid[-1]), grid[1:-1]
         if not between:
@@ -136,7 +139,7 @@ class Splitter:
     def _common(
         self, grid: Sequence[Candidate], first: Sharded | AutoptdError, last: Sharded | AutoptdError
     ) -> Sharding | None:
-        """A sharding that is as good as the best at either end."""
+        """Return a sharding that is as good as the best at either end."""
         if not isinstance(first, Sharded) or not isinstance(last, Sharded):
             return None
         for one, other, at in ((first, last, grid[-1]), (last, first, grid[0])):
@@ -149,12 +152,12 @@ class Splitter:
         return None
 
     def _byte_s(self, c: Candidate) -> float:
-        """What a byte kept per microbatch is worth: the seconds of recomputing everything, by what that saves."""
-        quick = self.solve(replace(c, memory_saving=False)) if c.memory_saving else None
-        if not isinstance(quick, Sharded):
+        """Return the price of a byte saved for backward: seconds of full recomputation per byte that it frees."""
+        fast = self.solve(replace(c, memory_saving=False)) if c.memory_saving else None
+        if not isinstance(fast, Sharded):
             return 0.0
-        forward_s = sum(times * k.forward_s for times, k in quick.every_kind)
-        saved = sum(times * (k.activation_bytes - k.input_bytes) for times, k in quick.every_kind)
+        forward_s = sum(times * k.forward_s for times, k in fast.every_kind)
+        saved = sum(times * (k.activation_bytes - k.input_bytes) for times, k in fast.every_kind)
         return forward_s / saved if saved > 0 else 0.0
 
     def solve(self, c: Candidate) -> Sharded | AutoptdError:
@@ -171,7 +174,7 @@ class Splitter:
         return self.sharded[key]
 
     def refusal(self) -> AutoptdError:
-        """Why no tp can split the tensors as was asked for: of the largest, which has most to choose from."""
+        """Return why no tp can split the tensors as asked, for the largest tp: it has the most choices."""
         errors = [(key, solved) for key, solved in self.sharded.items() if isinstance(solved, AutoptdError)]
         if not errors:
             return PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
@@ -183,10 +186,12 @@ def key_of(c: Candidate) -> Key:
 
 
 @lru_cache(maxsize=64)
-def _roomy(cluster: Cluster) -> Cluster:
-    """With endless memory, which has no part in how tensors are split: plans under other limits share what is known."""
+def _unlimited(cluster: Cluster) -> Cluster:
+    """Return the cluster with unlimited memory, which splits do not depend on: plans under other limits share them."""
 
-    def endless(part: Any) -> Any:
-        return part.model_copy(update={"device": part.device.model_copy(update={"memory_bytes": _ENDLESS})})
+    def unlimited(part: Any) -> Any:
+        return part.model_copy(update={"device": part.device.model_copy(update={"memory_bytes": _UNLIMITED_BYTES})})
 
-    return cluster.model_copy(update={"device": endless(cluster).device, "others": tuple(map(endless, cluster.others))})
+    return cluster.model_copy(
+        update={"device": unlimited(cluster).device, "others": tuple(map(unlimited, cluster.others))}
+    )

@@ -1,1 +1,3 @@
-"""The first op of a program whose value or gradient is not what the graph, or the model, computes."""
+"""The location of a fault: the first op of a program whose value or gradient differs from the graph's, or the model's.
+`verdict` uses `locate` with `recorder` (program against graph), then `graph` (graph against model), then `explain`.
+"""

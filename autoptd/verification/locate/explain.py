@@ -1,9 +1,10 @@
-"""What differences of losses, norms, gradients and parameters say, where every line of the program is right.
+"""Causes of wrong losses, norms, gradients and parameters when every line of the program is right.
 
-gradients wrong          what was summed, over microbatches, ranks or tied stages
-norm wrong               a parameter whose squares are counted too often, or not at all
-parameters wrong         the update, or what was collected after it
-a later step wrong       something that the step before left behind
+wrong                    cause
+gradients                a sum over microbatches, ranks or tied stages
+norm                     a parameter whose squares are counted several times, or not at all
+parameters               the update, or the all-gather after it
+a later step             state left by the step before
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 from autoptd.layout.layout import Layout
 from autoptd.layout.placements import Split
 from autoptd.ops.tp_axis import own_slice
-from autoptd.verification.compare import Compared, Off
+from autoptd.verification.compare import Compared, Deviation
 from autoptd.verification.plain import PlainStep
-from autoptd.verification.ranks import RankRun
+from autoptd.verification.ranks import RankRun, RankStep
 
 Place = tuple[str, str]
 
@@ -25,16 +26,15 @@ Place = tuple[str, str]
 def explain(
     layout: Layout, found: Compared, runs: Sequence[RankRun], expected: Sequence[PlainStep], clip: float
 ) -> Iterator[Place]:
-    """(where, what), first what comes first."""
+    """Yield (where, what) of each difference, causes before effects."""
     yield from ((name, "no rank holds it, or none updates it") for name in found.missing[:3])
     step = found.step or 0
-    later = f" in step {step + 1}, though step {step} was right: step {step} left something behind" if step else ""
+    later = f" in step {step + 1}, though step {step} was right: stale state of step {step}" if step else ""
     wrong = {name: off for name, off in found.gradients.items() if off.rank is not None}
+    mine = [run.steps[step] for run in runs]
     for name, off in list(wrong.items())[:3]:
-        yield (
-            name,
-            f"gradient {_by(off)}{_ratio(layout, runs, expected, step, name, off, clip)}{_on(layout, off)}{later}",
-        )
+        ratio = _ratio(layout, mine, expected[step], name, off, clip)
+        yield name, f"gradient {_by(off)}{ratio}{_on(layout, off)}{later}"
     if found.norm.rank is not None and not wrong:
         yield "gradient norm", f"{_by(found.norm)}{_counted(runs, expected, step)}{_on(layout, found.norm)}{later}"
     for name, (a, b) in list(found.diverged.items())[:3]:
@@ -47,31 +47,29 @@ def explain(
         yield "loss", f"{_by(found.loss)}{_on(layout, found.loss)}{later}"
 
 
-def _by(off: Off) -> str:
+def _by(off: Deviation) -> str:
     return f"off by {off.difference:.1e}"
 
 
-def _on(layout: Layout, off: Off) -> str:
+def _on(layout: Layout, off: Deviation) -> str:
     assert off.rank is not None
     (pp, dp, tp), cp = layout.mesh.coordinates(off.rank), layout.mesh.cp_of(off.rank)
     cut = f", cp {cp}" if layout.mesh.cp > 1 else ""
     return f", first on rank {off.rank} (pp {pp}, dp {dp}{cut}, tp {tp})"
 
 
-def _ratio(
-    layout: Layout, runs: Sequence[RankRun], expected: Sequence[PlainStep], step: int, name: str, off: Off, clip: float
-) -> str:
-    """`: it is 2 × the right one`, where it is a multiple; `clip`: the norm to which gradients were clipped."""
+def _ratio(layout: Layout, mine: Sequence[RankStep], right: PlainStep, name: str, off: Deviation, clip: float) -> str:
+    """Return `: it is 2 × the right one` if the gradient is a multiple of the right one. `clip`: the clipping norm."""
     assert off.rank is not None
     spec, tp = layout.parameters[name], layout.mesh.tp
-    for part in runs[off.rank].steps[step].parts:
-        if part.name != name or name not in expected[step].gradients:
+    for part in mine[off.rank].parts:
+        if part.name != name or name not in right.gradients:
             continue
-        full = expected[step].gradients[name]
+        full = right.gradients[name]
         if isinstance(spec.placement, Split) and tp > 1:
             full = own_slice(full, spec.placement.dim, spec.placement.groups, tp, off.rank % tp)
         wanted = full.reshape(-1)[part.start : part.start + part.size]
-        undone = max(1.0, (runs[off.rank].steps[step].norm + 1e-6) / clip)
+        undone = max(1.0, (mine[off.rank].norm + 1e-6) / clip)
         return _multiple(part.gradient * undone, wanted)
     return ""
 
@@ -79,7 +77,7 @@ def _ratio(
 def _multiple(found: Tensor, wanted: Tensor) -> str:
     square = float(wanted @ wanted)
     if not found.any():
-        return ": there is none"
+        return ": it is zero"
     if not square:
         return ""
     factor = float(found @ wanted) / square
@@ -89,7 +87,7 @@ def _multiple(found: Tensor, wanted: Tensor) -> str:
 
 
 def _counted(runs: Sequence[RankRun], expected: Sequence[PlainStep], step: int) -> str:
-    """Which one parameter's squares explain a norm that is too large or too small."""
+    """Return the one parameter whose squares, counted too often or not at all, explain a wrong norm."""
     extra = runs[0].steps[step].norm ** 2 - expected[step].norm ** 2
     for name, gradient in expected[step].gradients.items():
         square = float(gradient.norm()) ** 2

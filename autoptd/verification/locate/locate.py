@@ -1,13 +1,15 @@
-"""The first op, in the order of execution, whose value or gradient is not what the graph says.
+"""The first op, in the order of execution, whose value or gradient differs from the graph's.
 
-Every line of the emitted program tells what it made (`recorder`); the ranks' parts are put together by the placement
-that the plan gives them, and held to the whole tensor of the same op of the graph (`whole`), microbatch by microbatch:
+Every line of the emitted program records its result (`recorder`). The ranks' parts are combined by their placement in
+the plan, and compared with the whole tensor of the same op of the graph (`whole`), microbatch by microbatch:
 
-    B, Bp  every rank's value is the whole one       gradient: B every rank's, Bp their sum
-    S      the slices one after the other            the same
-    P      the sum of the ranks' values              every rank's
+           whole value                               whole gradient
+    B      every rank's value                        every rank's gradient
+    Bp     every rank's value                        the sum of the ranks' gradients
+    S      the concatenated slices                   the concatenated slices
+    P      the sum of the ranks' values              every rank's gradient
 
-Values first: what is wrong there explains all behind it. Where all values are right, gradients, last op first.
+Values are compared first, since a wrong one explains all after it; if all are right, gradients, the last op first.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.codegen.blocks import BlockNames as Names
-from autoptd.codegen.blocks import BlockSegments, lay_out, pieces_of
+from autoptd.codegen.blocks import BlockSegments, name_blocks, pieces_of
 from autoptd.codegen.body import Made
 from autoptd.codegen.stage import write_stage
 from autoptd.compile.program import make_program, read_sharding
@@ -30,15 +32,15 @@ from autoptd.ops.tp_axis import from_slices
 from autoptd.passes.graph import module_path, op_name
 from autoptd.plans.model import Plan
 from autoptd.verification.keyed import Draw
-from autoptd.verification.locate.recorder import Line, Told
-from autoptd.verification.locate.whole import drawn_nodes, microbatches, over_batch, run_whole
+from autoptd.verification.locate.recorder import Line, Recorded
+from autoptd.verification.locate.whole import batch_totals, drawn_nodes, microbatches, run_whole
 
 _TOLERANCE = 1e-8
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a line of a stage makes: a tensor of the graph, in a placement; `at` is its place in the stage."""
+    """The result of a line of a stage: a tensor of the graph in a placement. `at`: its position in the graph."""
 
     node: fx.Node
     placement: Placement
@@ -47,7 +49,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Found:
-    """A line whose result is not what it should be."""
+    """A line with a wrong value or gradient."""
 
     stage: int
     microbatch: int
@@ -59,9 +61,9 @@ class Found:
 
 
 def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Line], Meaning]]:
-    """By stage: (block call, line) -> what it makes."""
+    """Return, for each stage, (block call, line) -> the tensor that the line computes."""
     sharding = read_sharding(source, plan)
-    names = lay_out(source.folded, plan.method.loss == "in_place")
+    names = name_blocks(source.folded, plan.method.loss == "in_place")
     result = []
     classes = [cls for _, cls in make_program(source, plan, sharding).stages]
     for stage, cls in zip(plan.stages, classes, strict=True):
@@ -70,14 +72,14 @@ def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Lin
         pieces = [p for p in pieces_of(names, sharding, stage.first, stage.last, policies) if p.block]
         order = {n: i for i, n in enumerate(source.folded.traced.graph.graph.nodes)}
         found: dict[tuple[int | None, Line], Meaning] = {}
-        _note(found, None, cls, written.made[""], {}, order)
+        _add_meanings(found, None, cls, written.made[""], {}, order)
         for i, piece in enumerate(pieces):
-            _note(found, i, piece.block, written.made[piece.block], _instance(names, piece), order)
+            _add_meanings(found, i, piece.block, written.made[piece.block], _instance(names, piece), order)
         result.append(found)
     return result
 
 
-def _note(
+def _add_meanings(
     found: dict[tuple[int | None, Line], Meaning],
     block: int | None,
     cls: str,
@@ -94,7 +96,7 @@ def _note(
 
 
 def _instance(names: Names, piece: BlockSegments) -> dict[fx.Node, fx.Node]:
-    """Nodes of the instance that a block class is written from -> the piece's own."""
+    """Return the nodes of the instance that a block class is written from -> the nodes of this piece."""
     found: dict[fx.Node, fx.Node] = {}
     for model, mine in zip(piece.first_instance(names).segments, piece.segments, strict=True):
         for field in ("nodes", "parameters", "prelude", "receives"):
@@ -102,26 +104,26 @@ def _instance(names: Names, piece: BlockSegments) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def first_wrong(
+def first_wrong_line(
     source: TracedModel,
     plan: Plan,
     layout: Layout,
     batch: Mapping[str, Tensor],
     draws: Sequence[Draw],
-    told: Sequence[Sequence[Told]],
+    recorded: Sequence[Sequence[Recorded]],
 ) -> Found | None:
-    """Of one step; `told`: by rank. None where all that was told is right, or tokens are cut over cp."""
+    """Return the first wrong line of one step; None if all are right, or if cp > 1. `recorded`: results by rank."""
     if layout.mesh.cp > 1:
         return None
     known = meanings(source, plan)
     drawn = drawn_nodes(source, draws)
     wrong: list[Found] = []
-    over = over_batch(source, batch, drawn)
+    totals = batch_totals(source, batch, drawn)
     for dp, number, first, micro in microbatches(layout, batch):
-        ran = run_whole(source, micro, over, drawn, first)
+        ran = run_whole(source, micro, totals, drawn, first)
         for stage in range(layout.mesh.stages):
             ranks = tuple(layout.mesh.rank(layout.mesh.holder(stage), dp, tp) for tp in range(layout.mesh.tp))
-            rows = [[t for t in told[r] if (t.stage, t.microbatch) == (stage, number)] for r in ranks]
+            rows = [[t for t in recorded[r] if (t.stage, t.microbatch) == (stage, number)] for r in ranks]
             wrong += _stage(stage, number, ranks, rows, known[stage], ran.values, ran.gradients)
     forward = [f for f in wrong if not f.gradient]
     if forward:
@@ -133,17 +135,17 @@ def _stage(
     stage: int,
     microbatch: int,
     ranks: tuple[int, ...],
-    rows: Sequence[Sequence[Told]],
+    rows: Sequence[Sequence[Recorded]],
     known: Mapping[tuple[int | None, Line], Meaning],
     values: Mapping[fx.Node, Tensor],
     gradients: Mapping[fx.Node, Tensor | None],
 ) -> Iterator[Found]:
-    """What is wrong in one forward and backward pass, in the order of the lines; of values only the first."""
+    """Yield the wrong lines of one forward and backward pass, in order: the first wrong value, all wrong gradients."""
     for same in zip(*rows, strict=False):
         meaning = known.get((same[0].block, same[0].line))
         if meaning is None or meaning.node not in values or len({t.line for t in same}) > 1:
             continue
-        off = _apart([t.value for t in same], meaning.placement, values[meaning.node], gradient=False)
+        off = _relative_difference([t.value for t in same], meaning.placement, values[meaning.node], gradient=False)
         if off > _TOLERANCE:
             yield Found(stage, microbatch, ranks, same[0].line, meaning, off, gradient=False)
             return
@@ -152,16 +154,16 @@ def _stage(
         meaning = known.get((same[0].block, same[0].line))
         wanted = None if meaning is None else gradients.get(meaning.node)
         if meaning is None or wanted is None or meaning.node in done:
-            continue  # of several placements of one tensor the first has the whole gradient
+            continue  # only the first placement of a tensor has the whole gradient
         done.add(meaning.node)
         got = [torch.zeros_like(t.value) if t.gradient is None else t.gradient for t in same]
-        off = _apart(got, meaning.placement, wanted, gradient=True)
+        off = _relative_difference(got, meaning.placement, wanted, gradient=True)
         if off > _TOLERANCE:
             yield Found(stage, microbatch, ranks, same[0].line, meaning, off, gradient=True)
 
 
-def _apart(parts: Sequence[Tensor], placement: Placement, whole: Tensor, *, gradient: bool) -> float:
-    """The largest relative difference of what the ranks hold from the whole tensor."""
+def _relative_difference(parts: Sequence[Tensor], placement: Placement, whole: Tensor, *, gradient: bool) -> float:
+    """Return the largest relative difference between the ranks' combined parts and the whole tensor."""
     if not whole.dtype.is_floating_point:
         return 0.0
     summed = placement == BP if gradient else isinstance(placement, PartialSum)
@@ -179,14 +181,14 @@ def _apart(parts: Sequence[Tensor], placement: Placement, whole: Tensor, *, grad
     return found if found == found else float("inf")
 
 
-def tell(source: TracedModel, found: Found, places: Mapping[Line, str]) -> tuple[str, str]:
-    """(where, what) of a wrong line."""
+def describe(source: TracedModel, found: Found, places: Mapping[Line, str]) -> tuple[str, str]:
+    """Return (where, what) of a wrong line."""
     node = found.meaning.node
     path = module_path(node)
     own = source.folded.traced.parameters.get(node.name)
     op = own or (f"{path}: {op_name(node)}" if path else op_name(node))
-    what = "the gradient of what it makes" if found.gradient else "what it makes"
-    together = {"P": "added up", "S": "put side by side"}.get(str(found.meaning.placement)[0], "each by itself")
+    what = "the gradient of its result" if found.gradient else "its result"
+    together = {"P": "added up", "S": "concatenated"}.get(str(found.meaning.placement)[0], "each by itself")
     line = places.get(found.line, " ".join(map(str, found.line)))
     return (
         f"stage {found.stage}, {op}",

@@ -1,9 +1,9 @@
-"""Emitted stage files that tell what each of their lines makes, and the list of what they told.
+"""Instrumentation of emitted stage files: every line records its result and the gradient of that.
 
     o_proj_whole = tp.all_reduce_both(o_proj)
-    o_proj_whole = _seen(_frame, "o_proj_whole", o_proj_whole)      added after each assignment of a forward pass
+    o_proj_whole = _record(_frame, "o_proj_whole", o_proj_whole)      added after each assignment of a forward pass
 
-Nothing else of a file is changed. What a block runs again in the backward pass is not told twice.
+Nothing else is changed. Recomputation in the backward pass is not recorded.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from autoptd.codegen.emit import Program
 from autoptd.ops.stage import Stage
 
 Line = tuple[str, str, int]  # class, variable, which of its assignments
-_IMPORT = ast.parse("from autoptd.verification.locate.recorder import begin as _begin, end as _end, seen as _seen").body
+_RECORDER = "from autoptd.verification.locate.recorder import begin as _begin, end as _end, record as _record"
+_IMPORT = ast.parse(_RECORDER).body
 
 
 @dataclass
-class Told:
-    """A tensor that a line made on one rank, and its gradient once there is one."""
+class Recorded:
+    """The result of a line on one rank, and its gradient after the backward pass."""
 
     stage: int
     microbatch: int
-    block: int | None  # which of the stage's block calls; None: the stage's own line
+    block: int | None  # index of the stage's block call; None: a line of the stage itself
     line: Line
     value: Tensor
     gradient: Tensor | None = None
@@ -38,19 +39,19 @@ class Told:
 
 @dataclass
 class Recorder:
-    """What one rank tells. `stages`: its own, by id."""
+    """The results recorded on one rank. `stages`: id of each of its stage modules -> stage number."""
 
     stages: dict[int, int] = field(default_factory=dict)
-    told: list[Told] = field(default_factory=list)
+    recorded: list[Recorded] = field(default_factory=list)
     microbatches: Counter[int] = field(default_factory=Counter)
     open: bool = True
-    at: tuple[int, int] | None = None  # the stage and microbatch whose forward pass is under way
+    at: tuple[int, int] | None = None  # the stage and microbatch of the current forward pass
     blocks: int = 0
 
 
 @dataclass
 class Frame:
-    """One forward pass of a stage or block; of None nothing is told."""
+    """One forward pass of a stage or block; nothing is recorded if `recorder` is None."""
 
     recorder: Recorder | None
     name: str
@@ -60,16 +61,16 @@ class Frame:
     count: Counter[str] = field(default_factory=Counter)
 
 
-_HERE = threading.local()  # `recorder`: of the rank that is this thread
+_HERE = threading.local()  # `recorder`: that of the rank which this thread runs
 
 
 def record_here(recorder: Recorder) -> None:
-    """From now on this thread's emitted code tells `recorder`."""
+    """Make this thread's emitted code record to `recorder` from now on."""
     _HERE.recorder = recorder
 
 
 def begin(module: Any) -> Frame:
-    """A forward pass begins."""
+    """Return the frame of a forward pass that begins."""
     recorder: Recorder | None = getattr(_HERE, "recorder", None)
     name = type(module).__name__
     if recorder is None or not recorder.open:
@@ -79,40 +80,40 @@ def begin(module: Any) -> Frame:
         recorder.at, recorder.blocks = (stage, recorder.microbatches[stage]), 0
         recorder.microbatches[stage] += 1
         return Frame(recorder, name, *recorder.at)
-    if recorder.at is None:  # run again, in a backward pass
+    if recorder.at is None:  # recomputation in a backward pass
         return Frame(None, name)
     recorder.blocks += 1
     return Frame(recorder, name, *recorder.at, block=recorder.blocks - 1)
 
 
 def end(frame: Frame) -> None:
-    """A stage's forward pass is over."""
+    """End a forward pass; after a stage's, nothing is recorded until the next one begins."""
     if frame.recorder is not None and frame.block is None:
         frame.recorder.at = None
 
 
-def seen(frame: Frame, name: str, x: Any) -> Any:
-    """Tell what a variable holds, and hand it on."""
+def record(frame: Frame, name: str, x: Any) -> Any:
+    """Record the value of a variable, and return it."""
     recorder = frame.recorder
     if recorder is None or recorder.at is None or not isinstance(x, Tensor):
         return x
     frame.count[name] += 1
     line = frame.name, name, frame.count[name] - 1
-    told = Told(frame.stage, frame.microbatch, frame.block, line, x.detach().clone())
-    recorder.told.append(told)
+    recorded = Recorded(frame.stage, frame.microbatch, frame.block, line, x.detach().clone())
+    recorder.recorded.append(recorded)
     if x.requires_grad:
-        x = x.view_as(x)  # a cast to the type that it has is the same tensor, with the gradient of both
-        x.register_hook(lambda grad: _keep(told, grad))
+        x = x.view_as(x)  # a no-op cast returns its operand, whose hooks would see the gradients of both lines
+        x.register_hook(lambda grad: _keep_gradient(recorded, grad))
     return x
 
 
-def _keep(told: Told, grad: Tensor) -> None:
-    if told.gradient is None:
-        told.gradient = grad.detach().clone()
+def _keep_gradient(recorded: Recorded, grad: Tensor) -> None:
+    if recorded.gradient is None:
+        recorded.gradient = grad.detach().clone()
 
 
 def recording(program: Program) -> tuple[Program, dict[Line, str]]:
-    """The program that tells, and where each line stands: `blocks.py:57  o_proj_whole = tp.all_reduce_both(o_proj)`."""
+    """Return the instrumented program, and the text of each line: `blocks.py:57  out = tp.all_reduce_both(o_proj)`."""
     files, places = dict(program.files), dict[Line, str]()
     for name, text in program.files.items():
         if name.endswith(".py") and name != "__init__.py":
@@ -134,12 +135,12 @@ def _instrument(cls: ast.ClassDef, file: str, lines: list[str]) -> Mapping[Line,
     for forward in [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]:
         arguments = [a.arg for a in forward.args.args[1:] if _is_tensor(a)]
         for name in arguments:
-            places[cls.name, name, count[name]] = f"{file}:{forward.lineno}  {name}, as {cls.name}.forward is given it"
+            places[cls.name, name, count[name]] = f"{file}:{forward.lineno}  {name}, an argument of {cls.name}.forward"
             count[name] += 1
         _walk(forward, cls.name, file, lines, count, places)
         first = ast.parse("_frame = _begin(self)").body
-        told = [_tell(name) for name in arguments]
-        forward.body[:0] = [*first, *told]
+        recorded = [_record_call(name) for name in arguments]
+        forward.body[:0] = [*first, *recorded]
         _before_return(forward)
     return places
 
@@ -149,7 +150,7 @@ def _is_tensor(argument: ast.arg) -> bool:
 
 
 def _walk(node: Any, cls: str, file: str, lines: list[str], count: Counter[str], places: dict[Line, str]) -> None:
-    """After each assignment, telling what it made; in functions within the forward pass too."""
+    """Add a recording call after each assignment, also within nested functions and loops."""
     body: list[ast.stmt] = []
     for statement in node.body:
         body.append(statement)
@@ -159,12 +160,12 @@ def _walk(node: Any, cls: str, file: str, lines: list[str], count: Counter[str],
             text = lines[statement.lineno - 1].strip()
             places[cls, name, count[name]] = f"{file}:{statement.lineno}  {text}"
             count[name] += 1
-            body.append(_tell(name))
+            body.append(_record_call(name))
     node.body = body
 
 
 def _assigned(statement: ast.stmt) -> Iterator[str]:
-    """Variables of an assignment, unless a block or a recomputed function gives them, which told already."""
+    """Yield the variables of an assignment; a block or recomputed function records its own results."""
     if not isinstance(statement, ast.Assign):
         return
     called = statement.value.func if isinstance(statement.value, ast.Call) else None
@@ -175,8 +176,8 @@ def _assigned(statement: ast.stmt) -> Iterator[str]:
         yield from (n.id for n in names if isinstance(n, ast.Name) and n.id != "_")
 
 
-def _tell(name: str) -> ast.stmt:
-    return ast.parse(f"{name} = _seen(_frame, {name!r}, {name})").body[0]
+def _record_call(name: str) -> ast.stmt:
+    return ast.parse(f"{name} = _record(_frame, {name!r}, {name})").body[0]
 
 
 def _before_return(forward: ast.FunctionDef) -> None:

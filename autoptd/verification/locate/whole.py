@@ -1,4 +1,4 @@
-"""The graph that a plan was made for, run op by op on whole tensors: what every line of a program is held to."""
+"""The plan's graph run op by op on whole tensors: the reference for every line of a program."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ Values = dict[fx.Node, Tensor]
 
 
 @dataclass(frozen=True)
-class OverBatch:
-    """What microbatches are given of a whole batch: counts, and of a loss that is a function of sums its derivative.
+class BatchTotals:
+    """Quantities of the whole batch that each microbatch needs.
 
-    `rest`: the loss less its linear part at the sums, so that what microbatches give adds up to the loss.
+    counts: the denominators of means. gradient: if the loss is a function of sums, its derivative at these sums.
+    rest: the loss minus its linear part at the sums, so that the microbatches' losses add up to the loss.
     """
 
     counts: tuple[Tensor, ...]
@@ -36,24 +37,24 @@ class OverBatch:
     rest: float = 0.0
 
 
-def over_batch(source: TracedModel, batch: Mapping[str, Tensor], draws: Mapping[fx.Node, Draw]) -> OverBatch:
-    """Counts of a whole batch, those that are computed from others last; then the sums of the loss."""
+def batch_totals(source: TracedModel, batch: Mapping[str, Tensor], draws: Mapping[fx.Node, Draw]) -> BatchTotals:
+    """Compute the counts of a whole batch, round by round where one depends on others, then the sums of the loss."""
     folded, buffers = source.folded, dict(_buffers(source))
     counts = [torch.ones(concrete(tuple(info(n).shape), {}), dtype=torch.float64) for n in folded.counts]
     for _ in range(1 + max(folded.loss_form.rounds, default=-1)):
         values = _run(source, buffers, batch, counts, ancestors(folded.counts), ())
         counts = [values[n].double() for n in folded.counts]
     if folded.loss_form.outer is None:
-        return OverBatch(tuple(counts))
+        return BatchTotals(tuple(counts))
     state = {**buffers, **{n: p.detach() for n, p in source.model.named_parameters()}}
     sums = _run(source, state, batch, counts, None, draws, DropoutKey(0))[folded.loss].detach().requires_grad_()
     loss = _outer(source, sums, counts)
     (gradient,) = torch.autograd.grad(loss, sums)
-    return OverBatch(tuple(counts), gradient, float(loss.detach() - (gradient * sums.detach()).sum()))
+    return BatchTotals(tuple(counts), gradient, float(loss.detach() - (gradient * sums.detach()).sum()))
 
 
 def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor]) -> Tensor:
-    """The loss, of the sums of a batch."""
+    """Return the loss as a function of the sums of a batch."""
     form = source.folded.loss_form
     assert form.outer is not None
     slices, state = partial_slices(form.partial_sums), dict(_buffers(source))
@@ -74,8 +75,8 @@ def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor]) -> Tenso
 
 
 @dataclass(frozen=True)
-class Ran:
-    """Values and gradients of every node, and the gradient of each parameter, by original name."""
+class GraphRun:
+    """The values and gradients of every node, and the gradient of each parameter, by original name."""
 
     loss: float
     values: Values
@@ -86,26 +87,26 @@ class Ran:
 def run_whole(
     source: TracedModel,
     batch: Mapping[str, Tensor],
-    over: OverBatch,
+    totals: BatchTotals,
     draws: Mapping[fx.Node, Draw],
     first: int,
     part: float = 1.0,
-) -> Ran:
-    """One microbatch, or the whole batch, of which the first sample is the batch's `first`; `part` of the batch."""
+) -> GraphRun:
+    """Run a microbatch, or the whole batch, forward and backward. `first`: its first sample; `part`: its share."""
     model = source.model
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     rng = DropoutKey(0)
     rng.sample = first
-    values = _run(source, {**dict(_buffers(source)), **parameters}, batch, over.counts, None, draws, rng)
+    values = _run(source, {**dict(_buffers(source)), **parameters}, batch, totals.counts, None, draws, rng)
     loss = values[source.folded.loss]
     kept = [n for n, x in values.items() if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None]
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     wanted = [*(values[n] for n in kept), *trained.values()]
-    found = torch.autograd.grad(loss, wanted, over.gradient, allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(loss, wanted, totals.gradient, allow_unused=True, retain_graph=True)
     own = zip(trained.items(), found[len(kept) :], strict=True)
-    linear = loss.detach() if over.gradient is None else (over.gradient * loss.detach()).sum()
-    return Ran(
-        float(linear) + over.rest * part,
+    linear = loss.detach() if totals.gradient is None else (totals.gradient * loss.detach()).sum()
+    return GraphRun(
+        float(linear) + totals.rest * part,
         values,
         dict(zip(kept, found, strict=False)),
         {n: torch.zeros_like(p) if grad is None else grad for (n, p), grad in own},
@@ -113,7 +114,7 @@ def run_whole(
 
 
 def microbatches(layout: Layout, batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int, Mapping[str, Tensor]]]:
-    """(dp rank, number, first sample in the batch, tensors) of every microbatch of a step."""
+    """Yield (dp rank, number, index of its first sample in the batch, tensors) of every microbatch of a step."""
     first = 0
     for dp in range(layout.mesh.dp):
         share = {name: x.tensor_split(layout.mesh.dp)[dp] for name, x in batch.items()}
@@ -124,7 +125,7 @@ def microbatches(layout: Layout, batch: Mapping[str, Tensor]) -> Iterator[tuple[
 
 
 def drawn_nodes(source: TracedModel, draws: Sequence[Draw]) -> dict[fx.Node, Draw]:
-    """Each node that drops -> its draw."""
+    """Return each dropout node -> its draw."""
     by_key = {draw.key: draw for draw in draws}
     return {
         node: by_key[f"{segment.index}.{i}"]
@@ -167,7 +168,7 @@ def _run(
 
 def _op(node: fx.Node, args: Any, kwargs: dict[str, Any], draws: Any, rng: DropoutKey | None) -> Any:
     drops = draw_of(node)
-    if drops and node not in draws:  # nothing is dropped on either side
+    if drops and node not in draws:  # dropout is disabled
         if node.target is aten.dropout.default:
             return args[0]
         return node.target(*args[:4], 0.0, *args[5:], **kwargs)  # type: ignore[operator]

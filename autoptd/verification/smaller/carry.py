@@ -1,8 +1,7 @@
-"""A plan carried over to a smaller model: the same decisions, op by op; nothing is searched.
+"""A plan applied to a smaller model: the same decisions, op by op, without any search.
 
-The smaller model's segments must be those of the planned one that stay, kind for kind, and each kind's ops the same in
-the same order; then a decision of the plan is the decision at the same place. Whether each is still legal at the new
-sizes is checked as when a plan file is read.
+The smaller model must have the kept segments of the planned one, kind for kind, with the same ops in the same order, so
+that each decision applies at the same place. Its legality at the new sizes is checked as for a plan file.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ _DIFFERS = "the smaller model is cut into other segments than the planned one"
 def carry(
     plan: Plan, sharding: Sharding, planned: Folded, kept: Sequence[int], small: TracedModel, sizes: Mapping[str, int]
 ) -> Plan:
-    """`sharding`: the plan's on `planned`. `kept`: its segments that `small` has. `sizes`: of `small`, and counts:
-    `microbatches`, `batch` and `dp` beside the plan's symbols. Raises PlanError where graphs differ.
+    """Return the plan for the smaller model. Raises PlanError where the graphs differ.
+
+    sharding: that of the plan on `planned`. kept: the segments of `planned` that `small` has. sizes: the values of the
+    plan's symbols in `small`, and `microbatches`, `batch` and `dp`.
     """
     kinds = _kinds(planned, kept, small.folded)
     decided = Sharding(sharding.ranks, {mine: sharding.kinds[theirs] for mine, theirs in kinds.items()})
@@ -54,7 +55,7 @@ def carry(
 
 
 def _kinds(planned: Folded, kept: Sequence[int], small: Folded) -> dict[str, str]:
-    """Kind of the smaller model -> kind of the planned one."""
+    """Return kind of the smaller model -> kind of the planned one."""
     if len(kept) != len(small.segments):
         raise PlanError(
             f"{_DIFFERS}: {len(small.segments)} instead of {len(kept)}",
@@ -71,20 +72,20 @@ def _kinds(planned: Folded, kept: Sequence[int], small: Folded) -> dict[str, str
 
 
 def _stages(plan: Plan, kept: Sequence[int], small: Folded) -> tuple[StagePlan, ...]:
-    """The same stages, of what stays of each."""
+    """Return the plan's stages with the kept segments of each."""
     place = {old: new for new, old in enumerate(kept)}
     stages = []
     for stage in plan.stages:
         mine = [place[i] for i in range(stage.first, stage.last + 1) if i in place]
-        again = {place[i]: policy for i, policy in plan.policies(stage).items() if i in place}
+        recomputed = {place[i]: policy for i, policy in plan.policies(stage).items() if i in place}
         stages.append(
             stage.model_copy(
                 update={
                     "first": mine[0],
                     "last": mine[-1],
                     "modules": modules(small, mine[0], mine[-1]),
-                    "recompute": tuple(again),
-                    "policies": tuple(again.values()) if stage.policies else (),
+                    "recompute": tuple(recomputed),
+                    "policies": tuple(recomputed.values()) if stage.policies else (),
                 }
             )
         )

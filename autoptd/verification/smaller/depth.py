@@ -1,9 +1,9 @@
-"""Which segments of a deep model may be left out so that every kind of stage and cut stays.
+"""Segments of a deep model that can be dropped while every kind of stage and cut remains.
 
-A window is as many segments as a repetition of the model has. Of two neighbouring windows of one stage that are alike
-in kinds and in what is recomputed, one is left out; so each stage keeps the segment it begins with, the one it ends
-with, and every way in which it recomputes. Of each repetition at least `LEAST` are kept: with fewer, a block would be
-no class of its own, and an encoder's result would have one reader where it had many.
+A window has as many segments as one repetition of a unit. If two neighbouring windows of a stage are equal in kinds and
+in recomputation, one of them is dropped. Each stage thus keeps its first segment, its last one, and every recompute
+policy. At least `LEAST` repetitions of each unit are kept: with fewer, a block would not become a class of its own, and
+an encoder's result would have one reader instead of many.
 
     stage 1   m a m a m a m a      ->   m a          (begins and ends within a layer, as before)
 """
@@ -26,14 +26,14 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class KeptSegments:
-    """Indices of the segments that stay, and how many repetitions of each unit go, by the unit's first segment."""
+    """Indices of the kept segments, and the number of dropped repetitions by the unit's first segment."""
 
     segments: tuple[int, ...]
     dropped: dict[int, int]
 
 
 def keep_segments(folded: Folded, plan: Plan) -> KeptSegments:
-    """The least of a model that still has all that the plan decides."""
+    """Return the fewest segments that keep every decision of the plan."""
     unit_of = {i: unit for unit in folded.units if unit.count > 1 for i in range(unit.first, unit.last + 1)}
     dropped: Counter[int] = Counter()
     kept: list[int] = []
@@ -55,7 +55,7 @@ def keep_segments(folded: Folded, plan: Plan) -> KeptSegments:
 def _repeats(
     folded: Folded, policies: dict[int, str], unit: RepeatedUnit, window: Sequence[int], dropped: Counter[int]
 ) -> bool:
-    """Whether the first half of a window says no more than the second, and may go."""
+    """Return whether both halves of a double window are equal, so that the first can be dropped."""
     length = unit.length
     if len(window) < 2 * length or window[-1] > unit.last or unit.count - dropped[unit.first] <= LEAST:
         return False
@@ -64,7 +64,7 @@ def _repeats(
 
 
 def drop_layers(model: nn.Module, folded: Folded, kept: KeptSegments) -> None:
-    """Take the layers that go out of the model's lists, in place. Raises PlanError where repetitions are no such."""
+    """Remove the dropped layers from the model, in place. Raises PlanError if a unit's layers are not in one list."""
     for unit in folded.units:
         count = kept.dropped.get(unit.first, 0)
         if not count:
@@ -73,7 +73,7 @@ def drop_layers(model: nn.Module, folded: Folded, kept: KeptSegments) -> None:
         each = len(numbers) // unit.count
         if not each:
             raise PlanError(
-                f"the {unit.count} repetitions from {folded.segments[unit.first].name} on are no layers of one list",
+                f"the {unit.count} repetitions from {folded.segments[unit.first].name} on are not layers of one list",
                 where=path or "model",
                 fix="verify it at its full depth: --full",
             )
@@ -83,12 +83,12 @@ def drop_layers(model: nn.Module, folded: Folded, kept: KeptSegments) -> None:
         left = [layer for i, layer in enumerate(layers) if i not in gone]
         owner, _, name = path.rpartition(".")
         made = nn.ModuleList(left) if isinstance(layers, nn.ModuleList) else nn.Sequential(*left)
-        made.training = layers.training  # not those inside, which have modes of their own
+        made.training = layers.training  # not `train()`, which would also set the layers inside
         setattr(model.get_submodule(owner), name, made)
 
 
 def _list_of(folded: Folded, unit: RepeatedUnit) -> tuple[str, list[int]]:
-    """The list whose elements the repetitions are, and which: `model.layers`, [0, 1, …, 79]."""
+    """Return the list that holds the repetitions, and their indices: `model.layers`, [0, 1, …, 79]."""
     parameters = folded.traced.parameters
     names = [parameters[p.name] for s in folded.segments[unit.first : unit.last + 1] for p in s.parameters]
     found: dict[str, set[int]] = {}

@@ -1,12 +1,12 @@
-"""The model and the plan that are run in place of those that are too large for one process.
+"""The model and plan that run in place of those too large for one process.
 
-    planned   the model on meta, traced as it was planned; its graph must be the plan's
-    smaller   widths by configuration (`widths`), layers by what the plan tells apart (`depth`), fewer tokens, samples
-              and microbatches; traced in the plan's precision, so that its ops are the planned ones
-    carried   the plan's decisions on the smaller model (`carry`)
+    planned   the model on meta, traced as for the plan; its graph must be the plan's
+    smaller   narrower by its configuration (`widths`), only the layers that the plan distinguishes (`depth`), fewer
+              tokens, samples and microbatches; traced in the plan's precision, so that its ops are the planned ones
+    carried   the plan's decisions, applied to the smaller model (`carry`)
 
-It is run in float64: `widened` reads every float type of the emitted program so, and the plain model is held to it by
-`Keyed`. Every parameter is moved off its initial value, for a zero bias hides what happens to it.
+It runs in float64: `widened` replaces the float types of the emitted program, `Keyed` those of the plain model. Every
+parameter is moved off its initial value, since a zero bias would hide faults.
 
 Ranks, stages, cuts, schedule, ZeRO, recomputation and every tensor's placement are those of the plan.
 """
@@ -33,24 +33,24 @@ from autoptd.progress import Progress, Silent
 from autoptd.runtime.initialise import values_for
 from autoptd.verification.copies import carry_parameter_hooks, carry_settings, copied
 from autoptd.verification.domains import inputs_of
-from autoptd.verification.inputs import refuse_unshared
+from autoptd.verification.inputs import refuse_inputs_without_samples
 from autoptd.verification.smaller.carry import carry
 from autoptd.verification.smaller.depth import KeptSegments, drop_layers, keep_segments
-from autoptd.verification.smaller.widths import Ranks, alike, congruent, narrow, wider
+from autoptd.verification.smaller.widths import Ranks, congruent, narrow, same_divisors, wider
 
 Loss = Callable[..., Tensor]
-MOST_BYTES = 6 * 2**30  # of all ranks' parameters, gradients and optimizer states together
-LEAST_MICROBATCHES = 3  # the schedule is proved for as many as the plan has
+MOST_BYTES = 6 * 2**30  # parameters, gradients and optimizer states of all ranks together
+LEAST_MICROBATCHES = 3  # the schedule itself is proved for the plan's own number
 _TRIES = 4
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run: a model with values in float64, and its plan. `shown`: what was made smaller, in words."""
+    """A model with float64 values, and its plan, ready to run. `shown`: what was made smaller, in words."""
 
     source: TracedModel
     plan: Plan
-    planned: TracedModel  # at its own size
+    planned: TracedModel  # the model at full size
     shown: tuple[str, ...] = ()
 
 
@@ -64,13 +64,15 @@ def subject_of(
     full: bool = False,
     progress: Progress | None = None,
 ) -> Subject:
-    """The smallest model that still has all that the plan decides; with `full` at all its depth and microbatches.
+    """Return the smallest model that keeps every decision of the plan.
 
-    Raises PlanFileError for a plan of another model, PlanError for what cannot be made small enough.
+    model: the planned one; it may be on meta. inputs, loss, targets: as for `autoptd.plan`. full: keep all layers and
+    microbatches. Raises PlanFileError for a plan of another model, PlanError for a model that cannot be made small
+    enough, InputsError for an input without a dim of samples.
     """
     progress = progress or Silent()
     plan.check_runnable()
-    with progress.stage("trace the model as it was planned"):
+    with progress.stage("trace the model as planned"):
         planned = read_model(
             model,
             inputs=inputs,
@@ -81,11 +83,11 @@ def subject_of(
             progress=Silent(),
             loss_averaging=plan.loss_averaging,
         )
-    refuse_unshared(planned)
+    refuse_inputs_without_samples(planned)
     sharding = read_sharding(planned, plan)
     every = KeptSegments(tuple(range(len(planned.folded.segments))), {})
     kept = every if full else keep_segments(planned.folded, plan)
-    with progress.stage("make it smaller, and carry the plan over"):
+    with progress.stage("make the model smaller and apply the plan"):
         tried = list(_attempts(plan, kept, every))
         for which, ranks in tried:
             sizes = _sizes(plan, ranks, full)
@@ -103,7 +105,7 @@ def subject_of(
 
 
 def _attempts(plan: Plan, kept: KeptSegments, every: KeptSegments) -> Iterator[tuple[KeptSegments, Ranks | None]]:
-    """What is tried, smallest first: which segments, and how much room sizes have; None: they are the plan's own."""
+    """Yield the attempts, smallest first: the kept segments, and the ranks that scale the sizes (None: full sizes)."""
     for which in dict.fromkeys((kept.segments, every.segments)):
         ranks = Ranks(plan.mesh.tp, plan.mesh.cp)
         for _ in range(_TRIES):
@@ -113,17 +115,18 @@ def _attempts(plan: Plan, kept: KeptSegments, every: KeptSegments) -> Iterator[t
 
 
 def _sizes(plan: Plan, ranks: Ranks | None, full: bool) -> dict[str, int]:
-    """Tokens, samples and microbatches: the least that are cut as the plan's are. No two symbols get one number, which
-    the tracer would take for one symbol.
+    """Return the fewest tokens, samples and microbatches that are cut as the plan's are.
+
+    No two symbols get the same number: the tracer would take them for one.
     """
-    micro = plan.micro if ranks is None else alike(plan.micro, min(plan.micro, ranks.room), plan.mesh.tp)
+    micro = plan.micro if ranks is None else same_divisors(plan.micro, min(plan.micro, ranks.scale), plan.mesh.tp)
     m, pp = plan.schedule.microbatches, plan.mesh.pp
     fewer = m if full else congruent(m, LEAST_MICROBATCHES, pp if plan.schedule.virtual > 1 else 1)
     rest = plan.batch < plan.mesh.dp * plan.micro * m and plan.mesh.dp * micro > 1
     tokens: dict[str, int] = {}
     for name, n in plan.sizes.items():
         if name != str(BATCH) and ranks is not None:
-            floor, modulus = 6 * ranks.room, 2 * ranks.all
+            floor, modulus = 6 * ranks.scale, 2 * ranks.all
             options = (congruent(n, floor + i * modulus, modulus) for i in range(len(plan.sizes)))
             tokens[name] = next(x for x in (*options, n) if x not in tokens.values() or x == n)
         elif name != str(BATCH):
@@ -139,7 +142,7 @@ def _smaller(
     sizes: Mapping[str, int],
     inputs: Mapping[str, Tensor] | None,
 ) -> tuple[TracedModel, tuple[str, ...]]:
-    """The smaller model, traced, and what of its widths has changed, in words."""
+    """Return the smaller model, traced, and the changes of its widths, in words."""
     narrower = None if ranks is None else _narrow(planned.model, ranks, sizes.get(str(SEQUENCE), 1))
     model, changed = narrower or (copied(planned.model), ())
     if narrower is not None:
@@ -148,7 +151,7 @@ def _smaller(
     says = hasattr(model, "example_inputs") or not hasattr(planned.model, "example_inputs")
     examples, objective = _examples(planned, sizes), planned.objective
     if objective.outside:
-        objective = replace(objective, loss=copy.deepcopy(objective.loss))  # its parameters get other values
+        objective = replace(objective, loss=copy.deepcopy(objective.loss))  # its parameters get new values
     shapes = {name: x for name, x in examples.items() if name not in objective.targets}
     traced = read_model(
         model,
@@ -164,7 +167,7 @@ def _smaller(
 
 
 def _narrow(model: nn.Module, ranks: Ranks, tokens: int) -> tuple[nn.Module, tuple[str, ...]] | None:
-    """The model made anew on the CPU, narrower, and what changed; None where no configuration says how wide it is."""
+    """Return a narrower instance of the model on the CPU, and what changed; None if it has no configuration."""
     if isinstance(model, NanoGPT):
         return _narrow_nanogpt(model, ranks, tokens)
     config: Any = getattr(model, "config", None)
@@ -185,12 +188,12 @@ def _narrow(model: nn.Module, ranks: Ranks, tokens: int) -> tuple[nn.Module, tup
         if hasattr(model, name):
             setattr(smaller, name, getattr(model, name))
     copy_modes(model, smaller)
-    return smaller, _told(fields, changes)
+    return smaller, _in_words(fields, changes)
 
 
-def _told(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """`hidden_size 8192 as 64`; ids of special tokens tell nothing."""
-    return tuple(f"{name} {old[name]} as {value}" for name, value in new.items() if not name.endswith("_token_id"))
+def _in_words(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the changed fields as `hidden_size 8192 → 64`, without the ids of special tokens."""
+    return tuple(f"{name} {old[name]} → {value}" for name, value in new.items() if not name.endswith("_token_id"))
 
 
 def _narrow_nanogpt(model: NanoGPT, ranks: Ranks, tokens: int) -> tuple[nn.Module, tuple[str, ...]]:
@@ -210,12 +213,12 @@ def _narrow_nanogpt(model: NanoGPT, ranks: Ranks, tokens: int) -> tuple[nn.Modul
     with torch.device("cpu"):
         made = NanoGPT(sizes)
     copy_modes(model, made)
-    return made, _told(old, {name: n for name, n in new.items() if n != old[name]})
+    return made, _in_words(old, {name: n for name, n in new.items() if n != old[name]})
 
 
 @torch.no_grad()
 def _set_values(model: nn.Module) -> None:
-    """In float64 on the CPU, every parameter moved off its initial value: a zero bias hides what happens to it."""
+    """Initialise the model in float64 on the CPU, and move every parameter off its initial value."""
     empty = [n for n, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     for name, value in values_for(model, empty, 0).items():
         _replace(model, name, value)
@@ -227,7 +230,7 @@ def _set_values(model: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, name: str, value: Tensor) -> None:
-    """Give a tensor on meta its value; tied ones stay one."""
+    """Replace a tensor on meta by its value, wherever it is tied."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, leaf)
@@ -243,7 +246,7 @@ def _replace(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _examples(planned: TracedModel, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Inputs of the planned model's shapes at other sizes, on meta."""
+    """Return inputs of the planned model on meta, at other sizes."""
     values = {s: sizes.get(str(s), n) for s, n in {**planned.sizes, BATCH: 2}.items()} | {BATCH: 2}
     return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in inputs_of(planned, values)}
 
@@ -254,27 +257,27 @@ def _refuse_large(model: nn.Module, plan: Plan) -> None:
     if needed > MOST_BYTES:
         raise PlanError(
             f"all ranks together would take about {needed / 2**30:.0f} GiB: the model has {elements:,} parameters "
-            "after layers are left out, and does not say how to make it narrower",
+            "after layers are dropped, and no configuration by which to make it narrower",
             where="model",
             fix="plan and verify the same model at smaller widths: --model module:callable",
         )
 
 
 def _shown(plan: Plan, carried: Plan) -> tuple[str, ...]:
-    """What of the plan's numbers is shown smaller."""
-    names = {"s": "tokens", "b": "samples of a microbatch"}
+    """Return the sizes of the plan that were made smaller, in words."""
+    names = {"s": "tokens", "b": "samples per microbatch"}
     found = [
-        f"{names.get(name, name)} {n} as {carried.sizes[name]}"
+        f"{names.get(name, name)} {n} → {carried.sizes[name]}"
         for name, n in plan.sizes.items()
         if carried.sizes[name] != n
     ]
     old, new = plan.schedule.microbatches, carried.schedule.microbatches
-    return (*found, *([f"{old} microbatches as {new}"] if new != old else []))
+    return (*found, *([f"microbatches {old} → {new}"] if new != old else []))
 
 
 def _depth(planned: TracedModel, kept: KeptSegments) -> tuple[str, ...]:
     return tuple(
-        f"{unit.count} × {planned.folded.segments[unit.first].name.rpartition('.')[0] or 'layers'} as "
+        f"{unit.count} × {planned.folded.segments[unit.first].name.rpartition('.')[0] or 'layers'} → "
         f"{unit.count - kept.dropped[unit.first]}"
         for unit in planned.folded.units
         if kept.dropped.get(unit.first)

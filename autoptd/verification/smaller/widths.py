@@ -1,15 +1,14 @@
-"""A configuration of the same model, as narrow as its plan lets it be.
+"""A configuration of the same model, as narrow as its plan allows.
 
-With T ranks of tp, C of cp and M = T·C, a size n becomes the least n' ≥ floor that splits as n does:
+With T tp ranks, C cp ranks and M = T·C, a size n becomes the smallest n' ≥ floor that splits as n does:
 
-    n' ≡ n (mod M)                           vocabulary, width of a perceptron, positions
-    gcd(n', M) = gcd(n, M)                   heads, heads of keys, experts
-    width of the model = heads × width of a head, which is even (rotary positions turn pairs)
+    n' ≡ n (mod M)                           vocabulary, width of the MLP, positions
+    gcd(n', M) = gcd(n, M)                   heads, key-value heads, experts
+    model width = heads × head width         the head width is even (rotary embeddings rotate pairs)
 
-and, in a mixture of experts, widths that fill 16 bytes in 16 bits as grouped products want them,
-
-so that whatever divides by the ranks still does, and what does not still does not. Fields are those of Hugging Face
-configurations, by the names that its models give them; a field that is not among them stays as it is.
+In a mixture of experts, widths are also multiples of 16 bytes in 16-bit types, as grouped matmuls need them. Sizes that
+divide by the ranks still do, and others still do not. The fields are those of Hugging Face configurations; any other
+field is unchanged.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _VOCABULARY = ("vocab_size",)
 _EXPERTS = ("num_local_experts", "num_experts")
 _CHOSEN = ("num_experts_per_tok",)
 _POSITIONS = ("max_position_embeddings", "n_positions")
-_GROUPED = 8  # elements: rows that grouped products take
+_GROUPED = 8  # elements: row alignment of grouped matmuls
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Among how many ranks the sizes of a model are split; `room` makes all of them larger."""
+    """The ranks over which the sizes of a model are split. `scale`: a factor on the smallest sizes."""
 
     tp: int = 1
     cp: int = 1
-    room: int = 1
+    scale: int = 1
 
     @property
     def all(self) -> int:
@@ -46,18 +45,18 @@ class Ranks:
 
 
 def congruent(size: int, floor: int, modulus: int) -> int:
-    """The least number from `floor` on that leaves the same rest as `size`; `size` itself where that is smaller."""
+    """Return the smallest number ≥ `floor` with the remainder of `size`, but at most `size`."""
     return min(size, floor + (size - floor) % modulus)
 
 
-def alike(count: int, floor: int, ranks: int) -> int:
-    """The least number from `floor` on that shares the same divisors with `ranks`."""
+def same_divisors(count: int, floor: int, ranks: int) -> int:
+    """Return the smallest number ≥ `floor` with the same gcd with `ranks` as `count`, but at most `count`."""
     wanted = math.gcd(count, ranks)
     return next((n for n in range(min(floor, count), count) if math.gcd(n, ranks) == wanted), count)
 
 
 def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, Any]:
-    """The fields of a configuration that change, with their new values. `tokens`: of a sample, from now on."""
+    """Return the fields of a configuration that change -> their new values. `tokens`: the new length of a sample."""
 
     def given(names: tuple[str, ...]) -> dict[str, int]:
         return {n: config[n] for n in names if isinstance(config.get(n), int) and not isinstance(config.get(n), bool)}
@@ -65,11 +64,11 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
     grain = _GROUPED if given(_EXPERTS) else 1
     found = _attention(given, ranks, max(2, grain))
     width = next((found[n] for n in _WIDTH if n in found), 0)
-    rest = math.lcm(ranks.all * ranks.room, grain)
+    rest = math.lcm(ranks.all * ranks.scale, grain)
     found |= {n: congruent(x, 2 * width + 4, rest) for n, x in given(_INNER).items()}
-    found |= {n: congruent(x, 24 * ranks.room, ranks.all) for n, x in given(_VOCABULARY).items()}
+    found |= {n: congruent(x, 24 * ranks.scale, ranks.all) for n, x in given(_VOCABULARY).items()}
     chosen = {n: min(x, 2) for n, x in given(_CHOSEN).items()}
-    found |= chosen | {n: alike(x, max(4, *chosen.values(), 0), ranks.all) for n, x in given(_EXPERTS).items()}
+    found |= chosen | {n: same_divisors(x, max(4, *chosen.values(), 0), ranks.all) for n, x in given(_EXPERTS).items()}
     found |= {n: congruent(x, tokens + 1, ranks.all) for n, x in given(_POSITIONS).items()}
     words = min((found[n] for n in _VOCABULARY if n in found), default=0)
     found |= {n: words - 1 for n, x in given(_TOKENS).items() if x >= words > 0}
@@ -78,23 +77,23 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
 
 
 def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks, grain: int) -> dict[str, int]:
-    """Width, heads, and the width of a head, a multiple of `grain`."""
+    """Return new widths, heads and head widths; a head width is a multiple of `grain`."""
     heads, widths = given(_HEADS), given(_WIDTH)
     if not heads or not widths:
         return {}
     (head_name, count), (width_name, width) = next(iter(heads.items())), next(iter(widths.items()))
     groups = given(_KEY_HEADS)
-    shared = {n: alike(x, 1, ranks.all) for n, x in groups.items()}
+    shared = {n: same_divisors(x, 1, ranks.all) for n, x in groups.items()}
     found = dict(shared)
     if shared:
         old, new = next(iter(groups.values())), next(iter(shared.values()))
         wanted, most = math.gcd(count, ranks.all), count // old
-        each_group = range(min(2, most), most)  # queries of a key head: several, where they are several
+        each_group = range(min(2, most), most)  # queries per key head: several if the model has several
         found[head_name] = new * next((r for r in each_group if math.gcd(new * r, ranks.all) == wanted), most)
     else:
-        found[head_name] = alike(count, min(2, count), ranks.all)
+        found[head_name] = same_divisors(count, min(2, count), ranks.all)
     divides = width % ranks.all == 0
-    least = math.lcm(4 * ranks.room, grain)
+    least = math.lcm(4 * ranks.scale, grain)
     each = next(d for d in range(least, 1 << 20, grain) if not divides or (found[head_name] * d) % ranks.all == 0)
     if width % count == 0 and each >= width // count:
         return {}
@@ -103,7 +102,7 @@ def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks,
 
 
 def _image(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks) -> dict[str, int]:
-    """A picture of few patches, as many as before but for multiples of the ranks; patches of two pixels."""
+    """Return a small image size with patches of two pixels, with the same number of patches modulo the ranks."""
     if not (sizes := given(("image_size",))) or not (patches := given(("patch_size",))):
         return {}
     old = (sizes["image_size"] // patches["patch_size"]) ** 2 + 1
@@ -112,5 +111,5 @@ def _image(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks) -> 
 
 
 def wider(ranks: Ranks) -> Ranks:
-    """The next to try, where sizes turned out too small for the plan."""
-    return replace(ranks, room=2 * ranks.room)
+    """Return the next attempt after sizes that were too small for the plan."""
+    return replace(ranks, scale=2 * ranks.scale)

@@ -13,12 +13,12 @@ from torch import fx
 
 from autoptd.passes.analysis.activations import (
     POLICIES,
-    below,
     block_segments,
-    kept,
     nbytes,
     recomputed,
     resymbolise,
+    saved_activations,
+    split_by_order,
     symbolic_bytes,
 )
 from autoptd.passes.analysis.dataflow import RANKS as t
@@ -44,8 +44,8 @@ def layer(tp: int, sequence_parallel: bool, fused: bool = False) -> tuple[Folded
 def formula(tp: int, sequence_parallel: bool, policy: str, fused: bool = False, regather: bool = True) -> sympy.Expr:
     """(main terms, terms below s b h) of a layer."""
     folded, kinds = layer(tp, sequence_parallel, fused)
-    found = kept(block(folded), kinds, policy, regather=regather)
-    return below(symbolic_bytes(found, NAMES), h, s)
+    found = saved_activations(block(folded), kinds, policy, regather=regather)
+    return split_by_order(symbolic_bytes(found, NAMES), h, s)
 
 
 STATISTICS = 16 * b * s  # mean and reciprocal deviation of two norms, in float32
@@ -125,14 +125,14 @@ def test_a_stop_leaves_out_a_product_whose_operands_are_enough(fused: bool) -> N
 def test_unknown_policy() -> None:
     folded, kinds = layer(1, True)
     with pytest.raises(ValueError, match="known: none, selective, ops, full"):
-        kept(block(folded), kinds, "most")
+        saved_activations(block(folded), kinds, "most")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_numbers_are_the_formula(policy: str) -> None:
     folded, kinds = layer(8, True)
     tensors, _ = solved(folded, 8)
-    found = kept(block_segments(folded), kinds, policy)
+    found = saved_activations(block_segments(folded), kinds, policy)
     assert nbytes(found, tensors.number, 8) == symbolic_bytes(found).subs({b: 1, s: 2048, t: 8})
 
 
@@ -149,8 +149,8 @@ def test_a_run_saves_as_much(fused: bool) -> None:
     saved = run(segments, number)
     # matmul copies its transposed operands: three parts of the projection's result instead of the whole, as many bytes
     halves = 4 * 16 * 2  # statistics of two norms for 16 tokens: bf16 on the CPU, float32 on an accelerator
-    assert sum(saved) + halves == nbytes(kept(segments, kinds), number, 1)
-    assert len(saved) == len(kept(segments, kinds)) + (0 if fused else 2)
+    assert sum(saved) + halves == nbytes(saved_activations(segments, kinds), number, 1)
+    assert len(saved) == len(saved_activations(segments, kinds)) + (0 if fused else 2)
 
 
 def run(segments: Sequence[Segment], number: Number) -> list[int]:

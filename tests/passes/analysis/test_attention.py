@@ -14,7 +14,7 @@ from autoptd.ops.context_attention import _RingQueries
 from autoptd.passes.analysis.attention import AttentionForm, form_of, passes_of
 from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.analysis.workspace import workspace
-from autoptd.passes.opcall import OpCall, Stretched, TensorInfo
+from autoptd.passes.opcall import Chunked, OpCall, TensorInfo
 from autoptd.search.sharding.attention_cost import Shape, _tiles, attention_works
 from autoptd.search.sharding.kind_cost import KindWork, floor_s, work_s
 
@@ -144,7 +144,7 @@ def test_tiles_of_a_ring_are_put_together_at_a_price() -> None:
 @pytest.mark.parametrize(("heads", "length"), [(4, 256), (8, 192)])
 def test_a_stretch_takes_what_it_is_said_to_take(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same on real tensors: everything alive at the fullest moment that is as large as the scores."""
-    monkeypatch.setattr("autoptd.ops.dropout._AT_ONCE", {})  # as on a GPU
+    monkeypatch.setattr("autoptd.ops.dropout._ELEMENTS_AT_ONCE", {})  # as on a GPU
     call = call_of(0.1, heads, length)
     q = torch.randn(1, heads, length, 64, dtype=torch.bfloat16, requires_grad=True)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool)
@@ -154,6 +154,6 @@ def test_a_stretch_takes_what_it_is_said_to_take(heads: int, length: int, monkey
         torch.autograd.grad(out, q, torch.ones_like(out))
     for said, seen in zip((workspace(call).forward, workspace(call).backward), (forward, backward), strict=True):
         (stretch,) = said
-        assert isinstance(stretch, Stretched) and stretch.most == stretch.shape[0] * ops.SCORES
+        assert isinstance(stretch, Chunked) and stretch.max_elements == stretch.shape[0] * ops.SCORES
         measured = sum(s.numel() * d.itemsize for s, d in seen.fullest(set()) if s.numel() >= heads * length**2)
         assert heads * length**2 * stretch.shape[0] == pytest.approx(measured, rel=0.1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from autoptd.ops import library as ops
-from autoptd.passes.analysis.activations import kept, nbytes
+from autoptd.passes.analysis.activations import nbytes, saved_activations
 from autoptd.passes.analysis.liveness import Peak, Walk, stage_peak, walk
 from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.analysis.workspace import workspace
@@ -106,7 +106,7 @@ def test_a_loss_in_place_makes_no_float32_gradient(wide: bool) -> None:
 def test_what_is_kept_is_what_activations_say(policy: str) -> None:
     folded, kinds = layer(False)
     _, peak = walked(block(folded), kinds, policy)
-    assert peak.kept == nbytes(kept(block(folded), kinds, policy), number, 1)
+    assert peak.kept == nbytes(saved_activations(block(folded), kinds, policy), number, 1)
     _, whole = walked(block(folded), kinds)
     assert peak.kept <= whole.kept and peak.temporary >= whole.temporary
     assert max(peak.forward, peak.backward) <= max(whole.forward, whole.backward) + whole.kept

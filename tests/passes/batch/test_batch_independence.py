@@ -45,14 +45,14 @@ def like_its_samples(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 MIXING: list[tuple[str, Body]] = [
-    ("mean adds samples up", lambda x, ids, labels: x - x.mean(0, keepdim=True)),
-    ("mean adds samples up", lambda x, ids, labels: x / (1 + x.mean())),
-    ("var adds samples up", lambda x, ids, labels: x / (1 + x.var(0))),
+    ("mean sums over samples", lambda x, ids, labels: x - x.mean(0, keepdim=True)),
+    ("mean sums over samples", lambda x, ids, labels: x / (1 + x.mean())),
+    ("var sums over samples", lambda x, ids, labels: x / (1 + x.var(0))),
     ("softmax works", lambda x, ids, labels: x.softmax(0)),
     ("softmax works", lambda x, ids, labels: x.flatten(0, 1).softmax(0).view(x.shape)),
-    ("linalg_vector_norm adds samples up", lambda x, ids, labels: x / x.norm(dim=0)),
+    ("linalg_vector_norm sums over samples", lambda x, ids, labels: x / x.norm(dim=0)),
     ("amax works", lambda x, ids, labels: x - x.amax(0)),
-    ("sum adds samples up", lambda x, ids, labels: x - x.sum(0)),
+    ("sum sums over samples", lambda x, ids, labels: x - x.sum(0)),
     ("cumsum works", lambda x, ids, labels: x.cumsum(0)),
     ("flip works", lambda x, ids, labels: x.flip(0)),
     ("roll works", lambda x, ids, labels: x.roll(1, 0)),

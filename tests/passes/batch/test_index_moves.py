@@ -315,9 +315,9 @@ def unsorted_values(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 WRONG: dict[str, tuple[str, Body]] = {
-    "sample before": ("sub computes with the places", lambda m, x, ids, y: x + x[torch.arange(x.shape[0]) - 1]),
-    "rolled by arithmetic": ("add computes with the places", lambda m, x, ids, y: x + rolled(x)),
-    "sample before in the loss": ("add computes with the places", lambda m, x, ids, y: F.mse_loss(x, rolled(x))),
+    "sample before": ("sub computes with the positions", lambda m, x, ids, y: x + x[torch.arange(x.shape[0]) - 1]),
+    "rolled by arithmetic": ("add computes with the positions", lambda m, x, ids, y: x + rolled(x)),
+    "sample before in the loss": ("add computes with the positions", lambda m, x, ids, y: F.mse_loss(x, rolled(x))),
     "place as a feature": ("index computes", lambda m, x, ids, y: x + m.places.weight[torch.arange(x.shape[0]), None]),
     "place as a number": ("mul computes", lambda m, x, ids, y: x * torch.arange(x.shape[0])[:, None, None]),
     "place by a sum of ones": (
@@ -356,7 +356,7 @@ WRONG: dict[str, tuple[str, Body]] = {
         lambda m, x, ids, y: x * x[:, 0, 0].argsort().argsort()[:, None, None],
     ),
     "histogram read back": ("index_add works", histogram_read_back),
-    "groups of others": ("sum adds", groups_of_others),
+    "groups of others": ("sum sums", groups_of_others),
     "written beside": ("add computes", shifted_write),
     "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
     "summed by an input": ("index_add works", lambda m, x, ids, y: x.index_add(0, ids[:, 0] % 2, x)),

@@ -165,5 +165,5 @@ def test_a_causal_sequence_is_cut_into_two_chunks_a_rank() -> None:
     assert texts["layer_norm"] == "S1, Bp -> S1"
     assert texts["cross_entropy"] == "S1, S1 -> P"
     assert texts["div"] == "P, B -> P"
-    with pytest.raises(PlanError, match="a sequence of 6 tokens does not divide by 4, the chunks of cp 2"):
+    with pytest.raises(PlanError, match="a sequence of 6 tokens is not divisible by 4, the number of chunks of cp 2"):
         split_tokens(folded, 2, 6)

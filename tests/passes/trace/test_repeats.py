@@ -32,14 +32,14 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     found = Calls()
-    unfold = tracing.unfold
+    unfold = tracing.expand_repeats
 
     def counting(graph: fx.Graph, *rest: Any) -> None:
         found.count = sum(n.target is REPEAT for n in graph.nodes)
         unfold(graph, *rest)
         assert not [n for n in graph.nodes if "autoptd_trace" in str(n.target)]
 
-    monkeypatch.setattr(tracing, "unfold", counting)
+    monkeypatch.setattr(tracing, "expand_repeats", counting)
     yield found
 
 

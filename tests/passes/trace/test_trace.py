@@ -217,7 +217,7 @@ def test_nonzero_is_refused_with_module_path_and_line() -> None:
 def test_data_dependence_is_refused_with_its_place(route: Callable[[Tensor], Tensor]) -> None:
     text = str(refusal(Model(route), x=torch.ones(6, WIDTH)))
     assert "where  decoder.router (test_trace.py:" in text
-    says = "read out of a tensor's data" if route is slice_by_item else "depends on data"
+    says = "read from a tensor's data" if route is slice_by_item else "depends on data"
     assert says in text and "fix    " in text
 
 

@@ -17,7 +17,7 @@ import autoptd
 import autoptd.api
 import autoptd.cli.arguments as arguments
 import autoptd.cli.main as cli
-from autoptd.answers.constraint_costs import pin_costs, pins_of, pins_text, written
+from autoptd.answers.constraint_costs import pin_costs, pin_texts, pins_of, pins_text
 from autoptd.answers.query import PlanQuery
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
@@ -309,7 +309,7 @@ def asked() -> PlanQuery:
 
 
 def test_each_pin_is_dropped_alone_and_all_together(asked: PlanQuery):
-    assert [text for _, text in written(asked.fix)] == [
+    assert [text for _, text in pin_texts(asked.fix)] == [
         "tp=2",
         "kernels=fused",
         "whole *.attention",
@@ -321,11 +321,11 @@ def test_each_pin_is_dropped_alone_and_all_together(asked: PlanQuery):
     for at, fix in (dropped | {5: {"kernels": "fused"}}).items():
         assert rows[at].found == replace(asked, fix=fix).plan()
     assert [row.searched for row in rows] == [True, False, True, True, True, True, False]
-    assert rows[-2].what == "all that is searched" and rows[-1].what == "nothing fixed"
+    assert rows[-2].what == "all that are searched" and rows[-1].what == "all constraints"
     for row in rows:
         assert row.cost_s == pytest.approx(row.chosen.predicted.step_time_s - row.found.predicted.step_time_s)
     text = pins_text("title", rows)
-    assert "kernels fused → eager (not searched: the default)" in " ".join(text.split())
+    assert "kernels fused → eager (the default, not searched)" in " ".join(text.split())
     assert f"{rows[-2].cost:+.1%}" in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -371,7 +371,7 @@ def test_constraints_from_a_shell(shell: Any):
     assert plan.splits.parameters["blocks.0.up.weight"] == "S0"
     assert plan.splits.parameters["blocks.0.attention.qkv.weight"] in ("B", "Bp")
     code, text, _ = shell(*words, "--pins")
-    assert code == 0 and "What choices made by hand cost" in text and "cut blocks.1" in text
+    assert code == 0 and "Cost of each constraint" in text and "cut blocks.1" in text
     data = json.loads(shell(*words, "--pins", "--json")[1])
     assert [row["dropped"] for row in data["without"]][3:5] == [["cut blocks.1"], ["whole *.attention"]]
 
@@ -392,9 +392,9 @@ def test_how_far_the_search_goes_from_a_shell(shell: Any, monkeypatch: pytest.Mo
         (["--include", "cpp"], "'cpp' cannot be included; did you mean 'cp'"),
         (["--split", "q_proj"], "'q_proj' is not PATTERN=PLACEMENT"),
         (["--split", "*.up.weight=S0", "--split", "*.up.weight=S1"], "'*.up.weight' is split twice"),
-        (["--fix", "headroom=1"], "headroom is a share from 0 to below 1"),
+        (["--fix", "headroom=1"], "headroom is a fraction, at least 0 and less than 1"),
         (["--fix", "max_tp=0"], "max_tp is a whole number from 1"),
-        (["--pins"], "--pins is about choices made by hand"),
+        (["--pins"], "--pins is for constraints"),
         (["--pins", "--pareto", "--fix", "tp=2"], "not allowed with argument"),
         (["--cut", " "], "an empty name"),
         (["--time-limit", "0"], "'0' is not a number of seconds"),
