@@ -1,6 +1,6 @@
-"""Explain why nothing is possible: which demands on the splits conflict, or how much memory which stage lacks.
+"""Errors of a search without a result: splits that conflict, or the memory that each stage lacks.
 
-Both name what would mend it. The search collects the facts (`Shortfall`, the splits ILP); the words are here.
+Both errors name a remedy. The search collects the facts (`Shortfall`, the splits ILP); this module words them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _GIB = 2**30
 
 
 class InfeasibleSplit(AutoptdError):
-    """No choice of strategies meets all demands.
+    """No choice of strategies meets all constraints.
 
-    `nodes`: a set of nodes (fixed ones, where what is fixed is to blame) that cannot all be met; without any one of
-    them the rest can.
+    `nodes`: a smallest set of nodes in conflict: without any one of them, the others have a solution. They are fixed
+    nodes if the problem without its fixed choices has a solution.
     """
 
     def __init__(self, what: str, *, nodes: tuple[str, ...], fix: str = "") -> None:
@@ -35,24 +35,24 @@ class InfeasibleSplit(AutoptdError):
 
 
 def conflict(problem: SplitProblem, possible: Callable[[SplitProblem], bool]) -> InfeasibleSplit:
-    """Return the error for an infeasible `problem`, naming a smallest set of demands that conflict.
+    """Return the error for an infeasible `problem`, naming a smallest set of nodes that conflict.
 
-    `possible` solves a part of the problem.
+    `possible` returns whether a part of the problem has a solution.
     """
     names, fixed = [node.name for node in problem.nodes], list(problem.fixed)
     if not possible(_restricted(problem, names, ())):
         nodes = _smallest(names, lambda kept: possible(_restricted(problem, kept, ())))
-        what = "no strategies of these ops go together"
+        what = "no combination of strategies of these ops is possible"
         return InfeasibleSplit(what, nodes=nodes, fix="add a strategy or conversion")
     nodes = _smallest(fixed, lambda kept: possible(_restricted(problem, names, kept)))
     choices = ", ".join(f"{name}={problem.fixed[name]}" for name in nodes)
     return InfeasibleSplit(
-        f"these fixed splits contradict each other: {choices}", nodes=nodes, fix="leave one of them free"
+        f"these fixed splits contradict each other: {choices}", nodes=nodes, fix="leave one of them out"
     )
 
 
 def _restricted(problem: SplitProblem, names: Collection[str], fixed: Collection[str]) -> SplitProblem:
-    """Return the problem of these nodes (every tensor of the others is available) with these fixed choices."""
+    """Return the problem restricted to these nodes, with every tensor of the others available, and these choices."""
     nodes = set(names)
     made = {t for t, name in problem.producer.items() if name in nodes}
     return replace(
@@ -90,10 +90,10 @@ def _smallest(items: Sequence[str], possible: Callable[[Sequence[str]], bool]) -
 
 @dataclass(frozen=True)
 class Shortfall:
-    """The memory that a candidate lacks with the cut whose fullest stage is over its memory by the least.
+    """The memory that a candidate lacks under the cut whose worst stage exceeds its memory least.
 
-    `stages` are names of first and last segments, `missing_bytes` is 0 where a stage fits. Devices with `budget_bytes`
-    for state and activations would do; so would recomputing where `recompute_fits`.
+    `stages`: names of the first and last segment of each; `missing_bytes`: 0 for a stage that fits. Devices with
+    `budget_bytes` for state and activations would be enough; so would recomputation if `recompute_fits`.
     """
 
     candidate: Candidate

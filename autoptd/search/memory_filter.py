@@ -1,8 +1,8 @@
-"""Leave out meshes on which parameters, gradients and optimizer state alone exceed the memory of a device.
+"""Drop meshes on which parameters, gradients and optimizer state alone exceed the memory of a device.
 
     state of a rank  >=  N / (tp pp) * (parameters + gradients + optimizer / dp under ZeRO-1)        bytes, N elements
 
-No mesh needs less, so the others are left out before tensors are split or stages are cut.
+This is a lower bound for every split and cut, so these meshes are dropped before tensors are split or stages are cut.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.search.meshes import Candidate
 
-_CLOSEST = 4  # candidates that are tried where none fits, to say what is missing
+_CLOSEST = 4  # candidates that are tried if none fits, to report how much memory is missing
 
 
 @dataclass(frozen=True)
 class MemoryFilter:
-    """What devices can hold, and what a model's state takes."""
+    """The memory of a cluster's devices and the bytes of a model's state."""
 
     folded: Folded
     cluster: Cluster
@@ -32,17 +32,17 @@ class MemoryFilter:
     headroom: float = 0.0
 
     def promising(self, options: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates whose state may fit; where none is, the few that lack least."""
+        """Return the candidates whose state may fit; if there are none, the few with the smallest state."""
         usable = max(pool.device.usable_bytes for pool in self.cluster.pools) * (1 - self.headroom)
         fitting = [c for c in options if self.least_bytes(c) <= usable]
         return fitting or sorted(options, key=lambda c: (self.least_bytes(c), -c.tp))[:_CLOSEST]
 
     def least_bytes(self, c: Candidate) -> float:
-        """What the fullest rank holds at least."""
+        """Return a lower bound on the bytes of the fullest rank."""
         return self.state(c.shards or c.dp * c.cp, c.zero).total / (c.tp * c.pp)
 
     def least_world(self) -> int:
-        """Devices that the state takes, each part of it held once; whole nodes where it is more than one."""
+        """Return the number of devices that one copy of the state takes, rounded up to whole nodes beyond one node."""
         devices = math.ceil(self.state(1).total / self.cluster.device.usable_bytes)
         node = self.cluster.gpus_per_node
         return devices if not node or devices <= node else math.ceil(devices / node) * node
@@ -55,7 +55,7 @@ class MemoryFilter:
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Of the frozen parameters of the whole model in their own dtypes, tied ones once."""
+        """Bytes of the model's frozen parameters in their own dtypes, tied ones once."""
         traced = self.folded.traced
         nodes = {traced.parameters[n.name]: infos(n)[0] for s in self.folded.segments for n in s.parameters}
         return sum(
@@ -64,7 +64,7 @@ class MemoryFilter:
 
     @cached_property
     def numel(self) -> tuple[int, int]:
-        """Elements (trained, frozen) of the whole model, tied parameters once."""
+        """Parameter elements (trained, frozen) of the whole model, tied ones once."""
         traced = self.folded.traced
         sizes = {
             traced.parameters[node.name]: math.prod(map(int, infos(node)[0].shape))

@@ -1,8 +1,8 @@
-"""Which meshes there are for a world, and the ways to run each.
+"""Enumerate the meshes of a world and the ways to run each.
 
-A mesh is dp * cp * tp * pp = world, with the samples `micro` of a microbatch per data-parallel rank; a step then has
-m = batch / (dp * micro) microbatches. `candidates` writes down all of them that the limits and the user's `fix` allow,
-each with every ZeRO stage, schedule and number of chunks, in (cp, tp, pp, dp, micro, zero, recompute, schedule) order.
+A mesh is dp * cp * tp * pp = world, with `micro` samples per microbatch and data-parallel rank; a step has
+m = batch / (dp * micro) microbatches. `candidates` lists all meshes that the limits and the user's `fix` allow, each
+with every ZeRO stage, schedule and number of chunks, in (cp, tp, pp, dp, micro, zero, recompute, schedule) order.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Candidate:
     cp: int = 1
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per pipeline rank
-    shards: int = 0  # data-parallel ranks that sharded state is spread over; 0 is all of them
-    memory_saving: bool = False  # tensors split as if a kept byte cost what recomputation takes to save one
-    pools: tuple[int, ...] = ()  # of each pipeline rank, which type of the cluster's devices; empty: the first
+    shards: int = 0  # data-parallel ranks that ZeRO shards state over; 0: all of them
+    memory_saving: bool = False  # splits weigh each byte saved for backward by the time of recomputing it
+    pools: tuple[int, ...] = ()  # device type of each pipeline rank, an index into the cluster's; empty: the first
 
     @property
     def world(self) -> int:
@@ -42,12 +42,12 @@ class Candidate:
 
     @property
     def route(self) -> StageMap:
-        """Which pipeline rank holds which stages."""
+        """Map of stages to pipeline ranks."""
         return route_of(self.schedule, self.pp, self.virtual)
 
     @property
     def sharing(self) -> int:
-        """Ranks that share one copy of what is sharded."""
+        """Number of ranks that one copy of the sharded state is spread over."""
         ranks = self.dp * self.cp
         return min(self.shards or ranks, ranks) if self.zero else 1
 
@@ -55,14 +55,14 @@ class Candidate:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
         extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
         text += "".join(f" {name}{value}" for name, (value, usual) in extra.items() if value != usual)
-        text += " lean" if self.memory_saving else ""
+        text += " memory-saving" if self.memory_saving else ""
         text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
         return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
 
 
 @dataclass(frozen=True)
 class MeshLimits:
-    """What the devices and the model allow. `batch`: samples per step; `segments`: cuttable pieces of the model;
+    """Limits set by the devices and the model. `batch`: samples per step; `segments`: number of segments of the model;
     `max_micro`: largest microbatch to consider (a fixed one may be larger), per context-parallel rank."""
 
     world: int
@@ -76,14 +76,14 @@ class MeshLimits:
     schedules: tuple[str, ...] = ("1f1b",)
     virtuals: tuple[int, ...] = (1,)
     shards: tuple[int, ...] = (0,)
-    pool_ranks: tuple[int, ...] = ()  # devices of each type, where there are several
+    pool_ranks: tuple[int, ...] = ()  # devices of each type, if there are several types
 
 
 def candidates(limits: MeshLimits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
-    """Every candidate within `limits` that has what `fix` says (any of `FIXABLE`).
+    """Return every candidate within `limits` that has the values in `fix` (any of `FIXABLE`).
 
-    With one data-parallel rank ZeRO changes nothing: its first level stands for all.
-    Raises `PlanError` naming what does not divide or is not possible, and the nearest that is.
+    With one data-parallel rank ZeRO changes nothing, so only the first of `limits.zeros` is listed.
+    Raises `PlanError` with the value that does not divide or is not possible, and the nearest possible ones.
     """
     choices = dict(fix or {})
     _check_alone(limits, choices)
@@ -106,9 +106,10 @@ def _with_cp(limits: MeshLimits, choices: Mapping[str, int | str], cp: int) -> I
 
 
 def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]:
-    """Schedules, chunks and groups of shards that a mesh allows; without a pipeline all but GPipe are one.
+    """Yield `c` with every schedule, number of chunks and sharding group that its mesh allows.
 
-    `strict`: leave out what the schedule refuses, where another microbatch may do."""
+    Without a pipeline all schedules but GPipe coincide, and only the first of them is listed. `strict`: drop microbatch
+    counts that a schedule refuses; False if the user fixed the microbatch, so that the schedule's error is raised."""
     groups = [n for n in limits.shards if n == 0 or (c.zero and n < c.dp * c.cp and c.dp * c.cp % n == 0)]
     alone = c.pp == 1 and len(limits.schedules) > 1
     for schedule in [s for s in limits.schedules if not alone or s in (limits.schedules[0], "gpipe")]:
@@ -124,7 +125,7 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
 
 
 def _placed(limits: MeshLimits, c: Candidate) -> Iterator[tuple[int, ...]]:
-    """The types of device of the pipeline's ranks, of each type all together, in any order."""
+    """Yield the device type of each pipeline rank: ranks of one type are consecutive, the types in every order."""
     if len(limits.pool_ranks) < 2:
         yield ()
         return
@@ -135,7 +136,7 @@ def _placed(limits: MeshLimits, c: Candidate) -> Iterator[tuple[int, ...]]:
 
 
 def _meshes(limits: MeshLimits, choices: Mapping[str, int | str]) -> Iterator[tuple[int, int, int]]:
-    """(dp, tp, pp)."""
+    """Yield every (dp, tp, pp)."""
     for tp in sorted(set(limits.tp_sizes)):
         if limits.world % tp or choices.get("tp", tp) != tp:
             continue
@@ -159,7 +160,7 @@ def _options(limits: MeshLimits, choices: Mapping[str, int | str], dp: int, tp: 
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in order."""
+    """Return all divisors in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
@@ -200,7 +201,7 @@ def _check_together(limits: MeshLimits, choices: Mapping[str, int | str]) -> Non
         raise PlanError(f"the model cannot be split by tp {tp}", where="fix['tp']", fix=f"use tp {around(tp, sizes)}")
     if fixed.get("pp", 1) > limits.segments:
         raise PlanError(
-            f"pp {fixed['pp']} is more than the {limits.segments} pieces the model can be cut into",
+            f"pp {fixed['pp']} is more than the {limits.segments} segments that the model can be cut into",
             where="fix['pp']",
             fix=f"use pp <= {limits.segments}",
         )
@@ -239,13 +240,13 @@ def _multiples(step: int, near: int) -> list[int]:
 
 
 def around(value: int, known: Sequence[int]) -> str:
-    """The nearest below and above."""
+    """Return the nearest known values below and above `value`, as text."""
     below, above = [k for k in known if k < value], [k for k in known if k > value]
     return " or ".join(str(k) for k in (*([max(below)] if below else []), *([min(above)] if above else [])))
 
 
 def _nothing_left(limits: MeshLimits, choices: Mapping[str, int | str]) -> PlanError:
-    """No single demand is at fault: say what the meshes would need."""
+    """Return the error for constraints that are possible one by one but not together."""
     meshes = list(_meshes(limits, choices))
     asked = ", ".join(f"{name} {value}" for name, value in sorted(choices.items())) or "nothing fixed"
     if not meshes:

@@ -1,19 +1,19 @@
-"""Solve small mixed-integer programs, each stated once, in PuLP, by HiGHS.
+"""Solve small mixed-integer programs, stated in PuLP, with HiGHS.
 
     minimise  sum_j cost_j v_j   subject to   low_i <= sum_j a_ij v_j <= high_i,   lower_j <= v_j <= upper_j,
               v_j a whole number for some j
 
-An `IntegerProgram` is a PuLP problem under construction. Its constraints carry the number that they have in the
-docstring of the module that states them: `(5)_17` states (5), and is the 17th row. Columns, rows and coefficients are
-read off the problem once, so that a program that is solved again with another objective is not built again. Variables
-and rows keep the order in which they were added: the same calls give the same program, and (one thread, one seed) the
-same optimum.
+An `IntegerProgram` is a PuLP problem under construction. Its constraints are named by the equation that they state in
+the docstring of their module: `(5)_17` states equation (5) and is the 17th row. Columns, rows and coefficients are
+converted for HiGHS once, so that solving a program with another objective does not build it anew. Variables and rows
+keep the order in which they were added: equal calls give an equal program and, with one thread and one seed, an equal
+optimum.
 
-`minimise` solves the linear relaxation first: where that is whole already, it is the answer. Otherwise branch and bound
-goes on from it. Where HiGHS is missing or fails, PuLP hands the problem to CBC, which the outcome's `notes` say.
+`minimise` solves the linear relaxation first and returns it if it is integral; otherwise branch and bound starts from
+it. If HiGHS is missing or fails, PuLP hands the problem to CBC, and the outcome's `notes` say so.
 
-Programs here have some thousand variables, and many are solved: the relaxation is not presolved, which takes longer
-than the simplex it would save (25 of 30 ms on the 1,500 variables of a GPT layer).
+A search solves many programs of some thousand variables. Presolve is off for the relaxation: it would take longer than
+the simplex iterations that it saves (25 of 30 ms on the 1,500 variables of a GPT layer).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ import pulp
 
 from autoptd.errors import AutoptdError
 
-WHOLE = 1e-7  # a value this near to a whole number is one
+WHOLE = 1e-7  # largest distance from a whole number at which a value counts as one
 # Costs are scaled so that the largest has this size. Solvers stop at an absolute tolerance of 1e-9 (set below), which
-# is then 1e-13 of the largest cost: ties that a program breaks with relative differences of 1e-9 stay visible.
+# is then 1e-13 of the largest cost: relative differences of 1e-9, by which programs break ties, stay above it.
 COST_SCALE = 1e4
 TOLERANCE = 1e-9
 
 
 class SolverFailed(AutoptdError, RuntimeError):
-    """No solver is there, or every one failed."""
+    """No solver is installed, or every one failed."""
 
 
 class IntegerProgram:
-    """A mixed-integer program in PuLP: first its variables and constraints, then one objective after another."""
+    """A mixed-integer program in PuLP: variables and constraints are added first, then objectives may change."""
 
     def __init__(self, name: str) -> None:
         self.problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -52,21 +52,21 @@ class IntegerProgram:
         self._rows = 0
 
     def variable(self, *, lower: float = 0.0, upper: float | None = 1.0, whole: bool = False) -> pulp.LpVariable:
-        """A new variable; `upper=None` is unbounded."""
-        # PuLP orders variables by name
+        """Return a new variable; `upper=None` is unbounded."""
+        # zero-padded, since PuLP orders variables by name
         category = pulp.LpInteger if whole else pulp.LpContinuous
         made = self.problem.add_variable(f"v{len(self.index):07d}", lower, upper, category)
         self.index[made] = len(self.index)
         return made
 
     def demand(self, number: int, constraint: pulp.LpConstraint) -> None:
-        """Add a constraint, by the number that it has in the docstring of the module that states it."""
+        """Add a constraint; `number`: of its equation in the docstring of the calling module."""
         assert "_arrays" not in self.__dict__, "the program has been solved already"
         self._rows += 1
         self.problem.addConstraint(constraint, f"({number})_{self._rows}")
 
     def price(self, costs: Mapping[pulp.LpVariable, float]) -> None:
-        """Set the objective, scaled; variables that are not named cost nothing."""
+        """Set the objective, scaled; variables missing from `costs` cost nothing."""
         self.costs = [costs.get(variable, 0.0) for variable in self.index]
         largest = max(map(abs, self.costs), default=0.0)
         self.scale = COST_SCALE / largest if largest > 0 else 1.0
@@ -75,7 +75,7 @@ class IntegerProgram:
 
     @cached_property
     def whole(self) -> list[bool]:
-        """Of each variable, whether it is a whole number."""
+        """True for each variable that must be a whole number."""
         return [variable.cat == pulp.LpInteger for variable in self.index]
 
     def cost_of(self, values: Sequence[float]) -> float:
@@ -83,7 +83,7 @@ class IntegerProgram:
 
     @cached_property
     def _arrays(self) -> Any:
-        """All but the objective, by rows, as HiGHS takes it."""
+        """The program without its objective in the form of HiGHS, row-wise."""
         import highspy
 
         rows = [row for row in self.problem.constraints() if len(row)]
@@ -101,17 +101,17 @@ class IntegerProgram:
         return found
 
     def arrays(self) -> Any:
-        """The program as HiGHS takes it."""
+        """Return the program in the form of HiGHS."""
         self._arrays.col_cost_ = np.array(list(self.problem.objective.values()))
         return self._arrays
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the solver found.
+    """The result of a solver.
 
-    `status`: "optimal"; "feasible" (the time limit came first: `bound` says how good it may get); "infeasible"; or
-    "unknown" (the time limit came before any solution). `values` is empty where there is no solution.
+    `status`: "optimal"; "feasible" (stopped by the time limit; `bound` limits the optimum); "infeasible"; or "unknown"
+    (stopped by the time limit without a solution). `values` is empty if there is no solution.
     """
 
     status: str
@@ -123,14 +123,14 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """How far the optimum may lie below `objective`, relative to it; 0 when proved optimal."""
+        """Largest relative distance of the optimum below `objective`; 0 if proved optimal."""
         if self.status == "optimal":
             return 0.0
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
 def minimise(program: IntegerProgram, costs: Mapping[pulp.LpVariable, float], time_limit_s: float = 60.0) -> Outcome:
-    """The least cost of a program, within about `time_limit_s` seconds.
+    """Minimise the cost of a program, within about `time_limit_s` seconds.
 
     Raises `SolverFailed` when neither HiGHS nor CBC gives an answer.
     """
@@ -149,7 +149,7 @@ def minimise(program: IntegerProgram, costs: Mapping[pulp.LpVariable, float], ti
         if notes:
             notes.append(f"solved with {name} instead")
         return Outcome(outcome.status, outcome.values, outcome.objective, outcome.bound, name, tuple(notes))
-    raise SolverFailed("no integer-programming solver works here", where="; ".join(notes), fix="pip install highspy")
+    raise SolverFailed("no integer-programming solver works", where="; ".join(notes), fix="pip install highspy")
 
 
 def _rounded(program: IntegerProgram, values: Sequence[float]) -> tuple[float, ...]:
@@ -166,7 +166,7 @@ def _is_whole(program: IntegerProgram, values: Sequence[float]) -> bool:
 
 
 def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
-    """The relaxation; then, on the same HiGHS model, branch and bound."""
+    """Solve the relaxation and then, on the same HiGHS model, branch and bound."""
     import highspy
 
     started, scale = time.monotonic(), program.scale
@@ -205,7 +205,7 @@ def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
         "mip_feasibility_tolerance": TOLERANCE,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": TOLERANCE,
-        "time_limit": spent + max(0.05, time_limit_s - spent),  # HiGHS counts what the relaxation took
+        "time_limit": spent + max(0.05, time_limit_s - spent),  # HiGHS includes the time of the relaxation
         "presolve": "choose",
     }
     _set(highs, settings)
@@ -236,7 +236,7 @@ def _read_highs(program: IntegerProgram, highs: Any, states: Any, bound: float, 
 
 
 def _solve_cbc(program: IntegerProgram, time_limit_s: float) -> Outcome:
-    """The relaxation, then branch and bound; CBC tells no bound, so the relaxation's stands."""
+    """Solve the relaxation, then branch and bound; CBC reports no bound, so the relaxation's is used."""
     command = getattr(pulp, "PULP_CBC_CMD", None) or pulp.COIN_CMD
     problem, bound = program.problem, -math.inf
     for mip in (False, True):

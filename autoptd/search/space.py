@@ -1,4 +1,4 @@
-"""The space of one task: all candidates that its world, its cluster, its model and its constraints leave open."""
+"""The search space of one task: all candidates that its world, cluster, model and constraints leave open."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from autoptd.search.constraints.options import Method, schedules_and_chunks
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
 from autoptd.search.task import Task
 
-_TOKENS = 131072  # of the largest microbatch that is considered
-_RANKS_OF_CONTEXT = 64  # most ranks that share a sample's tokens
+_TOKENS = 131072  # in the largest microbatch that is considered
+_RANKS_OF_CONTEXT = 64  # largest cp that is considered
 
 
 def candidate_space(task: Task, method: Method, has_attention: bool) -> Sequence[Candidate]:
     """Return every candidate that the constraints of a task leave open.
 
-    `method`: its options with those by name; `has_attention`: whether cp has attention to pass keys on in. Raises
-    PlanError where nothing is left.
+    `method`: the options of the task, constraints by name included; `has_attention`: whether the model has fused
+    attention, which cp needs. Raises PlanError if no candidate is left.
     """
     fixed = task.constraints.fixed
     mesh, include = dict(task.constraints.mesh), task.constraints.include
     cps: tuple[int, ...] = (method.cp,)
-    if "cp" in include and "cp" not in fixed and has_attention:  # it is what passes keys on
+    if "cp" in include and "cp" not in fixed and has_attention:
         length = task.sizes.get(SEQUENCE, 1)
         cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
     if task.world % cps[0]:
@@ -34,7 +34,7 @@ def candidate_space(task: Task, method: Method, has_attention: bool) -> Sequence
             fix=f"use cp {around(cps[0], divisors(task.world))}",
         )
     node = task.cluster.gpus_per_node or task.world
-    widest = max(node, -(-task.world // task.batch))  # across nodes only where there are fewer samples than nodes
+    widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
     tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
     if isinstance(mesh.get("tp"), int):
         tp_sizes.add(int(mesh["tp"]))

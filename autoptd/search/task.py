@@ -1,4 +1,4 @@
-"""What the search is asked."""
+"""The input of the search."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.fold import Folded
 from autoptd.search.constraints.options import Constraints
 
-EFFORT = 200  # cuts beyond the first of each candidate that are simulated, unless more is asked for
+EFFORT = 200  # default number of cuts that are simulated beyond the first of each candidate
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned.
+    """A planning problem: model, devices, batch and constraints.
 
-    `effort`: cuts beyond the first of each candidate that may be simulated; None is as many as it takes to be exact.
-    `time_limit_s`: of the search, once it has found a plan.
+    `effort`: cuts beyond the first of each candidate that may be simulated; None: as many as exactness takes.
+    `time_limit_s`: the search ends after this time, provided that it has found a plan.
     """
 
     folded: Folded
     cluster: Cluster
     world: int
     batch: int
-    sizes: Mapping[sympy.Symbol, int]  # of every symbol but b
+    sizes: Mapping[sympy.Symbol, int]  # value of every symbol except b
     precision: str
     optimizer: str
     constraints: Constraints

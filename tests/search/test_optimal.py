@@ -101,7 +101,7 @@ def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.
         yield tuple(tuple(len(where) * (way is least) for way in menu) for (menu, where), least in pairs)
 
     monkeypatch.setattr(menus, "EXACT", 1)
-    monkeypatch.setattr(menus, "_by_price", all_of_it)
+    monkeypatch.setattr(menus, "_greedy", all_of_it)
     worse = 0
     for seed in SOME:
         best = best_of(seed)
@@ -138,6 +138,6 @@ def test_a_cut_that_is_not_tried_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_wrong_walk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = refine._Walk._bound_s
-    monkeypatch.setattr(refine._Walk, "_bound_s", lambda *args: 1.5 * honest(*args))
+    honest = refine._CutTree._bound_s
+    monkeypatch.setattr(refine._CutTree, "_bound_s", lambda *args: 1.5 * honest(*args))
     assert _bad(range(60))

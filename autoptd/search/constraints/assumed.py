@@ -1,6 +1,6 @@
-"""Choices that the cost models know and the runtime does not do: `assume` takes them, and the plan is a prediction.
+"""Choices that the cost models know and the runtime does not implement: given by `assume`, for predictions only.
 
-Imports nothing of torch: the command line reads it too.
+Does not import torch, since the command line imports this module.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 ASSUMABLE = ("attention", "gradients", "kernels", "overlap")
-_RUN = {"dp", "p2p"}, {"p2p"}  # what may run beside compute
+_RUN = {"dp", "p2p"}, {"p2p"}  # sets of communication that the runtime can overlap with compute
 
 
 def only_predicted(name: str, value: object) -> bool:
-    """Whether `assume` alone takes this value: no program can be asked for it."""
+    """Return whether no program can run this value, so that only `assume` takes it."""
     match name:
         case "attention":
             return True
@@ -27,12 +27,12 @@ def only_predicted(name: str, value: object) -> bool:
 
 
 def by_keyword(choices: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Choices as `fix` takes them, and those that `assume` takes."""
+    """Split choices into those for `fix` and those for `assume`."""
     assume = {name: value for name, value in choices.items() if only_predicted(name, value)}
     return {name: value for name, value in choices.items() if name not in assume}, assume
 
 
-MEANT = {  # a part of their name -> ours; the first that fits counts
+MEANT = {  # part of a name that other frameworks use -> our name; the first match counts
     "virtual": "virtual",
     "chunk": "virtual",
     "interleav": "virtual",

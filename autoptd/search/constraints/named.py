@@ -1,11 +1,10 @@
-"""What was pinned by names, found in a folded graph: where stages begin, what is not to be cut, what tp leaves whole.
+"""Resolve constraints by name in a folded graph: the first segments of stages, and modules that are not split or cut.
 
-    module             the ops that a module's path made, its children's included; dotted, as in `named_modules()`
-    begins segment k   its first op is there, and before it only ops of modules that hold it
-    uncut              segment k may begin no stage: a module that is to stay whole has ops in segments k - 1 and k
+    module             a dotted path as in `named_modules()`: the ops of the module and of its children
+    begins segment k   the module's first op is in segment k, preceded there only by ops of modules that contain it
+    uncut              segments that no stage may begin with: a `whole` module has ops in segments k - 1 and k
 
-Pins of cuts leave one way to cut, those of modules fewer places to cut at. Both only take plans away, so that bounds of
-all cuts stay bounds.
+`cuts` leaves one possible cut, `whole` leaves fewer. Both only remove plans, so lower bounds over all cuts still hold.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ _SHOWN = 300  # characters of names that an error lists
 
 @dataclass(frozen=True)
 class NamedConstraints:
-    """`starts`, `uncut`: as in `options.Method`; `whole`: parameters that tp does not split; `modules`: theirs."""
+    """Resolved constraints by name.
+
+    `starts`, `uncut`: as in `options.Method`; `modules`: those that stay whole; `whole`: their parameters.
+    """
 
     starts: tuple[int, ...] = ()
     uncut: frozenset[int] = frozenset()
@@ -40,23 +42,23 @@ class NamedConstraints:
     modules: frozenset[str] = frozenset()
 
     def keeps(self, node: fx.Node) -> bool:
-        """Whether an op belongs to a module that is to stay whole."""
+        """Return whether an op belongs to a module that stays whole."""
         return not self.modules.isdisjoint(_holders(module_path(node)))
 
     def on(self, method: Method) -> Method:
-        """A method with what is pinned of its stages."""
+        """Return `method` with the constraints on its stages."""
         return replace(method, starts=self.starts, uncut=self.uncut)
 
 
 def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
-    """Raises PlanError for names that the model does not have, and for cuts that cannot be."""
+    """Resolve the names. Raises PlanError for names that the model does not have and for impossible cuts."""
     _check_splits(folded, constraints.splits)
     if not constraints.cuts and not constraints.whole:
         return NamedConstraints()
     modules = Modules(folded)
-    kept = [name for pattern in constraints.whole for name in modules.called(pattern)]
+    whole = [name for pattern in constraints.whole for name in modules.called(pattern)]
     starts = tuple(modules.starts(constraints.cuts))
-    pins = NamedConstraints(starts, modules.inside(kept), modules.parameters(kept), frozenset(kept))
+    pins = NamedConstraints(starts, modules.inside(whole), modules.parameters(whole), frozenset(whole))
     for pattern, placement in constraints.splits.items():
         both = _matching(pattern, pins.whole)
         if both and placement.startswith("S"):
@@ -67,9 +69,9 @@ def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
             )
     for name, start in zip(constraints.cuts, starts, strict=True):
         if start in pins.uncut:
-            inside = next(m for m in kept if start in modules.inside([m]))
+            inside = next(m for m in whole if start in modules.inside([m]))
             raise PlanError(
-                f"a stage that begins with {name!r} cuts {inside!r}, which is to stay whole",
+                f"a stage that begins with {name!r} cuts {inside!r}, which must stay whole",
                 where="fix['cuts']",
                 fix=f"cut elsewhere, or leave {inside!r} out of fix['whole']",
             )
@@ -77,7 +79,7 @@ def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
 
 
 def allowed(folded: Folded, method: Method, found: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The candidates whose stages can be as pinned. Raises PlanError where none can."""
+    """Return the candidates that have a cut within the constraints. Raises PlanError if none has."""
     if not method.starts and not method.uncut and method.stages != "even":
         return found
     reasons: dict[int, PlanError | None] = {}
@@ -104,7 +106,7 @@ def allowed(folded: Folded, method: Method, found: Sequence[Candidate]) -> Seque
 
 
 def _reason(folded: Folded, method: Method, count: int) -> PlanError | None:
-    """Why so many stages cannot be as pinned."""
+    """Return the error if no cut into `count` stages meets the constraints."""
     if method.starts:
         wrong = count != len(method.starts) + 1
         return PlanError(f"{count} stages, {len(method.starts)} cuts", where="fix['cuts']") if wrong else None
@@ -115,13 +117,13 @@ def _reason(folded: Folded, method: Method, count: int) -> PlanError | None:
             return error
         if split := [folded.segments[first].name for first, _ in cuts if first in method.uncut]:
             return PlanError(
-                f"{count} even stages begin inside of what is to stay whole: {split[0]!r}",
+                f"{count} even stages cut a module that must stay whole, at {split[0]!r}",
                 where="fix['whole']",
                 fix="leave stages='even' out, or keep less whole",
             )
     elif count > len(folded.segments) - len(method.uncut):
         return PlanError(
-            f"{count} stages are more than the {len(folded.segments) - len(method.uncut)} pieces that are left to cut",
+            f"{count} stages are more than the {len(folded.segments) - len(method.uncut)} pieces left to cut",
             where="fix['whole']",
             fix="keep less whole, or use fewer stages",
         )
@@ -136,19 +138,19 @@ def _check_splits(folded: Folded, splits: Mapping[str, str]) -> None:
         where = f"fix['splits'][{pattern!r}]"
         if tied := _matching(pattern, aliases):
             meant = aliases[tied[0]]
-            raise PlanError(f"{tied[0]} is tied to {meant}", where=where, fix=f"name it {meant!r}: both lie alike")
+            raise PlanError(f"{tied[0]} is tied to {meant}", where=where, fix=f"name {meant!r}: they share a placement")
         raise _unknown(f"no parameter is called {pattern!r}", where, pattern, names)
 
 
 class Modules:
-    """Where the modules of a folded graph lie."""
+    """The modules of a folded graph, with their segments and parameters."""
 
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
 
     @cached_property
     def segments(self) -> Mapping[str, frozenset[int]]:
-        """Path of every module that computes something -> the segments it has ops in."""
+        """Path of every module with ops -> the segments of these."""
         found: dict[str, set[int]] = {}
         for segment in self.folded.segments:
             for path in dict.fromkeys(module_path(node) for node in segment.nodes):
@@ -175,7 +177,7 @@ class Modules:
         return found
 
     def starts(self, cuts: Sequence[str]) -> Iterator[int]:
-        """The segments that these modules begin, in order. Raises PlanError."""
+        """Yield the segment that each of these modules begins. Raises PlanError for an unknown name or wrong order."""
         last, before = 0, ""
         for position, name in enumerate(cuts):
             where = f"fix['cuts'][{position}]"
@@ -184,9 +186,9 @@ class Modules:
             start = self.begins[name]
             if start == 0:
                 raise PlanError(
-                    f"the model begins with {name!r}, and so does the first stage",
+                    f"the first stage always begins with {name!r}, as the model does",
                     where=where,
-                    fix="leave it out: name where the second stage begins, and those after it",
+                    fix="leave it out: cuts name the first modules of the second stage and of those after it",
                 )
             if start == last:
                 raise PlanError(
@@ -196,7 +198,7 @@ class Modules:
                 ordered = sorted(dict.fromkeys(n for n in cuts if n in self.begins), key=self.begins.__getitem__)
                 text = textwrap.shorten(", ".join(map(repr, ordered)), _SHOWN, placeholder=" …")
                 raise PlanError(
-                    f"{name!r} comes before {before!r} in the model", where=where, fix=f"name them in its order: {text}"
+                    f"{name!r} comes before {before!r} in the model", where=where, fix=f"use the model's order: {text}"
                 )
             last, before = start, name
             yield start
@@ -208,19 +210,19 @@ class Modules:
         inside = min(places)
         fixes = [
             f"cut {word} it, at {self._shortest[i]!r}"
-            for i, word in ((inside, "before"), (inside + 1, "behind"))
+            for i, word in ((inside, "before"), (inside + 1, "after"))
             if i in self._shortest
         ]
         return PlanError(
-            f"no stage can begin with {name!r}: it begins inside of {self.folded.segments[inside].name!r}, "
-            "which is not cut",
+            f"no stage can begin with {name!r}: it begins inside {self.folded.segments[inside].name!r}, "
+            "which cannot be cut",
             where=where,
             fix=", or ".join(fixes) or "leave it out",
         )
 
     @cached_property
     def _shortest(self) -> Mapping[int, str]:
-        """Segment that may begin a stage -> the shortest name for that."""
+        """Segment that may begin a stage -> the shortest name of a module that begins it."""
         found: dict[int, str] = {}
         for name in sorted(self.begins, key=lambda n: (len(n), n)):
             if self.begins[name]:
@@ -228,7 +230,7 @@ class Modules:
         return dict(sorted(found.items()))
 
     def called(self, pattern: str) -> list[str]:
-        """Modules that a pattern names. Raises PlanError where there is none."""
+        """Return the modules that match a pattern. Raises PlanError if none does."""
         names = dict.fromkeys([*self.segments, *self._owners])
         found = _matching(pattern, names)
         if not found:
@@ -237,7 +239,7 @@ class Modules:
 
     @cached_property
     def _owners(self) -> Mapping[str, list[str]]:
-        """Module -> the parameters in it, tied ones under the name that the graph has for them."""
+        """Module -> the parameters in it, tied ones by their name in the graph."""
         traced = self.folded.traced
         found: dict[str, list[str]] = {}
         names = {name: name for name in traced.parameters.values()}
@@ -247,16 +249,16 @@ class Modules:
         return found
 
     def inside(self, names: Iterable[str]) -> frozenset[int]:
-        """Segments that no stage may begin with, if these modules are to stay whole."""
+        """Return the segments that no stage may begin with if these modules must stay whole."""
         return frozenset(i for n in names for i in self.segments.get(n, frozenset()) if i - 1 in self.segments[n])
 
     def parameters(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of these modules."""
+        """Return the parameters of these modules, sorted by name."""
         return tuple(sorted({p for name in names for p in self._owners.get(name, ())}))
 
 
 def _holders(path: str) -> Iterator[str]:
-    """`a.b.c` -> a, a.b, a.b.c: a module and all that hold it, but the model."""
+    """Return `a`, `a.b`, `a.b.c` for `a.b.c`: a module and those that contain it, except the model."""
     parts = path.split(".") if path else []
     return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
@@ -266,11 +268,11 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if matches(name)]
 
 
-_LAYERS = re.compile(r"(?<=\.)\d+(?=\.|$)")  # numbers that name repetitions
+_LAYERS = re.compile(r"(?<=\.)\d+(?=\.|$)")  # layer numbers in a name
 
 
 def _unknown(what: str, where: str, name: str, known: Iterable[str]) -> PlanError:
-    """With the nearest names, layers named once for all where the name does not say which."""
+    """Return the error for an unknown name, with the nearest names; layers are folded unless `name` has a number."""
     names = list(known)
     close = nearest(name, names).partition("known: ")[0] if _LAYERS.search(name) else ""
     if not close:
@@ -280,7 +282,7 @@ def _unknown(what: str, where: str, name: str, known: Iterable[str]) -> PlanErro
 
 
 def pin_notes(folded: Folded, constraints: Constraints, tp: int) -> list[str]:
-    """What a reader of a plan should know of pins that no other part of it shows."""
+    """Return the plan's notes on constraints that no other part of the plan shows."""
     notes = []
     if constraints.method.headroom:
         notes.append(f"{100 * constraints.method.headroom:.4g} % of each device's memory is left free (headroom)")
@@ -289,17 +291,17 @@ def pin_notes(folded: Folded, constraints: Constraints, tp: int) -> list[str]:
     if constraints.cuts:
         notes.append(f"stages cut by hand, at {', '.join(constraints.cuts)}")
     if constraints.whole:
-        notes.append(f"kept whole, by tp and by stages: {', '.join(constraints.whole)}")
+        notes.append(f"kept whole, not split by tp or cut by stages: {', '.join(constraints.whole)}")
     named = {n for p in constraints.splits for n in _matching(p, folded.traced.parameters.values())}
     named |= set(read_named(folded, constraints).whole)
     if tp > 1 and (shared := _alike(folded, named)):
         listed = textwrap.shorten(", ".join(fold_names(shared)), _SHOWN, placeholder=" …")
-        notes.append(f"equal layers lie alike, so that what was pinned holds for these as well: {listed}")
+        notes.append(f"equal layers share their placements, so the constraints also apply to: {listed}")
     return notes
 
 
 def _alike(folded: Folded, named: set[str]) -> list[str]:
-    """Parameters that lie as others do which were named, being in the same place of an equal segment."""
+    """Return the unnamed parameters that share a placement with named ones: same position, equal segment."""
     slots: dict[tuple[str, int], list[str]] = {}
     for segment in folded.segments:
         for i, node in enumerate(segment.parameters):

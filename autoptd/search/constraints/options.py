@@ -1,6 +1,6 @@
-"""What a person fixes by hand, checked before any search: `fix={"tp": 8, "recompute": "none", "splits": {…}}`.
+"""Read and check the constraints of a user before any search: `fix={"tp": 8, "recompute": "none", "splits": {…}}`.
 
-What no program runs is given as `assume={"kernels": "fused"}` instead (`assumed.py`).
+Choices that no program runs are given as `assume={"kernels": "fused"}` instead (`assumed.py`).
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
 }
 STREAMS = ("dp", "p2p", "tp")
-_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # of a pipeline rank
-NAMED = ("cuts", "splits", "whole")  # choices made by names of modules and parameters
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # numbers of chunks per pipeline rank that are tried
+NAMED = ("cuts", "splits", "whole")  # constraints that name modules or parameters
 KNOWN = (*sorted({*_COUNTS, *ALLOWED} - {"attention"}), "headroom", "overlap", "sequence_parallel", *NAMED)
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a plan is carried out, as far as it is not searched: what the runtime does, or what was asked for.
+    """The options of an execution that the search does not choose: defaults of the runtime, or fixed by the user.
 
     cp             ranks that share the tokens of a sample
-    context        attention over cp ranks: keys go round in a "ring", or "ulysses" exchanges heads for tokens
+    context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
-    overlap        communication that runs beside compute: of "dp", "p2p", "tp"
-    kernels        "eager", "fused" (by hand, as Megatron-LM's), "compiled"; see passes/analysis/fusion.py
-    loss           the gradient of the logits beside the probabilities that are "kept", or "in_place" of them; "auto" is
-                   in place where tp cuts the vocabulary, whose kernel is our own, and kept where it is torch's
+    overlap        communication that overlaps with compute: of "dp", "p2p", "tp"
+    kernels        "eager", "fused" (by hand, as in Megatron-LM), "compiled"; see passes/analysis/fusion.py
+    loss           "kept": the gradient of the logits has its own buffer beside the probabilities; "in_place": it
+                   overwrites them; "auto": in place if tp cuts the vocabulary (our own kernel), else kept (torch's)
     attention      implementation of fused attention: "flash" (version 2, as torch's), "triton" (version 1), "cudnn"
-    gathers        tensors that tp gathers for a product: "kept" for the backward pass, or gathered "again" in it
-    gradients      accumulated and reduced in the "main" type (float32 of bf16 parameters) or the "compute" type;
+    gathers        tensors that tp gathers for a product: "kept" for backward, or re-gathered in it ("again")
+    gradients      accumulated and reduced in the "main" type (float32 for bf16 parameters) or the "compute" type;
                    "both": in the main type, with a buffer of the compute type beside it
-    bucket_bytes   of gradients that are reduced together; 0: the runtime's own size, priced as all at once
-    shards         data-parallel ranks that sharded state is spread over; 0 is all of them
+    bucket_bytes   size of a gradient bucket; 0: the runtime's default, priced as one bucket
+    shards         data-parallel ranks that ZeRO shards state over; 0: all of them
     stages         "balanced" by time, or "even" numbers of blocks
-    sends          between stages of tensors that every tp rank holds: "whole" by each, or "slices" gathered again
-    memory         "check": nothing is planned that does not fit; "ignore": predicted all the same
+    sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
+    memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that is left free
     policies       of recomputation that blocks may choose from: "selective", "ops", "full"
-    starts         first segment of every stage but the first, where stages are cut by hand; empty: they are searched
+    starts         first segment of every stage but the first, if cut by hand; empty: the cut is searched
     uncut          segments that no stage may begin with
     cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum
     """
@@ -91,10 +91,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Constraints:
-    """`mesh`: what `meshes.candidates` takes; `splits`: parameter-name pattern -> placement.
+    """The constraints of a task.
 
-    `cuts`: modules that begin a stage each; `whole`: patterns of modules that neither tp nor a stage's end cuts. What
-    these names mean in a graph, `search/constraints/named.py` finds out.
+    `mesh`: the `fix` argument of `meshes.candidates`; `splits`: parameter-name pattern -> placement; `cuts`: modules
+    that each begin a stage; `whole`: patterns of modules that neither tp nor a stage boundary cuts.
+    `search/constraints/named.py` resolves the names in a graph.
     """
 
     mesh: Mapping[str, int | str] = field(default_factory=dict)
@@ -104,14 +105,14 @@ class Constraints:
     max_tp: int | None = None  # the largest tp that is considered
     sequence_parallel: bool = True  # whether tp may split the sequence
     method: Method = Method()
-    include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched beyond the usual
-    fixed: frozenset[str] = frozenset()  # everything that `fix` or `assume` named
+    include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched on request
+    fixed: frozenset[str] = frozenset()  # every name in `fix` or `assume`
 
 
 def read_constraints(
     fix: Mapping[str, Any] | None, include: Iterable[str] = (), assume: Mapping[str, Any] | None = None
 ) -> Constraints:
-    """Raises PlanError for an unknown name, a value that is not possible, or one that belongs to the other keyword."""
+    """Read the keywords of `plan`. Raises PlanError for an unknown name, an impossible value or the wrong keyword."""
     fix, given = _mapping("fix", fix, "{'tp': 8}"), _mapping("assume", assume, "{'kernels': 'fused'}")
     _check_keywords(fix, given)
     fix |= given
@@ -147,18 +148,18 @@ def read_constraints(
 
 
 def schedules_and_chunks(constraints: Constraints, of_sums: bool = False) -> tuple[list[str], list[int]]:
-    """Schedules, and chunks per pipeline rank, that are tried: what is fixed, and what is included beyond 1F1B.
+    """Return the schedules and the numbers of chunks per pipeline rank to try: fixed ones, else 1F1B and included ones.
 
-    `of_sums`: of a loss that is a function of sums over the batch, which GPipe has before its first backward pass.
+    `of_sums`: the loss is a function of sums over the batch; GPipe, which has them before its first backward pass, is
+    then tried too.
     """
     method, free = constraints.method, constraints.include - constraints.fixed
     if "schedule" in constraints.fixed or method.virtual > 1:
         schedules = [method.schedule]
     else:
         more = {"interleaved": "virtual" in free, "zero-bubble": "zero-bubble" in free}
-        more["zero-bubble-v"] = (
-            "zero-bubble-v" in free and "virtual" not in constraints.fixed
-        )  # which has its own number of chunks
+        # zero-bubble-v has its own number of chunks
+        more["zero-bubble-v"] = "zero-bubble-v" in free and "virtual" not in constraints.fixed
         more["gpipe"] = of_sums and method.schedule != "gpipe"
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
     searched = "interleaved" in schedules and "virtual" not in constraints.fixed
@@ -184,12 +185,12 @@ def _mapping(keyword: str, choices: object, example: str) -> dict[str, Any]:
 
 
 def _check_keywords(fix: Mapping[str, Any], assume: Mapping[str, Any]) -> None:
-    """Raise PlanError for what the keyword that it is given to does not take."""
+    """Raise PlanError for a name or value that its keyword does not take."""
     for name, value in fix.items():
         if only_predicted(name, value):
             _read_streams(value if name == "overlap" else (), "fix['overlap']")
             raise PlanError(
-                f"{name} {_shown(value)} is only predicted: no program can be asked for it",
+                f"{name} {_shown(value)} can only be predicted, since no generated program does it",
                 where=f"fix[{name!r}]",
                 fix=f"give assume={{{name!r}: {_shown(value)}}} to autoptd.plan, or leave it out",
             )
@@ -222,7 +223,7 @@ def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: st
             raise PlanError(
                 f"headroom is {_shown(share)}",
                 where="fix['headroom']",
-                fix="give the share of a device's memory that is to stay free, from 0 to below 1: 0.1 is a tenth",
+                fix="give the share of a device's memory to leave free, from 0 to below 1: 0.1 is a tenth",
             )
     if "overlap" in given:
         given["overlap"] = _read_streams(given["overlap"], overlap_at)
@@ -244,19 +245,17 @@ def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: st
 
 
 def _check_pairs(fix: Mapping[str, Any]) -> None:
-    """Raise PlanError for two that contradict each other whatever the model is."""
+    """Raise PlanError for a pair of constraints that contradict each other for any model."""
     if fix.get("tp", 1) > fix.get("max_tp", math.inf):
         raise PlanError(
             f"tp {fix['tp']} is more than max_tp {fix['max_tp']}", where="fix['max_tp']", fix="leave one of them out"
         )
     if fix.get("stages") == "even" and fix.get("cuts"):
-        raise PlanError(
-            "stages cannot be even and be cut by hand as well", where="fix['cuts']", fix="leave cuts or stages out"
-        )
+        raise PlanError("stages cannot be even and cut by hand", where="fix['cuts']", fix="leave cuts or stages out")
 
 
 def _read_names(fix: Mapping[str, Any], what: str, give: str) -> tuple[str, ...]:
-    """Names, or one of them."""
+    """Return the names that `fix[what]` gives as a list or as a single string; `give`: what the error asks for."""
     value = fix.get(what, ())
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
@@ -265,7 +264,7 @@ def _read_names(fix: Mapping[str, Any], what: str, give: str) -> tuple[str, ...]
 
 
 def require_count(value: object, what: str, where: str = "", of: str = "", most: int | None = None) -> None:
-    """Raise PlanError unless `value` is a whole number from 1, and not above `most`; `of` says what it counts."""
+    """Raise PlanError unless `value` is a whole number from 1 to `most`; `of`: what it counts, for the error."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         counted = f": {of}" if of else ""
         raise PlanError(
@@ -276,7 +275,7 @@ def require_count(value: object, what: str, where: str = "", of: str = "", most:
 
 
 def _read_splits(splits: object) -> dict[str, str]:
-    """Parameter-name pattern -> placement, each one readable."""
+    """Return parameter-name pattern -> placement. Raises PlanError for text that is no placement."""
     if not isinstance(splits, Mapping) or not all(isinstance(pattern, str) for pattern in splits):
         raise PlanError(f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}")
     for pattern, text in splits.items():
@@ -289,6 +288,6 @@ def _read_splits(splits: object) -> dict[str, str]:
 
 
 def _shown(value: object) -> str:
-    """A value as a message quotes it: plain ones themselves, of others the type."""
+    """Return the repr of a value for an error, or its type if that is long."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"of type {type(value).__name__}"

@@ -1,9 +1,9 @@
-"""Constraints that can have no effect, whatever the search finds: refused, or noted in the plan where they do no harm.
+"""Constraints that can have no effect on any plan: refused, or noted in the plan if they are harmless.
 
 A constraint such as `zero: 3` acts along an axis of the mesh. The other constraints may leave that axis one rank, by
-naming it (`dp: 1`) or by using up the world (`tp: 4, pp: 2` of 8). Somebody who asked for ZeRO 3 then expects memory
-that nobody saves: an error. On a world of one device every axis is one rank: a script that is tried out there is left
-alone.
+fixing it (`dp: 1`) or by using up the world (`tp: 4, pp: 2` of 8). ZeRO 3 then saves no memory, contrary to what the
+user expects, and is refused. On a world of one device every axis is one rank and nothing is refused, so that scripts
+can be tried out there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _AXES = ("cp", "dp", "pp", "tp")
 
 @dataclass(frozen=True)
 class ConstraintEffect:
-    """A constraint, whether its value asks for anything, and the axes it acts along: several as one (`dp × cp`)."""
+    """A constraint, whether a value of it has an effect at all, and the axes that it acts along, flattened."""
 
     name: str
     asks: Callable[[Any], bool]
     axes: tuple[str, ...]
-    refused: bool = True  # else noted
+    refused: bool = True  # False: noted in the plan
 
 
 ROWS = (
@@ -46,7 +46,7 @@ ROWS = (
 
 
 def idle_notes(constraints: Constraints, world: int) -> list[str]:
-    """Notes for a plan. Raises PlanError for constraints that surely expect an effect, all of them at once."""
+    """Return notes for the plan. Raises one PlanError for all constraints without effect that are refused."""
     single, values = _single(constraints, world), _values(constraints)
     found = [row for row in ROWS if row.name in values and row.asks(values[row.name]) and single.issuperset(row.axes)]
     if constraints.mesh.get("zero") == 0 and "shards" in values:
@@ -55,31 +55,31 @@ def idle_notes(constraints: Constraints, world: int) -> list[str]:
             where="fix['shards']",
             fix="fix zero to 1, 2 or 3, or leave shards out",
         )
-    told = dict(_told(found, values))
+    messages = dict(_messages(found, values))
     refused = dict.fromkeys(row.name for row in found if row.refused and world > 1)
     if refused:
         raise PlanError(
-            "; ".join(told[name] for name in refused),
+            "; ".join(messages[name] for name in refused),
             where=", ".join(f"fix[{name!r}]" for name in refused),
             fix=f"leave out {', '.join(refused)}, or fix other sizes of the mesh",
         )
-    return list(told.values())
+    return list(messages.values())
 
 
-def _told(found: list[ConstraintEffect], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _messages(found: list[ConstraintEffect], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for row in found:
         axes = " × ".join(row.axes)
         yield row.name, f"{row.name} {values[row.name]} can have no effect: it acts along {axes}, which is 1"
 
 
 def _values(constraints: Constraints) -> dict[str, Any]:
-    """What was fixed, by name."""
+    """Return the fixed values by name."""
     every = {**vars(constraints.method), **constraints.mesh}
     return {name: every[name] for name in constraints.fixed if name in every}
 
 
 def _single(constraints: Constraints, world: int) -> set[str]:
-    """The axes that are one rank in every mesh that the constraints allow."""
+    """Return the axes that have one rank in every mesh that the constraints allow."""
     sizes = {name: int(constraints.mesh[name]) for name in _AXES if name in constraints.mesh}
     if "cp" in constraints.fixed or "cp" not in constraints.include:
         sizes["cp"] = constraints.method.cp

@@ -1,11 +1,11 @@
-"""Time and memory of a run of segments on one rank: what a pipeline stage, or a chunk of it, costs.
+"""Time and memory of a run of segments on one rank: the cost of a pipeline stage or of one of its chunks.
 
-forward     kernels + tp collectives + what of gathering its parameters (ZeRO-3) compute does not hide
-backward    the same, + recomputation + adding up gradients
-end         reduction of gradients over dp, optimizer step, gathering of updated parameters
+forward     kernels + tp collectives + exposed parameter all-gather (ZeRO-3)
+backward    like forward, + recomputation + gradient accumulation
+end         gradient reduction over dp, optimizer step, all-gather of updated parameters (ZeRO-1)
 
-What overlaps with compute is hidden as far as there is compute, but for its first piece; while it runs, the device has
-fewer multiprocessors for kernels (`Device.collective_multiprocessors`).
+Overlapped communication is hidden up to the duration of the compute, except for its first piece. While it runs, the
+device has fewer multiprocessors for kernels (`Device.collective_multiprocessors`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.kind_cost import KindCost, exposed_s, price
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
-_CLASSES = 8  # buffers of a stage at the most: parameters of one dtype, placement and set of stages share one
+_CLASSES = 8  # most buffers of a stage: parameters of one dtype, placement and set of stages share one
 
 
 class ChunkCosts(ChunkParameters):
-    """Costs of runs of segments of one sharded model under one candidate; asked for thousands of times."""
+    """Costs of runs of segments of one sharded model under one candidate; called thousands of times."""
 
     def __init__(
         self, tensors: Tensors, sharded: Sharded, candidate: Candidate, method: Method, precision: str, optimizer: str
@@ -53,23 +53,23 @@ class ChunkCosts(ChunkParameters):
         self._passes: dict[str, ChunkCost] = {}
 
     def under(self, cluster: Cluster) -> ChunkCosts:
-        """The same chunks on another cluster."""
+        """Return a copy with costs on another cluster."""
         other = copy(self)
         other.cluster = cluster
         ranks, world = self.candidate.tp, self.tensors.world
         costs = {kind: price(cost.work, cluster, ranks, world) for kind, cost in self.sharded.costs.items()}
         other.sharded, other._passes = replace(self.sharded, costs=costs), {}
-        for worked_out in ("_of_pools", "messages"):
+        for worked_out in ("_by_pool", "messages"):
             other.__dict__.pop(worked_out, None)
         return other
 
     def on(self, rank: int) -> ChunkCosts:
-        """The same chunks on the devices of a pipeline rank."""
+        """Return the costs on the device type of a pipeline rank."""
         pools = self.candidate.pools
-        return self._of_pools[pools[rank]] if pools else self
+        return self._by_pool[pools[rank]] if pools else self
 
     @cached_property
-    def _of_pools(self) -> list[ChunkCosts]:
+    def _by_pool(self) -> list[ChunkCosts]:
         return [self.under(cluster) for cluster in self.cluster.pools]
 
     def cost(self, segment: int) -> KindCost:
@@ -78,7 +78,7 @@ class ChunkCosts(ChunkParameters):
     # ---- one microbatch ----
 
     def chunk(self, first: int, last: int, policies: Mapping[int, str]) -> ChunkCost:
-        """Segments `first` to `last`, of which those with a policy run (a part of) their forward pass again."""
+        """Return the cost of segments `first` to `last`; those in `policies` recompute under their policy."""
         forward = backward = recompute = forward_tp = backward_tp = weight = 0.0
         for i in range(first, last + 1):
             part = self._segment(i)
@@ -99,21 +99,21 @@ class ChunkCosts(ChunkParameters):
         )
 
     def least(self, segment: int) -> ChunkCost:
-        """What a segment adds at the least to any stage that holds it: parameters count where they are read first."""
+        """Return the least cost that a segment adds to a stage: parameters count only in their first reader."""
         part = self._segment(segment)
         mine = sum(numel for _, numel, _, frozen, is_first in self._parameters[segment] if is_first and not frozen)
-        return replace(part, backward_s=part.backward_s + self._adding_s(mine))
+        return replace(part, backward_s=part.backward_s + self._accumulation_s(mine))
 
     def recompute_s(self, segment: int, policy: str) -> float:
-        """What a policy of recomputation runs again: with attention, what the cp axis is asked for as well."""
+        """Return seconds of recomputation of a segment under a policy, with its cp communication."""
         cost = self.cost(segment)
         if policy not in cost.policy_s:
             return self._segment(segment).forward_s
-        attends = any(work.attends for work in cost.work.again[policy])
+        attends = any(work.attends for work in cost.work.recomputed[policy])
         return cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
     def _segment(self, segment: int) -> ChunkCost:
-        """Passes of one segment, but for what depends on the whole stage."""
+        """Return the cost of one segment without the terms that depend on the whole stage."""
         kind = self.folded.segments[segment].kind
         if kind not in self._passes:
             cost = self.sharded.costs[kind]
@@ -129,9 +129,9 @@ class ChunkCosts(ChunkParameters):
         return exposed_s(comm_s, compute_s, pieces) if pieces > 1 else comm_s
 
     def _context_s(self, cost: KindCost) -> tuple[float, float]:
-        """What the cp axis is asked for, (forward, backward), as far as attention does not hide it.
+        """Return exposed seconds (forward, backward) of cp communication.
 
-        By Ulysses all four tensors of attention are exchanged, and so are their gradients; nothing hides that.
+        Ulysses exchanges all four tensors of attention and their gradients, all of it exposed.
         """
         if self.method.context == "ring":
             ring = self._ring_s(cost)
@@ -141,7 +141,7 @@ class ChunkCosts(ChunkParameters):
         return exchange, exchange
 
     def _ring_s(self, cost: KindCost) -> float:
-        """Keys and values of the other cp ranks, as far as attention does not hide them."""
+        """Return the exposed seconds of passing keys and values around the ring; attention hides the rest."""
         if self.method.cp == 1 or not cost.work.ring_bytes:
             return 0.0
         ranks = self.method.cp
@@ -149,10 +149,10 @@ class ChunkCosts(ChunkParameters):
         return exposed_s(comm_s, cost.attention_s, ranks)
 
     def _accumulate_s(self, first: int, last: int) -> float:
-        return self._adding_s(self.numel(first, last)[1])
+        return self._accumulation_s(self.numel(first, last)[1])
 
-    def _adding_s(self, numel: int) -> float:
-        """Adding each microbatch's gradients to the buffer; matmul kernels written for it do so as they compute."""
+    def _accumulation_s(self, numel: int) -> float:
+        """Return seconds of adding a microbatch's gradients to the buffer; 0 if the matmul kernels accumulate."""
         if self.candidate.zero >= 2 or (self.method.kernels != "eager" and self.method.gradients == "main"):
             return 0.0
         if self.gradient == self.compute and self.candidate.microbatches == 1:
@@ -161,7 +161,9 @@ class ChunkCosts(ChunkParameters):
         return memory_s(self.cluster.device, numel * per_element)
 
     def _sharding_s(self, first: int, last: int, forward_s: float, backward_s: float) -> tuple[float, float]:
-        """Gathering parameters for each pass and scattering gradients (Zhao et al. 2023, FSDP), where not hidden."""
+        """Return exposed seconds (forward, backward) of all-gathering parameters and reduce-scattering gradients.
+
+        One all-gather per block and pass under ZeRO-3, as in FSDP (Zhao et al. 2023)."""
         c = self.candidate
         if c.zero < 2 or self.dp == 1:
             return 0.0, 0.0
@@ -174,34 +176,34 @@ class ChunkCosts(ChunkParameters):
         back += again if c.zero == 3 else 0.0
         if "dp" not in self.method.overlap:
             return gather, back
-        tax = self.cluster.device.collective_share
+        slowdown = self.cluster.device.collective_share
         return (
-            exposed_s(gather, forward_s, blocks) + tax * min(gather, forward_s),
-            exposed_s(back, backward_s, blocks) + tax * min(back, backward_s),
+            exposed_s(gather, forward_s, blocks) + slowdown * min(gather, forward_s),
+            exposed_s(back, backward_s, blocks) + slowdown * min(back, backward_s),
         )
 
     def _collective_s(self, name: str, nbytes: float, ranks: int) -> float:
-        """Of neighbours on the data axis."""
+        """Return seconds of a collective over neighbours on the data axis."""
         return collective_s(name, nbytes, self.cluster, ranks, self.candidate.tp, self.candidate.world)
 
     def _sum_s(self, nbytes: float) -> float:
-        """To sum gradients over the ranks that hold the same parameters."""
+        """Return seconds of reducing gradients over the ranks that hold the same parameters."""
         c = self.candidate
         return sum_in_shards_s(nbytes, self.cluster, self.dp, self.shards, c.tp, c.world)
 
     @cached_property
     def messages(self) -> Messages:
-        """Between stages."""
+        """Times of the messages between stages."""
         return Messages(self.cluster, self.candidate, self.method, tuple(self._crossing_bytes))
 
     # ---- state ----
 
     def state(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> Memory:
-        """Parameters, gradients and optimizer state of these runs of segments, each parameter once.
+        """Return parameters, gradients and optimizer state of these runs of segments, each parameter once.
 
-        As the runtime lays them out, with padding (`layout/state_bytes.py`), and with what ZeRO 2 and 3 hold whole when
-        they hold most. `cut`: the segments of all stages, where known: a parameter that several hold lies in a buffer
-        of its own.
+        The layout is the runtime's, with padding (`layout/state_bytes.py`) and the buckets that ZeRO 2 and 3 hold
+        unsharded at their peak. `cut`: the segments of all stages, if known: a parameter that several stages hold is in
+        a buffer of its own.
         """
         held: dict[str, Held] = {}
         for first, last in runs:
@@ -211,7 +213,7 @@ class ChunkCosts(ChunkParameters):
                     if is_first or not alone:
                         held.setdefault(name, Held(self._order[name], count, stored, frozen))
         own = sorted(held.items(), key=lambda item: item[1].order)
-        if any(first == 0 for first, _ in runs):  # the first stage keeps what nobody reads
+        if any(first == 0 for first, _ in runs):  # the first stage holds unused parameters
             own += self._unused.items()
         shared = self._sharers(cut)
         laid = [(name, h) for name, h in own if not (h.frozen and self.candidate.zero < 3)]
@@ -236,7 +238,7 @@ class ChunkCosts(ChunkParameters):
         return state + Memory(parameters=nbytes)
 
     def state_at_least(self, segment: int) -> Memory:
-        """Of a segment, without padding, and without parameters that another one reads first."""
+        """Return the state of a segment without padding and without parameters that another segment reads first."""
         mine = [p for p in self._parameters[segment] if p[4]]
         state = model_state(
             [sum(p[1] for p in mine if not p[3])],
@@ -252,12 +254,12 @@ class ChunkCosts(ChunkParameters):
         return state + Memory(parameters=frozen // (self.shards if self.candidate.zero == 3 else 1))
 
     def state_at_most(self, first: int, last: int) -> Memory:
-        """The same of one run, without ZeRO 2 and 3 not laid out: with all the padding that there may be."""
+        """Return an upper bound on `state` of one run: below ZeRO 2 without a layout, with the largest padding."""
         frozen, trained = self.frozen_bytes(first, last), self.numel(first, last)[1]
         if first == 0:
             frozen += sum(h.numel * self._dtypes[name].itemsize for name, h in self._unused.items() if h.frozen)
             trained += sum(h.numel for h in self._unused.values() if not h.frozen)
-        if self.candidate.zero >= 2:  # buckets of blocks are many, and some are whole at a time
+        if self.candidate.zero >= 2:  # one bucket per block, of which a few are unsharded at a time
             spare = _CLASSES * self.dp * ALIGN
             return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
         buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
@@ -274,7 +276,7 @@ class ChunkCosts(ChunkParameters):
         return state + Memory(parameters=frozen)
 
     def upcast_bytes(self, runs: list[tuple[int, int]]) -> int:
-        """Gradients that the optimizer needs in the main type, where they were kept in the compute type."""
+        """Return the bytes of gradients that the optimizer converts to the main type."""
         if self.gradient == self.main:
             return 0
         return self.main * -(-sum(self.numel(*run)[1] for run in runs) // self.shards)
@@ -282,9 +284,9 @@ class ChunkCosts(ChunkParameters):
     # ---- the end of a step ----
 
     def reduce_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> float:
-        """Seconds to sum the gradients of these runs of segments over the ranks that share them.
+        """Return seconds of reducing the gradients of these runs of segments over the ranks that share them.
 
-        `cut`: the segments of all stages, which say what is tied over several.
+        `cut`: the segments of all stages, which determine the parameters tied across stages.
         """
         c = self.candidate
         trained = sum(self.numel(*run)[1] for run in runs)
@@ -299,25 +301,25 @@ class ChunkCosts(ChunkParameters):
         return found + self._tied_s(runs, cut)
 
     def buckets(self, trained: int) -> int:
-        """Into how many parts the gradients of so many elements are cut to be reduced."""
+        """Return the number of buckets in which the gradients of `trained` elements are reduced."""
         size = self.method.bucket_bytes
         return max(1, -(-trained * self.gradient // size)) if size else 1
 
     def gather_s(self, runs: list[tuple[int, int]]) -> float:
-        """Seconds to collect the updated parameters."""
+        """Return seconds of all-gathering the updated parameters (ZeRO-1)."""
         trained = sum(self.numel(*run)[1] for run in runs)
         if self.candidate.zero != 1 or self.dp == 1:
             return 0.0
         return self._collective_s("all_gather", trained * self.compute, self.shards)
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
-        """Seconds of the optimizer on this rank's share."""
+        """Return seconds of the optimizer on this rank's shard."""
         shard = -(-sum(self.numel(*run)[1] for run in runs) // self.shards)
         nbytes = optimizer_step_bytes(shard, precision=self.precision, optimizer=self.optimizer)
         return memory_s(self.cluster.device, nbytes)
 
     def _tied_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> float:
-        """The sums over stages of gradients of parameters that other stages hold too, each among those that do."""
+        """Return seconds of all-reducing gradients of tied parameters, each over the stages that hold it."""
         width = self.candidate.tp * self.dp
         inside = {i for first, last in runs for i in range(first, last + 1)}
         mine = {p[0]: p[1] for i in inside for p in self._parameters[i] if not p[3]}

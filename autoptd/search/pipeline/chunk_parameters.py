@@ -1,4 +1,4 @@
-"""Parameters of a model's segments on one rank, and the tensors that cross between segments: counted per sharding."""
+"""Local parameters of a model's segments and local bytes that cross between segments, computed once per sharding."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ class ChunkParameters:
 
     @property
     def _crossing_bytes(self) -> list[tuple[int, int]]:
-        return self._noted("crossing bytes", self._count_crossing)
+        return self._memoised("crossing bytes", self._count_crossing)
 
     @property
     def _parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
-        return self._noted("parameters", self._list_parameters)
+        return self._memoised("parameters", self._list_parameters)
 
     @property
     def names(self) -> tuple[int, ...]:
-        """Of each segment: equal for those that cost the same wherever they are."""
-        return self._noted("names", self._name_segments)
+        """A number for each segment, equal for segments that cost the same anywhere."""
+        return self._memoised("names", self._name_segments)
 
-    def _noted(self, what: str, work_out: Callable[[], T]) -> T:
-        """What depends on the sharding alone, worked out once for all candidates."""
-        noted = self.sharded.noted
-        if what not in noted:
-            noted[what] = work_out()
-        return noted[what]  # type: ignore[no-any-return]
+    def _memoised(self, what: str, compute: Callable[[], T]) -> T:
+        """Return a value that depends on the sharding alone, computed once for all candidates."""
+        memo = self.sharded.memo
+        if what not in memo:
+            memo[what] = compute()
+        return memo[what]  # type: ignore[no-any-return]
 
     def _name_segments(self) -> tuple[int, ...]:
         known: dict[tuple[object, ...], int] = {}
-        return tuple(known.setdefault((s.kind, self._alike(s.index)), len(known)) for s in self.folded.segments)
+        return tuple(known.setdefault((s.kind, self._cost_key(s.index)), len(known)) for s in self.folded.segments)
 
     def _count_crossing(self) -> list[tuple[int, int]]:
-        """Local bytes alive at each place between segments: (held by every tp rank, split)."""
+        """Return the local bytes that cross each boundary between segments: (held by every tp rank, split over tp)."""
         placed: dict[fx.Node, tuple[int, Placement]] = {}
         last: dict[fx.Node, int] = {}
         for segment in self.folded.segments:
@@ -71,7 +71,7 @@ class ChunkParameters:
         return [(whole, split) for whole, split in found]
 
     def numel(self, first: int, last: int, placement: Placement | None = None) -> tuple[int, int]:
-        """Local elements (frozen, trained), of one placement or of all; tied parameters of these segments once.
+        """Return local elements (frozen, trained) in one placement or in all; tied parameters count once.
 
         Without a pipeline a tied parameter counts where it is read first; with one, on every stage that reads it.
         """
@@ -86,17 +86,17 @@ class ChunkParameters:
         return frozen, trained
 
     def frozen_bytes(self, first: int, last: int, *, backward: bool = False) -> int:
-        """Local bytes of frozen parameters, whole; `backward`: of those that gradients pass on their way."""
+        """Return local bytes of frozen parameters; `backward`: only of segments through which gradients flow."""
         alone, passed = (
             first == last and self.candidate.pp == 1,
-            self._noted("passed", lambda: kinds_with_gradient(self.folded)),
+            self._memoised("passed", lambda: kinds_with_gradient(self.folded)),
         )
         segments = [i for i in range(first, last + 1) if not backward or self.folded.segments[i].kind in passed]
         held = [p for i in segments for p in self._parameters[i] if p[3] and (p[4] or not alone)]
         return sum(count * self._dtypes[name].itemsize for name, count in {p[0]: p[1] for p in held}.items())
 
     def _list_parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
-        """Of each segment: (name, local elements, placement, frozen, whether read here first)."""
+        """Return for each segment its parameters: (name, local elements, placement, frozen, first read here)."""
         traced = self.folded.traced
         reader: dict[str, int] = {}
         found = []
@@ -112,33 +112,35 @@ class ChunkParameters:
             found.append(mine)
         return found
 
-    def _alike(self, segment: int) -> Hashable:
-        """Equal for segments of one kind only if they cost the same: by their parameters, and what crosses behind."""
+    def _cost_key(self, segment: int) -> Hashable:
+        """Return a value that is equal for segments of one kind with equal parameters and equal crossing tensors."""
         behind = self._crossing_bytes[segment + 1] if segment + 1 < len(self._crossing_bytes) else (0, 0)
         return tuple(parameter[1:] for parameter in self._parameters[segment]), behind
 
     @property
     def _dtypes(self) -> dict[str, torch.dtype]:
-        return self._noted("dtypes", lambda: parameter_dtypes(self.folded))
+        return self._memoised("dtypes", lambda: parameter_dtypes(self.folded))
 
     def _unit(self, name: str, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> Unit:
-        """What a parameter is gathered with: the block that owns it, or the stages that read it themselves."""
+        """Return the unit that a parameter is all-gathered with: the block that owns it, else the stages that read it.
+
+        The first stage holds unused parameters."""
         if name in self._blocks:
             return self._blocks[name], (0,)
         readers = self._readers.get(name, set[int]())
         where = (k for k, (first, last) in enumerate(cut or runs) if any(first <= i <= last for i in readers))
-        return "", tuple(where) or (0,)  # what nobody reads, the first stage holds
+        return "", tuple(where) or (0,)
 
     @property
     def _blocks(self) -> dict[str, str]:
-        return self._noted("blocks", self._name_blocks)
+        return self._memoised("blocks", self._name_blocks)
 
     def _name_blocks(self) -> dict[str, str]:
-        """Of the parameters that blocks own -> the block's path."""
+        """Return parameter -> path of the block that owns it."""
         return {name: name.removesuffix(own).rstrip(".") for name, own in owned_by_blocks(self.folded)[0].items()}
 
     def _sharers(self, cut: Sequence[tuple[int, int]]) -> dict[str, frozenset[int]]:
-        """Parameters that several pipeline ranks hold -> those ranks."""
+        """Return parameter -> pipeline ranks that hold it, if these are several."""
         if self.candidate.pp == 1 or not cut or not self._tied:
             return {}
         starts, holder = [first for first, _ in cut], self.candidate.route.holder
@@ -150,19 +152,19 @@ class ChunkParameters:
 
     @property
     def _order(self) -> dict[str, int]:
-        return self._noted("order", self._find_order)
+        return self._memoised("order", self._find_order)
 
     def _find_order(self) -> dict[str, int]:
-        """Name of a parameter -> its place in the model's forward order."""
+        """Return parameter -> its position in the model's forward order."""
         names = dict.fromkeys(parameter[0] for mine in self._parameters for parameter in mine)
         return {name: i for i, name in enumerate(names)}
 
     @property
     def _unused(self) -> dict[str, Held]:
-        return self._noted("unused", self._find_unused)
+        return self._memoised("unused", self._find_unused)
 
     def _find_unused(self) -> dict[str, Held]:
-        """Parameters that do not reach the loss."""
+        """Return the parameters that do not reach the loss."""
         traced, found = self.folded.traced, {}
         for node in self.folded.unused_parameters:
             name, tensor = traced.parameters[node.name], infos(node)[0]
@@ -172,14 +174,14 @@ class ChunkParameters:
 
     @property
     def _tied(self) -> dict[str, set[int]]:
-        return self._noted("tied", lambda: {n: where for n, where in self._readers.items() if len(where) > 1})
+        return self._memoised("tied", lambda: {n: where for n, where in self._readers.items() if len(where) > 1})
 
     @property
     def _readers(self) -> dict[str, set[int]]:
-        return self._noted("readers", self._find_readers)
+        return self._memoised("readers", self._find_readers)
 
     def _find_readers(self) -> dict[str, set[int]]:
-        """Parameters -> the segments that read them."""
+        """Return parameter -> the segments that read it."""
         readers: dict[str, set[int]] = {}
         for i, parameters in enumerate(self._parameters):
             for name, *_ in parameters:

@@ -1,25 +1,25 @@
-"""State the stage cut in PuLP: which segments each pipeline stage holds, and what it recomputes (stage level).
+"""State the stage cut in PuLP: the segments of each pipeline stage and their recomputation (stage level).
 
-Stage k of p holds a run i..j of the n segments, and recomputes in one of the ways r that there are for that run on that
-stage: `StageOption`s, each with its seconds of a microbatch T[k,i,j,r] (sending included) and its share M[k,i,j,r] of
-the memory of its device. Of two ways, one that takes longer is left out if the other fits.
+Stage k of p holds a run i..j of the n segments, with one of the recompute options r for that run on that stage:
+`StageOption`s, each with its seconds of a microbatch T[k,i,j,r] (sending included) and its share M[k,i,j,r] of the
+memory of its device. Options slower than one that fits are left out.
 
-    w[k,i,j,r]  1 if stage k holds the segments i..j and recomputes in way r                 (whole)
+    w[k,i,j,r]  1 if stage k holds the segments i..j with option r                           (whole)
     t[k]        seconds of a microbatch on stage k
     C           seconds of a microbatch on the slowest stage
 
-    minimise  rounds C + sum_k t[k]                  the steady state, and the pipeline's fill and drain: with m
-                                                   microbatches, rounds is m - 1 (Narayanan et al. 2021)
+    minimise  rounds C + sum_k t[k]                  steady state, and pipeline fill and drain: with m microbatches,
+                                                   rounds is m - 1 (Narayanan et al. 2021)
 
     (1)  sum_{j,r} w[0,0,j,r] = 1                                       the first stage begins with the first segment
     (2)  sum_{i,r} w[k,i,j,r] = sum_{l,r} w[k+1,j+1,l,r]   for each j   a stage begins where the one before it ends
     (3)  sum_{i,r} w[p-1,i,n-1,r] = 1                                   the last stage ends with the last segment
     (4)  sum_{i,j,r} M[k,i,j,r] w[k,i,j,r] <= 1                         memory of each stage
-    (5)  t[k] = sum_{i,j,r} T[k,i,j,r] w[k,i,j,r]                       what a stage takes
+    (5)  t[k] = sum_{i,j,r} T[k,i,j,r] w[k,i,j,r]                       time of a stage
     (6)  C >= t[k]                                                      the slowest stage
 
-The dynamic program of `search/pipeline/partition.py` minimises the same over the same runs, each in its quickest way
-that fits. It is far faster.
+The dynamic program of `search/pipeline/partition.py` minimises the same objective over the same runs, each with its
+fastest option that fits, and is far faster.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ Run = tuple[int, int, int]  # stage, first segment, last segment
 
 
 class StageOption(NamedTuple):
-    """A way to recompute a stage: seconds of a microbatch, and the share of its device's memory that it fills."""
+    """A recompute option of a stage: seconds of a microbatch, and the share of its device's memory that it takes."""
 
     seconds: float
     share: float
 
 
 def integer_cut(runs: Mapping[Run, Sequence[StageOption]], segments: int, rounds: float) -> tuple[float, Cuts] | None:
-    """Return the best cut into these runs and rounds * the slowest stage + the sum of all; None where none fits.
+    """Return the least rounds * slowest stage + sum of stages over cuts into these runs, and its cut; None if no cut.
 
-    Raises `AutoptdError` where the solver does not finish.
+    Raises `AutoptdError` if the solver does not finish.
     """
     if not any(runs.values()):
         return None
@@ -66,7 +66,7 @@ def integer_cut(runs: Mapping[Run, Sequence[StageOption]], segments: int, rounds
 
 
 class CutProgram:
-    """The program of one line of segments: w, t and C of the docstring, times in units of the longest."""
+    """The integer program of the module's docstring (w, t, C), with times in units of the longest."""
 
     def __init__(self, runs: Mapping[Run, Sequence[StageOption]], segments: int) -> None:
         self.stages, self.segments = 1 + max(k for k, _, _ in runs), segments
@@ -90,16 +90,16 @@ class CutProgram:
         return {self.slowest: rounds, **dict.fromkeys(self.t, 1.0)}
 
     def cuts(self, outcome: Outcome) -> Cuts:
-        """First and last segment of each stage."""
+        """Return the first and last segment of each stage in a solution."""
         index = self.program.index
         taken = {k: (i, j) for (k, i, j, _), w in self.w.items() if outcome.values[index[w]] > 0.5}
         return tuple(taken[k] for k in range(self.stages))
 
 
 def _chain(model: CutProgram) -> None:
-    """Constraints (1) to (3)."""
+    """Add constraints (1) to (3)."""
     begins: dict[tuple[int, int], list[LpVariable]] = defaultdict(list)  # by stage and first segment
-    ends: dict[tuple[int, int], list[LpVariable]] = defaultdict(list)  # by stage, and the segment behind the last
+    ends: dict[tuple[int, int], list[LpVariable]] = defaultdict(list)  # by stage, and the segment after the last
     for (k, i, j, _), w in model.w.items():
         begins[k, i].append(w)
         ends[k, j + 1].append(w)

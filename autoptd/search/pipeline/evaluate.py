@@ -1,4 +1,4 @@
-"""A candidate with its stages, and how long its step takes: by a bound, or by the action lists that will run."""
+"""A candidate with its stages, and its step time: by a bound, or by simulating the action lists of the runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autoptd.search.sharding.tensors import Sharded
 Sums = Literal["none", "held", "ahead"]
 
 
-_PROVED_ROUNDS = 4  # times the ranks: microbatches of which a schedule is proved
+_PROVED_ROUNDS = 4  # microbatches per rank for which a schedule is proved
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class StageSolution:
-    """First and last segment of each stage, and the policies of its recomputed segments."""
+    """First and last segment of each stage, and the recompute policies of its segments."""
 
     boundaries: Cuts
     policies: tuple[Mapping[int, str], ...]
@@ -54,22 +54,22 @@ class StageSolution:
 
 @dataclass(frozen=True)
 class Staged:
-    """A candidate with its stages: everything that a plan says, in numbers."""
+    """A candidate with its stages, times and memory: the numbers of a plan."""
 
     candidate: Candidate
     method: Method
     chunks: ChunkCosts
     solution: StageSolution
     stages: tuple[ChunkCost, ...]
-    sends_s: tuple[float, ...]  # of what crosses behind each stage, one way
+    sends_s: tuple[float, ...]  # of a message after each stage but the last, one way
     memory: tuple[Memory, ...]  # of each pipeline rank
     ends: tuple[RankEnd, ...]
-    seconds: float  # of a step: by the bound at first, by simulation for the best few
-    ahead_s: float = 0.0  # of them, forward passes of the whole batch before all else, once simulated
+    seconds: float  # of a step: a bound at first; simulated for the best candidates
+    ahead_s: float = 0.0  # the part of `seconds` in forward passes ahead of the step (`sums_of`), once simulated
 
     @property
     def route(self) -> StageMap:
-        """Which pipeline rank holds which stages."""
+        """Map of stages to pipeline ranks."""
         return self.candidate.route
 
     @property
@@ -78,7 +78,7 @@ class Staged:
 
 
 def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:
-    """The stages of a cut with their times; of the step, the bound."""
+    """Return a cut with the times of its stages and a bound of the step."""
     c, method, route = chunks.candidate, chunks.method, chunks.candidate.route
     cuts = enumerate(zip(solution.boundaries, solution.policies, strict=True))
     stages = tuple(chunks.on(route.holder(k)).chunk(*run, again) for k, (run, again) in cuts)
@@ -94,7 +94,7 @@ def _end(chunks: ChunkCosts, cut: Cuts, rank: int) -> RankEnd:
 
 
 def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:
-    """The slowest rank in its steady state, and a chunk on every other before or behind (Narayanan et al. 2021)."""
+    """Return seconds of the slowest rank in steady state plus pipeline fill and drain (Narayanan et al. 2021)."""
     chunks = [s.forward_s + s.backward_s for s in stages]
     ranks = [sum(c.route.of(chunks, rank)) for rank in range(c.pp)]
     fill = sum(ranks) / method.virtual + max(ranks) * (1 - 1 / method.virtual)
@@ -102,17 +102,17 @@ def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> flo
 
 
 def under(staged: Staged, cluster: Cluster) -> Staged:
-    """The same plan on another cluster, simulated; memory stays as it was."""
+    """Return the plan with its step simulated on another cluster; memory is not changed."""
     return simulated(bounded(staged, cluster))
 
 
 def bounded(staged: Staged, cluster: Cluster) -> Staged:
-    """The same, with the step by its bound: for fits, which ask thousands of times."""
+    """Return the plan with a bound of its step on another cluster: for fits, which evaluate it thousands of times."""
     return timed(staged.chunks.under(cluster), staged.solution, staged.memory)
 
 
 def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
-    """Seconds of every pipeline rank's chunks and step end; tp holds what compute does not hide."""
+    """Return the seconds of every pipeline rank's chunks and step end, with exposed tp communication apart."""
     sends = (*staged.sends_s, 0.0)
     chunks = [
         ChunkTimes(
@@ -133,11 +133,11 @@ def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
 
 
 def sums_of(form: LossForm, c: Candidate) -> Sums:
-    """How the sums of a batch that its loss is a function of are known before the first backward pass.
+    """Return how the batch sums that a loss depends on are known before the first backward pass.
 
-    none    the loss is a sum itself
-    held    by then the last stage has done all its forward passes: it holds them, and the ranks add up
-    ahead   forward passes of the whole batch go ahead of the step, which does them again
+    none    the loss is a plain sum and needs none
+    held    the last stage has then finished all forward passes: it holds the sums, and the ranks add them up
+    ahead   forward passes of the whole batch run ahead of the step, which repeats them
     """
     if form.outer is None:
         return "none"
@@ -150,7 +150,7 @@ def _forward_lists(ranks: int, microbatches: int, virtual: int, route: StageMap)
 
 
 def _ahead_s(staged: Staged) -> float:
-    """Seconds of the forward passes of a whole batch."""
+    """Return seconds of the forward passes ahead of the step; 0 if there are none."""
     c, method = staged.candidate, staged.method
     if sums_of(staged.chunks.folded.loss_form, c) != "ahead":
         return 0.0
@@ -164,14 +164,14 @@ def _ahead_s(staged: Staged) -> float:
     )
 
 
-@lru_cache(maxsize=32)  # they take longer to make than to simulate
+@lru_cache(maxsize=32)  # building them takes longer than simulating them
 def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
-    """`schedule.step_lists`, kept."""
+    """Return `schedule.step_lists`, cached."""
     return step_lists(kind, ranks, microbatches, virtual)
 
 
 def simulated(staged: Staged) -> Staged:
-    """The same with its step time by the very action lists that the runtime executes."""
+    """Return the plan with its step time by simulation of the action lists that the runtime executes."""
     c, method = staged.candidate, staged.method
     seconds = makespan_s(
         lambda microbatches: action_lists(method.schedule, c.pp, microbatches, method.virtual),
@@ -187,11 +187,11 @@ def simulated(staged: Staged) -> Staged:
 
 @lru_cache(maxsize=256)
 def prove_schedule(kind: str, stages: int, microbatches: int, virtual: int) -> None:
-    """Prove that the schedule cannot block and holds no more activations than memory is predicted for.
+    """Prove that a schedule cannot deadlock and holds no more activations than the predicted memory includes.
 
-    The proof runs on as many microbatches as take the schedule through all of its states: with four times as many as
-    there are ranks, each is at least twice in every place of a round, and further ones repeat that. `parallelize`
-    proves the lists that run. Raises StuckSchedule, UncountedActivations.
+    The proof runs on enough microbatches to take the schedule through all of its states: with four per rank, each rank
+    is in every position of a round at least twice, and further microbatches repeat that. `parallelize` proves the lists
+    that run. Raises StuckSchedule, UncountedActivations.
     """
     period = period_of(kind, stages)
     enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period

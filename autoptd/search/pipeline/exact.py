@@ -1,7 +1,7 @@
-"""All cuts of one candidate that may be better than a given time, by their bound: what makes a search exact.
+"""Branch and bound over all cuts of one candidate: simulates every cut that may be faster than a given time.
 
-Cuts are built stage by stage; a prefix is dropped as soon as `bounds.cut_bound_s` of any way to go on is no less than
-the time to beat. Those that are left are simulated, the most promising first.
+Cuts are built stage by stage; a prefix is dropped as soon as its lower bound over all continuations reaches the time to
+beat. The remaining cuts are simulated in the order of their bounds (`lower_bounds.cut_bound_s`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 from autoptd.errors import DoesNotFit
 from autoptd.schedule import row_of
 from autoptd.search.pipeline.evaluate import Staged, simulated
-from autoptd.search.pipeline.lower_bounds import beside_s, cut_bound_s, warm_up
+from autoptd.search.pipeline.lower_bounds import cut_bound_s, message_path_s, warm_up
 from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.pipeline.stages import Stages
 
-_CUTS = 20  # that there may be for every one that may be simulated
+_CUTS = 20  # most cuts that are enumerated per cut that may be simulated
 
 
 @dataclass
 class Effort:
-    """Cuts that may still be simulated; None is as many as there are."""
+    """The number of cuts that may still be simulated; None: all."""
 
     left: int | None
 
@@ -37,11 +37,11 @@ class Effort:
 
 
 def refine(stages: Stages, best_s: float, effort: Effort) -> tuple[Staged | None, bool]:
-    """The best cut that takes less than `best_s`, if any; and whether there can be no other."""
+    """Return the best cut found that takes less than `best_s`, if any, and whether it is proved to be the best."""
     count = math.comb(len(stages.problem.names) - 1, stages.count - 1)
     if effort.left is not None and count > _CUTS * effort.left:
         return None, False
-    leaves = sorted(_Walk(stages, best_s).leaves())
+    leaves = sorted(_CutTree(stages, best_s).leaves())
     found: Staged | None = None
     for bound, cuts in leaves:
         if bound >= best_s:
@@ -58,17 +58,17 @@ def refine(stages: Stages, best_s: float, effort: Effort) -> tuple[Staged | None
     return found, True
 
 
-class _Walk:
-    """Depth first through all cuts, with what bounds them."""
+class _CutTree:
+    """Depth-first enumeration of all cuts whose lower bound is less than `best_s`."""
 
     def __init__(self, stages: Stages, best_s: float) -> None:
         self.stages, self.best_s = stages, best_s
         self.before = np.concatenate([[0.0], np.cumsum(stages.problem.least_s)]).tolist()
 
     def leaves(self) -> Iterator[tuple[float, Cuts]]:
-        yield from self._from((), [], [], [])
+        yield from self._extended((), [], [], [])
 
-    def _from(
+    def _extended(
         self, cuts: Cuts, forward: list[float], backward: list[float], sends: list[float]
     ) -> Iterator[tuple[float, Cuts]]:
         at, k, n = (cuts[-1][1] + 1 if cuts else 0), len(cuts), len(self.stages.problem.names)
@@ -86,10 +86,12 @@ class _Walk:
             if last:
                 yield bound, chosen
             else:
-                yield from self._from(chosen, f, b, x)
+                yield from self._extended(chosen, f, b, x)
 
     def _bound_s(self, forward: list[float], backward: list[float], sends: list[float], rest_s: float) -> float:
-        """Of all cuts that begin with these stages and have so much work left. `sends`: of a message behind each."""
+        """Return a lower bound over all cuts that begin with these stages and have `rest_s` seconds of work left.
+
+        `sends`: seconds of a message after each stage."""
         c, method = self.stages.candidate, self.stages.method
         left = self.stages.count - len(forward)
         if not left:
@@ -104,13 +106,13 @@ class _Walk:
             return found
         passes = zip(total, forward, backward, strict=True)
         messages = [*sends, *self.stages.least_sends_s[len(sends) :]]
-        there_and_back = whole + 2 * sum(messages)
+        round_trip_s = whole + 2 * sum(messages)
         paths = [
-            there_and_back + (m - 1) * t - (warm_up(method.schedule, k, c.pp, m) - 1) * min(f, b)
+            round_trip_s + (m - 1) * t - (warm_up(method.schedule, k, c.pp, m) - 1) * min(f, b)
             for k, (t, f, b) in enumerate(passes)
         ]
         share = rest_s / left
         most = warm_up(method.schedule, len(forward), c.pp, m) - 1
         first = m * share + sum(total) + 2 * sum(sends)
-        found = max(found, whole + beside_s(messages, method.schedule, m))
-        return max(found, *paths, first, there_and_back + (m - 1 - most / 2) * share)
+        found = max(found, whole + message_path_s(messages, method.schedule, m))
+        return max(found, *paths, first, round_trip_s + (m - 1 - most / 2) * share)

@@ -1,27 +1,27 @@
-"""Lower bounds on the seconds of a step, of one cut or of all cuts into so many stages.
+"""Lower bounds on the seconds of a step, for one cut or for all cuts into a number of stages.
 
-The chain of actions that ends last is a path through the schedule, and every path is a bound. With T = f + b of a
+The chain of actions that ends last is a path through the schedule, and every path is a lower bound. With T = f + b of a
 microbatch on a stage, p stages and m microbatches, stage k is busy for m T_k; its first forward follows those of all
-stages before it, and its last backward is followed by theirs. With messages of x_j seconds behind stage j, each way:
+stages before it, and its last backward precedes theirs. With messages of x_j seconds after stage j, each way:
 
     any schedule         m T_k + Σ_{j<k} (T_j + 2 x_j)                                              (1)
-    with w forwards before the first backward on stage k (1F1B: min(m, p - k); GPipe: m), a microbatch that goes to
-    the last stage and returns, with what stage k does before it (its last microbatch) or after it (its first):
+    round trip of a microbatch to the last stage and back, with the other passes of stage k before it (for the last
+    microbatch) or after it (for the first); w forwards precede the first backward on stage k (1F1B: min(m, p - k);
+    GPipe: m):
                          Σ_j (T_j + 2 x_j) + (m - 1) T_k - (w - 1) min(f_k, b_k)                    (2)
-
-    the same (1F1B) as often as it goes round: the forward of microbatch i + w on stage k follows the backward of i, so
-    that of every w microbatches one goes there and back alone:
+    repeated round trips (1F1B): the forward of microbatch i + w on stage k follows the backward of i, so that one of
+    every w microbatches makes its round trip alone:
                          ⌈m / w⌉ Σ_{j>=k} (T_j + 2 x_j) + Σ_{j<k} (T_j + 2 x_j) + ((m - 1) mod w) b_k        (3)
-
-    neighbours by turns (1F1B): after the backward of microbatch i stage k does the forward of i + w, stage k + 1 the
-    backward of i + 2, so that every two microbatches there are two messages one after the other:
+    alternating neighbours (1F1B): after the backward of microbatch i stage k runs the forward of i + w, and stage k + 1
+    the backward of i + 2, so that every two microbatches two messages follow one another:
                          Σ_j (T_j + 2 x_j) + ⌊(m + 1 - w) / 2⌋ (T_k + T_k+1 + 2 x_k)                 (4)
-    an edge sends one message after the other, each way, here behind the first and before the rest of the last:
-                         Σ_j (T_j + 2 x_j) + (m - 1) x_k            GPipe, both ways: + 2 (m - 1) x_k (5)
-    several chunks, or backward passes in two halves: m Σ x over the stages whose messages take an edge   (6)
+    an edge sends its messages of one direction in sequence, after the first forward reaches it and before the last
+    microbatch's other passes:
+                         Σ_j (T_j + 2 x_j) + (m - 1) x_k     GPipe, in both directions: + 2 (m - 1) x_k (5)
+    several chunks, or split backward (B and W): m Σ x over the stages whose messages take an edge       (6)
 
-For all cuts, without messages: the T_k that make every bound (2), or (1), as small as the others' sum to T = Σ T_k. In
-(2) min(f, b) is at most r T_k, r being the least share of a pass in any segment (1/2 at the most), which gives
+For all cuts, without messages, the T_k with Σ T_k = T that equalise bound (2), or (1), over all stages minimise its
+maximum. In (2) min(f, b) is at most r T_k, where r (at most 1/2) bounds min(f, b) / T of any stage, which gives
 
     (1)    T / (1 - (1 - 1/m)^p)                (2)    T + T / Σ_k 1 / (m - 1 - r (w_k - 1))
 """
@@ -46,14 +46,16 @@ from autoptd.search.task import Task
 
 
 def warm_up(schedule: str, stage: int, stages: int, microbatches: int) -> int:
-    """Forward passes on a stage before its first backward pass; schedules of one chunk per rank."""
+    """Return the forward passes on a stage before its first backward pass, for schedules with one chunk per rank."""
     return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
 
 
 def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, virtual: int, share: float) -> float:
-    """Of all cuts of work that takes so long per microbatch. `share`: the least part that a pass has of any segment."""
+    """Return a lower bound over all cuts of a model that takes `seconds` per microbatch.
+
+    `share`: upper bound on min(f, b) / T of any stage."""
     m, p = microbatches, stages
-    if virtual > 1 or row_of(schedule).halves:  # gradients of parameters are on no path to another stage
+    if virtual > 1 or row_of(schedule).halves:  # parameter gradients (W) are on no path to another stage
         return seconds * m / p
     busy = seconds / (1 - (1 - 1 / m) ** p)
     left = [m - 1 - share * (warm_up(schedule, k, p, m) - 1) for k in range(p)]
@@ -62,24 +64,24 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
     return max(busy, seconds + seconds / sum(1 / x for x in left))
 
 
-def edges_s(sends_s: Sequence[float], schedule: str, ranks: int, microbatches: int) -> float:
-    """Bound (6): the busiest edge alone. `sends_s`: of a message behind each stage but the last."""
+def busiest_edge_s(sends_s: Sequence[float], schedule: str, ranks: int, microbatches: int) -> float:
+    """Return bound (6), the busiest edge alone. `sends_s`: of a message after each stage but the last."""
     route = route_of(schedule, ranks, (len(sends_s) + 1) // ranks)
-    busy = dict.fromkeys(route.edges(), 0.0)  # none where both ends are one rank
+    busy = dict.fromkeys(route.edges(), 0.0)  # between different ranks only
     for stage, seconds in enumerate(sends_s):
         if route.edge(stage) in busy:
             busy[route.edge(stage)] += microbatches * seconds
     return max(busy.values(), default=0.0)
 
 
-def beside_s(sends_s: Sequence[float], schedule: str, microbatches: int) -> float:
-    """What messages add to all work of a microbatch in bound (5); one chunk per rank, backward passes in one piece."""
+def message_path_s(sends_s: Sequence[float], schedule: str, microbatches: int) -> float:
+    """Return the message terms of bound (5), for one chunk per rank and unsplit backward passes."""
     both = 2 if schedule == "gpipe" else 1
     return 2 * sum(sends_s) + both * (microbatches - 1) * max(sends_s, default=0.0)
 
 
-def turns(schedule: str, stage: int, stages: int, microbatches: int) -> int:
-    """How often a stage and the next wait for each other's messages in bound (4)."""
+def alternations(schedule: str, stage: int, stages: int, microbatches: int) -> int:
+    """Return the number of alternations of a stage with the next one in bound (4)."""
     if schedule != "1f1b" or stage == stages - 1:
         return 0
     return max(0, (microbatches + 1 - warm_up(schedule, stage, stages, microbatches)) // 2)
@@ -93,12 +95,12 @@ def cut_bound_s(
     microbatches: int,
     sends_s: Sequence[float] = (),
 ) -> float:
-    """Of these stages, one for each chunk of so many ranks. `sends_s`: of a message behind each, as far as known."""
+    """Return the largest bound of one cut. `sends_s`: of a message after each stage, missing ones count as 0."""
     m, total = microbatches, [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     route = route_of(schedule, ranks, len(total) // ranks)
     busy = [m * sum(route.of(total, rank)) for rank in range(ranks)]
     messages = [*sends_s, *[0.0] * (len(total) - len(sends_s))]
-    edges = edges_s(messages[:-1], schedule, ranks, m)
+    edges = busiest_edge_s(messages[:-1], schedule, ranks, m)
     if row_of(schedule).halves:
         return max(edges, *(busy[k] + sum(forward_s[:k]) + sum(messages[:k]) for k in range(ranks)))
     found = max(edges, *(busy[k] + sum(total[:k]) + 2 * sum(messages[:k]) for k in range(ranks)))
@@ -107,17 +109,17 @@ def cut_bound_s(
     after = list(accumulate((t + 2 * x for t, x in zip(total[::-1], messages[::-1], strict=True))))[::-1]
     for k, t in enumerate(total):
         w = warm_up(schedule, k, ranks, m)
-        there_and_back = after[0] + (m - 1) * t - (w - 1) * min(forward_s[k], backward_s[k])
+        round_trip_s = after[0] + (m - 1) * t - (w - 1) * min(forward_s[k], backward_s[k])
         rounds = after[0] + (-(-m // w) - 1) * after[k] + (m - 1) % w * backward_s[k]
         after_next = total[k + 1] if k + 1 < ranks else 0.0
-        by_turns = after[0] + turns(schedule, k, ranks, m) * (t + after_next + 2 * messages[k])
-        found = max(found, there_and_back, rounds, by_turns)
-    return max(found, sum(total) + beside_s(messages, schedule, m))
+        alternating_s = after[0] + alternations(schedule, k, ranks, m) * (t + after_next + 2 * messages[k])
+        found = max(found, round_trip_s, rounds, alternating_s)
+    return max(found, sum(total) + message_path_s(messages, schedule, m))
 
 
 @dataclass(frozen=True)
 class CandidateBounds:
-    """Bounds of the candidates of one task."""
+    """Lower bounds on the step times of a task's candidates."""
 
     task: Task
     known: ShardingCache
@@ -126,7 +128,7 @@ class CandidateBounds:
     _floors: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
-        """Its matrix products at the device's sustained rate, however they are split."""
+        """Return the bound from matrix products at the device's sustained rate, for any splits."""
         task, devices = self.task, [pool.device for pool in self.task.cluster.pools]
         flops = self.known.product_flops(tuple(task.sizes.items())) * c.micro / (c.tp * c.cp)
         rate = max(d.matmul_flops_per_s.of(task.precision) * d.matmul_sustained.fraction for d in devices)
@@ -134,22 +136,22 @@ class CandidateBounds:
         return even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
 
     def bound_s(self, c: Candidate, sharded: Sharded) -> float:
-        """Of all its cuts, without recomputation, and with the end of the step of an average pipeline rank."""
+        """Return a lower bound over all cuts, without recomputation, with the step end of an average pipeline rank."""
         overlapped = "tp" in self.method.overlap
-        if c.pools:  # the relaxation knows which stage is where
+        if c.pools:  # left to the relaxation, which knows the device type of each stage
             return 0.0
         seconds = sharded.compute_seconds if overlapped else sharded.seconds
         costs = [k for k in sharded.costs.values() if k.forward_s]
-        share = 0.5  # of the forward pass in any stage, at the most
+        share = 0.5  # upper bound on min(f, b) / T of any stage
         if not overlapped and c.zero < 2:
-            ring = 1 / 3 if c.cp > 1 else 0.0  # passed once in the forward pass, twice in the backward pass
+            ring = 1 / 3 if c.cp > 1 else 0.0  # ring attention sends once in forward, twice in backward
             share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
         seconds += self._sharding_s(c)
         passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
         return self.with_end_s(c, passes, sharded.seconds)
 
     def _sharding_s(self, c: Candidate) -> float:
-        """Of gathering parameters and scattering gradients in every microbatch, as if the model were one stage."""
+        """Return seconds per microbatch of all-gathers and reduce-scatters (ZeRO 2, 3), with the model as one stage."""
         dp = c.dp * c.cp
         if c.zero < 2 or dp == 1 or "dp" in self.method.overlap or c.pools:
             return 0.0
@@ -160,17 +162,17 @@ class CandidateBounds:
         return (c.zero - 1) * gather + sum_in_shards_s(gradient, self.task.cluster, dp, inside, c.tp, c.world)
 
     def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
-        """The same with the end of the step, which a rank may begin while the first ones do their last microbatch.
+        """Return the bound `passes_s` extended by the end of the step.
 
-        `microbatch_s`: of both passes over all stages, with messages where `passes_s` has them; with recomputation the
-        backward passes take no longer than that.
+        A rank may begin the end of the step while earlier ranks run their last microbatch, which takes `microbatch_s`
+        at most: both passes over all stages, even with recomputation in backward, with messages if `passes_s` has them.
         """
         if c.pools:
             return passes_s
         return max(passes_s, passes_s - (microbatch_s + self._sharding_s(c)) * (c.pp > 1) + self.end_s(c))
 
     def end_s(self, c: Candidate) -> float:
-        """Reduction, optimizer step and gathering of one pipeline rank's even share of the parameters."""
+        """Return seconds of reduction, optimizer step and all-gather for an even share of the parameters on a rank."""
         task, cluster, dp = self.task, self.task.cluster, c.dp * c.cp
         numel = self.memory.numel[0] / (c.tp * c.pp)
         optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
@@ -184,7 +186,7 @@ class CandidateBounds:
         return seconds + collective_s("all_gather", gathered, cluster, c.sharing, c.tp, c.world)
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
-        """By the model's work on one rank, `whole`, however tensors are split."""
+        """Return the bound from the model's work on one rank, `whole`, for any splits."""
         key = c.tp, c.micro, c.cp
         if key not in self._floors:
             device = self.task.cluster.device

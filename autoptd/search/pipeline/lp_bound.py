@@ -1,20 +1,20 @@
-"""The linear relaxation of all cuts: what no cut and no recomputation of a candidate can be better than.
+"""Lower bound on the step time of a candidate: a linear relaxation over all cuts and recomputations.
 
-Blocks are shared out among the pipeline's stages in fractions and out of order, y[k, g, w] of those that are alike (g)
-recomputing in way w on stage k. A stage may begin and end inside a block, so that it may have some segments of blocks,
-z[k, g, i, w], which recompute for themselves. Stage k takes t[k] per microbatch, f[k] of it forward:
+Blocks are divided among the pipeline's stages in fractions and out of order: y[k, g, w] blocks of group g (equal
+blocks) are on stage k with recompute option w. A stage may begin and end inside a block, and then holds single segments
+of it, z[k, g, i, w], with options of their own. Stage k takes t[k] per microbatch, f[k] of it forward:
 
     minimise C
 
-    (1)  t[k] = sum (y, z)[k] (forward + backward + again)
+    (1)  t[k] = sum (y, z)[k] (forward + backward + recompute)
     (2)  f[k] = sum (y, z)[k] forward
     (3)  sum z[k] <= 2 (segments of the longest block - 1)
-    (4)  sum (y, z)[k] (state + alive[k] kept) <= room[k]
+    (4)  sum (y, z)[k] (state + alive[k] kept) <= budget[k]
     (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
     (6)  C >= the paths of `search/pipeline/lower_bounds.py` through every stage, linear in t and f
 
-Neighbouring stages of deep pipelines are taken together: one of a group's stages is no faster than their average.
-Coefficients are seconds and bytes of a candidate, so that every one is a program of its own: a few milliseconds each.
+Neighbouring stages of deep pipelines are grouped: the slowest stage of a group is no faster than their average.
+Coefficients are seconds and bytes of a candidate, so each candidate has its own program, of a few milliseconds.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from dataclasses import dataclass
 from pulp import LpAffineExpression, LpVariable, lpSum
 
 from autoptd.schedule import row_of
-from autoptd.search.pipeline.lower_bounds import beside_s, edges_s, turns, warm_up
+from autoptd.search.pipeline.lower_bounds import alternations, busiest_edge_s, message_path_s, warm_up
 from autoptd.search.solver import IntegerProgram, minimise
 
-_GROUPS = 16  # of stages, at the most
+_GROUPS = 16  # most groups of stages, with one device type
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Seconds of a microbatch, bytes of state, and ways to recompute: (seconds, bytes kept)."""
+    """Seconds of a microbatch, bytes of state, and recompute `options`: (seconds, bytes saved for backward)."""
 
     forward_s: float
     backward_s: float
     state: float
-    ways: tuple[tuple[float, float], ...]
+    options: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """So many blocks that are alike. `segments`: each by itself, where a stage may hold a part of a block."""
+    """A number of equal blocks. `segments`: the single segments of one, if a stage may hold part of a block."""
 
     count: int
     whole: BlockOptions
@@ -53,8 +53,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Of each rank, `alive`: microbatches (chunks, of which each is 1 / `virtual` of its work) in flight; `pools`: its
-    type of device; `rooms`: bytes. `sends_s`: of a message behind each stage but the last, at the least."""
+    """The pipeline of a candidate. For each rank, `alive`: in-flight microbatches (chunks, each 1 / `virtual` of its
+    work); `pools`: device type; `budgets`: bytes. `sends_s`: least seconds of a message after each stage but the last.
+    """
 
     schedule: str
     microbatches: int
@@ -66,8 +67,9 @@ class Pipeline:
 
 
 def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> float:
-    """Seconds of all microbatches at the least; infinite where not even fractions fit. `by_pool`: the same blocks on
-    each type of device."""
+    """Return a lower bound on the seconds of all microbatches; infinite if not even fractions fit.
+
+    `by_pool`: the blocks with their costs on each device type."""
     program = IntegerProgram("relaxation")
     groups = list(_groups(pipeline.pools))
     blocks = by_pool[0]
@@ -82,7 +84,7 @@ def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> 
         partial: list[LpVariable] = []
         for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
             for i, part in enumerate((same.whole, *same.segments)):
-                for recompute_s, kept in part.ways:
+                for recompute_s, kept in part.options:
                     some = program.variable(upper=same.count)
                     for share in own if i == 0 else own[i - 1 : i]:
                         share.append(some)
@@ -110,7 +112,7 @@ def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> 
 
 
 def _groups(pools: Sequence[int]) -> Iterator[range]:
-    """Neighbouring stages on one type of device, all groups of about one size."""
+    """Yield groups of neighbouring stages on one device type, of about equal size."""
     size, start = -(-len(pools) // _GROUPS), 0
     for k in range(1, len(pools) + 1):
         if k == len(pools) or k - start == size or pools[k] != pools[start]:
@@ -121,13 +123,13 @@ def _groups(pools: Sequence[int]) -> Iterator[range]:
 def _paths(
     at: int, group: range, times: Sequence[LpVariable], forwards: Sequence[LpVariable], pipeline: Pipeline
 ) -> list[tuple[dict[LpVariable, float], float]]:
-    """Seconds of paths that a stage of this group is the busiest of, in the variables, and what is added to them."""
+    """Return the paths on which a stage of this group is the bottleneck: coefficients of variables, and a constant."""
     m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
-    if pipeline.virtual > 1:  # what comes before a rank's first chunk is any small part of the others
-        return [({times[at]: m * share}, 0.0), ({}, edges_s(pipeline.sends_s, pipeline.schedule, stages, m))]
+    if pipeline.virtual > 1:  # chunks before a rank's first one may be arbitrarily small
+        return [({times[at]: m * share}, 0.0), ({}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m))]
     if row_of(pipeline.schedule).halves:
         busy = {times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}
-        return [(busy, 0.0), ({}, edges_s(pipeline.sends_s, pipeline.schedule, stages, m))]
+        return [(busy, 0.0), ({}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m))]
     busy = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
     through = dict.fromkeys(times, 1.0)
     through[times[at]] += (m - 1) * share
@@ -135,8 +137,8 @@ def _paths(
     sends = pipeline.sends_s or (0.0,) * (stages - 1)
     paths = [(busy, 0.0), ({**through, forwards[at]: -waits * share}, 2 * sum(sends))]
     once = dict.fromkeys(times, 1.0)
-    paths.append((once, beside_s(sends, pipeline.schedule, m)))
-    if len(times) == stages and (often := turns(pipeline.schedule, at, stages, m)):
+    paths.append((once, message_path_s(sends, pipeline.schedule, m)))
+    if len(times) == stages and (often := alternations(pipeline.schedule, at, stages, m)):
         both = {times[at]: 1.0 + often, times[at + 1]: 1.0 + often}
         paths.append(({**once, **both}, 2 * sum(sends) + 2 * often * sends[at]))
     return paths

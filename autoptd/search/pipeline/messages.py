@@ -1,12 +1,12 @@
-"""What messages between neighbouring stages cross: each edge of the pipeline by the ranks that talk over it.
+"""Times of P2P messages between neighbouring stages, from the links that each edge of the pipeline uses.
 
-A stage is `width` ranks (dp, cp and tp), of which the i-th sends to the i-th of the next stage. What a stage sends is
-there when the slowest of these messages is. Stages send on at the same time, so that all messages of a round
-(`StageMap.rounds`) that leave a node share its NICs, those of dp, cp and tp ranks among them:
+A stage is `width` ranks (dp, cp and tp), of which the i-th sends to the i-th of the next stage. A transfer ends with
+its slowest message. Stages send at the same time, so all messages of a round (`StageMap.rounds`) that leave a node
+share its NICs, including those of the dp, cp and tp ranks of one stage:
 
     nodes of 4 GPUs, pp 8, width 1      3 edges inside the node, the fourth alone on its NICs, 3 inside …
-    nodes of 4 GPUs, pp 4, width 2      one edge inside the node, one that two ranks leave it by, …
-    nodes of 4 GPUs, pp 2, width 6      4 of 6 messages leave the first node, and share its NICs
+    nodes of 4 GPUs, pp 4, width 2      one edge inside the node, one on which two ranks send out of it, …
+    nodes of 4 GPUs, pp 2, width 6      4 of 6 messages leave the first node and share its NICs
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from autoptd.schedule import StageMap
 from autoptd.search.constraints.options import Method
 from autoptd.search.meshes import Candidate
 
-Lanes = tuple[Lane, ...]  # that messages of one edge take, each once
+Lanes = tuple[Lane, ...]  # distinct lanes of the messages of one edge
 
 
 @lru_cache(maxsize=256)
 def edge_lanes(cluster: Cluster, route: StageMap, width: int) -> Mapping[int, Lanes]:
-    """Of each edge of the route, where stages are `width` ranks. Raises ClusterError for ranks outside the cluster."""
+    """Return edge -> lanes for stages of `width` ranks. Raises ClusterError for ranks outside the cluster."""
     found: dict[int, Lanes] = {}
     for edges in route.rounds():
         ends = [(first * width, second * width) for first, second in edges.values()]
@@ -38,8 +38,9 @@ def edge_lanes(cluster: Cluster, route: StageMap, width: int) -> Mapping[int, La
 
 
 class Messages:
-    """Seconds of the messages of one candidate. `crossing`: of each place between segments, local bytes (held by every
-    tp rank, split)."""
+    """Seconds of the messages of one candidate.
+
+    `crossing`: for each boundary between segments, local bytes (held by every tp rank, split over tp)."""
 
     def __init__(
         self, cluster: Cluster, candidate: Candidate, method: Method, crossing: Sequence[tuple[int, int]]
@@ -51,7 +52,7 @@ class Messages:
         self._known: dict[tuple[Lanes, tuple[int, int]], float] = {}
 
     def send_s(self, stage: int, place: int) -> float:
-        """Of what crosses a place that a stage ends at, one way; nothing where the next stage is on the same rank."""
+        """Return seconds of one message if `stage` ends before segment `place`; 0 if the next is on the same rank."""
         nbytes = self.crossing[place] if place < len(self.crossing) else (0, 0)
         lanes = self.edges.get(self.route.edge(stage), ())
         if not lanes or not any(nbytes):
@@ -66,8 +67,8 @@ class Messages:
         gathered = collective_s("all_gather", whole, self.cluster, self.tp, 1, self.world)
         return message_s(whole / self.tp + split, self.cluster, lanes) + gathered
 
-    def everywhere(self) -> NDArray[np.float64]:
-        """The same for every stage and place, [stage, place]; nothing is sent behind the last of either."""
+    def send_table_s(self) -> NDArray[np.float64]:
+        """Return `send_s` for every stage and last segment, [stage, segment]; 0 for the last of either."""
         n = len(self.crossing)
         found = np.zeros((self.route.stages, n))
         rows: dict[Lanes, NDArray[np.float64]] = {}

@@ -1,13 +1,13 @@
-"""Ways to hold the activations of a block, and the cheapest choice for all blocks of a rank that fits.
+"""Recompute options of a block, and the fastest choice for all blocks of a rank that fits in memory.
 
-    none             what autograd saves stays
-    selective, ops   some of it is worked out again in the backward pass    (passes/analysis/activations.py)
-    full             the block's input stays, all else is worked out again
+    none             all tensors that autograd saves are kept
+    selective, ops   some of them are recomputed in backward                (passes/analysis/activations.py)
+    full             the block's input is kept, everything else is recomputed
 
-With `alive` microbatches of each of its chunks in flight, a rank holds
+With `alive` in-flight microbatches of each of its chunks, a rank holds
 
-    kept  = Σ over chunks of alive × Σ kept                    of all its blocks, by the ways chosen
-    extra = max over chunks of (fullest moment - Σ kept)       beyond that; `passes.liveness.stage_peak`
+    kept  = Σ over chunks of alive × Σ kept                    of the chosen options of all its blocks
+    extra = max over chunks of (peak - Σ kept)                 beyond that; `passes.liveness.stage_peak`
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ from numpy.typing import NDArray
 from autoptd.passes.analysis.liveness import Peak, stage_peak
 from autoptd.schedule import Alive
 
-EXACT = 100_000  # choices for one rank that are looked at; beyond, those that grow by the most bytes per second
+EXACT = 100_000  # most choices per rank that are enumerated; beyond, a greedy order by bytes saved per second
 
 
 @dataclass(frozen=True)
 class RecomputeOption:
-    """A policy of recomputation for one block: seconds that it adds to a backward pass, and bytes."""
+    """A recompute policy for one block: the seconds that it adds to a backward pass, and its memory."""
 
     policy: str
     recompute_s: float
     peak: Peak
 
 
-RecomputeOptions = tuple[
-    RecomputeOption, ...
-]  # quickest first; each later one keeps less, or needs less at its fullest moment
+RecomputeOptions = tuple[RecomputeOption, ...]  # fastest first; each later one keeps less or has a lower peak
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """`ways`: of each block of each chunk. `exact`: whether no quicker choice fits."""
+    """The `chosen` option of each block of each chunk. `exact`: no faster choice fits."""
 
     chosen: tuple[tuple[RecomputeOption, ...], ...]
     recompute_s: float
@@ -53,7 +51,7 @@ class RecomputeChoice:
 
 
 def undominated(chosen: Sequence[RecomputeOption]) -> RecomputeOptions:
-    """Without ways that another one is no worse than in every respect."""
+    """Drop dominated options."""
     found: list[RecomputeOption] = []
     for option in sorted(chosen, key=lambda w: (w.recompute_s, w.peak.kept, _fullest(w))):
         if not any(w.peak.kept <= option.peak.kept and _fullest(w) <= _fullest(option) for w in found):
@@ -66,7 +64,7 @@ def _fullest(option: RecomputeOption) -> int:
 
 
 def bytes_of(chosen: Sequence[Sequence[RecomputeOption]], alive: Alive) -> tuple[int, int]:
-    """(kept, extra) of a rank whose chunks hold blocks in these ways; the chunk in work is taken to be the fullest."""
+    """Return (kept, extra) of a rank for chosen options per chunk; the chunk being computed has the largest peak."""
     kept = [sum(option.peak.kept for option in chunk) for chunk in chosen]
     extra = max(
         stage_peak([option.peak for option in chunk], 1) - whole for chunk, whole in zip(chosen, kept, strict=True)
@@ -74,8 +72,8 @@ def bytes_of(chosen: Sequence[Sequence[RecomputeOption]], alive: Alive) -> tuple
     return alive.kept(kept), extra
 
 
-def leanest(chunks: Sequence[Sequence[RecomputeOptions]]) -> tuple[tuple[RecomputeOption, ...], ...]:
-    """The ways that keep least."""
+def most_saving(chunks: Sequence[Sequence[RecomputeOptions]]) -> tuple[tuple[RecomputeOption, ...], ...]:
+    """Return the options that keep least."""
     return tuple(
         tuple(min(options, key=lambda w: (w.peak.kept, w.recompute_s)) for options in chunk) for chunk in chunks
     )
@@ -84,10 +82,10 @@ def leanest(chunks: Sequence[Sequence[RecomputeOptions]]) -> tuple[tuple[Recompu
 def choose(
     chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive, fits: Callable[[int, int], bool]
 ) -> RecomputeChoice | None:
-    """The least seconds for which `fits(kept, extra)`; None where nothing does. `fits` may only get worse with bytes.
+    """Return the fastest choice with `fits(kept, extra)`; None if there is none. `fits` is monotone in the bytes.
 
-    Blocks with one menu on one chunk are alike, so that only their numbers per way are chosen; those that keep less
-    stand first, where least of the others is alive at their fullest moment.
+    Blocks of a chunk with equal options are interchangeable: only the number of blocks per option is chosen. Blocks
+    that keep less come first in the chunk, so that least of the others is in memory at their peak.
     """
     quickest = _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive, exact=True)
     if fits(quickest.kept, quickest.extra):
@@ -95,23 +93,23 @@ def choose(
     groups = _groups(chunks)
     sizes = [math.comb(len(where) + len(options) - 1, len(where)) for options, where in groups]
     exact = math.prod(sizes) <= EXACT
-    for counts in _in_order(groups, alive, fits) if exact else _by_price(groups, alive):
-        found = _choice(chunks, _spread(chunks, groups, counts), alive, exact=exact)
+    for counts in _by_seconds(groups, alive, fits) if exact else _greedy(groups, alive):
+        found = _choice(chunks, _assigned(chunks, groups, counts), alive, exact=exact)
         if fits(found.kept, found.extra):
             return found
     return None
 
 
 def decreasing_memory(chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive) -> Iterator[RecomputeChoice]:
-    """The quickest ways, and then one block after another in a way that keeps less, by the most bytes per second."""
+    """Yield the fastest choice, then switch one block at a time to an option that keeps less, by bytes per second."""
     groups = _groups(chunks)
     yield _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive, exact=True)
-    for counts in _by_price(groups, alive):
-        yield _choice(chunks, _spread(chunks, groups, counts), alive, exact=False)
+    for counts in _greedy(groups, alive):
+        yield _choice(chunks, _assigned(chunks, groups, counts), alive, exact=False)
 
 
-Group = tuple[RecomputeOptions, list[tuple[int, int]]]  # a menu, and the (chunk, position) of the blocks that have it
-Counts = tuple[tuple[int, ...], ...]  # of each group, how many blocks go each way
+Group = tuple[RecomputeOptions, list[tuple[int, int]]]  # options, and (chunk, position) of the blocks that have them
+Counts = tuple[tuple[int, ...], ...]  # number of blocks per group and option
 
 
 def _groups(chunks: Sequence[Sequence[RecomputeOptions]]) -> list[Group]:
@@ -122,8 +120,8 @@ def _groups(chunks: Sequence[Sequence[RecomputeOptions]]) -> list[Group]:
     return [(options, where) for (_, options), where in found.items()]
 
 
-def _in_order(groups: Sequence[Group], alive: Alive, fits: Callable[[int, int], bool]) -> Iterator[Counts]:
-    """All numbers per way whose kept bytes alone fit, the quickest first."""
+def _by_seconds(groups: Sequence[Group], alive: Alive, fits: Callable[[int, int], bool]) -> Iterator[Counts]:
+    """Yield all counts whose kept bytes alone fit, fastest first."""
     tables = [_compositions(len(where), len(options)) for options, where in groups]
     seconds, each = np.zeros(1), [np.zeros(1) for _ in alive.rows]
     for (options, where), table in zip(groups, tables, strict=True):
@@ -140,14 +138,14 @@ def _in_order(groups: Sequence[Group], alive: Alive, fits: Callable[[int, int], 
 
 @lru_cache(maxsize=512)
 def _compositions(total: int, parts: int) -> NDArray[np.int64]:
-    """All ways to write `total` as a sum of so many counts, [ways, parts]."""
+    """Return all ways to write `total` as a sum of `parts` counts, [ways, parts]."""
     bars = itertools.combinations(range(total + parts - 1), parts - 1)
     rows = [np.diff((-1, *bar, total + parts - 1)) - 1 for bar in bars]
     return np.array(rows, dtype=np.int64).reshape(-1, parts)
 
 
-def _by_price(groups: Sequence[Group], alive: Alive) -> Iterator[Counts]:
-    """Numbers per way that change one block at a time, by the most bytes per second."""
+def _greedy(groups: Sequence[Group], alive: Alive) -> Iterator[Counts]:
+    """Yield counts that switch one block at a time, by the most bytes saved per second."""
     held = [max(row[where[0][0]] for row in alive.rows) for _, where in groups]
     counts = [[len(where), *[0] * (len(options) - 1)] for options, where in groups]
     while True:
@@ -166,10 +164,10 @@ def _by_price(groups: Sequence[Group], alive: Alive) -> Iterator[Counts]:
         yield tuple(map(tuple, counts))
 
 
-def _spread(
+def _assigned(
     chunks: Sequence[Sequence[RecomputeOptions]], groups: Sequence[Group], counts: Counts
 ) -> list[tuple[RecomputeOption, ...]]:
-    """The way of every block."""
+    """Return the option of every block, given the counts."""
     found: list[list[RecomputeOption]] = [[options[0] for options in chunk] for chunk in chunks]
     for (options, where), numbers in zip(groups, counts, strict=True):
         order = sorted(range(len(options)), key=lambda w: options[w].peak.kept)

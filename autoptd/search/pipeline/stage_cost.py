@@ -1,4 +1,4 @@
-"""What runs of segments take on one type of device: their seconds, their bytes, the recomputation that fits.
+"""Cost of runs of segments on one type of device: seconds, bytes, and the recomputation that fits.
 
 memory of a rank     parameters + gradients + optimizer + in flight × activations + workspace + context
 """
@@ -25,36 +25,36 @@ from autoptd.search.pipeline.recompute_options import (
     bytes_of,
     choose,
     decreasing_memory,
-    leanest,
+    most_saving,
     undominated,
 )
 from autoptd.search.pipeline.stage_parameters import block_peak
 from autoptd.search.pipeline.windows import Floats
 
 NONE = "none"
-_Key = tuple[bool, tuple[int, ...]]  # whether from the first segment on, and what is in it
+_Key = tuple[bool, tuple[int, ...]]  # whether the run starts at segment 0, and the names of its segments
 
 
 @dataclass(frozen=True)
 class SegmentRange:
-    """What a run of segments holds: state (at the most), gradients in the main type while stepping, blocks."""
+    """Memory of a run of segments: upper bound of its state, bytes of gradients upcast for the step, and its blocks."""
 
     state: Memory
     upcast: int
-    blocks: tuple[tuple[int, ...], ...]  # positions of each block's segments, from the run's first on
+    blocks: tuple[tuple[int, ...], ...]  # positions of each block's segments, relative to the run's first
     options: tuple[RecomputeOptions, ...]
 
 
 class StageCost:
-    """The segments of one sharded model, under one candidate, on one type of device.
+    """Costs of one sharded model under one candidate on one type of device.
 
-    `free`: whether memory is left out of account. `rough`: whether a quicker recomputation than one chosen may exist.
+    `unlimited`: ignore memory. `rough`: for some choice of recomputation a faster one may exist.
     """
 
-    def __init__(self, chunks: ChunkCosts, device: Device, free: bool = False) -> None:
+    def __init__(self, chunks: ChunkCosts, device: Device, unlimited: bool = False) -> None:
         self.chunks, self.device = chunks, device
         self.candidate, self.method, self.folded = chunks.candidate, chunks.method, chunks.folded
-        ignored = free or self.method.memory == "ignore"
+        ignored = unlimited or self.method.memory == "ignore"
         self.limit = math.inf if ignored else device.memory_bytes * (1 - self.method.headroom)
         self.rough = False
         self._spans: dict[_Key, SegmentRange] = {}
@@ -66,9 +66,9 @@ class StageCost:
     # ---- seconds ----
 
     def cost(self, first: int, last: int, alive: int) -> ChunkCost | None:
-        """With the quickest recomputation that fits beside so many chunks in flight; None where nothing does.
+        """Return the cost with the fastest recomputation that fits with `alive` microbatches in flight, or None.
 
-        Of several chunks of a rank, the others are taken to be like this one.
+        Other chunks of the rank are assumed to be equal to this one.
         """
         key, choice = (self._key(first, last), alive), self._choice(first, last, alive)
         if choice is None:
@@ -88,8 +88,8 @@ class StageCost:
         return self.chunks.chunk(first, last, self.policies(first, self.span(first, last), choice.chosen[0]))
 
     def options(self, first: int, last: int, alive: int) -> tuple[StageOption, ...]:
-        """Ways to recompute beside so many chunks in flight: the quickest that fits, and those that would be quicker;
-        none where nothing fits."""
+        """Return the fastest recompute option that fits with `alive` microbatches in flight, after all faster ones
+        that do not fit; nothing if none fits."""
         key, best = (self._key(first, last), alive), self._choice(first, last, alive)
         if best is None:
             return ()
@@ -107,7 +107,7 @@ class StageCost:
         return StageOption(cost.forward_s + cost.backward_s, needed / self.limit)
 
     def least_cost(self, first: int, last: int) -> ChunkCost:
-        """Without recomputation."""
+        """Return the cost without recomputation."""
         key = self._key(first, last), 0
         if key not in self._costs:
             self._costs[key] = self.chunks.chunk(first, last, {})
@@ -116,7 +116,9 @@ class StageCost:
     def choose(
         self, spans: Sequence[SegmentRange], state: Memory, upcast: int, alive: Alive, chunks: int = 1
     ) -> RecomputeChoice | None:
-        """The quickest recomputation of a rank with these stretches that fits; each stands for so many chunks."""
+        """Return the fastest recomputation that fits for a rank with these runs of segments, or None.
+
+        `chunks`: number of chunks that each run stands for."""
         found = choose(
             [span.options for span in spans],
             alive,
@@ -127,32 +129,32 @@ class StageCost:
 
     @staticmethod
     def policies(first: int, span: SegmentRange, chosen: Sequence[RecomputeOption]) -> dict[int, str]:
-        """Segment -> policy, of those that recompute."""
+        """Return segment -> policy for the segments that recompute."""
         blocks = zip(span.blocks, chosen, strict=True)
         return {first + i: option.policy for block, option in blocks if option.policy != NONE for i in block}
 
     # ---- bytes ----
 
     def over_bytes(self, first: int, last: int, alive: int) -> float:
-        """By how much a stage of these segments is over its memory at the least."""
+        """Return by how many bytes a stage of these segments exceeds its memory under the most saving recomputation."""
         span = self.span(first, last)
-        kept, extra = bytes_of(leanest([span.options]), Alive(((alive,),)))
+        kept, extra = bytes_of(most_saving([span.options]), Alive(((alive,),)))
         return self._needed(span.state, span.upcast, kept, extra, self.method.virtual) - self.limit
 
     @property
     def budget_bytes(self) -> float:
-        """For state and activations."""
+        """Bytes available for state and activations."""
         return self.limit - self._communication_bytes - self.device.context_bytes
 
     def _needed(self, state: Memory, upcast: int, kept: int, extra: int, chunks: int = 1) -> float:
-        """As `Memory.needed`, where a rank has so many chunks like this."""
+        """Return `Memory.needed` of a rank with `chunks` chunks of this state."""
         state_bytes = (state.parameters + state.gradients + state.optimizer) * chunks
         work = kept + max(extra, upcast * chunks - kept)
         held = allocator_bytes(work, FRAGMENTATION_LEAST)
         return state_bytes + work + held + self._communication_bytes + self.device.context_bytes
 
     def memory(self, state: Memory, upcast: int, kept: int, extra: int) -> Memory:
-        """Of one pipeline rank."""
+        """Return the memory of one pipeline rank."""
         work = kept + extra
         found = state + Memory(
             activations=kept,
@@ -160,18 +162,18 @@ class StageCost:
             communication=self._communication_bytes,
             context=self.device.context_bytes,
         )
-        # blocks of a pass are no use to the step, which wants few large ones: the allocator keeps both
+        # the step needs few large blocks and cannot reuse those of a pass: the allocator holds both
         unused = allocator_bytes(work) + min(work, upcast)
         return found + Memory(overhead=min(unused, max(0, self.device.memory_bytes - found.total)))
 
     @cached_property
     def _communication_bytes(self) -> int:
-        """Buffers of the library, by communicator, and of gradients on their way."""
+        """Bytes of the library's buffers per communicator and of gradient buckets."""
         c, dp = self.candidate, self.chunks.dp
         groups = (c.tp * dp * c.pp, c.tp, dp, c.pp, min(c.pp, 2))
-        return communicator_bytes(groups) + 3 * self.method.bucket_bytes  # two to reduce by turns, one to gather
+        return communicator_bytes(groups) + 3 * self.method.bucket_bytes  # two alternate in reduction, one to gather
 
-    # ---- stretches and their blocks ----
+    # ---- runs of segments and their blocks ----
 
     def _key(self, first: int, last: int) -> _Key:
         return first == 0, self.chunks.names[first : last + 1]
@@ -189,7 +191,7 @@ class StageCost:
         return self._spans[key]
 
     def blocks(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
-        """The segments of each block of a stage: repetitions of units, or the parts of them that lie inside."""
+        """Yield the segments of each block of a stage: a repetition of a unit, or the part of it inside the stage."""
         for unit in self.folded.units:
             if unit.last < first or unit.first > last:
                 continue
@@ -199,7 +201,7 @@ class StageCost:
                     yield inside
 
     def options_of(self, block: tuple[int, ...]) -> RecomputeOptions:
-        """Ways to recompute a block."""
+        """Return the recompute options of a block."""
         kinds = tuple(self.folded.segments[i].kind for i in block)
         if kinds not in self._block_options:
             self._block_options[kinds] = undominated(
@@ -222,15 +224,15 @@ class StageCost:
         return 0.0 if policy == NONE else sum(self.chunks.recompute_s(i, policy) for i in run)
 
     def _repeats(self, block: tuple[int, ...]) -> bool:
-        """Whether a block is one of many: what a full recompute means, where a model has any that repeat."""
+        """Return whether a block is in a repeated unit, or no unit is: a fixed policy applies to these blocks only."""
         units = [u for u in self.folded.units if u.count > 1] or list(self.folded.units)
         return any(u.first <= block[0] <= u.last for u in units)
 
-    # ---- what no stage does without ----
+    # ---- lower bounds per segment ----
 
     @cached_property
     def _alike(self) -> list[list[tuple[int, ...]]]:
-        """Every block, equal ones together."""
+        """Blocks, grouped by equality."""
         alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for block in self.blocks(0, len(self.chunks.names) - 1):
             alike.setdefault(tuple(self.chunks.names[i] for i in block), []).append(block)
@@ -243,12 +245,12 @@ class StageCost:
 
     @cached_property
     def _firsts(self) -> dict[int, int]:
-        """Name of a segment -> the first that has it."""
+        """Name of a segment -> the first segment with that name."""
         return {name: i for i, name in reversed(list(enumerate(self.chunks.names)))}
 
     @cached_property
     def state(self) -> Floats:
-        """Of each segment: bytes of parameters, gradients and optimizer."""
+        """Least bytes of parameters, gradients and optimizer for each segment; 0 if memory is unlimited."""
         if self.limit == math.inf:
             return np.zeros(len(self.chunks.names))
         known = {name: float(self.chunks.state_at_least(i).state) for name, i in self._firsts.items()}
@@ -256,7 +258,7 @@ class StageCost:
 
     @cached_property
     def base_s(self) -> Floats:
-        """Of each segment: seconds of a microbatch, with the quickest recomputation that is allowed."""
+        """Seconds of a microbatch for each segment, with the fastest recomputation that is allowed."""
         base = np.array([cost.forward_s + cost.backward_s for cost in self._singles])
         for same in self._alike:
             policy = self.options_of(same[0])[0].policy
@@ -267,7 +269,7 @@ class StageCost:
 
     @cached_property
     def kept(self) -> tuple[Floats, Floats]:
-        """Of each segment: bytes that it keeps per microbatch (its share of its block), and at the least."""
+        """Bytes per microbatch that each segment keeps (its share of its block), and the least of any option."""
         kept, least_kept = np.zeros(len(self.chunks.names)), np.zeros(len(self.chunks.names))
         for same in self._alike:
             options, alone = self.options_of(same[0]), [self.options_of((i,)) for i in same[0]]
@@ -280,12 +282,12 @@ class StageCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """The least seconds that recomputation takes for a byte that it saves, were an input nothing."""
+        """Least seconds of recomputation per byte saved, if the kept inputs of full recomputation took no memory."""
         alternatives = (self.options_of(part) for b, *_ in self._alike for part in (b, *((i,) for i in b)))
         return min((rate for options in alternatives for rate in _rates(options)), default=math.inf)
 
     def relaxed(self) -> list[Blocks]:
-        """The blocks, as `search/pipeline/lp_bound.py` shares them out."""
+        """Return the blocks for the linear relaxation of `search/pipeline/lp_bound.py`."""
         found = []
         for same in self._alike:
             block = same[0]
@@ -296,7 +298,10 @@ class StageCost:
         return found
 
     def _part(self, run: tuple[int, ...], block: tuple[int, ...] = (), share: float = 1.0) -> BlockOptions:
-        """A block, or a segment of one. Of three and more, two may keep less together than each by itself."""
+        """Return the relaxed options of a block, or of the segment `run` of `block`.
+
+        In a block of three or more, two segments may keep less together than alone: one counts as its `share` at most.
+        """
         whole = {option.policy: option.peak.kept for option in self.options_of(block)} if len(block) > 2 else {}
         chosen = tuple(
             (self._recompute_s(run, option.policy), min(option.peak.kept, share * whole.get(option.policy, math.inf)))

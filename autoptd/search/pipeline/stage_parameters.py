@@ -1,4 +1,4 @@
-"""The parameters that a stage holds: how each is stored, in which dtype, and whether gradients pass it."""
+"""Parameters of a stage (storage, dtype, gradients) and the memory peak of its blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoptd.search.sharding.tensors import Sharded, Tensors
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter on a stage: its place in forward order, local elements, how it is stored, whether it is frozen."""
+    """A parameter on a stage. `order`: its position in forward order; `numel`: local elements."""
 
     order: int
     numel: int
@@ -27,19 +27,19 @@ class Held:
 
 
 def parameter_dtypes(folded: Folded) -> dict[str, torch.dtype]:
-    """Name of a parameter -> its own dtype: of integers, say, that are frozen."""
+    """Return parameter -> its own dtype, which may differ from the plan's (frozen integers, say)."""
     nodes = (*(p for s in folded.segments for p in s.parameters), *folded.unused_parameters)
     return {folded.traced.parameters[node.name]: infos(node)[0].dtype for node in nodes}
 
 
 def kinds_with_gradient(folded: Folded) -> frozenset[str]:
-    """The kinds to any of whose tensors a gradient comes: their parameters are read in the backward pass too."""
+    """Return the kinds through which gradients flow: backward reads their parameters too."""
     kinds = folded.representatives.items()
     return frozenset(kind for kind, segment in kinds if any(t.requires_grad for n in segment.nodes for t in infos(n)))
 
 
 def block_peak(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: Method) -> Peak:
-    """What consecutive segments keep, and need at most, per microbatch under a recompute policy; kept per kinds."""
+    """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds."""
     key = tuple(s.kind for s in segments), policy, method.gathers, method.loss
     if key not in sharded.peaks:
         found = tensors.workbook.walk(
@@ -54,7 +54,7 @@ def block_peak(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], 
 
 
 def loss_of(method: Method, folded: Folded, sharding: Sharding) -> str:
-    """`"kept"` or `"in_place"`: what is asked for, or what `"auto"` comes to under this sharding."""
+    """Return `"kept"` or `"in_place"`, with `"auto"` resolved for this sharding."""
     if method.loss != "auto":
         return method.loss
     return "in_place" if cuts_logits(folded, sharding) else "kept"

@@ -1,4 +1,4 @@
-"""The stage level of one candidate: bounds of all its cuts, the best cut, and what refuses it."""
+"""The stage-level problem of one candidate: bounds over all cuts, the best cut, and the memory that is missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, simulated, timed
-from autoptd.search.pipeline.lower_bounds import beside_s, edges_s, warm_up
+from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, warm_up
 from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
 from autoptd.search.pipeline.partition import Cuts, even_cuts, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
@@ -29,7 +29,7 @@ from autoptd.search.sharding.tensors import Sharded, Tensors
 
 
 class StagesDoNotFit(DoesNotFit):
-    """No cut of a candidate fits. `Stages.shortfall` finds what is missing, which takes longer than to find out."""
+    """No cut of a candidate fits. `Stages.shortfall` computes the missing memory, which takes longer."""
 
 
 class Stages:
@@ -45,23 +45,23 @@ class Stages:
         optimizer: str,
         cluster: Cluster | None = None,
     ) -> None:
-        """`cluster`: where it differs in what devices hold from the one that tensors were split for."""
+        """`cluster`: given if its devices differ in memory from the one that tensors were split for."""
         self.tensors, self.sharded, self.candidate, self.method = tensors, sharded, candidate, method
         self.cluster = cluster or tensors.cluster
         self.folded = tensors.folded
         self.chunks = ChunkCosts(tensors, sharded, candidate, method, precision, optimizer)
         self.stage_costs = self._stage_costs()
 
-    def _stage_costs(self, free: bool = False) -> list[StageCost]:
-        """One for each type of device that the pipeline's ranks are on."""
+    def _stage_costs(self, unlimited: bool = False) -> list[StageCost]:
+        """Return one `StageCost` per type of device among the pipeline ranks; `unlimited`: they ignore memory."""
         devices = [pool.device for pool in self.cluster.pools]
         if not self.candidate.pools:
-            return [StageCost(self.chunks, devices[0], free)]
+            return [StageCost(self.chunks, devices[0], unlimited)]
         first = [self.candidate.pools.index(pool) for pool in range(len(devices))]
-        return [StageCost(self.chunks.on(rank), device, free) for rank, device in zip(first, devices, strict=True)]
+        return [StageCost(self.chunks.on(rank), device, unlimited) for rank, device in zip(first, devices, strict=True)]
 
     def stage_cost(self, stage: int) -> StageCost:
-        """Where a stage runs."""
+        """Return the costs on the device type that a stage runs on."""
         return self.stage_costs[self._pools[self.candidate.route.holder(stage)]]
 
     @cached_property
@@ -69,22 +69,20 @@ class Stages:
         return self.candidate.pools or (0,) * self.candidate.pp
 
     def solve(self) -> Staged:
-        """The best cut. Raises DoesNotFit."""
+        """Return the best cut. Raises DoesNotFit."""
         if self.fixed:
             return self.finish(self._fixed_cuts())
         if self.method.virtual == 1:
             return self.finish(self._cut())
-        stage_costs, self.stage_costs = (
-            self.stage_costs,
-            self._stage_costs(free=True),
-        )  # memory is a matter of all chunks of a rank together
+        # memory depends on all chunks of a rank together, so the first cut ignores it
+        stage_costs, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
         cuts = self._cut()
         self.stage_costs = stage_costs
         del self.problem
         found = [staged for cut in (cuts, self._even()) if cut and (staged := self._if_it_fits(cut))]
-        if found:  # with several chunks a rank, equal ones may wait less than the bound tells
+        if found:  # with several chunks per rank, even chunks may wait less than the bound assumes
             return min(found, key=lambda staged: simulated(staged).seconds)
-        return self.finish(self._cut())  # as if the other chunks of a rank were like the one looked at
+        return self.finish(self._cut())  # assumes that all chunks of a rank need the same memory
 
     def _even(self) -> Cuts | None:
         try:
@@ -100,11 +98,11 @@ class Stages:
 
     @property
     def fixed(self) -> bool:
-        """Whether the cut is not a matter of choice."""
+        """True if the constraints leave one possible cut."""
         return self.method.stages == "even" or bool(self.method.starts)
 
     def _fixed_cuts(self) -> Cuts:
-        """The cut that there is no choice about."""
+        """Return the only possible cut."""
         if not self.method.starts:
             return even_cuts(self.folded, self.count)
         edges = (0, *self.method.starts, len(self.folded.segments))
@@ -112,20 +110,20 @@ class Stages:
 
     @property
     def count(self) -> int:
-        """Stages: chunks of all pipeline ranks."""
+        """Number of stages: chunks of all pipeline ranks."""
         return self.candidate.pp * self.method.virtual
 
     def alive(self, stage: int) -> int:
-        """Chunks whose activations the pipeline rank of a stage holds at its fullest."""
+        """Return the peak number of in-flight microbatches, summed over chunks, on the pipeline rank of a stage."""
         return self.held(self.candidate.route.holder(stage)).chunks
 
     def held(self, rank: int) -> Alive:
-        """What a pipeline rank holds of its chunks at its fullest."""
+        """Return the in-flight microbatches of each chunk of a pipeline rank at each candidate memory peak."""
         c = self.candidate
         return alive(rank, c.pp, c.microbatches, c.schedule, c.virtual)
 
     def finish(self, cuts: Cuts) -> Staged:
-        """These stages with the quickest recomputation that fits; of the step, the bound. Raises DoesNotFit."""
+        """Return these stages with the fastest recomputation that fits and a bound of the step. Raises DoesNotFit."""
         route, policies = self.candidate.route, list[Mapping[int, str]]([{}] * len(cuts))
         memory: list[Memory] = []
         for rank in range(route.ranks):
@@ -136,15 +134,14 @@ class Stages:
             choice = stage_cost.choose(spans, state, upcast, self.held(rank))
             if choice is None:
                 raise StagesDoNotFit("these stages do not fit")
-            for stage, span, ways in zip(mine, spans, choice.chosen, strict=True):
-                policies[stage] = stage_cost.policies(cuts[stage][0], span, ways)
+            for stage, span, options in zip(mine, spans, choice.chosen, strict=True):
+                policies[stage] = stage_cost.policies(cuts[stage][0], span, options)
             memory.append(stage_cost.memory(state, upcast, choice.kept, choice.extra))
         return timed(self.chunks, StageSolution(cuts, tuple(policies)), tuple(memory))
 
-    # ---- what the cuts search asks ----
+    # ---- the search for cuts ----
 
     def _cut(self) -> Cuts:
-        """Raises DoesNotFit."""
         rounds = self.candidate.microbatches - 1
         options = self.options if self.method.cut_solver == "ilp" else None
         found = solve_cuts(self.problem, rounds * self.method.virtual**2, self.seconds, options)
@@ -154,13 +151,13 @@ class Stages:
 
     @cached_property
     def problem(self) -> PartitionProblem:
-        """What is to be cut."""
+        """The input of the search for cuts."""
         first, v = self.stage_costs[0], self.method.virtual
         kept, least_kept = first.kept
         return PartitionProblem(
             names=self.chunks.names,
             base_s=tuple(stage_cost.base_s for stage_cost in self.stage_costs),
-            send_s=2 * self.chunks.messages.everywhere(),
+            send_s=2 * self.chunks.messages.send_table_s(),
             alive=tuple(self.alive(k) for k in range(self.count)),
             pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
             state=first.state * v,
@@ -172,18 +169,18 @@ class Stages:
         )
 
     def seconds(self, stage: int, first: int, last: int) -> float:
-        """What a stage of these segments takes per microbatch with the quickest recomputation that fits."""
+        """Return seconds of a stage per microbatch with the fastest recomputation that fits; infinite if none does."""
         cost = self.stage_cost(stage).cost(first, last, self.alive(stage))
         return math.inf if cost is None else cost.forward_s + cost.backward_s
 
     def options(self, stage: int, first: int, last: int) -> Sequence[StageOption]:
-        """Ways to recompute a stage of these segments."""
+        """Return the recompute options of a stage of these segments."""
         return self.stage_cost(stage).options(first, last, self.alive(stage))
 
     def passes(self, stage: int, first: int, last: int) -> tuple[float, float] | None:
-        """(forward, backward) of a stage at the least; None where nothing fits.
+        """Return a lower bound on seconds (forward, backward) of a stage; None if the stage is impossible.
 
-        Where a rank has several chunks, without recomputation: what fits is a matter of all of them."""
+        With several chunks per rank recomputation is left out, since memory depends on all of them."""
         if not self.method.uncut.isdisjoint((first, last + 1)):
             return None
         stage_cost = self.stage_cost(stage)
@@ -194,14 +191,14 @@ class Stages:
     # ---- bounds of all cuts ----
 
     def contiguous_bound_s(self) -> float:
-        """Of all cuts, by the slowest stage of the best of them, were memory as `PartitionProblem` counts it.
+        """Return a lower bound over all cuts, from the least possible bottleneck B under `PartitionProblem`'s memory.
 
-        The slowest takes B. Path (1) of `search/pipeline/lower_bounds.py` is m B. Path (2) is at least
-        T + (m - 1) B - (w - 1) B / 2, and the messages of one microbatch there and back.
+        Path (1) of `search/pipeline/lower_bounds.py` is m B. Path (2) is at least T + (m - 1) B - (w - 1) B / 2 plus
+        the messages of one microbatch in both directions. Infinite if no cut fits.
         """
         c, method = self.candidate, self.method
         problem = replace(self.problem, send_s=np.zeros_like(self.problem.send_s))  # messages may overlap with passes
-        if method.virtual > 1:  # other chunks of the rank may keep less
+        if method.virtual > 1:  # other chunks of the rank may need less memory
             problem = replace(problem, budget_bytes=(math.inf,) * len(problem.budget_bytes))
         base: Floats = problem.least_s
         total = float(base.sum())
@@ -216,18 +213,18 @@ class Stages:
             return math.inf
         slowest, m = found.value, c.microbatches
         if method.virtual > 1 or row_of(method.schedule).halves:
-            return max(m * slowest, edges_s(self.least_sends_s, method.schedule, c.pp, m))
+            return max(m * slowest, busiest_edge_s(self.least_sends_s, method.schedule, c.pp, m))
         waits = warm_up(method.schedule, 0, c.pp, m) - 1
-        there_and_back = total + 2 * sum(self.least_sends_s) + (m - 1 - waits / 2) * slowest
-        return max(m * slowest, there_and_back, total + beside_s(self.least_sends_s, method.schedule, m))
+        round_trip_s = total + 2 * sum(self.least_sends_s) + (m - 1 - waits / 2) * slowest
+        return max(m * slowest, round_trip_s, total + message_path_s(self.least_sends_s, method.schedule, m))
 
     @cached_property
     def least_sends_s(self) -> tuple[float, ...]:
-        """Of a message behind each stage but the last, wherever stages end."""
+        """Least seconds of a message after each stage but the last, over all places where the stage may end."""
         return tuple((self.problem.least_sends_s[:-1] / 2).tolist())
 
     def relaxed_bound_s(self) -> float:
-        """Of all cuts; infinite where none fits. See `search/pipeline/lp_bound.py`."""
+        """Return the lower bound of `search/pipeline/lp_bound.py` over all cuts; infinite if none fits."""
         c, method = self.candidate, self.method
         held = tuple(self.held(rank).least for rank in range(c.pp))
         budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
@@ -235,14 +232,14 @@ class Stages:
         pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
         return relaxed_bound_s([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline)
 
-    # ---- what is missing where nothing fits ----
+    # ---- missing memory if nothing fits ----
 
     def over_bytes(self, stage: int, first: int, last: int) -> float:
-        """By how much a stage of these segments is over its memory at the least."""
+        """Return by how many bytes a stage of these segments exceeds its memory under the most saving recomputation."""
         return self.stage_cost(stage).over_bytes(first, last, self.alive(stage))
 
     def shortfall(self) -> Shortfall:
-        """Return what the cut lacks whose fullest stage is over its memory by the least."""
+        """Return the missing memory of the cut whose worst stage exceeds its memory least."""
         cuts = self._fixed_cuts() if self.fixed else smallest_cut(self.problem).cuts
         over = [self.over_bytes(k, *run) for k, run in enumerate(cuts)]
         names = [segment.name for segment in self.folded.segments]
@@ -251,10 +248,10 @@ class Stages:
             stages=tuple((names[first], names[last]) for first, last in cuts),
             missing_bytes=tuple(max(0.0, value) for value in over),
             budget_bytes=max(self.stage_cost(k).budget_bytes for k in range(len(cuts))) + max(over),
-            recompute_fits=self.candidate.recompute != "auto" and self._auto_would_do(cuts),
+            recompute_fits=self.candidate.recompute != "auto" and self._auto_fits(cuts),
         )
 
-    def _auto_would_do(self, cuts: Cuts) -> bool:
+    def _auto_fits(self, cuts: Cuts) -> bool:
         other = Stages(
             self.tensors,
             self.sharded,

@@ -1,6 +1,6 @@
-"""All runs of consecutive segments that a pipeline stage may hold, as arrays, and the best way to line them up.
+"""All windows (runs of consecutive segments) that a pipeline stage may hold, as arrays, and the best partition.
 
-Array axes: [stage k, last segment e, number of segments - 1]; `starts[e, l] = e - l`. What cannot be is infinite.
+Array axes: [stage k, last segment e, number of segments - 1]; `starts[e, l] = e - l`. Impossible windows are infinite.
 `partition` picks one window per stage, end to end.
 """
 
@@ -18,21 +18,21 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Cuts = tuple[tuple[int, int], ...]  # first and last segment per stage
 Measure = Callable[[int, int, int], float]  # of (stage, first segment, last segment)
-SLACK = 1 + 1e-9  # on limits of time that only say where to look
-_BASE, _ODD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # large odd numbers without pattern
+SLACK = 1 + 1e-9  # tolerance on time limits that prune windows
+_BASE, _ODD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # hash multipliers: large odd numbers without pattern
 
 
 @dataclass(frozen=True)
 class PartitionProblem:
-    """What is to be cut into so many stages.
+    """A sequence of segments to cut into `stages` stages.
 
-    `names`: equal for segments that are alike wherever they are; `base_s`: what each takes at the least, by type of
-    device; `send_s`: added to a stage that ends there, [stage, segment], 0 for the last of either. Of each stage,
-    `alive`: microbatches (chunks) in flight; `pools`: its type of device.
+    `names`: equal for segments that cost the same anywhere; `base_s`: least seconds of each segment, by device type;
+    `send_s`: added to a stage that ends there, [stage, segment], 0 for the last of either. For each stage, `alive`:
+    in-flight microbatches (chunks); `pools`: its device type.
 
-    What memory adds: a stage holds at the least the `state` of its segments, and `kept` per microbatch in flight less
-    what recomputation saves, which takes `again_s` for every byte and leaves `lean`. Of all that, `room` bytes may be
-    there. No stage may begin with a segment that is `uncut`.
+    Memory: a stage holds the `state` of its segments and, per in-flight microbatch, their `kept` bytes, which
+    recomputation reduces to no less than `least_kept` at `recompute_s` seconds per byte (by device type). The sum is
+    at most `budget_bytes` (by device type). No stage may begin with a segment in `uncut`.
     """
 
     names: tuple[int, ...]
@@ -53,33 +53,33 @@ class PartitionProblem:
 
     @cached_property
     def least_sends_s(self) -> Floats:
-        """Of each stage: what it adds to it wherever it ends."""
+        """Least of `send_s` for each stage, over all places where it may end."""
         ends = self.send_s[:, :-1]
         return ends.min(axis=1) if ends.size else np.zeros(self.stages)
 
     @property
     def least_s(self) -> Floats:
-        """What each segment takes on whatever device is the fastest for it."""
+        """Seconds of each segment on the device type that is fastest for it."""
         return np.minimum.reduce(self.base_s)
 
     def of_stages(self, values: Sequence[float]) -> Floats:
-        """Of each stage, what holds for its type of device, [k, 1, 1]."""
+        """Return the value for each stage, [k, 1, 1], of values by device type."""
         return np.array(values, dtype=float)[list(self.pools)][:, None, None]
 
     def windows(self, width_s: float) -> Windows:
-        """Those of no more than so much work."""
+        """Return the windows of at most `width_s` seconds of work."""
         return Windows(self, longest_within(self.least_s, width_s))
 
 
 def longest_within(base_s: Floats, width_s: float) -> int:
-    """How many segments a window of so much work has at the most."""
+    """Return the most segments of a window of `width_s` seconds of work."""
     before = np.concatenate([[0.0], np.cumsum(base_s)])
     first = np.searchsorted(before, before[1:] - width_s * SLACK)
     return int((np.arange(1, len(base_s) + 1) - first).max())
 
 
 class Windows:
-    """Windows of at most `longest` segments of a line."""
+    """Windows of at most `longest` segments."""
 
     def __init__(self, problem: PartitionProblem, longest: int) -> None:
         self.problem = problem
@@ -92,12 +92,11 @@ class Windows:
 
     @cached_property
     def lower_s(self) -> Floats:
-        """No stage that holds the window takes less, [k, e, l]."""
+        """Lower bound on the seconds of a stage that holds the window, [k, e, l]."""
         problem, alive = self.problem, np.array(self.problem.alive, dtype=float)[:, None, None]
         kept = self._sums(problem.kept)
-        over = (
-            self._sums(problem.state) / alive + kept - problem.of_stages(problem.budget_bytes) / alive
-        )  # per microbatch in flight
+        # bytes over the budget per in-flight microbatch
+        over = self._sums(problem.state) / alive + kept - problem.of_stages(problem.budget_bytes) / alive
         with np.errstate(invalid="ignore"):
             again = np.where(
                 over > 0, np.where(over > kept, np.inf, over * problem.of_stages(problem.recompute_s)), 0.0
@@ -106,23 +105,23 @@ class Windows:
         return np.where(self.possible, base + problem.send_s[:, :, None] + again, np.inf)
 
     @cached_property
-    def least_over(self) -> Floats:
-        """Bytes over the room at the least, [k, e, l]."""
+    def least_excess(self) -> Floats:
+        """Least bytes over the budget, negative if a window fits, [k, e, l]."""
         alive = np.array(self.problem.alive, dtype=float)[:, None, None]
         held = self._sums(self.problem.state) + alive * self._sums(self.problem.least_kept)
         return np.where(self.possible, held - self.problem.of_stages(self.problem.budget_bytes), np.inf)
 
     def _sums(self, values: Floats) -> Floats:
-        """Over each window, [e, l]."""
+        """Return the sum of `values` over each window, [e, l]."""
         before = np.concatenate([[0.0], np.cumsum(values)])
         return before[1:, None] - before[np.maximum(self.starts, 0)]
 
     def times_s(self, cap_s: float, seconds: Measure) -> Floats:
-        """Seconds of the windows that some partition with no time above `cap_s` uses; infinite for the others."""
+        """Return the seconds of windows that a partition with bottleneck `cap_s` or less may use; else infinite."""
         return self.measured(self.lower_s <= cap_s * SLACK, seconds) + self.problem.send_s[:, :, None]
 
     def measured(self, wanted: NDArray[np.bool_], measure: Measure) -> Floats:
-        """A measure of the wanted windows, as far as they line up: once for each content, on stages that are alike."""
+        """Return a measure of the wanted windows in any full partition, computed once for equal contents and stages."""
         usable = self._usable(wanted)
         found = np.full(self._shape, np.inf)
         at = np.nonzero(usable)
@@ -138,19 +137,19 @@ class Windows:
         return found
 
     def runs(self, cap_s: float) -> Iterator[tuple[int, int, int]]:
-        """(stage, first, last segment) of the windows that some partition with no time above `cap_s` uses."""
+        """Yield (stage, first, last segment) of windows that a partition with bottleneck `cap_s` or less may use."""
         for k, last, more in np.argwhere(self._usable(self.lower_s <= cap_s * SLACK)).tolist():
             yield k, last - more, last
 
     def _usable(self, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Of the wanted windows, those that line up with others."""
+        """Return the wanted windows that are part of a full partition into wanted windows."""
         usable: NDArray[np.bool_] = wanted & self.possible
         self._drop_unreachable(usable)
         return usable
 
     @cached_property
     def _contents(self) -> NDArray[np.uint64]:
-        """A number for what is in each window and whether it begins the line, [e, l]: a polynomial in its names."""
+        """Hash of each window's names and of whether it starts at segment 0, [e, l]: a polynomial rolling hash."""
         names = np.array(self.problem.names, dtype=np.uint64) * np.uint64(_ODD) + np.uint64(_ODD >> 7)
         powers = np.ones(len(names) + 1, dtype=np.uint64)
         before = np.zeros(len(names) + 1, dtype=np.uint64)
@@ -168,7 +167,7 @@ class Windows:
         return (self.problem.stages, *self.starts.shape)
 
     def _drop_unreachable(self, usable: NDArray[np.bool_]) -> None:
-        """Leave windows that begin where an earlier stage can end and end where a later one can begin."""
+        """Clear windows that do not begin where the previous stage can end, or end where the next can begin."""
         stages, n, _ = usable.shape
         starts = np.maximum(self.starts, 0)
         here = np.zeros(n + 1, dtype=bool)
@@ -191,9 +190,9 @@ class Partition:
 
 
 def partition(values: Floats, starts: Ints, *, minimax: bool = False) -> Partition | None:
-    """One window per stage, end to end over all segments, of least sum (or maximum); None where all are infinite.
+    """Return one window per stage, end to end over all segments, of least sum (or maximum); None if all are infinite.
 
-    reach_k[e] = min over l of reach_{k-1}[start] (+ or max) values[k, e, l]; among equals the shortest window.
+    reach_k[e] = min over l of reach_{k-1}[start] (+ or max) values[k, e, l]; ties take the shortest window.
     """
     stages, n, _ = values.shape
     safe = np.maximum(starts, 0)

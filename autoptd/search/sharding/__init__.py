@@ -1,4 +1,4 @@
-"""How tensors are split over the tp axis (what Alpa calls intra-op parallelism): the legal strategies
-of every op, their cost, and the integer program that chooses among them. Does not know of pipeline
-stages.
+"""Splits of tensors over the tp axis (intra-op parallelism in Alpa): strategies, their costs, and the ILP that chooses.
+
+Other packages import `cache`, `tensors` and `kind_cost`. The package knows nothing of pipeline stages.
 """

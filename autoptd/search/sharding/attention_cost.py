@@ -1,12 +1,12 @@
-"""What an attention launches on one rank, by the kernel that does it (`passes/analysis/attention.py`).
+"""Kernels of an attention op on one rank, by implementation (`passes/analysis/attention.py`).
 
-    fused       one kernel; round a ring one for every tile, and the putting together of tiles
+    fused       one kernel; in a ring one per tile, and kernels that merge the tiles
     efficient   one kernel, at the rates of FlashAttention's first version: xFormers' kernel, which torch's is, runs
                 about as fast (Dao 2023, FlashAttention-2, figures 4 to 6, quoted from memory)
-    written     products with scores as their result or operand, and everything between through memory
+    written     unfused: products with the scores as result or operand, and softmax and mask through memory
 
-Under a causal mask a fused kernel skips what is masked; what is written out does not, but a ring skips whole tiles: of
-the 2 cp × 2 cp tiles of a sequence a rank has 2 cp + 1 of 4 cp.
+Under a causal mask a fused kernel skips masked scores. Unfused attention does not, but a ring skips whole tiles: of the
+2 cp × 2 cp tiles of a sequence a rank has 4 cp, of which it computes 2 cp + 1.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _PART = "attention"
 
 @dataclass(frozen=True)
 class Shape:
-    """On one rank: (samples × heads) of `queries` × `keys` scores, heads of `width`; `cp` ranks share the keys."""
+    """Local sizes of attention: `heads` (samples × heads) matrices of `queries` × `keys` scores; head dim `width`."""
 
     heads: int
     queries: int
-    keys: int  # of all cp ranks
+    keys: int  # of all `cp` ranks, which share them
     width: int
     cp: int = 1
 
     @property
     def flops(self) -> float:
-        """Of the two products of a forward pass, over the whole square."""
+        """Floating-point operations of the two products of a forward pass, without a mask."""
         return 4.0 * self.heads * self.queries * self.keys * self.width
 
 
@@ -47,9 +47,9 @@ def attention_works(
     implementation: str,
     backward: bool = False,
 ) -> Iterator[OpWork]:
-    """The kernels of one pass. `nbytes`: of operands, results and their gradients, each moved once.
+    """Yield the kernels of one pass. `nbytes`: operands, results and their gradients, each moved once.
 
-    `implementation`: of fused kernels, as the plan constraints it.
+    `implementation`: of fused kernels, as fixed in the plan's options; empty: by default.
     """
     way = form.way(device.kind)
     tiles, rows, share = _tiles(form, shape)
@@ -78,7 +78,7 @@ def attention_works(
 
 
 def _tiles(form: AttentionForm, shape: Shape) -> tuple[int, int, float]:
-    """(tiles of a rank, queries of one, share of the square that they cover)."""
+    """Return (tiles of a rank, queries of a tile, share of all scores that the tiles cover)."""
     if not form.ring:
         return 1, shape.queries, 1.0
     if not form.causal:

@@ -1,7 +1,7 @@
-"""From a folded graph to the numbers of the splits ILP.
+"""Build the splits ILP from a folded graph.
 
-Every kind enters once, weighted by how many segments are of it. Edges between kinds are ties: a kind must hand a
-tensor on in the placement in which every receiver takes it; parameters that several kinds read lie one way for all.
+Every kind enters once, weighted by its number of segments. Edges between kinds are ties: sender and receivers of a
+tensor agree on its placement, and so do all kinds that read a shared parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autoptd.search.sharding.strategies import counts_tokens, legal_strategies
 
 
 class SplitNumbers(Prices):
-    """Numbers of the splits ILP of one folded graph on one cluster, for fixed tp, b and s."""
+    """The splits ILP of one folded graph on one cluster, for fixed tp, b and s."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class SplitNumbers(Prices):
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
-        `policies`: those of recomputation that costs are to be told for. `pins`: parameter-name pattern -> placement;
-        `whole`: names of parameters that are not split. Equal segments lie alike: one that is named stands for all.
-        `programs`: of problems solved before.
+        `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement; `whole`: names
+        of parameters that are not split. Both apply to all equal segments if they name a parameter of one.
+        `programs`: cache of programs built before.
         """
         super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context)
         self.folded = folded
@@ -76,7 +76,7 @@ class SplitNumbers(Prices):
 
     @cached_property
     def problem(self) -> SplitProblem:
-        """Numbers for `solve_splits`."""
+        """The input of `solve_splits`."""
         nodes: list[Node] = []
         infos_by_tensor: dict[str, tuple[TensorInfo, int, bool]] = {}  # tensor -> (info, multiplicity, is parameter)
         saved_bytes: dict[tuple[str, Placement], float] = {}
@@ -108,14 +108,14 @@ class SplitNumbers(Prices):
         )
 
     def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement) -> bool:
-        """Integers have no partial values; without sequence parallelism nothing whole or summed is cut between ops."""
+        """Return whether a conversion is legal: integers have no partial values, and `_may_cut` limits new splits."""
         if isinstance(target, Split) and not isinstance(source, Split) and not self._may_cut(tensor):
             return False
         is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         return is_number or not any(str(p) == "P" for p in (source, target))
 
     def _may_cut(self, tensor: TensorInfo) -> bool:
-        """Whether tp may split what lies between products: only with sequence parallelism, where it counts tokens."""
+        """Return whether tp may split a tensor between ops: without sequence parallelism not one with a token dim."""
         return self.sequence_parallel or not any(counts_tokens(n) for n in tensor.shape)
 
     def _kind_nodes(
@@ -149,7 +149,7 @@ class SplitNumbers(Prices):
             yield Node(scope.send(i), tuple(Choice(str(p), needs=((name, p),)) for p in options)), {}
 
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
-        """Placements in which a tensor may cross from segment to segment: never as partial values."""
+        """Return the placements in which a tensor may cross between segments: never partial values."""
         broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
         if self.ranks == 1 or not self._may_cut(tensor):
             return broadcasts
@@ -169,9 +169,9 @@ class SplitNumbers(Prices):
             Split(dim, groups)
             for dim, size in enumerate(tensor.shape)
             for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset()))
-            if self.ranks > 1 and slot not in self._kept and self.sizes.divisible(size, self.ranks, groups)
+            if self.ranks > 1 and slot not in self._whole_slots and self.sizes.divisible(size, self.ranks, groups)
         ]
-        whole = not splits or node not in self.workbook.facts.weights or slot in self._pinned
+        whole = not splits or node not in self.workbook.facts.weights or slot in self._pinned_slots
         if whole:
             yield Choice("B", gives=((name, B),), bytes=static * self.nbytes(tensor))
         if whole and tensor.requires_grad and self.ranks > 1:
@@ -181,7 +181,7 @@ class SplitNumbers(Prices):
             yield Choice(str(split), gives=((name, split),), bytes=static * self.nbytes(tensor, split))
 
     def parameter_node(self, name: str) -> Node | None:
-        """The placements that a parameter may be stored in; None for one that no op of the graph uses."""
+        """Return the node of a parameter's placements; None if no op of the graph uses the parameter."""
         names = self.folded.traced.parameters
         for kind, segment in self.folded.representatives.items():
             for i, node in enumerate(segment.parameters):
@@ -191,13 +191,13 @@ class SplitNumbers(Prices):
         return None
 
     @cached_property
-    def _pinned(self) -> frozenset[tuple[str, int]]:
-        """(kind, position) of the parameters that somebody placed by hand."""
+    def _pinned_slots(self) -> frozenset[tuple[str, int]]:
+        """(kind, position) of the parameters with a placement fixed by the user."""
         return frozenset((kind, i) for pattern in self.pins for kind, i, _ in self.workbook.facts.hits(pattern))
 
     @cached_property
-    def _kept(self) -> frozenset[tuple[str, int]]:
-        """Those that are to stay whole."""
+    def _whole_slots(self) -> frozenset[tuple[str, int]]:
+        """(kind, position) of the parameters that must stay whole."""
         return self.workbook.facts.slots(self.whole)
 
     def _op_choice(
@@ -250,7 +250,7 @@ class SplitNumbers(Prices):
                     yield owners[name], mine
 
     def _fixed(self, nodes: list[Node]) -> dict[str, str]:
-        """Labels of the parameters that a name pattern pins. Raises PlanError for what cannot be."""
+        """Return node -> label of the parameters that `pins` fixes. Raises PlanError for an impossible placement."""
         found = {}
         choices = {n.name: [c.label for c in n.choices] for n in nodes}
         for pattern, text in self.pins.items():
@@ -263,7 +263,7 @@ class SplitNumbers(Prices):
                 mine = Scope(kind, segment).parameter(i)
                 if placement not in choices[mine]:
                     raise PlanError(
-                        f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot lie as "
+                        f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot be placed as "
                         f"{placement} on tp {self.ranks}",
                         where=f"fix['splits'][{pattern!r}]",
                         fix=f"possible: {', '.join(choices[mine])}",
@@ -274,7 +274,7 @@ class SplitNumbers(Prices):
 
 @dataclass(frozen=True)
 class Scope:
-    """Names within a kind: tensors from outside the segment get the kind as a prefix."""
+    """Names of tensors and nodes within a kind; tensors from outside the segment get the kind as a prefix."""
 
     kind: str
     segment: Segment
@@ -286,7 +286,7 @@ class Scope:
         return node not in self.segment.nodes
 
     def is_outside(self, node: fx.Node) -> bool:
-        """Parameters and prelude: kept anyway, not for the backward pass."""
+        """Return whether a node is a parameter or in the prelude: these stay in memory anyway."""
         return node in self.segment.parameters or node in self.segment.prelude
 
     def parameter(self, i: int) -> str:

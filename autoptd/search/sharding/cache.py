@@ -1,12 +1,12 @@
-"""What the search has worked out about one folded graph, kept for the next plan of it.
+"""Cache of tensor-level results for one folded graph, reused by later plans of the same graph.
 
-Each entry is looked up by everything that its value depends on, so that none is ever out of date:
+The key of each entry holds everything that its value depends on, so that no entry is ever out of date:
 
     facts      the graph alone
     workbook   + kernels, attention
     legal      the graph, tp, sizes of a sample, whether tp may split the sequence
-    tensors    + cluster, samples of a microbatch, cp, microbatches, what is pinned, bytes of state, policies
-    sharded    + what a kept byte is worth
+    tensors    + cluster, samples of a microbatch, cp, microbatches, pinned placements, bytes of state, policies
+    sharded    + price of a byte saved for backward
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoptd.search.sharding.op_table import GraphFacts, Workbook
 from autoptd.search.sharding.strategies import legal_strategies
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
-_KEPT = 128  # sharded models: some hundred kilobytes each
+_ENTRIES = 128  # sharded models that are kept, some hundred kilobytes each
 
 Values = tuple[tuple[sympy.Symbol, int], ...]  # in the graph's order
 Legal = Mapping[str, dict[int, list[Strategy]]]
@@ -37,28 +37,28 @@ Legal = Mapping[str, dict[int, list[Strategy]]]
 
 @dataclass(frozen=True)
 class ShardingQuery:
-    """How a model lies best on a tp axis, and what that costs."""
+    """A key of the cache: everything that the best sharding on a tp axis and its cost depend on."""
 
     cluster: Cluster
     tp: int
     micro: int
-    values: Values  # of every symbol but b, on one rank
+    values: Values  # of every symbol except b, on one rank
     microbatches: int
     static_bytes: float
     cp: int = 1
     kernels: str = "eager"
     attention: str = ""
-    context: str = "ring"  # where cp is more than 1
+    context: str = "ring"  # used if cp is more than 1
     pins: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()  # parameters that tp does not split
     sequence_parallel: bool = True
     policies: tuple[str, ...] = PARTIAL
-    second_per_byte: float = 0.0  # that is kept, per microbatch
-    world: int = 0  # where it makes a difference: groups of tp ranks that lie unevenly over nodes
+    second_per_byte: float = 0.0  # price of a byte saved for backward, per microbatch
+    world: int = 0  # given if it matters: tp groups that lie unevenly over nodes
 
 
 class ShardingCache:
-    """Kept answers about one folded graph. Not for use by several threads at a time."""
+    """The cache of one folded graph. Not thread-safe."""
 
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
@@ -71,7 +71,7 @@ class ShardingCache:
         self._flops: dict[Values, tuple[float, float]] = {}
 
     def read(self) -> ShardingCache:
-        """Read off the graph what holds for every plan of it, where it would else be read for the first one."""
+        """Compute the facts about the graph now rather than during the first plan."""
         facts = self.facts
         assert facts.ops is not None and facts.offers is not None and facts.weights is not None
         return self
@@ -82,16 +82,16 @@ class ShardingCache:
         return self._workbooks[kernels, attention]
 
     def legal(self, tp: int, values: Values, sequence_parallel: bool) -> Legal:
-        """Strategies that there are for every op."""
+        """Return the legal strategies of every op."""
         key = tp, values, sequence_parallel
         if key not in self._legal:
             sizes = Sizes({BATCH: 1, **dict(values)}, BATCH)
             self._legal[key] = legal_strategies(self.folded, tp, sizes, sequence_parallel=sequence_parallel)
         return self._legal[key]
 
-    def tensors(self, question: ShardingQuery) -> Tensors:
-        """The problem that a question poses, unsolved: the same whatever a kept byte is worth."""
-        q = replace(question, second_per_byte=0.0)
+    def tensors(self, query: ShardingQuery) -> Tensors:
+        """Return the problem of a query, unsolved; it does not depend on `second_per_byte`."""
+        q = replace(query, second_per_byte=0.0)
         if q in self._tensors:
             self._tensors.move_to_end(q)
             return self._tensors[q]
@@ -113,36 +113,36 @@ class ShardingCache:
             context=q.context,
             programs=self._programs,
         )
-        if len(self._tensors) > _KEPT:
+        if len(self._tensors) > _ENTRIES:
             self._tensors.popitem(last=False)
         return self._tensors[q]
 
-    def sharded(self, question: ShardingQuery) -> tuple[Tensors, Sharded | AutoptdError]:
-        """The problem and its solution, or why there is none."""
-        if question in self._sharded:
-            self._sharded.move_to_end(question)
-            return self._sharded[question]
-        tensors = self.tensors(question)
+    def sharded(self, query: ShardingQuery) -> tuple[Tensors, Sharded | AutoptdError]:
+        """Return the problem of a query, and its solution or the error."""
+        if query in self._sharded:
+            self._sharded.move_to_end(query)
+            return self._sharded[query]
+        tensors = self.tensors(query)
         solved: Sharded | AutoptdError
         try:
-            solved = tensors.solve(question.second_per_byte)
+            solved = tensors.solve(query.second_per_byte)
         except AutoptdError as error:
             solved = error
-        self._sharded[question] = tensors, solved
-        if len(self._sharded) > _KEPT:
+        self._sharded[query] = tensors, solved
+        if len(self._sharded) > _ENTRIES:
             self._sharded.popitem(last=False)
         return tensors, solved
 
     def flops(self, values: Values) -> float:
-        """Floating point operations that one sample asks for: forward, and what of twice that backward is needed."""
+        """Return the floating-point operations of one sample: forward, and backward for operands with gradients."""
         return sum(self._flops_of(values))
 
     def product_flops(self, values: Values) -> float:
-        """Those of matrix products alone, which no device does faster than its sustained rate."""
+        """Return the part of `flops` in matrix products, which no device runs faster than its sustained rate."""
         return self._flops_of(values)[0]
 
     def _flops_of(self, values: Values) -> tuple[float, float]:
-        """(matrix products, all else)."""
+        """Return floating-point operations of (matrix products, all other ops)."""
         if values not in self._flops:
             sizes, products, others = Sizes({BATCH: 1, **dict(values)}, BATCH), 0.0, 0.0
             ops = self.facts.ops

@@ -24,10 +24,10 @@ Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
 
 
 class Prices:
-    """What things cost on `ranks` ranks of `cluster`, for given sizes.
+    """Costs of ops and conversions on `ranks` tp ranks of `cluster`, for given sizes.
 
-    `cp`: ranks that share a sample's tokens; sizes are those of one of them, but attention looks at all keys. By
-    `context`, keys go round or heads are exchanged. `world`: of all groups, where they lie unevenly over nodes.
+    `cp`: ranks that share a sample's tokens; sizes are those of one rank, but attention reads the keys of all.
+    `context`: "ring" or "ulysses". `world`: ranks of all tp groups, given if these lie unevenly over nodes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Prices:
         return self._numbers[size]
 
     def nbytes(self, tensor: TensorInfo, placement: Placement = B) -> int:
-        """Local bytes of a tensor in a placement."""
+        """Return the local bytes of a tensor in a placement."""
         if tensor not in self._nbytes:
             total = tensor.dtype.itemsize * (self.cp if is_quadratic(tensor.shape) else 1)
             for size in tensor.shape:
@@ -70,7 +70,7 @@ class Prices:
     # ---- kernels ----
 
     def kernels(self, node: fx.Node, strategy: Strategy) -> Kernels:
-        """What one op launches on one rank, forward and backward."""
+        """Return the kernels of one op on one rank, (forward, backward)."""
         key = node, str(strategy)
         if key not in self._kernels:
             op = self.workbook.ops[node]
@@ -83,7 +83,7 @@ class Prices:
         operands, outputs, extra = self._local(op, strategy)
         moves = op.traffic
         nbytes = sum(outputs[i] for i in moves.writes)
-        if op.is_lookup:  # of its table it reads only what it gives
+        if op.is_lookup:  # reads only the rows of its table that it returns
             nbytes += sum(outputs) + sum(operands[i] for i in moves.reads if i > 0)
         else:
             nbytes += sum(operands[i] for i in moves.reads)
@@ -115,7 +115,7 @@ class Prices:
         )
 
     def _product(self, op: OpFacts, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
-        if op.call.target in GROUPED:  # as if every matrix had equally many rows
+        if op.call.target in GROUPED:  # assumes that every matrix gets the same number of rows
             rows, matrices = (
                 [self.number(n) for n in local_shape(t, p, self.ranks)]
                 for t, p in zip(op.call.operands[:2], strategy.needs[:2], strict=True)
@@ -130,7 +130,7 @@ class Prices:
         for name, role in op.roles.items():
             size = self.number(op.loops.sizes[name])
             extents[role] *= size // strategy.ranks if name == split else size
-        if op.keys:  # a rank's queries meet the keys of all
+        if op.keys:  # a rank's queries attend to the keys of all cp ranks
             extents[op.keys], flops = extents[op.keys] * self.cp, flops * self.cp
         m, n, k, batch = (extents[role] for role in ("m", "n", "k", "batch"))
         return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch)
@@ -148,7 +148,7 @@ class Prices:
             nbytes += sum(extra[i] for i in moves.kept_extra)
             read = moves.kept_operands + (() if op.is_lookup else moves.gradients_written)
             nbytes += sum(operands[i] for i in read)
-            if op.is_lookup:  # adds its rows to a gradient
+            if op.is_lookup:  # adds its rows into the gradient of the table
                 nbytes += 2 * sum(outputs)
             if op.work.kind == "attention":
                 yield from self._attention(op, strategy, nbytes, backward=True)
@@ -159,7 +159,7 @@ class Prices:
             yield OpWork("memory", 0, 3 * operands[i] * times, op.dtype, backward=True, launches=times)
 
     def _local(self, op: OpFacts, strategy: Strategy) -> tuple[list[int], list[int], list[int]]:
-        """Local bytes of operands, outputs, and what else is kept."""
+        """Return the local bytes of operands, of outputs, and of other tensors saved for backward."""
         operands = [self.nbytes(t, p) for t, p in zip(op.call.operands, strategy.needs, strict=True)]
         outputs = [self.nbytes(t, p) for t, p in zip(op.call.outputs, strategy.gives, strict=True)]
         extra = [self.nbytes(t) // strategy.ranks for t in op.saved.extra]
@@ -168,7 +168,7 @@ class Prices:
     # ---- seconds ----
 
     def op_seconds(self, node: fx.Node, strategy: Strategy) -> tuple[float, float]:
-        """(forward, backward) of one op on one rank, with the collectives of its own implementation."""
+        """Return seconds (forward, backward) of one op on one rank, with the collectives inside its implementation."""
         device = self.cluster.device
         forward, backward = (sum(op_s(device, work) for work in each) for each in self.kernels(node, strategy))
         for name, elements in strategy.collectives:
@@ -179,7 +179,7 @@ class Prices:
         return collective_s(name, nbytes, self.cluster, self.ranks, 1, self.world)
 
     def conversion_seconds(self, tensor: TensorInfo, source: Placement, target: Placement) -> tuple[float, float]:
-        """(forward, backward) of one conversion."""
+        """Return seconds (forward, backward) of one conversion."""
         row = conversion(source, target)
         if not row.function:
             return 0.0, 0.0
@@ -193,7 +193,7 @@ class Prices:
 
 
 def _gradient_products(op: OpFacts, forward: OpWork) -> Iterator[OpWork]:
-    """Two products of the forward's size: the gradient of the first operand sums over n, of the second over m."""
+    """Yield two products of the forward's size: the first operand's gradient sums over n, the second's over m."""
     first, second = (t.requires_grad for t in op.call.operands[:2])
     m, n, k = forward.m, forward.n, forward.k
     shapes = [(m, k, n)] * first + [(k, n, m)] * second

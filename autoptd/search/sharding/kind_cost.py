@@ -1,7 +1,7 @@
-"""What one segment of a kind does on one rank, and its price on a cluster.
+"""The work of one segment of a kind on one rank, and its cost on a cluster.
 
-`KindWork` is the work: kernels, collectives, bytes. It depends on the splits and sizes, not on any constant of a
-device. `price` turns it into seconds; the same work may be priced on many clusters.
+`KindWork` is the work: kernels, collectives, bytes. It depends on splits and sizes, not on constants of a device.
+`price` turns it into seconds; one work may be priced on many clusters.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from autoptd.cost_models.op_time import OpWork, op_s
 
 Works = tuple[OpWork, ...]
 Collectives = tuple[tuple[str, int], ...]  # (name, bytes of the whole tensor)
-PARTIAL = ("selective", "ops")  # policies of recomputation that run a part of a segment again
+PARTIAL = ("selective", "ops")  # policies that recompute a part of a segment
 
 
 @dataclass(frozen=True)
 class KindWork:
-    """Per microbatch. `again`: by policy, the forward kernels that partial recomputation runs once more."""
+    """Work of one microbatch. `recomputed`: policy of partial recomputation -> the forward kernels that it repeats."""
 
     forward: Works
     backward: Works
-    again: Mapping[str, Works] = field(default_factory=dict)
+    recomputed: Mapping[str, Works] = field(default_factory=dict)
     forward_collectives: Collectives = ()
     backward_collectives: Collectives = ()
-    activation_bytes: int = 0  # kept for the backward pass
-    input_bytes: int = 0  # of what it receives: all that a full recompute keeps
-    temporary_bytes: int = 0  # the largest op's operands and results
-    weights: Works = ()  # of `backward`: those that make gradients of parameters alone
-    ring_bytes: int = 0  # of keys and values, as ring attention passes them on
-    exchanged_bytes: int = 0  # of queries, keys, values and results, as Ulysses exchanges them
+    activation_bytes: int = 0  # saved for backward
+    input_bytes: int = 0  # of the received tensors, all that full recomputation saves
+    temporary_bytes: int = 0  # operands and results of the largest op
+    weights: Works = ()  # the part of `backward` that computes parameter gradients (W)
+    ring_bytes: int = 0  # keys and values that ring attention sends
+    exchanged_bytes: int = 0  # queries, keys, values and results that Ulysses exchanges
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class KindCost:
     forward_comm_s: float
     backward_comm_s: float
     policy_s: Mapping[str, float]
-    attention_s: float  # of fused attention, forward
-    weight_s: float = 0.0  # of backward_s: gradients of parameters
+    attention_s: float  # forward kernels of fused attention
+    weight_s: float = 0.0  # the part of backward_s that computes parameter gradients (W)
 
     @property
     def activation_bytes(self) -> int:
@@ -63,19 +63,19 @@ class KindCost:
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """Seconds of one microbatch. `forward_s` and `backward_s` hold all that the others name."""
+    """Seconds of one microbatch. `forward_s` and `backward_s` include all other fields."""
 
     forward_s: float
     backward_s: float
     recompute_s: float = 0.0
-    forward_tp_s: float = 0.0  # not hidden by compute
+    forward_tp_s: float = 0.0  # exposed tp and cp communication
     backward_tp_s: float = 0.0
-    weight_s: float = 0.0  # of backward_s: gradients of parameters, which a schedule may put off
-    sharding_s: float = 0.0  # exchange of sharded parameters and gradients, not hidden
+    weight_s: float = 0.0  # parameter gradients (W), which a schedule may defer
+    sharding_s: float = 0.0  # exposed communication of sharded parameters and gradients
 
 
 def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindCost:
-    """What the work takes on `ranks` tensor-parallel ranks, neighbours in the cluster, of groups that fill `world`."""
+    """Return the cost of work on `ranks` adjacent tp ranks; `world`: ranks of all tp groups, 0 for one group."""
     device = cluster.device
     forward_comm, backward_comm = (
         sum(collective_s(name, nbytes, cluster, ranks, 1, world) for name, nbytes in each)
@@ -87,17 +87,17 @@ def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindC
         backward_s=work_s(device, work.backward) + backward_comm,
         forward_comm_s=forward_comm,
         backward_comm_s=backward_comm,
-        policy_s={policy: work_s(device, works) for policy, works in work.again.items()},
+        policy_s={policy: work_s(device, works) for policy, works in work.recomputed.items()},
         attention_s=work_s(device, (w for w in work.forward if w.attends)),
         weight_s=sum(op_s(device, w) for w in work.weights),
     )
 
 
 def floor_s(work: KindWork, device: Device, ranks: int) -> float:
-    """What no split of this work of one rank over `ranks` can be quicker than, both passes, without communication.
+    """Return a lower bound on the seconds of both passes for any split of one rank's `work` over `ranks`.
 
-    Products at the device's best rate, bytes and attention at theirs, all of it shared out; every op is launched all
-    the same.
+    Products run at the device's best rate, bytes and attention at theirs, all divided by `ranks`; launches are not
+    divided, and communication is free.
     """
     return sum(_floor_s(device, works, ranks) for works in (work.forward, work.backward))
 
@@ -108,7 +108,7 @@ def _floor_s(device: Device, works: Works, ranks: int) -> float:
 
 
 def _launched(work: OpWork, ranks: int) -> float:
-    """Kernels of a rank at the least: of what goes in stretches, the fewer the smaller its share."""
+    """Return the least number of kernels of a rank: work that runs in parts has fewer parts on a smaller share."""
     return work.launches / ranks if work.part else work.launches
 
 
@@ -119,7 +119,7 @@ def _ideal_s(device: Device, work: OpWork) -> float:
 
 
 def work_s(device: Device, works: Iterable[OpWork]) -> float:
-    """Seconds of kernels one after the other: of the device, or of the host that launches them."""
+    """Return seconds of kernels in sequence, limited by the device or by the host that launches them."""
     busy_s, launches = 0.0, 0
     for work in works:
         busy_s += op_s(device, work)
@@ -128,6 +128,6 @@ def work_s(device: Device, works: Iterable[OpWork]) -> float:
 
 
 def exposed_s(comm_s: float, compute_s: float, pieces: int) -> float:
-    """What compute of that length does not hide: one of so many pieces, and what is longer than the compute."""
+    """Return the exposed communication: its first of `pieces`, and the excess of the others over `compute_s`."""
     first = comm_s / pieces
     return first + max(0.0, comm_s - first - compute_s)

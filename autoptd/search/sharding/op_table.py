@@ -1,6 +1,6 @@
-"""What each op of a folded graph does, as far as no placement and no size is decided yet; read off the graph once.
+"""Properties of each op of a folded graph that do not depend on placements and sizes; read off the graph once.
 
-`GraphFacts` hold for every plan of a graph; a `Workbook` adds the memory traffic under one way of making kernels.
+`GraphFacts` hold for every plan of a graph; a `Workbook` adds the memory traffic under one `kernels` option.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTHING = MemoryTraffic(launches=0, backward_launches=0)
 
 @dataclass(frozen=True)
 class OpFacts:
-    """One op: its call, forward work, what moves, what autograd keeps; `loops` of products."""
+    """One op: its call, forward work, memory traffic, tensors saved by autograd, and the `loops` of a product."""
 
     call: OpCall
     work: Work
@@ -55,7 +55,7 @@ class OpFacts:
 
     @cached_property
     def roles(self) -> Mapping[str, str]:
-        """Factor of a product -> `m` (of the first operand and the result), `n` (of the second), `k`, or `batch`."""
+        """Factor of a product -> `m` (rows of the first operand), `n` (columns of the second), `k`, or `batch`."""
         assert self.loops is not None
         found = {}
         for name, places in self.loops.places.items():
@@ -65,14 +65,14 @@ class OpFacts:
 
     @cached_property
     def keys(self) -> str | None:
-        """The role of the keys in a product of attention written out: `n` where scores are made, `k` where read."""
+        """Role of the keys in a product of unfused attention: `n` in queries × keys, `k` in scores × values."""
         assert self.loops is not None
         sizes = self.loops.sizes
         tokens = {role for name, role in self.roles.items() if counts_tokens(sizes[name])}
         return next((role for role in ("n", "k") if {"m", role} <= tokens), None)
 
     def split_factor(self, strategy: Strategy) -> str | None:
-        """Which factor of a product a strategy splits."""
+        """Return the factor of a product that a strategy splits, if any."""
         if strategy.ranks == 1 or self.loops is None:
             return None
         placements = (*strategy.needs, *strategy.gives)
@@ -84,44 +84,44 @@ class OpFacts:
 
 
 class GraphFacts:
-    """What is so in every plan of a folded graph; each part is read when it is first asked for."""
+    """Facts that hold for every plan of a folded graph, computed on first use."""
 
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
         self._hits: dict[str, tuple[tuple[str, int, str], ...]] = {}
-        self._again: dict[tuple[str, str, str], tuple[fx.Node, ...]] = {}
+        self._recomputed_ops: dict[tuple[str, str, str], tuple[fx.Node, ...]] = {}
 
     @cached_property
     def ops(self) -> Mapping[fx.Node, OpFacts]:
-        """Every op of every kind, as if it moved nothing."""
+        """Every op of every kind, without memory traffic."""
         return {node: _read(node) for s in self.folded.representatives.values() for _, node in ops_of(s)}
 
     @cached_property
     def offers(self) -> Mapping[str, Mapping[tuple[str, int], frozenset[int]]]:
-        """Kind -> group counts worth offering per (tensor, dim)."""
+        """Kind -> useful group counts of a split per (tensor, dim)."""
         return {kind: group_offers(segment) for kind, segment in self.folded.representatives.items()}
 
     @cached_property
     def weights(self) -> frozenset[fx.Node]:
-        """Parameters that something is multiplied with or looked up in."""
+        """Parameters that are operands of products or tables of lookups."""
         segments = self.folded.representatives.values()
         return frozenset(node for s in segments for node in s.parameters if is_weight(node))
 
     def hits(self, pattern: str) -> tuple[tuple[str, int, str], ...]:
-        """(kind, position, name) of the parameters that a pattern names, one of each kind and position."""
+        """Return (kind, position, name) of the parameters that match a pattern."""
         if pattern not in self._hits:
             matches = re.compile(fnmatch.translate(pattern)).match
             self._hits[pattern] = tuple((k, i, n) for (k, i), names in self._slots.items() for n in names if matches(n))
         return self._hits[pattern]
 
     def slots(self, names: Iterable[str]) -> frozenset[tuple[str, int]]:
-        """(kind, position) of parameters by their names."""
+        """Return (kind, position) of the named parameters."""
         wanted = set(names)
         return frozenset(slot for slot, called in self._slots.items() if not wanted.isdisjoint(called))
 
     @cached_property
     def _slots(self) -> Mapping[tuple[str, int], list[str]]:
-        """Parameter names by kind and position."""
+        """Parameter names by (kind, position)."""
         found: dict[tuple[str, int], list[str]] = {}
         for segment in self.folded.segments:
             for i, node in enumerate(segment.parameters):
@@ -130,20 +130,20 @@ class GraphFacts:
 
     @cached_property
     def has_attention(self) -> bool:
-        """Whether any op is fused attention."""
+        """True if any op is fused attention."""
         return any(op.work.kind == "attention" for op in self.ops.values())
 
-    def again(self, kind: str, segment: Segment, decided: KindSharding, policy: str) -> tuple[fx.Node, ...]:
-        """Ops of a segment of a kind that a policy of recomputation runs again."""
+    def recomputed_ops(self, kind: str, segment: Segment, decided: KindSharding, policy: str) -> tuple[fx.Node, ...]:
+        """Return the ops of a segment that a recompute policy runs in the backward pass."""
         placed = (*decided.strategies.values(), *decided.parameters, *decided.receives, *decided.sends)
         key = kind, ";".join(map(str, placed)), policy
-        if key not in self._again:
-            self._again[key] = tuple(recomputed([segment], {kind: decided}, policy))
-        return self._again[key]
+        if key not in self._recomputed_ops:
+            self._recomputed_ops[key] = tuple(recomputed([segment], {kind: decided}, policy))
+        return self._recomputed_ops[key]
 
 
 class Workbook:
-    """The ops of every kind of segment under one way of making kernels ("eager", "fused", "compiled") and attention."""
+    """The ops of every kind of segment under one choice of kernels ("eager", "fused", "compiled") and attention."""
 
     def __init__(
         self, folded: Folded, kernels: str = "eager", attention: str = "", facts: GraphFacts | None = None
@@ -166,7 +166,7 @@ class Workbook:
         regather: bool = False,
         in_place_loss: bool = False,
     ) -> Walk:
-        """The moments of consecutive segments; of the same kinds under the same decisions they are read off once."""
+        """Return the liveness walk over consecutive segments, cached by their kinds and shardings."""
         names = tuple(s.kind for s in segments)
         decided = tuple(_text(kinds[name]) for name in dict.fromkeys(names))
         key = names, decided, policy, regather, in_place_loss
@@ -176,7 +176,7 @@ class Workbook:
 
 
 def _text(decided: KindSharding) -> tuple[Any, ...]:
-    """A value that is equal for equal decisions."""
+    """Return a hashable value that is equal for equal shardings."""
     return tuple(map(str, decided.strategies.values())), decided.parameters, decided.receives, decided.sends
 
 

@@ -1,7 +1,7 @@
-"""Which strategies the search may choose from, and which parameters tp must split.
+"""The strategies that the search chooses from, and the parameters that tp must split.
 
-A tp axis splits every matrix it can: whole weights beside a split sequence would be data or context parallelism, which
-have axes and memory of their own.
+A tp axis splits every matrix that it can: whole weights with a split sequence would be data or context parallelism,
+which have axes of their own, with their own memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from autoptd.passes.trace.traced import SEQUENCE
 def legal_strategies(
     folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True
 ) -> dict[str, dict[int, list[Strategy]]]:
-    """What the search may choose from, per kind and op.
+    """Return the strategies that the search may choose from, per kind and op.
 
-    An fp64 plan is asked for to be compared with one process to the last digits. Where the model itself drops to a
-    lower precision (a norm or a loss in float32), partial values would be rounded before they are
-    summed; there, none are.
+    fp64 plans serve to compare results with one process to the last digits. Ops that the model runs in lower precision
+    (a norm or a loss in float32) then get no strategies with partial values, which would be rounded before the sum.
     """
     found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
     if not sequence_parallel:
@@ -63,10 +62,7 @@ def _keeps_digits(call: OpCall, strategy: Strategy) -> bool:
 
 
 def is_weight(node: fx.Node) -> bool:
-    """Whether a parameter is multiplied with or looked up in, if only after views: then tp splits it where it can.
-
-    Whole weights with a split sequence are data or context parallelism: other axes, with their own memory.
-    """
+    """Return whether a parameter is an operand of a product or the table of a lookup, possibly through views."""
     for user in node.users:
         if user.target in (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.reshape.default):
             if is_weight(user):

@@ -1,4 +1,4 @@
-"""The tensor-level problem solved: from the answer of the splits ILP back to a sharding, and its cost."""
+"""Solve the tensor-level problem: convert the solution of the splits ILP to a sharding and compute its cost."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ from autoptd.search.sharding.splits import solve_splits
 
 @dataclass(frozen=True)
 class Sharded:
-    """A sharding and what it costs."""
+    """A sharding and its cost."""
 
     sharding: Sharding
     costs: Mapping[str, KindCost]
     seconds: float  # one microbatch through the whole model, forward and backward
     compute_seconds: float  # without communication
     gap: float
-    every_kind: tuple[tuple[int, KindCost], ...] = ()  # how many segments are of each kind, and what one costs
-    peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks, as they are asked for
-    noted: dict[str, Any] = field(
-        default_factory=dict, compare=False
-    )  # of all segments, by `search/pipeline/chunk_cost.py`
+    every_kind: tuple[tuple[int, KindCost], ...] = ()  # number of segments of each kind, and the cost of one
+    peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks: a cache
+    memo: dict[str, Any] = field(default_factory=dict, compare=False)  # cache of `search/pipeline/chunk_parameters.py`
 
     @property
     def kept_bytes(self) -> int:
-        """Kept for the backward pass of one microbatch by the whole model, without recomputation."""
+        """Bytes that the whole model saves for the backward pass of one microbatch, without recomputation."""
         return sum(times * cost.activation_bytes for times, cost in self.every_kind)
 
 
@@ -55,9 +53,11 @@ class Tensors(SplitNumbers):
     def solve(
         self, second_per_byte: float = 0.0, time_limit_s: float = 20.0, fixed: Mapping[str, str] | None = None
     ) -> Sharded:
-        """The cheapest sharding. `second_per_byte`: what a kept byte is worth; `fixed`: labels by node of `problem`."""
+        """Return the cheapest sharding.
+
+        `second_per_byte`: price of a byte saved for backward; `fixed`: labels by node of `problem`."""
         if self.ranks == 1 and not fixed and not self.pins:
-            return self.priced(self._whole)  # one rank has no choice
+            return self.priced(self._whole)
         labels = {**self.problem.fixed, **(fixed or {})}
         asked = replace(self.problem, second_per_byte=second_per_byte, fixed=labels)
         solution = solve_splits(asked, time_limit_s, self.programs)
@@ -65,7 +65,7 @@ class Tensors(SplitNumbers):
 
     @property
     def _whole(self) -> Sharding:
-        """Everything on every rank."""
+        """The sharding that splits nothing."""
         kinds = {}
         for kind, segment in self.folded.representatives.items():
             strategies = {i: next(filter(_is_whole, options)) for i, options in self.legal[kind].items()}
@@ -92,14 +92,14 @@ class Tensors(SplitNumbers):
         return Sharding(self.ranks, kinds)
 
     def priced(self, sharding: Sharding, solution: SplitSolution | None = None) -> Sharded:
-        """What a sharding costs, per segment of each kind."""
+        """Return a sharding with its costs."""
         kinds = self.folded.representatives.items()
         return self.sharded(sharding, {k: self._kind_work(k, s, sharding.kinds[k]) for k, s in kinds}, solution)
 
     def sharded(
         self, sharding: Sharding, works: Mapping[str, KindWork], solution: SplitSolution | None = None
     ) -> Sharded:
-        """The works of every kind, priced."""
+        """Return a sharding with its costs, given the work of one segment of each kind."""
         costs = {k: price(w, self.cluster, self.ranks, self.world) for k, w in works.items()}
         total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
         comm = sum(self.folded.multiplicity(k) * (c.forward_comm_s + c.backward_comm_s) for k, c in costs.items())
@@ -135,7 +135,7 @@ class Tensors(SplitNumbers):
         return KindWork(
             forward=tuple(works[0]),
             backward=tuple(works[1]),
-            again={policy: self._again(segment, decided, policy) for policy in self.policies},
+            recomputed={policy: self._recomputed_works(segment, decided, policy) for policy in self.policies},
             forward_collectives=tuple(comm[0]),
             backward_collectives=tuple(comm[1]),
             activation_bytes=peak.kept,
@@ -149,7 +149,7 @@ class Tensors(SplitNumbers):
         )
 
     def _weight_works(self, node: fx.Node, backward: Sequence[OpWork]) -> list[OpWork]:
-        """The products of a backward pass that make the gradient of a parameter: one for each trained operand."""
+        """Return the products of a backward pass that compute parameter gradients: one for each trained operand."""
         if self.workbook.ops[node].work.kind != "matmul":
             return []
         both = zip(operands(node)[:2], self.workbook.ops[node].call.operands[:2], strict=True)
@@ -157,10 +157,10 @@ class Tensors(SplitNumbers):
         known = self.folded.traced.parameters
         return [w for n, w in zip(trained, backward, strict=False) if _untransposed(n).name in known]
 
-    def _again(self, segment: Segment, decided: KindSharding, policy: str) -> tuple[OpWork, ...]:
-        """Forward kernels that a policy of recomputation runs again in the backward pass."""
+    def _recomputed_works(self, segment: Segment, decided: KindSharding, policy: str) -> tuple[OpWork, ...]:
+        """Return the forward kernels that a recompute policy runs in the backward pass."""
         positions = {node: i for i, node in enumerate(segment.nodes)}
-        nodes = self.workbook.facts.again(segment.kind, segment, decided, policy)
+        nodes = self.workbook.facts.recomputed_ops(segment.kind, segment, decided, policy)
         return tuple(w for n in nodes for w in self.kernels(n, decided.strategies[positions[n]])[0])
 
     def _convert(
@@ -171,7 +171,7 @@ class Tensors(SplitNumbers):
         works: tuple[list[OpWork], ...],
         comm: tuple[list[tuple[str, int]], ...],
     ) -> None:
-        """What one conversion launches or communicates, forward and backward."""
+        """Append the kernels or collectives of one conversion to `works` or `comm`, each (forward, backward)."""
         row = conversion(source, target)
         if not row.function:
             return
@@ -201,7 +201,7 @@ def _is_whole(strategy: Strategy) -> bool:
 
 
 def _untransposed(node: fx.Node) -> fx.Node:
-    """What a product reads: weights stored [in, out] come to it through `t`."""
+    """Return the node behind any `t`, through which products read weights stored as [in, out]."""
     while node.target is torch.ops.aten.t.default:
         (node,) = node.all_input_nodes
     return node

@@ -211,7 +211,7 @@ def test_no_stage_begins_or_ends_inside_of_what_is_whole():
     may_end = [i for i in range(last) if i + 1 not in stages.method.uncut]
     assert [i for i in range(last) if stages.passes(0, 0, i) is not None] == may_end
     assert [i for i in range(last) if stages.passes(1, i + 1, last) is not None] == may_end
-    windows = stages.partitioning.windows(math.inf)
+    windows = stages.problem.windows(math.inf)
     lengths = {(e, n) for e in range(last + 1) for n in range(last) if math.isfinite(windows.lower_s[0, e, n])}
     starts = {0, *(i + 1 for i in may_end)}
     assert lengths == {(e, e - a) for a in starts for e in [*may_end, last] if 0 <= e - a < last}
@@ -293,7 +293,7 @@ def test_what_a_pin_of_one_layer_means_for_its_like_is_noted():
     one = {"splits": {"blocks.1.attention.qkv.weight": "B"}, "headroom": 0.125, "max_tp": 2}
     plan = autoptd.plan(traced(), **constraints, fix=one | {"tp": 2})
     assert plan.splits.parameters["blocks.0.attention.qkv.weight"] == "B"
-    assert any("holds for these as well: blocks.0.attention.qkv.weight" in note for note in plan.notes)
+    assert any("also apply to: blocks.0.attention.qkv.weight" in note for note in plan.notes)
     assert "12.5 % of each device's memory is left free (headroom)" in plan.notes
     alone = autoptd.plan(traced(), **constraints, fix=one | {"tp": 1})
     assert not any("as well" in note for note in alone.notes)

@@ -103,9 +103,9 @@ RUNS = [random_run(seed) for seed in range(700)]
 
 
 def stages_of(run: Run, budgets: float = math.inf) -> Any:
-    """Return the attributes of a candidate that `Stages` and `_Walk` read, for a pipeline without memory limits."""
+    """Return the attributes of a candidate that `Stages` and `_CutTree` read, for a pipeline without memory limits."""
     n, nothing = len(run.segments), np.zeros(len(run.segments))
-    partitioning = PartitionProblem(
+    problem = PartitionProblem(
         names=tuple(range(n)),
         base_s=(np.array([f + b for f, b, _ in run.segments]),),
         send_s=_sends_everywhere(run),
@@ -120,9 +120,9 @@ def stages_of(run: Run, budgets: float = math.inf) -> Any:
     route = route_of(run.schedule, run.ranks, run.virtual)
     candidate = SimpleNamespace(pp=run.ranks, microbatches=run.microbatches, route=route)
     method = SimpleNamespace(schedule=run.schedule, virtual=run.virtual)
-    least_sends_s = tuple((partitioning.least_sends_s[:-1] / 2).tolist())
+    least_sends_s = tuple((problem.least_sends_s[:-1] / 2).tolist())
     return SimpleNamespace(
-        candidate=candidate, method=method, partitioning=partitioning, count=len(run.cuts), least_sends_s=least_sends_s
+        candidate=candidate, method=method, problem=problem, count=len(run.cuts), least_sends_s=least_sends_s
     )
 
 
@@ -144,7 +144,7 @@ def too_high(run: Run) -> Iterator[str]:
     found["of any cut"] = run.even_s(run.share)
     found["of any cut, whatever the share of passes"] = run.even_s(0.5)
     found["of cuts in line"] = Stages.contiguous_bound_s(stages_of(run))
-    walk = refine._Walk(stages_of(run), math.inf)
+    walk = refine._CutTree(stages_of(run), math.inf)
     for k in range(1, len(run.cuts) + 1):
         rest = sum(f + b for f, b, _ in run.segments[run.cuts[k - 1][1] + 1 :])
         found[f"of the first {k} stages"] = walk._bound_s(
@@ -265,7 +265,7 @@ def random_shared(seed: int) -> Shared:
     count = ranks * virtual
     edges = sorted(rng.sample(range(1, len(parts)), count - 1))
     cuts = tuple(zip((0, *edges), (e - 1 for e in (*edges, len(parts))), strict=True))
-    ways = [rng.choice(part.ways) for part in parts]
+    ways = [rng.choice(part.options) for part in parts]
     segments = tuple((p.forward_s, p.backward_s + w[0], 0.0) for p, w in zip(parts, ways, strict=True))
     counted = [alive_of(rank, ranks, m, schedule, virtual) for rank in range(ranks)]
     alive = tuple(each.least for each in counted)
@@ -299,7 +299,7 @@ def _together(parts: Sequence[BlockOptions]) -> BlockOptions:
     """Merge segments into one block with all combinations of their options, so that it covers every cut."""
     ways = [(0.0, 0.0)]
     for part in parts:
-        ways = [(a + seconds, b + kept) for a, b in ways for seconds, kept in part.ways]
+        ways = [(a + seconds, b + kept) for a, b in ways for seconds, kept in part.options]
     forward, backward, state = (sum(getattr(p, n) for p in parts) for n in ("forward_s", "backward_s", "state"))
     return BlockOptions(forward, backward, state, tuple(ways))
 
@@ -329,7 +329,7 @@ def test_the_relaxation_sees_memory() -> None:
     free, tight, none = bound(math.inf), bound(20.0), bound(0.0)
     assert free == pytest.approx(even_bound_s(12.0, "1f1b", 2, 8, 1, 1 / 3)) and free < tight < none
     assert none == pytest.approx(even_bound_s(16.0, "1f1b", 2, 8, 1, 1 / 4)), "all of it runs again"
-    heavy = BlockOptions(1.0, 2.0, 5.0, part.ways)
+    heavy = BlockOptions(1.0, 2.0, 5.0, part.options)
     assert relaxed_bound_s([[Blocks(4, heavy)]], Pipeline("1f1b", 8, 1, (2, 1), (0, 0), (9.0, 9.0))) == math.inf
 
 
@@ -355,18 +355,18 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # W passes that cannot be delayed
         patch.setattr(refine, "cut_bound_s", lambda f, b, _, p, m, x: cut_bound_s(f, b, "1f1b", p, m, x))
         assert any(any(too_high(run)) for run in RUNS)
-    turn, beside, edges = bounds.turns, bounds.beside_s, bounds.edges_s
-    wrong = {  # twice the round trips, both directions of an edge in sequence, an edge that does not exist
-        "turns": lambda *args: 2 * turn(*args),
-        "beside_s": lambda x, _, m: beside(x, "gpipe", m),
-        "edges_s": lambda x, _, ranks, m: edges(x, "interleaved", ranks, m),
+    turn, beside, edges = bounds.alternations, bounds.message_path_s, bounds.busiest_edge_s
+    wrong = {  # twice the turns, both directions of an edge one after the other, an edge that is not there
+        "alternations": lambda *args: 2 * turn(*args),
+        "message_path_s": lambda x, _, m: beside(x, "gpipe", m),
+        "busiest_edge_s": lambda x, _, ranks, m: edges(x, "interleaved", ranks, m),
     }
     for name, planted in wrong.items():
         with monkeypatch.context() as patch:
             for module in (bounds, relax, refine, stages_module):
                 patch.setattr(module, name, planted, raising=False)
             assert any(any(too_high(run)) for run in RUNS), name
-            assert name == "edges_s" or _too_high_relaxed(), name
+            assert name == "busiest_edge_s" or _too_high_relaxed(), name
     honest = relax._paths
     with monkeypatch.context() as patch:  # every schedule treated as 1F1B
         patch.setattr(relax, "_paths", lambda *args: honest(*args[:-1], replace(args[-1], schedule="1f1b", virtual=1)))

@@ -86,9 +86,9 @@ def partitioning(base: list[float], stages: int, **extra: Any) -> PartitionProbl
         "pools": (0,) * stages,
         "state": nothing,
         "kept": nothing,
-        "lean": nothing,
-        "again_s": (math.inf,),
-        "room": (math.inf,),
+        "least_kept": nothing,
+        "recompute_s": (math.inf,),
+        "budget_bytes": (math.inf,),
     }
     return PartitionProblem(**{**given, **extra})
 
@@ -156,7 +156,7 @@ def test_more_memory_is_never_slower() -> None:
 # ---- what does not fit ----
 
 
-def least_over(problem: Problem, found: Cuts) -> float:
+def least_excess(problem: Problem, found: Cuts) -> float:
     partitioning = problem.partitioning
     return max(
         sum(partitioning.state[i : j + 1])
@@ -171,8 +171,8 @@ def test_the_smallest_cut_is_that_of_exhaustive_search() -> None:
         problem = random_problem(seed)
         free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
         found = smallest_cut(free.partitioning)
-        assert found.value == pytest.approx(least_over(free, found.cuts))
-        least = min(least_over(free, c) for c in all_cuts(len(free.partitioning.names), free.partitioning.stages))
+        assert found.value == pytest.approx(least_excess(free, found.cuts))
+        least = min(least_excess(free, c) for c in all_cuts(len(free.partitioning.names), free.partitioning.stages))
         assert found.value == pytest.approx(least), seed
 
 
@@ -191,7 +191,7 @@ def test_a_cut_is_found_if_and_only_if_the_smallest_fits() -> None:
 def test_more_stages_than_segments_are_refused() -> None:
     short = partitioning([1.0, 1.0], 3)
     for refused in (short, partitioning([1.0] * 3, 3, uncut=frozenset({1}))):
-        with pytest.raises(PlanError, match="3 pipeline stages need as many segments; the model has 2"):
+        with pytest.raises(PlanError, match="3 pipeline stages need at least as many segments; the model has 2"):
             solve_cuts(refused, 3.0, asked(refused)[0])
 
 
@@ -211,8 +211,8 @@ def _wrong_anywhere() -> int:
 
 def _too_high(self: Windows) -> Floats:
     """Make the lower bound too high: recomputation at three times its cost."""
-    rate = tuple(3 * r for r in self.partitioning.recompute_s)
-    return Windows(replace(self.partitioning, recompute_s=rate), self.longest)._honest_lower_s  # type: ignore[attr-defined]
+    rate = tuple(3 * r for r in self.problem.recompute_s)
+    return Windows(replace(self.problem, recompute_s=rate), self.longest)._honest_lower_s  # type: ignore[attr-defined]
 
 
 def test_planted_bugs_are_caught() -> None:

@@ -21,7 +21,7 @@ from autoptd.search.pipeline.recompute_options import (
     RecomputeOptions,
     bytes_of,
     choose,
-    leanest,
+    most_saving,
     undominated,
 )
 from autoptd.search.pipeline.stage_parameters import block_peak
@@ -53,7 +53,7 @@ def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callabl
     if sum(map(len, chunks)) > 7:
         chunks = chunks[:1]
     alive = random_alive(random.Random(seed), len(chunks))
-    most, least = (bytes_of(ways, alive) for ways in (_first(chunks), leanest(chunks)))
+    most, least = (bytes_of(ways, alive) for ways in (_first(chunks), most_saving(chunks)))
     budget_bytes = round(sum(least) + rng.uniform(-0.2, 1.1) * (sum(most) - sum(least)))
     upcast = rng.choice([0, 0, 40])  # as when gradients of the compute dtype are widened for the step
     return chunks, alive, lambda kept, extra: kept + max(extra, upcast - kept) <= budget_bytes
@@ -205,15 +205,15 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
 
 
 def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = menus._spread
-    with monkeypatch.context() as patch:  # blocks that save less come last
-        patch.setattr(menus, "_spread", lambda *args: [tuple(reversed(chunk)) for chunk in honest(*args)])
+    honest = menus._assigned
+    with monkeypatch.context() as patch:  # those that keep less stand last
+        patch.setattr(menus, "_assigned", lambda *args: [tuple(reversed(chunk)) for chunk in honest(*args)])
         with pytest.raises(AssertionError):
             assert _wrong(range(200)) == []
     with monkeypatch.context() as patch:  # blocks of different chunks treated as equal
         patch.setattr(menus, "bytes_of", lambda ways, alive: bytes_of([sum(ways, ())], Alive(((alive.chunks,),))))
         with pytest.raises(AssertionError):
             assert _wrong(range(200)) == []
-    with monkeypatch.context() as patch:  # greedy by cost, and marked as exact
-        patch.setattr(menus, "_in_order", lambda groups, alive, _: menus._by_price(groups, alive))
+    with monkeypatch.context() as patch:  # by price, and believed to be the best
+        patch.setattr(menus, "_by_seconds", lambda groups, alive, _: menus._greedy(groups, alive))
         assert _wrong(range(200))
