@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,13 +27,14 @@ from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
 from autoptd.plans.model import Plan
 from autoptd.printable import printable
+from autoptd.runtime.comm.handshake import check_same_program
 from autoptd.runtime.comm.interfaces import Communicators, Watcher
 from autoptd.runtime.faults.rank_status import PendingComm
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizer import ParameterGroup
-from autoptd.runtime.report import StepReport
+from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import check_backend, compile_blocks
 from autoptd.runtime.trainer import Trainer
@@ -42,8 +42,6 @@ from autoptd.schedule import training_step
 
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful
-
-from autoptd.runtime.report import meter_of
 
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
@@ -140,7 +138,7 @@ class Parallel:
         values: full tensors by original name, at least those of this rank's stages. Default: `initial_values`.
         Raises PlanError if the ranks do not have the same program.
         """
-        self._check_agreement(communicators)
+        check_same_program(self.program.files, communicators)
         layout = self.layout
         held = layout.mesh.stages_of(communicators.stage)
         key = DropoutKey(self._seed)
@@ -162,19 +160,6 @@ class Parallel:
             **self._optimizer_options,
         )
         self._trainer.load_parameters(self.initial_values(held) if values is None else values)
-
-    def _check_agreement(self, communicators: Communicators) -> None:
-        """Raise PlanError unless all ranks have the same program; different ones would hang or train wrongly."""
-        text = "\0".join(self.program.files.values())
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-        agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
-        highest, lowest = communicators.world.all_reduce(agreed, "max").tolist()
-        if (highest, -lowest) != (digest, digest):
-            raise PlanError(
-                "the ranks made different plans or programs",
-                where=f"rank {communicators.world.rank}",
-                fix="use the same model, torch and autoptd on all ranks, or pass one plan file: plan='plan.json'",
-            )
 
     @property
     def _running(self) -> Trainer:
@@ -372,9 +357,9 @@ class Parallel:
         model, layout = self._source.model, self.layout
         names = model.state_dict(keep_vars=True)
         trained = {name for name, spec in layout.parameters.items() if spec.trainable}
-        still = frozenset(n for n in {**layout.parameters, **layout.buffers} if n in names and n not in trained)
+        untrained = frozenset(n for n in {**layout.parameters, **layout.buffers} if n in names and n not in trained)
         config = getattr(model, "config", None)
-        described = {
+        manifest = {
             "model": self.plan.model,
             "graph_hash": self.plan.graph_hash,
             "tensors": {n: list(s.shape) for n, s in {**layout.parameters, **layout.buffers}.items() if n in names},
@@ -382,7 +367,7 @@ class Parallel:
             "aliases": dict(self._source.folded.traced.aliases),
             "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
         }
-        return Session(self._running, self.plan, still, described)
+        return Session(self._running, self.plan, untrained, manifest)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""

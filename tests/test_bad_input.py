@@ -394,7 +394,12 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
         ({"cuts": ["blocks.1", "blocks.0"]}, "'blocks.0' comes before 'blocks.1'", "order: 'blocks.0', 'blocks.1'"),
         ({"cuts": ["blocks.1", "blocks.1.norm_1"]}, "begin the same stage", "leave one of them out"),
         ({"cuts": ["blocks.1"], "pp": 4}, "make 2 stages of the model, but pp × virtual can only be 4", "one module"),
-        ({"cuts": ["blocks.1"], "stages": "even"}, "cannot be even and be cut by hand", "leave cuts or stages out"),
+        ({"cuts": ["blocks.1"], "stages": "even"}, "cannot be even and cut by hand", "leave cuts or stages out"),
+        (
+            {"kernels": "compiled", "schedule": "zero-bubble", "pp": 2},
+            "splits backward passes into B and W, which compiled kernels cannot do",
+            "leave out kernels",
+        ),
         ({"cuts": ["blocks.0.norm_2"], "whole": ["blocks.0"]}, "cuts 'blocks.0', which is to stay", "cut elsewhere"),
         ({"whole": [""]}, "whole is ['']", "patterns of modules"),
         ({"whole": ["*.atention"]}, "no module is called '*.atention'", "did you mean 'blocks.*.attention'"),

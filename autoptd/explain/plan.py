@@ -120,7 +120,7 @@ def method(plan: PlanData) -> str:
     if options.bucket_bytes:
         parts.append(f"buckets of {options.bucket_bytes / 1e6:.0f} MB")
     if plan.schedule.virtual > 1:
-        turned = " as a V" if plan.route.shape == "vee" else ""
+        turned = " as a V" if plan.route.shape == "v" else ""
         parts.append(f"{plan.schedule.virtual} chunks per rank{turned}")
     if options.shards:
         parts.append(f"shards of {options.shards} ranks")

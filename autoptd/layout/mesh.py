@@ -23,7 +23,7 @@ AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the orde
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes, the chunks of the model per pipeline rank, and the placement of stages, `way`: "loop" or "vee"
+    """Sizes of the axes, the chunks of the model per pipeline rank, and the placement of stages, `way`: "loop" or "v"
     (`autoptd.schedule.stage_map`).
     """
 
@@ -102,7 +102,7 @@ class Mesh:
         return sorted({self.group_of(rank, axis) for rank in range(self.world)})
 
     def __str__(self) -> str:
-        turned = " as a V" if self.way == "vee" else ""
+        turned = " as a V" if self.way == "v" else ""
         chunks = f" × {self.virtual} chunks{turned}" if self.virtual > 1 else ""
         tokens = f" × cp{self.cp}" if self.cp > 1 else ""
         return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{chunks}"

@@ -84,7 +84,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
-    """Return ZB-V: two chunks per rank on a vee, in closed form; for m >= 2 p - 1 microbatches, on rank r
+    """Return ZB-V: two chunks per rank on a V, in closed form; for m >= 2 p - 1 microbatches, on rank r
 
         F                    2 (p - r) - 1 times     until chunk 1 receives its first microbatch
         F.1 F                r times                 until that microbatch returns
@@ -145,7 +145,7 @@ class ScheduleKind:
     lists: Callable[[int, int, int], Schedule]  # of (ranks, microbatches, chunks)
     chunks: int | None = 1  # per rank; None: any number
     shape: Shape = "loop"  # placement of the stages on the ranks
-    halves: bool = False  # split backward: parameter gradients are computed apart from B, in W
+    splits_backward: bool = False  # split backward: parameter gradients are computed apart from B, in W
     groups: bool = False  # microbatches run in groups of one per rank
 
 
@@ -158,8 +158,8 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "1f1b": ScheduleKind(_fixed(one_f_one_b)),
     "gpipe": ScheduleKind(_fixed(gpipe)),
     "interleaved": ScheduleKind(interleaved, chunks=None, groups=True),
-    "zero-bubble": ScheduleKind(_fixed(zero_bubble), halves=True),
-    "zero-bubble-v": ScheduleKind(_fixed(zero_bubble_v), chunks=2, shape="vee", halves=True),
+    "zero-bubble": ScheduleKind(_fixed(zero_bubble), splits_backward=True),
+    "zero-bubble-v": ScheduleKind(_fixed(zero_bubble_v), chunks=2, shape="v", splits_backward=True),
 }
 RUNNABLE = tuple(SCHEDULES)  # kinds that the executor implements
 

@@ -3,12 +3,12 @@
 A rank holds v chunks of the model, and a stage is one chunk of one rank. The kind of schedule decides which:
 
     loop    stage c p + r is chunk c of rank r; the last rank sends to the first      Narayanan et al. 2021, section 2.2
-    vee     stages go down the ranks, then up, then down …: stages r and 2 p - 1 - r  Qi et al. 2023, section 6
+    v       stages go down the ranks, then up, then down …: stages r and 2 p - 1 - r  Qi et al. 2023, section 6
             are chunks 0 and 1 of rank r; at a turn both stages are on one rank
 
-    loop, 3 ranks of 2 chunks:  0 3 | 1 4 | 2 5         vee:  0 5 | 1 4 | 2 3
+    loop, 3 ranks of 2 chunks:  0 3 | 1 4 | 2 5         v:  0 5 | 1 4 | 2 3
 
-Stage k is followed by edge k modulo the stages of one round (p of a loop, 2 p of a vee), so that every edge joins one
+Stage k is followed by edge k modulo the stages of one round (p of a loop, 2 p of a V), so that every edge joins one
 pair of ranks. An edge has two channels, one for activations and one for gradients. An edge within one rank has none,
 since nothing is sent.
 """
@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from autoptd.schedule.actions import Action
 
-Shape: TypeAlias = Literal["loop", "vee"]
+Shape: TypeAlias = Literal["loop", "v"]
 Channel: TypeAlias = tuple[int, str]  # (edge, "forward" | "backward")
 T = TypeVar("T")
 
@@ -40,13 +40,13 @@ class StageMap:
 
     def stage(self, rank: int, chunk: int = 0) -> int:
         """Return the stage of the model that is a chunk of a rank."""
-        turned = self.shape == "vee" and chunk % 2
+        turned = self.shape == "v" and chunk % 2
         return chunk * self.ranks + (self.ranks - 1 - rank if turned else rank)
 
     def place(self, stage: int) -> tuple[int, int]:
         """Return (rank, chunk) of a stage."""
         chunk, along = divmod(stage, self.ranks)
-        return (self.ranks - 1 - along if self.shape == "vee" and chunk % 2 else along), chunk
+        return (self.ranks - 1 - along if self.shape == "v" and chunk % 2 else along), chunk
 
     def holder(self, stage: int) -> int:
         """Return the rank of a stage."""
@@ -81,7 +81,7 @@ class StageMap:
     def rounds(self) -> list[dict[int, tuple[int, int]]]:
         """Return the edges grouped by concurrent use: every rank, and so its node, sends over one edge of a group.
 
-        A loop has one group; a vee has one for the way down and one for the way up.
+        A loop has one group; a V has one for the way down and one for the way up.
         """
         sets: dict[int, dict[int, tuple[int, int]]] = {}
         for edge, ends in self.edges().items():

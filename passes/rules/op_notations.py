@@ -201,7 +201,7 @@ def _composed(pieces: Sequence[TensorInfo], dim: int) -> tuple[list[str], list[s
     return long, short
 
 
-def halves(call: OpCall) -> str:
+def splits_backward(call: OpCall) -> str:
     """Return the notation of glu, which combines two halves of a dim."""
     dims = names(call.operands[0].ndim)
     dim = call.arg(1, "dim", -1) % len(dims)

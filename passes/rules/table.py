@@ -233,7 +233,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.ge.Scalar: POINTWISE,
     aten.ge.Tensor: POINTWISE,
     aten.gelu.default: POINTWISE,
-    aten.glu.default: Rule(n.halves),
+    aten.glu.default: Rule(n.splits_backward),
     aten.group_norm.default: Rule(n.samples),
     aten.gt.Scalar: POINTWISE,
     aten.gt.Tensor: POINTWISE,

@@ -27,7 +27,7 @@ def step_of(seed: int) -> tuple[str, int, int, int, list[StageTimes], Overlap]:
 
     def chunk() -> ChunkTimes:
         forward_s, backward_s = 1 + spread * rng.random(), 2 + spread * rng.random()
-        weight_s = backward_s / 2 if row_of(kind).halves else 0.0
+        weight_s = backward_s / 2 if row_of(kind).splits_backward else 0.0
         return ChunkTimes(forward_s, backward_s, weight_s, 0.1, 0.2, message_s, rng.choice([0, message_s]))
 
     def rank() -> StageTimes:
@@ -63,8 +63,8 @@ def test_few_microbatches_are_played(kind: str) -> None:
         asked.append(n)
         return step_lists(kind, 8, n, virtual)
 
-    halves = row_of(kind).halves
-    chunk, slowest = ChunkTimes(1.0, 2.0, 1.0 * halves), ChunkTimes(1.1, 2.2, 1.1 * halves)
+    splits_backward = row_of(kind).splits_backward
+    chunk, slowest = ChunkTimes(1.0, 2.0, 1.0 * splits_backward), ChunkTimes(1.1, 2.2, 1.1 * splits_backward)
     times = [StageTimes((chunk,) * virtual)] * 7 + [StageTimes((slowest,) * virtual)]
     makespan_s(lists, 80000, times, Overlap(), period_of(kind, 8), route_of(kind, 8, virtual))
     assert sum(asked) < 500

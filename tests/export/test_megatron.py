@@ -231,12 +231,12 @@ def test_mixed_recomputation_is_whole_layers():
 @pytest.mark.parametrize(("gathers", "differs"), [(1, False), (2, True)])
 def test_a_layer_that_communicates_otherwise_is_reported(gathers: int, differs: bool):
     """Weights that are gathered for use keep their placements."""
-    halves = {
+    splits_backward = {
         f"layers.*.{{{part}}}": Collectives(count=4, forward={"all_gather": n, "reduce_scatter": 1}, backward={})
         for part, n in (("input_norm,attention", gathers), ("post_norm,mlp", 1))
     }
     outside = {"head": Collectives(count=1, forward={"all_reduce": 2}, backward={})}
-    plan = llama_plan(mesh=TP2, sequence=True, method=AS_MEGATRON, collectives=halves | outside)
+    plan = llama_plan(mesh=TP2, sequence=True, method=AS_MEGATRON, collectives=splits_backward | outside)
     line = "a layer's forward pass has all-gather 3, reduce-scatter 2: "
     theirs = "has all-gather 2, reduce-scatter 2"
     assert (f"{line}Megatron-LM's {theirs}" in megatron(plan, Llama()).differs) is differs

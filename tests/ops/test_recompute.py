@@ -60,13 +60,13 @@ def test_gradients_are_the_same_bits(kept: bool) -> None:
 def test_several_results_are_kept_and_views_of_operands_found() -> None:
     calls = []
 
-    def halves(x: Tensor) -> tuple[Tensor, ...]:
+    def splits_backward(x: Tensor) -> tuple[Tensor, ...]:
         calls.append(1)
         parts = x.t().unflatten(0, (2, 3))
         return parts[0] * parts[1], parts.sum(0).exp()
 
     def block(x: Tensor, w: Tensor, inner: Callable[..., tuple[Tensor, ...]]) -> Tensor:
-        a, b = inner(halves, torch.sin(x @ w))
+        a, b = inner(splits_backward, torch.sin(x @ w))
         return a * b
 
     expected = gradients(lambda x, w: block(x, w, lambda fn, x: fn(x)))

@@ -13,7 +13,7 @@ from autoptd.layout import layout
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.stage import Wire
 from autoptd.runtime import executor, messages, trainer
-from autoptd.runtime import split_backward as halves
+from autoptd.runtime import split_backward as splits_backward
 from autoptd.runtime.split_backward import WeightBackward
 from autoptd.schedule import SENDS, Action, Actions, Channel, Schedule, StageMap
 from autoptd.testing.parity import train_in_lockstep
@@ -137,12 +137,12 @@ def test_gradients_that_never_come_are_caught(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.fault("gradients counted at every node")
 def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node's own gradient is also passed on to the next node of the parameter, and counted there a second time."""
-    honest = halves._branch
+    honest = splits_backward._branch
 
     def twice(node, spine, leads_to):  # type: ignore[no-untyped-def]
         return {key + id(node): p for key, p in honest(node, spine, leads_to).items()}  # keys that are never seen twice
 
-    monkeypatch.setattr(halves, "_branch", twice)
+    monkeypatch.setattr(splits_backward, "_branch", twice)
     assert found_wrong("oddities", "zero-bubble")
 
 

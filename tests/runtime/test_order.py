@@ -70,7 +70,7 @@ def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: s
         trainer.train_step(tiny.batch(microbatches, 0))
 
     run_lockstep(mesh, body)
-    chunk = ChunkTimes(1, 2, 1 if row.halves else 0, send_forward_s=0.1, send_backward_s=0.1)
+    chunk = ChunkTimes(1, 2, 1 if row.splits_backward else 0, send_forward_s=0.1, send_backward_s=0.1)
     times = StageTimes((chunk,) * mesh.virtual, 1, 1, 1)
     timeline = simulate(step_lists(kind, pp, microbatches, mesh.virtual), [times] * pp, route=mesh.route)
     for stage in range(pp):

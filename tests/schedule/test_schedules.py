@@ -141,7 +141,7 @@ def test_every_schedule_is_proved(kind: str, virtual: int, stages: int) -> None:
         schedule = training_step(kind, stages, microbatches, virtual)
         everything = {(i, chunk) for i in range(microbatches) for chunk in range(virtual)}
         for stage, actions in enumerate(schedule):
-            for compute in "FBW" if row_of(kind).halves else "FB":
+            for compute in "FBW" if row_of(kind).splits_backward else "FB":
                 done = [(a.microbatch, a.chunk) for a in actions if a.kind == compute]
                 assert len(done) == len(everything)
                 assert set(done) == everything

@@ -60,12 +60,12 @@ def test_who_holds_what() -> None:
     assert [route.place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
     assert route.of("abcdef", 1) == ("b", "e") and route.of("abcd", 1) == ("b",)
     assert route.edges() == {0: (0, 1), 1: (1, 2), 3: (2, 1), 4: (1, 0)}
-    assert StageMap(3, 3, "vee").stages_of(0) == (0, 5, 6)
+    assert StageMap(3, 3, "v").stages_of(0) == (0, 5, 6)
     assert StageMap(3, 2).edges() == {0: (0, 1), 1: (1, 2), 2: (2, 0)} and StageMap(3).edges() == {0: (0, 1), 1: (1, 2)}
     assert StageMap(1, 4).edges() == route_of(KIND, 1, 2).edges() == {}
 
 
-@pytest.mark.parametrize("route", [StageMap(p, v, w) for p in (1, 2, 3, 5) for v in (1, 2, 3) for w in ("loop", "vee")])
+@pytest.mark.parametrize("route", [StageMap(p, v, w) for p in (1, 2, 3, 5) for v in (1, 2, 3) for w in ("loop", "v")])
 def test_both_ends_agree(route: StageMap) -> None:
     """Every stage is on one rank; each send has its receive, on a channel used by these two ranks only."""
     assert sorted(k for rank in range(route.ranks) for k in route.stages_of(rank)) == list(range(route.stages))
@@ -104,7 +104,7 @@ def step_s(schedule: Schedule, passes: tuple[float, float, float]) -> float:
     chunks = chunks_of(schedule)
     f, b, w = (seconds / chunks for seconds in passes)
     times = [StageTimes((ChunkTimes(f, b + w, w),) * chunks)] * len(schedule)
-    return simulate(schedule, times, route=StageMap(len(schedule), chunks, "vee" if chunks > 1 else "loop")).makespan_s
+    return simulate(schedule, times, route=StageMap(len(schedule), chunks, "v" if chunks > 1 else "loop")).makespan_s
 
 
 def test_the_bubble_is_no_larger_than_zero_bubbles() -> None:

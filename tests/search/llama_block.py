@@ -124,8 +124,8 @@ def _attention(b: Block, stream: str, at: str) -> str:
         seen = b.unary(at + name + "_view", b.linear(at + name, normed, width), linear=True)
         turned = b.unary(at + name + "_transpose", seen, linear=True)
         if name != "v":
-            halves = b.unary(at + name + "_neg", b.unary(at + name + "_half", turned), linear=True)
-            turned = b.binary(at + name + "_rope", turned, halves, linear=True)
+            splits_backward = b.unary(at + name + "_neg", b.unary(at + name + "_half", turned), linear=True)
+            turned = b.binary(at + name + "_rope", turned, splits_backward, linear=True)
         heads.append(turned)
     rows: list[tuple[list[Placement], Placement, float]] = [
         ([B] * 3, B, 1.0),

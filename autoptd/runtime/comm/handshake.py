@@ -1,17 +1,33 @@
-"""The handshake before the first step: neighbouring stages compare the messages that they will exchange.
+"""The handshakes before the first step: all ranks compare programs, neighbouring stages the messages of a step.
 
-Without it, bytes in the wrong order, or of another dtype of the same size, would be received without an error.
+Without them, ranks with different programs would hang or train wrongly, and bytes in the wrong order, or of another
+dtype of the same size, would be received without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from autoptd.errors import RuntimeFault
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops.group import Handle
-from autoptd.runtime.comm.interfaces import Channel
+from autoptd.runtime.comm.interfaces import Channel, Communicators
+
+
+def check_same_program(files: Mapping[str, str], communicators: Communicators) -> None:
+    """Compare the emitted files (name -> text) of all ranks. Collective. Raises PlanError if they differ."""
+    text = "\0".join(files.values())
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
+    highest, lowest = communicators.world.all_reduce(agreed, "max").tolist()
+    if (highest, -lowest) != (digest, digest):
+        raise PlanError(
+            "the ranks made different plans or programs",
+            where=f"rank {communicators.world.rank}",
+            fix="use the same model, torch and autoptd on all ranks, or pass one plan file: plan='plan.json'",
+        )
 
 
 def exchange(

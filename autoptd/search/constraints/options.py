@@ -161,6 +161,8 @@ def schedules_and_chunks(constraints: Constraints, of_sums: bool = False) -> tup
         # zero-bubble-v has its own number of chunks
         more["zero-bubble-v"] = "zero-bubble-v" in free and "virtual" not in constraints.fixed
         more["gpipe"] = of_sums and method.schedule != "gpipe"
+        if method.kernels == "compiled":  # cannot split backward passes into B and W
+            more = {name: tried and not row_of(name).splits_backward for name, tried in more.items()}
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
     searched = "interleaved" in schedules and "virtual" not in constraints.fixed
     return schedules, list(_CHUNKS) if searched else [method.virtual]
@@ -252,6 +254,13 @@ def _check_pairs(fix: Mapping[str, Any]) -> None:
         )
     if fix.get("stages") == "even" and fix.get("cuts"):
         raise PlanError("stages cannot be even and cut by hand", where="fix['cuts']", fix="leave cuts or stages out")
+    schedule = fix.get("schedule", Method.schedule)
+    if fix.get("kernels") == "compiled" and row_of(schedule).splits_backward:
+        raise PlanError(
+            f"the {schedule} schedule splits backward passes into B and W, which compiled kernels cannot do",
+            where="fix['schedule']",
+            fix="fix another schedule, or leave out kernels",
+        )
 
 
 def _read_names(fix: Mapping[str, Any], what: str, give: str) -> tuple[str, ...]:

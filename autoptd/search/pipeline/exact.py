@@ -99,7 +99,7 @@ class _CutTree:
         m, total = c.microbatches, [f + b for f, b in zip(forward, backward, strict=True)]
         whole = sum(total) + rest_s
         busy = [m * sum(c.route.of(total, rank)) for rank in range(min(c.pp, len(total)))]
-        if row_of(method.schedule).halves:
+        if row_of(method.schedule).splits_backward:
             return max(m * whole / c.pp, *(x + sum(forward[:k]) + sum(sends[:k]) for k, x in enumerate(busy)))
         found = max(m * whole / c.pp, *(x + sum(total[:k]) + 2 * sum(sends[:k]) for k, x in enumerate(busy)))
         if method.virtual > 1:

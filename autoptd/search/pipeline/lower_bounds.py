@@ -55,7 +55,7 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
 
     `share`: upper bound on min(f, b) / T of any stage."""
     m, p = microbatches, stages
-    if virtual > 1 or row_of(schedule).halves:  # parameter gradients (W) are on no path to another stage
+    if virtual > 1 or row_of(schedule).splits_backward:  # parameter gradients (W) are on no path to another stage
         return seconds * m / p
     busy = seconds / (1 - (1 - 1 / m) ** p)
     left = [m - 1 - share * (warm_up(schedule, k, p, m) - 1) for k in range(p)]
@@ -101,7 +101,7 @@ def cut_bound_s(
     busy = [m * sum(route.of(total, rank)) for rank in range(ranks)]
     messages = [*sends_s, *[0.0] * (len(total) - len(sends_s))]
     edges = busiest_edge_s(messages[:-1], schedule, ranks, m)
-    if row_of(schedule).halves:
+    if row_of(schedule).splits_backward:
         return max(edges, *(busy[k] + sum(forward_s[:k]) + sum(messages[:k]) for k in range(ranks)))
     found = max(edges, *(busy[k] + sum(total[:k]) + 2 * sum(messages[:k]) for k in range(ranks)))
     if len(total) > ranks:

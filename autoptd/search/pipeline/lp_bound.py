@@ -127,7 +127,7 @@ def _paths(
     m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
     if pipeline.virtual > 1:  # chunks before a rank's first one may be arbitrarily small
         return [({times[at]: m * share}, 0.0), ({}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m))]
-    if row_of(pipeline.schedule).halves:
+    if row_of(pipeline.schedule).splits_backward:
         busy = {times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}
         return [(busy, 0.0), ({}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m))]
     busy = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}

@@ -212,7 +212,7 @@ class Stages:
         if found is None:
             return math.inf
         slowest, m = found.value, c.microbatches
-        if method.virtual > 1 or row_of(method.schedule).halves:
+        if method.virtual > 1 or row_of(method.schedule).splits_backward:
             return max(m * slowest, busiest_edge_s(self.least_sends_s, method.schedule, c.pp, m))
         waits = warm_up(method.schedule, 0, c.pp, m) - 1
         round_trip_s = total + 2 * sum(self.least_sends_s) + (m - 1 - waits / 2) * slowest

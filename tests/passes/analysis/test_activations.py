@@ -148,8 +148,8 @@ def test_a_run_saves_as_much(fused: bool) -> None:
 
     saved = run(segments, number)
     # matmul copies its transposed operands: three parts of the projection's result instead of the whole, as many bytes
-    halves = 4 * 16 * 2  # statistics of two norms for 16 tokens: bf16 on the CPU, float32 on an accelerator
-    assert sum(saved) + halves == nbytes(saved_activations(segments, kinds), number, 1)
+    splits_backward = 4 * 16 * 2  # statistics of two norms for 16 tokens: bf16 on the CPU, float32 on an accelerator
+    assert sum(saved) + splits_backward == nbytes(saved_activations(segments, kinds), number, 1)
     assert len(saved) == len(saved_activations(segments, kinds)) + (0 if fused else 2)
 
 

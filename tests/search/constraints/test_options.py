@@ -223,6 +223,7 @@ def test_schedules_and_chunks_are_searched_as_far_as_they_are_free():
 
     assert tried({}) == (["1f1b"], [1])
     assert tried({}, "virtual") == (["1f1b", "interleaved"], [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
+    assert tried({"kernels": "compiled"}, "zero-bubble", "zero-bubble-v") == (["1f1b"], [1])
     assert tried({"virtual": 1}, "all") == (["1f1b", "zero-bubble"], [1])
     assert tried({}, "zero-bubble-v") == (["1f1b", "zero-bubble-v"], [1])
     assert tried({"schedule": "zero-bubble-v"}) == (["zero-bubble-v"], [2])
