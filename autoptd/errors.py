@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autoptd.printable import printable
+from autoptd.text import printable
 
 _INDENT = "\n" + " " * 9  # before continuation lines, so that text from a file cannot pose as a line of the error
 

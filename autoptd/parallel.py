@@ -26,7 +26,6 @@ from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
 from autoptd.plans.model import Plan
-from autoptd.printable import printable
 from autoptd.runtime.comm.handshake import check_same_program
 from autoptd.runtime.comm.interfaces import Communicators, Watcher
 from autoptd.runtime.faults.rank_status import PendingComm
@@ -39,6 +38,7 @@ from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import check_backend, compile_blocks
 from autoptd.runtime.trainer import Trainer
 from autoptd.schedule import training_step
+from autoptd.text import printable
 
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful

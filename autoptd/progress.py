@@ -14,7 +14,7 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from autoptd.printable import printable
+from autoptd.text import printable
 
 
 class Progress(Protocol):

@@ -8,7 +8,7 @@ from rich.text import Text
 from autoptd.answers.infeasibility import PREDICTED_ONLY, Conflict
 from autoptd.explain.choices import short
 from autoptd.explain.tables import WIDTH, columns, gib, rate, render, seconds, section
-from autoptd.fold_names import ranges
+from autoptd.text import ranges
 
 _STAGES = 4  # listed one by one
 

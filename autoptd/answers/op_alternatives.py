@@ -19,7 +19,6 @@ from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import PlanError, nearest
 from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed
-from autoptd.fold_names import fold_table
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import module_path
 from autoptd.passes.sharding.sharding import Sharding, ops_of, parameter_splits
@@ -27,6 +26,7 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.text import fold_table
 
 _MOST = 6  # ops explained at once
 _NAMED = 2  # moved parameters named in a row

@@ -59,7 +59,7 @@ def _shown(data: dict[str, Any]) -> list[RenderableType]:
     from rich.text import Text
 
     from autoptd.explain.tables import GIB, columns, section
-    from autoptd.printable import printable
+    from autoptd.text import printable
 
     total = sum(file["bytes"] for file in data["files"].values())
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())

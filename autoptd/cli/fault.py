@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from autoptd.errors import AutoptdError
-from autoptd.printable import printable
+from autoptd.text import printable
 
 DEBUG = "AUTOPTD_DEBUG"
 

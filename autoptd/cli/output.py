@@ -10,7 +10,7 @@ from typing import Any
 
 from autoptd.cli.arguments import UsageError
 from autoptd.errors import AutoptdError
-from autoptd.printable import printable
+from autoptd.text import printable
 
 
 def progress_of(arguments: argparse.Namespace) -> Any:

@@ -20,7 +20,7 @@ from torch import fx
 
 from autoptd.codegen.quoting import is_name
 from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook, described
-from autoptd.printable import printable
+from autoptd.text import printable
 
 NAME = "own.py"
 _DOC = '"""Functions of yours with backward passes of their own that this program calls. Written by autoptd."""\n'

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable
 
 from autoptd.errors import TraceError
-from autoptd.printable import printable
+from autoptd.text import printable
 
 _ANY_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'

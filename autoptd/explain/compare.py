@@ -11,8 +11,8 @@ from rich.text import Text
 from autoptd.explain.breakdown import CostTerm, compared, memory_terms, time_terms
 from autoptd.explain.plan import MOST_TERMS, SIGNIFICANT, choice_lines, headline
 from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed, words
-from autoptd.fold_names import fold_names
 from autoptd.plans.data import PlanData
+from autoptd.text import fold_names
 
 
 def compare(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), width: int = WIDTH) -> str:

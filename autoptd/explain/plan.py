@@ -18,9 +18,8 @@ from rich.text import Text
 
 from autoptd.explain.choices import choices, recompute_text
 from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
-from autoptd.fold_names import fold_table, ranges
 from autoptd.plans.data import PlanData
-from autoptd.printable import printable
+from autoptd.text import fold_table, printable, ranges
 
 _BAR = 24
 SIGNIFICANT, MOST_TERMS = 0.05, 5  # share of the largest difference that is named; most terms in a sentence

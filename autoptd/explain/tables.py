@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoptd.printable import printable
+from autoptd.text import printable
 
 WIDTH = 100
 GIB = 2**30

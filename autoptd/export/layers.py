@@ -17,8 +17,8 @@ from glob import escape
 from itertools import pairwise
 
 from autoptd.errors import PlanError
-from autoptd.fold_names import ranges
 from autoptd.plans.model import Plan
+from autoptd.text import ranges
 
 _LAYER = re.compile(r"^(?P<stack>(?:(?!\d+\.)[^.{}]+\.)*)(?P<index>\d+)(?=\.|$)")
 

@@ -29,7 +29,7 @@ from autoptd.export.layers import (
 from autoptd.export.megatron_model import Argument, shape_arguments
 from autoptd.export.megatron_splits import split_differences
 from autoptd.plans.model import Plan
-from autoptd.printable import printable
+from autoptd.text import printable
 
 _LEFT = "--lr and its schedule, --clip-grad (1.0 by default), --train-iters, data, tokenizer and checkpoints"
 _GRADIENT_BYTES = {"main": 4, "both": 4, "compute": 2}

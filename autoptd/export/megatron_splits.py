@@ -13,8 +13,8 @@ from torch import nn
 
 from autoptd.export.layers import Layers
 from autoptd.export.roles import SplitModule, read_parts
-from autoptd.fold_names import fold_table
 from autoptd.plans.model import Plan
+from autoptd.text import fold_table
 
 _SHOWN = 8
 

@@ -26,8 +26,8 @@ from torch import nn
 
 from autoptd.export.layers import Layers, collectives_differ, is_sequence_parallel
 from autoptd.export.roles import SplitModule, read_parts
-from autoptd.fold_names import fold_table
 from autoptd.plans.model import Plan
+from autoptd.text import fold_table
 
 _WHOLE, _LAST = "Replicate()", "Shard(-1)"
 _ENDS = ("input", "output")

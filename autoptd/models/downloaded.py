@@ -19,7 +19,7 @@ from typing import Any
 
 from autoptd.cost_models.complaints import brief, path_text, quoted
 from autoptd.errors import ModelError
-from autoptd.printable import printable
+from autoptd.text import printable
 
 MOST_MODULES = 150_000
 _MOST_LAYERS, _MOST_OF_A_KIND, _LARGEST = 1_000, 10_000, 2**53

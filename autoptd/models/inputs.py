@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from autoptd.errors import InputsError
-from autoptd.printable import printable
+from autoptd.text import printable
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from autoptd.codegen.emit import Program
 from autoptd.errors import PlanFileError
 from autoptd.plans.model import Plan
 from autoptd.plans.signing import check_signature
-from autoptd.printable import printable
+from autoptd.text import printable
 
 
 class UnverifiedWarning(UserWarning):

@@ -35,9 +35,9 @@ from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter, key_of
 from autoptd.search.sharding.tensors import Sharded, Tensors
-from autoptd.search.space import candidate_space
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
+from autoptd.search.task import candidate_space
 
 _CUT = 3  # index of the step `_cut` in `Planner._steps`
 _SIMULATED = _CUT + 2  # steps taken once a candidate is simulated

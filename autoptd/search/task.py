@@ -1,16 +1,22 @@
-"""The input of the search."""
+"""The input of the search, and the candidates that it leaves open."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
-from autoptd.search.constraints.options import Constraints
+from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.search.constraints.named import allowed
+from autoptd.search.constraints.options import Constraints, Method, schedules_and_chunks
+from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
 
+_TOKENS = 131072  # in the largest microbatch that is considered
+_RANKS_OF_CONTEXT = 64  # largest cp that is considered
 EFFORT = 200  # default number of cuts that are simulated beyond the first of each candidate
 
 
@@ -32,3 +38,46 @@ class Task:
     constraints: Constraints
     effort: int | None = EFFORT
     time_limit_s: float = float("inf")
+
+
+def candidate_space(task: Task, method: Method, has_attention: bool) -> Sequence[Candidate]:
+    """Return every candidate that the constraints of a task leave open.
+
+    `method`: the options of the task, constraints by name included; `has_attention`: whether the model has fused
+    attention, which cp needs. Raises PlanError if no candidate is left.
+    """
+    fixed = task.constraints.fixed
+    mesh, include = dict(task.constraints.mesh), task.constraints.include
+    cps: tuple[int, ...] = (method.cp,)
+    if "cp" in include and "cp" not in fixed and has_attention:
+        length = task.sizes.get(SEQUENCE, 1)
+        cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
+    if task.world % cps[0]:
+        raise PlanError(
+            f"world {task.world} is not divisible by cp {cps[0]}",
+            where="fix['cp']",
+            fix=f"use cp {around(cps[0], divisors(task.world))}",
+        )
+    node = task.cluster.gpus_per_node or task.world
+    widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
+    tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
+    if isinstance(mesh.get("tp"), int):
+        tp_sizes.add(int(mesh["tp"]))
+    schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
+    zeros = (1, 0, 2, 3) if "zero" in mesh or "zero" in include else (1, 0)
+    groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
+    limits = MeshLimits(
+        world=task.world,
+        batch=task.batch,
+        segments=len(task.folded.segments),
+        tp_sizes=tuple(sorted(tp_sizes)),
+        zeros=zeros,
+        recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in mesh else ("auto",),
+        max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
+        cps=cps,
+        schedules=tuple(schedules),
+        virtuals=tuple(virtuals),
+        shards=(method.shards, *groups),
+        pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
+    )
+    return allowed(task.folded, method, candidates(limits, mesh))

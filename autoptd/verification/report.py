@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autoptd.explain.plan import headline
 from autoptd.explain.tables import columns, render, section
-from autoptd.fold_names import fold_table
+from autoptd.text import fold_table
 from autoptd.verification.compare import TOLERANCE
 from autoptd.verification.verdict import Verdict
 

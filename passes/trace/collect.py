@@ -11,7 +11,6 @@ from torch.export.graph_signature import InputKind
 
 from autoptd.errors import TraceError
 from autoptd.passes.trace.loss import Objective
-from autoptd.passes.trace.loss import loss_of as loss_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoptd.passes.trace.loss import loss_of as loss_of
 from autoptd.passes.trace.traced import PRECISIONS
 
 

@@ -27,7 +27,6 @@ from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
-from autoptd.passes.trace.loss import loss_of as loss_of
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws
 from autoptd.passes.trace.quiet_export import silent_export
 from autoptd.passes.trace.repeats import Repeats

@@ -15,7 +15,6 @@ from torch import nn
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.passes.trace.loss import Loss
-from autoptd.passes.trace.loss import loss_of as loss_of
 
 
 def placed(error: AutoptdError) -> AutoptdError:

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from autoptd.passes.custom_grad.trace_calls import OwnCalls
 from autoptd.passes.trace.loss import Objective
-from autoptd.passes.trace.loss import loss_of as loss_of
 
 PRECISIONS: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,

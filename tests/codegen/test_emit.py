@@ -16,7 +16,7 @@ from autoptd.codegen.emit import Program, load_stage
 from autoptd.ops.tp_axis import Axis
 from autoptd.passes.analysis.activations import POLICIES
 from autoptd.passes.fold import Folded
-from autoptd.printable import printable
+from autoptd.text import printable
 from tests.codegen.programs import folded_of, gpt2, llama, meta, program_of, text_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"

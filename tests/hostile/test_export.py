@@ -23,7 +23,7 @@ from autoptd.export.torch_program import torch_program
 from autoptd.passes.trace.unwrap import refuse_unsuitable
 from autoptd.plans.data import Splits
 from autoptd.plans.model import Plan
-from autoptd.printable import printable
+from autoptd.text import printable
 from tests.sample_plan import sample_plan
 
 from .hostile_models import MARK, PAYLOADS

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from autoptd.errors import PlanError, PlanFileError
 from autoptd.explain.compare import compare, differences
 from autoptd.explain.plan import explain, headline
-from autoptd.fold_names import fold_names, fold_table, ranges
 from autoptd.plans.data import Collectives, MeshSizes, Schedule, Splits, StagePlan
 from autoptd.plans.model import Plan
+from autoptd.text import fold_names, fold_table, ranges
 from tests.sample_plan import sample_plan
 
 

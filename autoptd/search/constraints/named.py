@@ -19,12 +19,12 @@ from functools import cached_property
 from torch import fx
 
 from autoptd.errors import PlanError, nearest
-from autoptd.fold_names import fold_names
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import module_path
 from autoptd.search.constraints.options import Constraints, Method
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.partition import even_cuts
+from autoptd.text import fold_names
 
 _SHOWN = 300  # characters of names that an error lists
 

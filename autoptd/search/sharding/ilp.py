@@ -1,4 +1,6 @@
-"""State the splits ILP in PuLP: one strategy for every op of a graph (tensor level).
+"""State and solve the splits ILP in PuLP: one strategy for every op of a graph (tensor level).
+
+Nodes that are fixed to a choice lose their others beforehand, and so do choices that cannot be met or are dominated.
 
 Nodes n have choices k. A choice needs tensors in placements, gives tensors in placements, takes time and saves tensors
 for backward. A tensor t has one producer. Where the producer gives placement q and some node wants p, the conversion
@@ -38,13 +40,16 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pulp import LpAffineExpression, LpVariable, lpSum
 
+from autoptd.errors import AutoptdError
 from autoptd.layout.placements import Placement
-from autoptd.search.sharding.problem import Choice, Pair, SplitProblem
-from autoptd.search.solver import IntegerProgram, Outcome
+from autoptd.search.infeasible import conflict
+from autoptd.search.sharding.problem import Choice, Pair, SplitProblem, SplitSolution, evaluate, pruned, with_fixed
+from autoptd.search.solver import IntegerProgram, Outcome, minimise
 
 TIE_BREAK = 1e-9  # of the optimum, at most
 _KEPT = 16  # programs of a few megabytes
@@ -165,6 +170,35 @@ class SplitPrograms:
         if len(self._stated) > _KEPT:
             self._stated.popitem(last=False)
         return self._stated[structure]
+
+
+# ---- solving ----
+
+
+def solve_splits(
+    problem: SplitProblem, time_limit_s: float = 30.0, programs: SplitPrograms | None = None
+) -> SplitSolution:
+    """Return the cheapest assignment of choices to nodes. `programs`: those stated before, by structure.
+
+    Raises `InfeasibleSplit`; `PlanError` where `fixed` names a node or label that is not there; `SolverFailed`.
+    """
+    programs = programs or SplitPrograms()
+    outcome, taken = _solve(problem, time_limit_s, programs)
+    if outcome.status == "infeasible":
+        raise conflict(problem, lambda part: _solve(part, time_limit_s, programs)[0].status != "infeasible")
+    if outcome.status == "unknown":
+        raise AutoptdError(f"no strategies found within {time_limit_s:g} s", fix="allow more time, or fix some of them")
+    return replace(evaluate(problem, taken), gap=outcome.gap, notes=outcome.notes)
+
+
+def _solve(problem: SplitProblem, time_limit_s: float, programs: SplitPrograms) -> tuple[Outcome, dict[str, Choice]]:
+    """Return the outcome, and the choice of each node where there is one."""
+    possible = pruned(with_fixed(problem))
+    if any(not node.choices for node in possible.nodes):
+        return Outcome("infeasible", (), math.inf, math.inf, "none"), {}
+    model = programs.of(structure_of(possible))
+    outcome = minimise(model.program, model.costs(possible), time_limit_s)
+    return outcome, model.taken(possible, outcome) if outcome.values else {}
 
 
 # ---- variables and constraints ----

@@ -23,9 +23,9 @@ from autoptd.passes.sharding.sharding import (
     sends_of,
 )
 from autoptd.search.sharding.build import Scope, SplitNumbers
+from autoptd.search.sharding.ilp import solve_splits
 from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
 from autoptd.search.sharding.problem import SplitSolution
-from autoptd.search.sharding.splits import solve_splits
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
 from autoptd.passes.losses.loss_form import LossForm, loss_form
-from autoptd.passes.trace.trace import loss_of, trace
+from autoptd.passes.trace.loss import loss_of
+from autoptd.passes.trace.trace import trace
 from tests.everyday_losses import (
     CLASSES,
     EXACT,

@@ -16,8 +16,8 @@ from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.sharding.sharding import from_text, parameter_splits, to_text
 from autoptd.passes.trace.trace import trace
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.search.sharding.ilp import solve_splits
 from autoptd.search.sharding.problem import evaluate
-from autoptd.search.sharding.splits import solve_splits
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 _H100 = Cluster.load("dgx-h100")  # eight GPUs on NVLink

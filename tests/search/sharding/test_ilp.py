@@ -13,9 +13,8 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, B, P, Placement, Split
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.sharding import ilp as split_program
-from autoptd.search.sharding.ilp import SplitProgram, Sums
+from autoptd.search.sharding.ilp import SplitProgram, Sums, solve_splits
 from autoptd.search.sharding.problem import Choice, Node, SplitProblem, SplitSolution
-from autoptd.search.sharding.splits import solve_splits
 from tests.search.llama_block import block
 from tests.search.sharding.random_splits import brute_force, price, random_problem
 

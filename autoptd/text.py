@@ -1,4 +1,4 @@
-"""Dotted names printed as few lines, with layer numbers folded into ranges.
+"""Text for people: strings of files with control characters escaped, and many dotted names folded into few lines.
 
 h.0.fc.weight, h.1.fc.weight, h.2.fc.weight  ->  h.{0..2}.fc.weight
 """
@@ -9,6 +9,15 @@ from collections.abc import Iterable, Iterator
 from math import prod
 
 _NUMBERS, _DIGITS = 16, 18  # number parts per name, digits per number; further parts compare as text
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    r"""Escape every character that is not printable: `\x1b` for an escape, `\u202e` for a bidirectional override,
+    `\ud800` for a surrogate. Characters in `keep` stay as they are; `keep=""` returns a single line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
