@@ -23,8 +23,9 @@ from autoptd.runtime.comm.listening import LOOPBACK, on_loopback
 from autoptd.runtime.comm.processes import connect_processes
 
 T = TypeVar("T")
-# Imported once, by the server. The last is what an optimizer imports when it is first called.
-_PRELOADED = [
+# Imported once, by the server, of which a process has one whatever it forks from it: others append what they need,
+# before it starts. The last is what an optimizer imports when it is first called.
+PRELOADED = [
     "torch",
     "torch.distributed",
     "autoptd.runtime.trainer",
@@ -88,7 +89,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self._port = socket.socket()  # held while the workers live: what is only asked for, another process may take
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((LOOPBACK, 0))
