@@ -15,7 +15,9 @@ demo: $(INSTALLED)
 
 # Two processes, one thread each; what shares a trace runs in one of them (tests/conftest.py). Of long grids `test` runs
 # a sample, and `rest` the other cases.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Compiled files are kept, wherever that is switched off: without them the tests are rewritten, and the package compiled,
+# by every process anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(PYTEST) --cases sample
 
