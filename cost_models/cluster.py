@@ -190,7 +190,9 @@ class Cluster(_ClusterPart):
     others: Annotated[tuple[Pool, ...], Field(max_length=16)] = ()
 
     def __hash__(self) -> int:  # a few fields only: clusters are keys of tens of thousands of look-ups
-        return hash((self.name, self.device.name, self.levels[0].bytes_per_s, self.levels[-1].bytes_per_s))
+        first, last = self.levels[0], self.levels[-1]
+        inner = (first.bytes_per_s, first.latency_s, first.sustained.fraction, first.in_switch)
+        return hash((self.name, self.device.name, inner, last.bytes_per_s, last.latency_s, last.sustained.fraction))
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Cluster:

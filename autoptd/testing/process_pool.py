@@ -23,8 +23,9 @@ from autoptd.runtime.comm.listening import LOOPBACK, on_loopback
 from autoptd.runtime.comm.processes import connect_processes
 
 T = TypeVar("T")
-# Imported once, by the server. An optimizer imports the last one on its first call.
-_PRELOADED = [
+# Imported once, by the fork server, of which a process has one; others append what they need before it starts. An
+# optimizer imports the last one on its first call.
+PRELOADED = [
     "torch",
     "torch.distributed",
     "autoptd.runtime.trainer",
@@ -88,7 +89,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self._port = socket.socket()  # held while the workers live: a free port that is not bound may be taken
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((LOOPBACK, 0))

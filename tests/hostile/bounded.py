@@ -19,18 +19,30 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from autoptd.testing.process_pool import PRELOADED
+
 LONGEST_S = 10.0
 MOST_BYTES = 2 * 10**9
 _PATIENCE_S = 60.0
-_PRELOADED = [
+# The server is that of the pools of processes too, which may be first to start it.
+PRELOADED += [
     "autoptd.cli.main",
-    "autoptd.api",
     "autoptd.compile",
     "autoptd.explain.timeline",
     "autoptd.explain.plan",
+    "autoptd.answers.query",
+    "autoptd.verification.verdict",
+    "autoptd.cli.export",
     "transformers",
+    "transformers.models.gpt2.modeling_gpt2",
+    # what torch imports to export a model
+    "numpy.ma",
+    "sympy.codegen.ast",
+    "torch._export.passes.replace_with_hop_pass_util",
+    "torch._inductor.fx_passes.dedupe_symint_uses",
+    "torch._subclasses.schema_check_mode",
+    "torch.fx.experimental.validator",
 ]
-_MODULES = ["transformers.modeling_utils", "autoptd.verification.verdict", "autoptd.cli.export"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ def refused(*argv: str | Path) -> str:
 def run(*argv: str | Path) -> Ended:
     """Run one command of autoptd."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED, *_MODULES])
+    context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_work, args=(theirs, [str(word) for word in argv]), daemon=True)
     worker.start()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +23,7 @@ from autoptd.profile.record import Case, Measurement, ProfileRecord, Skipped
 from autoptd.profile.report import predicted_s, rows
 from autoptd.profile.search import best_rate, best_two
 from autoptd.profile.toml import cluster_toml
+from tests.profile.launched import listening, one_fails
 
 # No existing device, so that no datasheet applies; only products of peaks and sustained fractions matter.
 DEVICE = Device(
@@ -336,12 +335,6 @@ def test_a_process_that_cannot_start_is_reported(
     assert "no licence" in capfd.readouterr().err
 
 
-def one_fails(text: str) -> None:
-    if os.environ["RANK"] == "1":
-        raise ValueError(text)
-    time.sleep(60)
-
-
 @pytest.mark.ranks
 def test_a_process_that_fails_says_why_and_ends_the_others(capfd: pytest.CaptureFixture[str]):
     from autoptd.errors import RuntimeFault
@@ -352,13 +345,6 @@ def test_a_process_that_fails_says_why_and_ends_the_others(capfd: pytest.Capture
         launch(2, one_fails, "out of luck")
     assert "ERROR" not in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def listening() -> bool:
-    """Return whether the store of these processes answers at another address of this machine."""
-    with socket.socket() as asking:
-        asking.settimeout(2)
-        return asking.connect_ex(("127.0.0.2", int(os.environ["MASTER_PORT"]))) == 0
 
 
 @pytest.mark.ranks
