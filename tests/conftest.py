@@ -80,8 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, and is not searched for garbage again and again: in codegen/test_run.py, of 14 s,
-    that took 2.1 s and takes 1.4 s."""
+    """Exempt imported objects from garbage collection: of 14 s of codegen/test_run.py it took 2.1 s, now 1.4 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)

@@ -1,4 +1,4 @@
-"""Run by processes of their own, which import no more than this file."""
+"""Functions that launched processes run; they import no more than this file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def one_fails(text: str) -> None:
 
 
 def listening() -> bool:
-    """Whether the store of these processes answers at another address of this machine."""
+    """Return whether the store of these processes answers at another address of this machine."""
     with socket.socket() as asking:
         asking.settimeout(2)
         return asking.connect_ex(("127.0.0.2", int(os.environ["MASTER_PORT"]))) == 0
