@@ -240,7 +240,7 @@ def test_sparse_gradients(rows: nn.Module):
     error = refusal(UnsupportedOp, Rows(rows), **EIGHT, inputs=ids)
     assert "with sparse=True gives its weight a sparse gradient" in error.what
     assert error.where.startswith("rows (")
-    assert "leave out sparse=True" in error.fix
+    assert "remove sparse=True" in error.fix
 
 
 def test_modules_that_torch_has_compiled():
@@ -292,7 +292,12 @@ def test_a_parameter_without_gradient_is_allowed_and_reported():
             "use a world of 16, or leave one of them out",
         ),
         ({"fix": {"tp": 2, "dp": 2, "pp": 4}}, "dp 2 x tp 2 x pp 4 is 16, not the world of 8", "fix", "leave one"),
-        ({"world": 64, "batch": 64, "fix": {"pp": 64}}, "pp 64 is more than the 8 pieces", "fix['pp']", "use pp <= 8"),
+        (
+            {"world": 64, "batch": 64, "fix": {"pp": 64}},
+            "pp 64 is more than the 8 segments",
+            "fix['pp']",
+            "use pp <= 8",
+        ),
         ({"batch": 4, "fix": {"dp": 8}}, "batch 4 is smaller than dp 8", "batch", "use a batch of 8"),
         ({"fix": {"dp": 8, "micro": 4}}, "batch 16 is smaller than dp 8 x micro 4 = 32", "batch", "use a batch of 32"),
         (
@@ -390,7 +395,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
         ({"cuts": 3}, "cuts is 3", "['model.layers.8', 'model.layers.20']"),
         ({"cuts": ["blocks.2"]}, "no module is called 'blocks.2'", "did you mean 'blocks.1'"),
         ({"cuts": ["blocks.0.up"]}, "it begins inside 'blocks.0.{norm_2,up,down}'", "at 'blocks.0.norm_2'"),
-        ({"cuts": ["tokens"]}, "the model begins with 'tokens'", "leave it out"),
+        ({"cuts": ["tokens"]}, "the first stage always begins with 'tokens'", "leave it out"),
         ({"cuts": ["blocks.1", "blocks.0"]}, "'blocks.0' comes before 'blocks.1'", "order: 'blocks.0', 'blocks.1'"),
         ({"cuts": ["blocks.1", "blocks.1.norm_1"]}, "begin the same stage", "leave one of them out"),
         ({"cuts": ["blocks.1"], "pp": 4}, "make 2 stages of the model, but pp × virtual can only be 4", "one module"),
@@ -400,7 +405,7 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
             "splits backward passes into B and W, which compiled kernels cannot do",
             "leave out kernels",
         ),
-        ({"cuts": ["blocks.0.norm_2"], "whole": ["blocks.0"]}, "cuts 'blocks.0', which is to stay", "cut elsewhere"),
+        ({"cuts": ["blocks.0.norm_2"], "whole": ["blocks.0"]}, "cuts 'blocks.0', which must stay", "cut elsewhere"),
         ({"whole": [""]}, "whole is ['']", "patterns of modules"),
         ({"whole": ["*.atention"]}, "no module is called '*.atention'", "did you mean 'blocks.*.attention'"),
         ({"whole": ["*"], "pp": 8}, "8 stages are more than the 5 pieces", "keep less whole"),

@@ -88,8 +88,7 @@ class StageCost:
         return self.chunks.chunk(first, last, self.policies(first, self.span(first, last), choice.chosen[0]))
 
     def options(self, first: int, last: int, alive: int) -> tuple[StageOption, ...]:
-        """Return the fastest recompute option that fits with `alive` microbatches in flight, after all faster ones
-        that do not fit; nothing if none fits."""
+        """Return the fastest recompute option that fits with `alive` microbatches in flight, after faster ones."""
         key, best = (self._key(first, last), alive), self._choice(first, last, alive)
         if best is None:
             return ()
