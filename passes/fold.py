@@ -22,9 +22,9 @@ from typing import Any
 import sympy
 from torch import fx
 
-from autoptd.passes.graph import ancestors, infos, is_getitem, operands, substitute
+from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, substitute
 from autoptd.passes.losses.loss_form import LossForm, is_count, loss_form
-from autoptd.passes.segment_names import base, common_prefix, name_kinds, segment_name
+from autoptd.passes.segment_names import common_prefix, name_kinds, segment_name
 from autoptd.passes.signature import Unquoted, shapes_text, signature_of, structures
 from autoptd.passes.trace.traced import Traced
 
@@ -211,7 +211,7 @@ def _merge_light(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) 
 
 def _is_heavy(node: fx.Node, traced: Traced) -> bool:
     """Return whether a node reads a parameter or is a heavy op."""
-    return base(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
+    return op_name(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
 
 
 def _segments(
@@ -329,7 +329,7 @@ def _hashed(traced: Traced, graph: fx.Graph) -> list[str]:
         else:
             args: Any = substitute(node.args, lambda n: Unquoted(names[n]))
             kwargs = {k: substitute(v, lambda n: Unquoted(names[n])) for k, v in node.kwargs.items()}
-            lines.append(f"%{i} {base(node)} {args} {kwargs} {shapes_text(node) if node.op != 'output' else ''}")
+            lines.append(f"%{i} {op_name(node)} {args} {kwargs} {shapes_text(node) if node.op != 'output' else ''}")
     return lines
 
 

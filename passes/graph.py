@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
 
 
 def info(node: fx.Node) -> TensorInfo:
@@ -90,9 +90,7 @@ def user_op_name(node: fx.Node) -> str:
 
 def op_name(node: fx.Node) -> str:
     """Return `linear` for `aten.linear.default`, and the function's name for any other target."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name.split("::")[1])
-    return getattr(node.target, "__name__", str(node.target))
+    return target_name(node.target)
 
 
 def is_getitem(node: fx.Node) -> bool:

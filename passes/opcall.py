@@ -14,6 +14,18 @@ import torch
 Size: TypeAlias = "int | sympy.Expr"
 
 
+def target_name(target: Any) -> str:
+    """Return the name of an op without namespace and overload, or of a function: `linear` for `aten.linear.default`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name.split("::")[1])
+    return getattr(target, "__name__", str(target))
+
+
+def is_random(target: Any) -> bool:
+    """Return whether an op draws from a random generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """Global (unsplit) shape in ints and sympy expressions, dtype, and whether the tensor requires a gradient."""

@@ -6,16 +6,9 @@ import itertools
 import re
 from collections import Counter
 
-import torch
 from torch import fx
 
-from autoptd.passes.graph import module_path
-
-
-def base(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name.split("::")[1])
-    return getattr(node.target, "__name__", str(node.target))
+from autoptd.passes.graph import module_path, op_name
 
 
 def name_kinds(signatures: list[str], names: list[str]) -> dict[str, str]:
@@ -37,7 +30,7 @@ def segment_name(nodes: list[fx.Node]) -> str:
     """Return the modules that the nodes come from, as in `transformer.h.0.{ln_1,attn}`."""
     paths = [p.split(".") for n in nodes if (p := module_path(n))]
     if not paths:
-        return "loss" if any(base(n).endswith("cross_entropy") or "loss" in base(n) for n in nodes) else "model"
+        return "loss" if any(op_name(n).endswith("cross_entropy") or "loss" in op_name(n) for n in nodes) else "model"
     common = common_prefix(paths)
     children = list(dict.fromkeys(p[len(common)] for p in paths if len(p) > len(common)))
     prefix = ".".join(common)

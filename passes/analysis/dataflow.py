@@ -25,7 +25,7 @@ from autoptd.passes.analysis.saved_tensors import ATTENTION, is_off, saved_tenso
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import infos, op_call, op_name, operands
 from autoptd.passes.graph import numel as product
-from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
 from autoptd.passes.sharding.sharding import KindSharding, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 
@@ -260,7 +260,7 @@ def _outer_only(order: tuple[int, ...], call: OpCall) -> bool:
 
 def _permutation(call: OpCall, ndim: int) -> tuple[int, ...] | None:
     """Return p such that output dim i is input dim p[i], or None if the op is no permutation."""
-    match op_base(call):
+    match target_name(call.target):
         case "transpose":
             a, b = (int(d) % ndim for d in call.args[1:3])
             dims = list(range(ndim))
@@ -271,10 +271,3 @@ def _permutation(call: OpCall, ndim: int) -> tuple[int, ...] | None:
         case "permute":
             return tuple(int(d) % ndim for d in call.args[1])
     return None
-
-
-def op_base(call: OpCall) -> str:
-    """Return the op's name without namespace and overload: `transpose` for `aten.transpose.int`."""
-    if isinstance(call.target, torch._ops.OpOverload):
-        return str(call.target._schema.name.split("::")[1])
-    return getattr(call.target, "__name__", str(call.target))

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.saved_tensors import ATTENTION
 from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
-from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.graph import nbytes
+from autoptd.passes.opcall import OpCall, Size
 from autoptd.passes.rules.factor_notation import bind
 from autoptd.passes.rules.table import RULES
 
@@ -81,11 +82,6 @@ def flops(call: OpCall) -> Size:
         heads = query[:-2]  # grouped key-value heads are read by several query heads
         return sdpa_flop_count(query, heads + key[-2:], heads + value[-2:])
     return 0
-
-
-def nbytes(tensor: TensorInfo) -> Size:
-    """Return the bytes of a whole tensor."""
-    return prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _four(shape: tuple[Size, ...]) -> tuple[Size, ...]:

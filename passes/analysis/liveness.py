@@ -19,11 +19,11 @@ import sympy
 
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import SavedActivations, recomputed_steps, saved_in_flow
-from autoptd.passes.analysis.dataflow import DataflowStep, Flow, Number, Storage, Value, flow, op_base
+from autoptd.passes.analysis.dataflow import DataflowStep, Flow, Number, Storage, Value, flow
 from autoptd.passes.analysis.overwriting import losses_in_place
 from autoptd.passes.analysis.workspace import workspace
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.opcall import Chunked, TensorInfo
+from autoptd.passes.opcall import Chunked, TensorInfo, target_name
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of
 
 _PASSING = ("add", "sub")  # ops that pass the incoming gradient on, unless an operand is broadcast
@@ -213,7 +213,7 @@ def _passes_gradient(step: DataflowStep, operand: Value) -> bool:
     same = result.info.dtype == operand.info.dtype and len(step.outputs) == 1
     if step.view:
         return same and sympy.expand(result.gradient.elements - operand.gradient.elements) == 0
-    if step.call is None or op_base(step.call) not in _PASSING:
+    if step.call is None or target_name(step.call.target) not in _PASSING:
         return False
     return same and result.info.shape == operand.info.shape and result.placement == operand.placement
 

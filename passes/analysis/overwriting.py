@@ -21,9 +21,9 @@ import torch
 
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import recomputed_steps
-from autoptd.passes.analysis.dataflow import DataflowStep, Flow, Value, op_base
+from autoptd.passes.analysis.dataflow import DataflowStep, Flow, Value
 from autoptd.passes.analysis.saved_tensors import saved_tensors
-from autoptd.passes.opcall import OpCall
+from autoptd.passes.opcall import OpCall, target_name
 from autoptd.passes.rules.table import RULES
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def writes_anew(call: OpCall) -> bool:
         return True
     if any(r.alias_info is not None for r in call.target._schema.returns) or call.target in _MUTE:
         return False
-    if op_base(call) == "einsum":  # with one operand it may be a permutation
+    if target_name(call.target) == "einsum":  # with one operand it may be a permutation
         return len(call.operands) > 1
     return call.target in RULES or not call.target.has_kernel_for_dispatch_key(
         torch.DispatchKey.CompositeImplicitAutograd
@@ -131,7 +131,7 @@ def _is_known(call: OpCall) -> bool:
 
 def _one_to_one(step: DataflowStep) -> bool:
     """Return whether a view has no element twice, and is the only output of its op."""
-    return step.call is None or (len(step.outputs) == 1 and op_base(step.call) in _ONE_TO_ONE)
+    return step.call is None or (len(step.outputs) == 1 and target_name(step.call.target) in _ONE_TO_ONE)
 
 
 def _kept(step: DataflowStep) -> Iterable[Value]:

@@ -24,11 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import sympy
-import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.analysis.dataflow import op_base
 from autoptd.passes.batch.batch_dims import (
     SamplePlace,
     counts_samples,
@@ -43,7 +41,7 @@ from autoptd.passes.batch.row_numbers import SAME_VALUES, follow_numbers, follow
 from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Order, Rows, State, placed_by
 from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, operands, source_line, user_op_name
 from autoptd.passes.normalise.at_example import at_example, needs_example
-from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.opcall import OpCall, Size, TensorInfo, is_random, target_name
 from autoptd.passes.rules import op_notations as notations
 from autoptd.passes.rules.discover import keeps_apart
 from autoptd.passes.rules.factor_notation import Loops
@@ -126,7 +124,7 @@ class _Propagation:
             return (_fill_state(node, call),)
         if _is_random(call):
             return (states[0] if states else FILLED,) * len(call.outputs)
-        if op_base(call) == "arange":
+        if target_name(call.target) == "arange":
             return (follow_range(node),)
         if all(state is None for state in states):
             return tuple(_from_constants(node, call, t) for t in call.outputs)
@@ -170,8 +168,7 @@ class _Propagation:
 
 def _is_random(call: OpCall) -> bool:
     """Return whether an op is random and no dropout: `refuse_random` refuses it, whatever it does with samples."""
-    seeded = isinstance(call.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in call.target.tags
-    return seeded and call.target not in RULES
+    return is_random(call.target) and call.target not in RULES
 
 
 def _fill_state(node: fx.Node, call: OpCall) -> State:
@@ -186,7 +183,7 @@ def _from_constants(node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
     """Return the state of an output that depends on no sample; it may still depend on their number."""
     if not counts_samples(tensor):
         return Across(node, _COUNTS) if _has_batch(_flat((call.args, tuple(call.kwargs.values())))) else None
-    place = _anywhere(tensor) if op_base(call) in ("broadcast_to", "expand", "expand_as", "repeat") else None
+    place = _anywhere(tensor) if target_name(call.target) in ("broadcast_to", "expand", "expand_as", "repeat") else None
     return misused(node) if place is None else Rows(place)
 
 
@@ -200,7 +197,7 @@ def _anywhere(tensor: TensorInfo) -> SamplePlace | None:
 def _keeps_one_value(call: OpCall, states: Sequence[State]) -> bool:
     """Return whether an op of tensors that each hold one value everywhere gives such a tensor again."""
     alone = all(s is FILLED or t.ndim == 0 for s, t in zip(states, call.operands, strict=True))
-    return alone and (_is_elementwise(call) or op_base(call) in (*SAME_VALUES, "cat", "concat", "stack"))
+    return alone and (_is_elementwise(call) or target_name(call.target) in (*SAME_VALUES, "cat", "concat", "stack"))
 
 
 def _is_elementwise(call: OpCall) -> bool:
@@ -222,9 +219,9 @@ def _moved(node: fx.Node, states: Sequence[State]) -> Any:
 
 def _counting(node: fx.Node, call: OpCall) -> Iterator[States]:
     """Yield states for an op that depends on the number of samples by a non-shape argument or a gradient's scale."""
-    if op_base(call) not in _SHAPED and _has_batch(_flat((call.args, tuple(call.kwargs.values())))):
+    if target_name(call.target) not in _SHAPED and _has_batch(_flat((call.args, tuple(call.kwargs.values())))):
         yield (Across(node, _COUNTS),) * len(call.outputs)
-    if op_base(call) == "embedding" and call.arg(3, "scale_grad_by_freq", False):
+    if target_name(call.target) == "embedding" and call.arg(3, "scale_grad_by_freq", False):
         fix = "remove scale_grad_by_freq"
         yield (Across(node, "scales gradients by how often a row occurs in the batch", fix, pairs=True),)
 
@@ -317,5 +314,5 @@ def _mixes_in_trial(call: OpCall, places: Mapping[int, SamplePlace], given: Sequ
 
 def _side_by_side(call: OpCall, places: Mapping[int, SamplePlace]) -> bool:
     """Return whether broadcasting aligns the samples of all operands."""
-    from_right = op_base(call) in _BROADCASTING
+    from_right = target_name(call.target) in _BROADCASTING
     return len({(p.dim - (call.operands[i].ndim if from_right else 0), p.outer) for i, p in places.items()}) == 1

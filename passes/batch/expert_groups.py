@@ -15,11 +15,10 @@ from dataclasses import replace
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.analysis.dataflow import op_base
 from autoptd.passes.batch.batch_dims import SamplePlace
 from autoptd.passes.batch.row_numbers import EXACT, below
 from autoptd.passes.batch.rows import Across, Rows, State, Tally
-from autoptd.passes.graph import info, is_getitem, op_call, operands
+from autoptd.passes.graph import info, is_getitem, op_call, op_name, operands
 from autoptd.passes.rules.views import same
 
 _CASTS = ("to", "_to_copy")
@@ -47,7 +46,7 @@ def follow_group(node: fx.Node, states: Sequence[State]) -> State:
 
 def counted(node: fx.Node, states: Sequence[State]) -> Tally | None:
     """Return the tally that an op computes, by counting keys or from an operand's tally; None if it computes none."""
-    call, base = op_call(node), op_base(op_call(node))
+    call, base = op_call(node), op_name(node)
     first = states[0] if states else None
     if isinstance(first, Across):
         if first.tally is None:
@@ -72,9 +71,9 @@ def counted(node: fx.Node, states: Sequence[State]) -> Tally | None:
 
 def _of_one_hot(node: fx.Node) -> Tally | None:
     source = node.all_input_nodes[0]
-    while source.op == "call_function" and op_base(op_call(source)) in _CASTS:
+    while source.op == "call_function" and op_name(source) in _CASTS:
         source = source.all_input_nodes[0]
-    if source.op != "call_function" or op_base(op_call(source)) != "one_hot" or info(node).ndim != 1:
+    if source.op != "call_function" or op_name(source) != "one_hot" or info(node).ndim != 1:
         return None
     bins = info(source).shape[-1]
     others = {d % info(source).ndim for d in op_call(node).arg(1, "dim") or ()} == set(range(info(source).ndim - 1))
@@ -89,9 +88,9 @@ def _tally(keys: fx.Node, bins: object, *, signed: bool = False) -> Tally | None
 
 
 def _is_made(node: fx.Node, what: str) -> bool:
-    while node.op == "call_function" and op_base(op_call(node)) in _CASTS:
+    while node.op == "call_function" and op_name(node) in _CASTS:
         node = node.all_input_nodes[0]
-    return node.op == "call_function" and op_base(op_call(node)).removeprefix("new_").removesuffix("_like") == what
+    return node.op == "call_function" and op_name(node).removeprefix("new_").removesuffix("_like") == what
 
 
 def _numbers(node: fx.Node) -> fx.Node:
@@ -99,12 +98,12 @@ def _numbers(node: fx.Node) -> fx.Node:
     while node.op == "call_function":
         if is_getitem(node):
             owner = node.all_input_nodes[0]
-            if node.args[1] != 0 or op_base(op_call(owner)) != "sort":
+            if node.args[1] != 0 or op_name(owner) != "sort":
                 return node
             node = owner.all_input_nodes[0]
             continue
-        call = op_call(node)
-        if op_base(call) not in _SAME_NUMBERS or (op_base(call) in _CASTS and call.outputs[0].dtype not in EXACT):
+        name = op_name(node)
+        if name not in _SAME_NUMBERS or (name in _CASTS and info(node).dtype not in EXACT):
             return node
         node = node.all_input_nodes[0]
     return node

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autoptd.passes.analysis.dataflow import op_base
 from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples
 from autoptd.passes.batch.row_numbers import is_range
 from autoptd.passes.batch.rows import FILLED, Across, Points, Rows, State, placed
-from autoptd.passes.graph import op_call, operands
-from autoptd.passes.opcall import OpCall
+from autoptd.passes.graph import op_call, op_name, operands
+from autoptd.passes.opcall import OpCall, target_name
 from autoptd.passes.rules.views import same
 
 FIX = (
@@ -69,7 +68,7 @@ class Move:
 
 def follow_move(node: fx.Node, states: Sequence[State]) -> State:
     """Return the state of a read or write by index; NotImplemented for other ops, and if it moves no rows."""
-    call, base = op_call(node), op_base(op_call(node))
+    call, base = op_call(node), op_name(node)
     if base in _READS:
         return _read(node, Move(call, states, dict(_indices(node, call))))
     if base in _WRITES:
@@ -79,7 +78,7 @@ def follow_move(node: fx.Node, states: Sequence[State]) -> State:
 
 def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:
     """Yield (dim, operand) of every index."""
-    base = op_base(call)
+    base = target_name(call.target)
     if base == "embedding":
         yield 0, 1
     elif base in ("index", "index_put"):
@@ -154,7 +153,7 @@ def _write(node: fx.Node, move: Move) -> State:
         return unproved
     if base is not FILLED and base != Rows(place, own.points.order):
         return unproved
-    if op_base(move.call) != "index_put" and own.place.dim != (dim if _positional(move) else 0):
+    if target_name(move.call.target) != "index_put" and own.place.dim != (dim if _positional(move) else 0):
         return unproved
     if any(not move.beside(first, move.indices[d]) for d in moving):
         return unproved
@@ -203,7 +202,9 @@ def _source_beside(move: Move, dim: int, own: Rows) -> bool:
     if (source.place.outer, source.place.inner) != (own.place.outer, own.place.inner):
         return False
     index = move.call.operands[move.indices[dim]]
-    if op_base(move.call) == "index_put":  # the dims of the indices replace the indexed dims, or come first if apart
+    if (
+        target_name(move.call.target) == "index_put"
+    ):  # the dims of the indices replace the indexed dims, or come first if apart
         at = sorted(move.indices)
         adjacent = at == list(range(at[0], at[0] + len(at)))
         full = move.wide + move.call.operands[0].ndim - len(at)
@@ -214,4 +215,4 @@ def _source_beside(move: Move, dim: int, own: Rows) -> bool:
 
 def _positional(move: Move) -> bool:
     """Return whether the index has all dims of the first operand, as in scatter."""
-    return op_base(move.call).startswith("scatter")
+    return target_name(move.call.target).startswith("scatter")

@@ -17,11 +17,10 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.passes.analysis.dataflow import op_base
 from autoptd.passes.batch.batch_dims import SamplePlace, grows
 from autoptd.passes.batch.rows import Across, Order, Points, Rows, State, placed, pointing
-from autoptd.passes.graph import info, infos, is_getitem, numel, op_call, operands
-from autoptd.passes.opcall import Size
+from autoptd.passes.graph import info, infos, is_getitem, numel, op_call, op_name, operands
+from autoptd.passes.opcall import Size, target_name
 from autoptd.passes.rules.views import quotient, same
 
 SAME_VALUES = frozenset(
@@ -61,7 +60,7 @@ def misused(node: fx.Node) -> Across:
 def follow_sort(node: fx.Node, rows: Rows) -> tuple[State, ...]:
     """Return the states of values and row indices in the order of the keys; NotImplemented if no rows are sorted."""
     call = op_call(node)
-    base = op_base(call)
+    base = target_name(call.target)
     if base not in _SORTS:
         return NotImplemented
     (keys,) = call.operands
@@ -90,7 +89,7 @@ def follow_numbers(node: fx.Node, states: Sequence[State]) -> State:
     (at, rows), *more = indices
     points = rows.points
     assert points is not None
-    base = op_base(call)
+    base = target_name(call.target)
     if base in SAME_VALUES and call.outputs[0].dtype in EXACT:
         each = points.each and same(numel(call.outputs[0].shape), numel(call.operands[at].shape))
         return pointing(placed(call, {at: rows}), replace(points, each=each)) or misused(node)
@@ -153,11 +152,11 @@ def below(node: fx.Node) -> Size | None:
     if is_getitem(node) and node.args[1] == 1:
         assert source is not None
         call = op_call(source)
-        picked = op_base(call) in ("sort", "topk", "max", "min")
-        index, default = (2, -1) if op_base(call) == "topk" else (1, -1)
+        picked = target_name(call.target) in ("sort", "topk", "max", "min")
+        index, default = (2, -1) if target_name(call.target) == "topk" else (1, -1)
         return info(source.all_input_nodes[0]).shape[call.arg(index, "dim", default)] if picked else None
     call = op_call(node)
-    match op_base(call):
+    match target_name(call.target):
         case "arange" if follow_range(node) is None and is_range(node):
             return info(node).shape[0]
         case "argmax" | "argmin" | "argsort" if call.arg(1, "dim") is not None:
@@ -180,9 +179,9 @@ def below(node: fx.Node) -> Size | None:
 
 def is_range(node: fx.Node) -> bool:
     """Return whether a tensor is 0, 1, 2 …, all numbers below its size."""
-    while node.op == "call_function" and op_base(op_call(node)) in ("to", "_to_copy", "alias", "clone"):
+    while node.op == "call_function" and op_name(node) in ("to", "_to_copy", "alias", "clone"):
         node = node.all_input_nodes[0]
-    if node.op != "call_function" or op_base(op_call(node)) != "arange":
+    if node.op != "call_function" or op_name(node) != "arange":
         return False
     start, step = _range(node)
     return start == 0 and step == 1

@@ -30,7 +30,7 @@ from autoptd.passes.graph import (
 )
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import COUNT, Combine, LossForm, count_index, is_count, loss_form, loss_node
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.opcall import TensorInfo, is_random
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
     for node in list(graph.nodes):
         if node.op == "placeholder" and node.name not in traced.parameters:
             states[node] = placeholder_state(node, traced)
-        if node.op != "call_function" or any(o not in states for o in operands(node)) or _draws(node):
+        if node.op != "call_function" or any(o not in states for o in operands(node)) or is_random(node.target):
             continue
         state = over_batch(node, states)
         states[node] = Over.MIXED if isinstance(state, Mixes) else state
@@ -80,10 +80,6 @@ def take_count(graph: fx.Graph, traced: Traced, node: fx.Node, combine: Combine 
     form.combines.append(combine)
     output.args = (*output.args, node)
     return found
-
-
-def _draws(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _combine(node: fx.Node, states: States) -> Combine | None:

@@ -6,7 +6,7 @@ import sympy
 from torch import fx
 
 from autoptd.passes.graph import info, infos, op_name, operands
-from autoptd.passes.normalise.refuse import is_random
+from autoptd.passes.opcall import is_random
 from autoptd.passes.trace.traced import Traced
 
 
@@ -83,7 +83,7 @@ def share_repeated(graph: fx.Graph, traced: Traced) -> None:
     """Merge equal nodes without gradient: position ids, rotary tables, masks that every layer computes."""
     seen: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or any(t.requires_grad for t in infos(node)) or is_random(node):
+        if node.op != "call_function" or any(t.requires_grad for t in infos(node)) or is_random(node.target):
             continue
         key = (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))))
         first = seen.setdefault(key, node)

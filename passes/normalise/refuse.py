@@ -9,17 +9,14 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import op_name, source_line
+from autoptd.passes.opcall import is_random
 from autoptd.passes.trace.traced import Traced
-
-
-def is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def refuse_random(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp for random ops other than dropout, whose keyed numbers are the same under every plan."""
     for node in graph.nodes:
-        if node.op == "call_function" and is_random(node) and _draws(node) and op_name(node) not in _KEYED:
+        if node.op == "call_function" and is_random(node.target) and _draws(node) and op_name(node) not in _KEYED:
             raise UnsupportedOp(
                 f"{node.target} draws random numbers",
                 where=source_line(node),

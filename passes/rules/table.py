@@ -14,6 +14,7 @@ import torch
 
 from autoptd.layout.placements import B
 from autoptd.ops import library as ops
+from autoptd.passes.graph import numel
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.rules import op_notations as n
 from autoptd.passes.rules.factors import Implementation, Rule, Strategy, local_shape
@@ -113,17 +114,9 @@ def length(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, A
 # Own distributed implementations.
 
 
-def positions(labels: TensorInfo) -> Size:
-    """Return the number of elements of a tensor."""
-    count: Size = 1
-    for size in labels.shape:
-        count = count * size
-    return count
-
-
 def softmax_collectives(call: OpCall) -> tuple[tuple[str, Size], ...]:
     """Return the all-reduces of each position's maximum, then of its sum of exponentials and its target's logit."""
-    count = positions(call.operands[1])
+    count = numel(call.operands[1].shape)
     return ("all_reduce", count), ("all_reduce", 2 * count)
 
 

@@ -86,7 +86,7 @@ class ChunkCosts(ChunkParameters):
             forward, backward = forward + part.forward_s, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
             recompute, weight = recompute + again, weight + part.weight_s
-        backward += self._accumulate_s(first, last)
+        backward += self._accumulation_s(self.numel(first, last)[1])
         shared_f, shared_b = self._sharding_s(first, last, forward, backward)
         return ChunkCost(
             forward + shared_f,
@@ -147,9 +147,6 @@ class ChunkCosts(ChunkParameters):
         ranks = self.method.cp
         comm_s = self._collective_s("all_gather", cost.work.ring_bytes * ranks, ranks)
         return exposed_s(comm_s, cost.attention_s, ranks)
-
-    def _accumulate_s(self, first: int, last: int) -> float:
-        return self._accumulation_s(self.numel(first, last)[1])
 
     def _accumulation_s(self, numel: int) -> float:
         """Return seconds of adding a microbatch's gradients to the buffer; 0 if the matmul kernels accumulate."""
