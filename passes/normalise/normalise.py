@@ -87,10 +87,12 @@ def _drop_dead(graph: fx.Graph) -> None:
 
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
+    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies."""
     _inline(graph, traced.graph)
 
 
 def write_own(graph: fx.Graph, traced: Traced) -> None:
+    """Write calls of user-defined backward passes with the functions themselves as targets."""
     write_own_calls(graph, traced.own)
 
 

@@ -91,7 +91,7 @@ TEXTS: dict[str, tuple[Callable[[], str], str]] = {
     "200 MB": (lambda: " " * 200 * 10**6, "too large"),
     "5 10^6 lists": (lambda: '{"a": [' + "[]," * (5 * 10**6) + "[]]}", "commas"),
     "a list": (lambda: "[1, 2]", "is not a configuration"),
-    "not a number": (lambda: '{"n_layer": NaN}', "no JSON number"),
+    "not a number": (lambda: '{"n_layer": NaN}', "not a JSON number"),
     "nothing": (lambda: "", "not JSON"),
 }
 

@@ -74,10 +74,10 @@ def test_a_factory_gets_the_groups() -> None:
     ("groups", "message"),
     [
         ([{"names": ["*.biass"]}], r"no trainable parameter is called '\*.biass'"),
-        ([{"weight_decay": 0.0}], "patterns of names"),
-        (["*.bias"], "patterns of names"),
-        ([{"names": []}], "patterns of names"),
-        ([{"names": "0.bias", "params": []}], "named, not given"),
+        ([{"weight_decay": 0.0}], "name patterns"),
+        (["*.bias"], "name patterns"),
+        ([{"names": []}], "name patterns"),
+        ([{"names": "0.bias", "params": []}], "list names, not params"),
         ([{"names": "0.bias", "weight_dekay": 0.0}], "AdamW has no option 'weight_dekay'"),
     ],
 )

@@ -74,7 +74,7 @@ def test_an_impossible_constraint_names_what_is_wrong(fix: dict[str, int | str],
 
 
 def test_too_many_stages_are_refused() -> None:
-    with pytest.raises(PlanError, match="pp 32 is more than the 10 pieces"):
+    with pytest.raises(PlanError, match="pp 32 is more than the 10 segments"):
         candidates(MeshLimits(64, 512, 10, (1, 8)), {"pp": 32})
 
 

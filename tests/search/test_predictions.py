@@ -319,8 +319,8 @@ def test_attention_that_runs_again_asks_the_ring_again(traced: autoptd.TracedMod
     again, _ = chunks(traced, cp=2, dp=1, recompute="ops", micro=4)
     (segment,) = {s.kind: s.index for s in ring.folded.segments if ring.cost(s.index).work.ring_bytes}.values()
     cost, kept = ring.cost(segment), again.cost(segment)
-    assert ring.recompute_s(segment, "selective") == cost.recompute_s["selective"] + ring._ring_s(cost)
-    assert again.recompute_s(segment, "ops") == kept.recompute_s["ops"] > 0  # its result is saved
+    assert ring.recompute_s(segment, "selective") == cost.policy_s["selective"] + ring._ring_s(cost)
+    assert again.recompute_s(segment, "ops") == kept.policy_s["ops"] > 0  # its result is saved
 
 
 def test_scores_of_a_cp_rank_have_all_columns() -> None:
@@ -358,8 +358,8 @@ def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -
     device = tensors.cluster.device
     rate = device.memory_bytes_per_s * device.memory_sustained.fraction
     # the fp32 sum is read and written, the bf16 gradient read
-    assert eager._accumulate_s(1, 2) == pytest.approx(trained * (4 + 4 + 2) / rate)
-    assert fused._accumulate_s(1, 2) == 0.0
+    assert eager._accumulation_s(eager.numel(1, 2)[1]) == pytest.approx(trained * (4 + 4 + 2) / rate)
+    assert fused._accumulation_s(fused.numel(1, 2)[1]) == 0.0
 
 
 def test_a_tied_embedding_is_summed_over_its_stages() -> None:
