@@ -13,6 +13,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
 from autoptd.passes.fold import Folded
 from autoptd.passes.sharding.sharding import (
+    Sharding,
     activation_splits,
     parameter_splits,
     to_text,
@@ -88,20 +89,7 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
         zero=candidate.zero,
         loss_averaging="per-microbatch" if folded.traced.averaged else "global",
-        method=ExecutionOptions(
-            recompute=_common_policy(staged),  # type: ignore[arg-type]
-            overlap=method.overlap,  # type: ignore[arg-type]
-            kernels=method.kernels,  # type: ignore[arg-type]
-            loss=loss_of(method, folded, sharding),  # type: ignore[arg-type]
-            attention=method.attention,  # type: ignore[arg-type]
-            gathers=method.gathers,  # type: ignore[arg-type]
-            gradients=method.gradients,  # type: ignore[arg-type]
-            bucket_bytes=method.bucket_bytes,
-            shards=method.shards,
-            sends=method.sends,  # type: ignore[arg-type]
-            context=method.context,  # type: ignore[arg-type]
-            sums=sums_of(folded.loss_form, candidate),
-        ),
+        method=_execution_options(staged, sharding, folded),
         stages=tuple(
             _stage(folded, run, policies, _common_policy(staged), device_of(staged, task.cluster, k))
             for k, (run, policies) in enumerate(zip(staged.solution.boundaries, staged.solution.policies, strict=True))
@@ -168,3 +156,15 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
         model_flops_per_step=flop,
         times=times_to_data(rank_times(staged), staged.route.shape),
     )
+
+
+def _execution_options(staged: Staged, sharding: Sharding, folded: Folded) -> ExecutionOptions:
+    """Return the options of the search that a plan keeps, with those that its stages and its loss decide."""
+    method = staged.method
+    decided = {
+        "recompute": _common_policy(staged),
+        "loss": loss_of(method, folded, sharding),
+        "sums": sums_of(folded.loss_form, staged.candidate),
+    }
+    kept = {name: getattr(method, name) for name in ExecutionOptions.model_fields if hasattr(method, name)}
+    return ExecutionOptions(**{**kept, **decided})

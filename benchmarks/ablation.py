@@ -1,0 +1,108 @@
+"""Each bound and heuristic of the search switched off in turn: its effect on the plan, the gap and the time.
+
+python -m benchmarks.ablation llama3-70b gpt3-175b --world 64
+python -m benchmarks.ablation llama3-8b --world 16 --include all
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import autoptd
+from autoptd.cost_models.cluster import Cluster
+from autoptd.errors import AutoptdError
+from autoptd.models.load import load_model
+from autoptd.progress import Silent
+from autoptd.search.constraints.options import read_constraints
+from autoptd.search.planner import Planner
+from autoptd.search.sharding.cache import ShardingCache
+from autoptd.search.task import Task
+
+
+def _stages_only(planner: Any, entry: Any) -> float:
+    entry.stages = planner._stages(entry.candidate)
+    return float(entry.bound_s)
+
+
+def _unrefined(planner: Any, entry: Any) -> float:
+    complete = entry.stages.fixed or entry.candidate.pp == 1
+    return float("inf") if complete else float(entry.bound_s)
+
+
+# Name -> methods of `Planner` and their replacements.
+SWITCHES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "all on": {},
+    "no bound by work": {"_bound_by_work": lambda planner, entry: entry.bound_s},
+    "no contiguous bound": {"_bound_contiguous": _stages_only},
+    "no relaxation": {"_bound_relaxed": lambda planner, entry: entry.bound_s},
+    "no refinement": {"_refine": _unrefined},
+    "no memory-saving splits": {"space": Planner.candidates},
+    "no first plan": {"_find_first": lambda planner, entries: None},
+    "no neighbours": {"_try_neighbours": lambda planner, started: None},
+}
+
+
+@contextmanager
+def switched(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace methods of `Planner` within."""
+    originals = {name: getattr(Planner, name) for name in replacements}
+    for name, method in replacements.items():
+        setattr(Planner, name, method)
+    try:
+        yield
+    finally:
+        for name, method in originals.items():
+            setattr(Planner, name, method)
+
+
+def rows(model: autoptd.TracedModel, task: Task) -> Iterator[str]:
+    """Yield a line for each switch: step time, gap, candidates cut into stages, CPU seconds, candidate."""
+    for name, replacements in SWITCHES.items():
+        started = time.process_time()
+        with switched(replacements):
+            try:
+                answer = Planner(task, Silent(), ShardingCache(model.folded)).answer()
+            except AutoptdError as error:
+                yield f"{name:24} {error.what}"
+                continue
+        took_s, best = time.process_time() - started, answer.staged
+        yield (
+            f"{name:24} {best.seconds:9.5g} s/step  gap {100 * answer.gap:5.2f} %  cut {answer.visited:4} of "
+            f"{answer.considered:6}  cpu {took_s:6.2f} s  {best.candidate}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ablation", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--world", type=int, default=64)
+    parser.add_argument("--cluster", default="dgx-h100")
+    parser.add_argument("--include", nargs="*", default=[], help="dimensions to search beyond the usual, or all")
+    parser.add_argument("--time-limit", type=float, default=300.0, metavar="S", help="seconds of one search")
+    given = parser.parse_args(arguments)
+    constraints, cluster = read_constraints({}, given.include), Cluster.load(given.cluster)
+    for name in given.models:
+        model = autoptd.trace(load_model(name)[0])
+        task = Task(
+            model.folded,
+            cluster,
+            given.world,
+            8 * given.world,
+            model.sizes,
+            "bf16",
+            "adamw",
+            constraints,
+            time_limit_s=given.time_limit,
+        )
+        print(f"{name} on {given.world} × {given.cluster}")
+        for line in rows(model, task):
+            print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
