@@ -441,6 +441,6 @@ def test_a_plan_says_which_kernel_does_its_attention(dropout: float, word: str) 
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=64, n_positions=64, attn_pdrop=dropout)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
-    plan = autoptd.parallelize(model, world=2, cluster="dgx-h100", batch=4).plan
+    plan = autoptd.plan(model, world=2, cluster="dgx-h100", batch=4)
     said = [note for note in plan.notes if "attentions are" in note]
     assert len(said) == bool(word) and all(word in note for note in said)

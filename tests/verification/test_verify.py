@@ -134,7 +134,7 @@ def test_a_plain_model_on_meta_whose_ends_are_tied() -> None:
 def test_a_mixture_whose_products_are_grouped() -> None:
     """The model calls a kernel in bfloat16 that supports neither float64 nor narrow rows."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = MixtralConfig(**sizes, num_hidden_layers=4, num_local_experts=8, vocab_size=128, tie_word_embeddings=False)
+    config = MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=4, vocab_size=128, tie_word_embeddings=False)
     with torch.device("meta"):
         mixture = AutoModelForCausalLM.from_config(config)
     source = autoptd.trace(mixture, seq=32, precision="bf16")
