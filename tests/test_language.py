@@ -64,12 +64,12 @@ def documents() -> list[Path]:
 
 
 def prose(document: str) -> Iterator[tuple[int, str]]:
-    """The lines of a document outside tables, fenced code and links too long to wrap."""
+    """The lines of a document outside tables and fenced code."""
     fenced = False
     for number, line in enumerate(document.splitlines(), 1):
         if line.lstrip().startswith("```"):
             fenced = not fenced
-        elif not fenced and not line.lstrip().startswith(("|", "<", "    ")):
+        elif not fenced and not line.lstrip().startswith(("|", "<")):
             yield number, line
 
 

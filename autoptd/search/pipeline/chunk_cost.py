@@ -219,17 +219,7 @@ class ChunkCosts(ChunkParameters):
         sizes = [((buffer_class(h.placement), shared.get(name), self._dtypes[name]), h.numel) for name, h in laid]
         units = [self._unit(name, runs, cut) for name, _ in laid] if self.candidate.zero >= 2 else ()
         layout = packed(sizes, self.dp, self.shards, self.bucket, idle, units, still)
-        state = model_state(
-            layout.buckets,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            zero=self.candidate.zero,
-            dp=self.dp,
-            shards=self.shards,
-            gradients=self.method.gradients,
-            whole_numel=layout.whole,
-            stepped=layout.most_stepped,
-        )
+        state = self._model_state(layout.buckets, whole_numel=layout.whole, stepped=layout.most_stepped)
         nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
         nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
         return state + Memory(parameters=nbytes)
@@ -237,16 +227,7 @@ class ChunkCosts(ChunkParameters):
     def state_at_least(self, segment: int) -> Memory:
         """Return the state of a segment without padding and without parameters that another segment reads first."""
         mine = [p for p in self._parameters[segment] if p[4]]
-        state = model_state(
-            [sum(p[1] for p in mine if not p[3])],
-            precision=self.precision,
-            optimizer=self.optimizer,
-            zero=self.candidate.zero,
-            dp=self.dp,
-            pad_to=self.shards,
-            shards=self.shards,
-            gradients=self.method.gradients,
-        )
+        state = self._model_state([sum(p[1] for p in mine if not p[3])], pad_to=self.shards)
         frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in mine if p[3])
         return state + Memory(parameters=frozen // (self.shards if self.candidate.zero == 3 else 1))
 
@@ -261,16 +242,24 @@ class ChunkCosts(ChunkParameters):
             return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
         buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
         padding = buckets * self.dp * ALIGN if self.dp > 1 else 0
-        state = model_state(
-            [trained + padding],
+        return self._model_state([trained + padding]) + Memory(parameters=frozen)
+
+    def _model_state(
+        self, buckets: Sequence[int], pad_to: int | None = None, whole_numel: int = 0, stepped: int | None = None
+    ) -> Memory:
+        """Return `model_state` of buckets (trained elements) under this candidate."""
+        return model_state(
+            buckets,
             precision=self.precision,
             optimizer=self.optimizer,
             zero=self.candidate.zero,
             dp=self.dp,
             shards=self.shards,
             gradients=self.method.gradients,
+            pad_to=pad_to,
+            whole_numel=whole_numel,
+            stepped=stepped,
         )
-        return state + Memory(parameters=frozen)
 
     def upcast_bytes(self, runs: list[tuple[int, int]]) -> int:
         """Return the bytes of gradients that the optimizer converts to the main type."""

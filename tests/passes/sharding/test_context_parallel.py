@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autoptd
+from autoptd.compile import program
 from autoptd.errors import PlanError
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
-from autoptd.passes.graph import op_name
+from autoptd.passes.graph import op_call, op_name
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
@@ -134,6 +137,28 @@ def test_what_is_gathered_trains_like_one_process(model: type[Base], mesh: dict[
     assert not found.diverged
     wrong = differences(found.gradients, expected.gradients) | differences(found.state, expected.state)
     assert max(wrong.values()) < 1e-10, wrong
+
+
+def test_each_node_carries_its_own_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a rank's graph are made from those of the whole one, whose op has the sizes of all tokens."""
+    seen: list[fx.Graph] = []
+    cut = program.cut_tokens
+
+    def kept(*args: Any) -> Any:
+        found = cut(*args)
+        seen.extend([args[0].traced.graph.graph, found[0].traced.graph.graph])
+        return found
+
+    monkeypatch.setattr(program, "cut_tokens", kept)
+    model = NanoGPT(GPTSizes(vocab=VOCAB, max_seq=TOKENS, width=WIDTH, layers=1, heads=2))
+    inputs = {"idx": batch()["ids"], "targets": batch()["labels"]}
+    source = autoptd.trace(model.double(), inputs=inputs, precision="fp64")
+    made = autoptd.parallelize(source, world=4, cluster="dgx-h100", batch=SAMPLES, fix={"cp": 2, "tp": 2, "micro": 2})
+    assert made.program.files
+    assert len(seen) == 2
+    for graph in seen:
+        carried = [node for node in graph.nodes if "op" in node.meta]
+        assert carried and all(op_of(node).call == op_call(node) for node in carried)
 
 
 def test_shifted_logits_are_not_gathered() -> None:
