@@ -6,6 +6,7 @@ and only JSON with a limited number of values, so that checking any file is fast
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -94,7 +95,7 @@ def describe_mistakes(error: ValidationError, model: type[BaseModel]) -> str:
 def _line(mistake: Any, model: type[BaseModel]) -> str:
     path, kind = mistake["loc"], mistake["type"]
     where = path_text(path) or "(the whole file)"
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where}: unknown key; {nearest(str(path[-1]), _keys_at(model, path[:-1]))}"
     if kind == "missing":
         return f"{where}: missing, please add it"
@@ -131,14 +132,22 @@ def _step(part: str | int) -> str:
 
 def _keys_at(model: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:
     """Return the keys of the nested model at `path`; parts of the path that name no model are rows or table entries."""
+    fields = _fields(model)
     for part in path:
-        if isinstance(part, str) and part in model.model_fields:
-            model = next(_models_in(model.model_fields[part].annotation), model)
-    return list(model.model_fields)
+        if isinstance(part, str) and part in fields:
+            fields = next(_fields_in(fields[part]), fields)
+    return list(fields)
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+def _fields(model: type) -> dict[str, Any]:
+    """Return the types of a model's fields, or of a dataclass's; none of any other class."""
+    if issubclass(model, BaseModel):
+        return {name: field.annotation for name, field in model.model_fields.items()}
+    return {field.name: field.type for field in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else {}
+
+
+def _fields_in(annotation: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(annotation, type) and (found := _fields(annotation)):
+        yield found
     for inner in get_args(annotation):
-        yield from _models_in(inner)
+        yield from _fields_in(inner)

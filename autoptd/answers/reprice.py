@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
@@ -11,7 +9,7 @@ from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.cost_models.paths import is_even
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.model import Plan
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.evaluate import StageSolution, simulated, timed
@@ -66,7 +64,6 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
     return simulated(timed(chunks, solution, ())).seconds
 
 
-def _method(plan: Plan) -> Method:
-    query = {f.name: getattr(plan.method, f.name) for f in fields(Method) if hasattr(plan.method, f.name)}
+def _method(plan: Plan) -> SearchOptions:
     schedule = {"cp": plan.mesh.cp, "virtual": plan.schedule.virtual, "schedule": plan.schedule.kind}
-    return Method(**{**query, **schedule})
+    return SearchOptions(**vars(plan.method), **schedule)

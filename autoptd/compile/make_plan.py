@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 
 from autoptd.codegen.blocks import name_blocks
 from autoptd.compile.notes import answer_notes, device_of
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
+from autoptd.layout.execution import ExecutionOptions
 from autoptd.passes.fold import Folded
 from autoptd.passes.sharding.sharding import (
     Sharding,
@@ -20,7 +22,7 @@ from autoptd.passes.sharding.sharding import (
 )
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.consistency import collectives, modules
-from autoptd.plans.data import Collectives, ExecutionOptions, MeshSizes, Predicted, Schedule, Splits, StagePlan
+from autoptd.plans.data import Collectives, MeshSizes, Predicted, Schedule, Splits, StagePlan
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress
 from autoptd.search.constraints.named import pin_notes
@@ -166,5 +168,5 @@ def _execution_options(staged: Staged, sharding: Sharding, folded: Folded) -> Ex
         "loss": loss_of(method, folded, sharding),
         "sums": sums_of(folded.loss_form, staged.candidate),
     }
-    kept = {name: getattr(method, name) for name in ExecutionOptions.model_fields if hasattr(method, name)}
+    kept = {f.name: getattr(method, f.name) for f in fields(ExecutionOptions)}
     return ExecutionOptions(**{**kept, **decided})

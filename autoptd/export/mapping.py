@@ -7,6 +7,7 @@ tp  the plan's placement, `autoptd.layout.placements`
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from autoptd.export.layers import modules_of
@@ -34,7 +35,7 @@ def mapping(plan: Plan) -> dict[str, Any]:
         "optimizer": plan.optimizer,
         "schedule": {"kind": plan.schedule.kind, "chunks_per_rank": plan.schedule.virtual},
         "zero": {"level": plan.zero, "ranks": plan.method.shards or plan.mesh.dp},
-        "method": plan.method.model_dump(mode="json"),
+        "method": asdict(plan.method),
         "stages": [
             {
                 "rank": plan.route.holder(k),

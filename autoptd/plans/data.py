@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autoptd.cost_models.cluster import Cluster, Device, Name
 from autoptd.errors import PlanError, PlanFileError
+from autoptd.layout.execution import ExecutionOptions
 from autoptd.schedule import RUNNABLE, StageMap, route_of
 
 FORMAT: Literal["autoptd-plan"] = "autoptd-plan"
@@ -64,23 +65,6 @@ class Schedule(Part):
     kind: Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v"]
     microbatches: Count
     virtual: Count = 1  # chunks of the model per pipeline rank
-
-
-class ExecutionOptions(Part):
-    """Options of the plan's execution; `autoptd.search.constraints.options.Method` explains each."""
-
-    recompute: Literal["full", "selective", "ops"] = "full"  # policy of the segments in a stage's `recompute`
-    overlap: tuple[Literal["dp", "p2p", "tp"], ...] = ("p2p",)
-    kernels: Literal["eager", "fused", "compiled"] = "eager"
-    loss: Literal["kept", "in_place"] = "kept"
-    attention: Literal["flash", "triton", "cudnn"] = "flash"
-    gathers: Literal["kept", "again"] = "kept"
-    gradients: Literal["main", "compute", "both"] = "main"
-    bucket_bytes: Index = 0
-    shards: Index = 0
-    sends: Literal["whole", "slices"] = "whole"
-    context: Literal["ring", "ulysses"] = "ring"  # attention over cp ranks
-    sums: Literal["none", "held", "ahead"] = "none"  # computation of sums that the loss is a function of: `search.sums`
 
 
 class StagePlan(Part):

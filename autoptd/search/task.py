@@ -12,7 +12,7 @@ from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import allowed
-from autoptd.search.constraints.options import Constraints, Method, schedules_and_chunks
+from autoptd.search.constraints.options import Constraints, SearchOptions, schedules_and_chunks
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
 
 _TOKENS = 131072  # in the largest microbatch that is considered
@@ -40,7 +40,7 @@ class Task:
     time_limit_s: float = float("inf")
 
 
-def candidate_space(task: Task, method: Method, has_attention: bool) -> Sequence[Candidate]:
+def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> Sequence[Candidate]:
     """Return every candidate that the constraints of a task leave open.
 
     `method`: the options of the task, constraints by name included; `has_attention`: whether the model has fused

@@ -14,7 +14,7 @@ from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_to_data
 from autoptd.errors import PlanError
 from autoptd.explain.timeline import _cut_again, chunk_times, picture
-from autoptd.plans.data import ExecutionOptions
+from autoptd.layout.execution import ExecutionOptions
 from autoptd.plans.model import Plan
 from autoptd.schedule import SCHEDULES, route_of, step_lists
 from tests.sample_plan import sample_plan

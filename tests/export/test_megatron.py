@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from autoptd.errors import PlanError
 from autoptd.export.layers import read_layers
 from autoptd.export.megatron import layout, megatron
 from autoptd.export.torch_program import torch_program
+from autoptd.layout.execution import ExecutionOptions
 from autoptd.models.load import load_model
-from autoptd.plans.data import Collectives, ExecutionOptions, MeshSizes, Schedule
+from autoptd.plans.data import Collectives, MeshSizes, Schedule
 from autoptd.plans.model import Plan
 from tests.export.export_plans import Llama, gpt3_plan, llama_plan
 
@@ -260,7 +262,7 @@ def test_zero_as_arguments():
 def test_buckets_are_counted_in_gradients():
     mesh, method = MeshSizes(dp=2, tp=1, pp=1), ExecutionOptions(overlap=("dp",), bucket_bytes=400)
     assert arguments(llama_plan(mesh=mesh, method=method))["--ddp-bucket-size"] == "100"
-    method = method.model_copy(update={"gradients": "compute"})
+    method = replace(method, gradients="compute")
     found = arguments(llama_plan(mesh=mesh, method=method))
     assert found["--ddp-bucket-size"] == "200"
     assert "--grad-reduce-in-bf16" in found

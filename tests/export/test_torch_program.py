@@ -15,8 +15,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from autoptd.errors import PlanError
 from autoptd.export.roles import read_parts
 from autoptd.export.torch_program import torch_program
+from autoptd.layout.execution import ExecutionOptions
 from autoptd.models.load import load_model
-from autoptd.plans.data import Collectives, ExecutionOptions, MeshSizes, Schedule
+from autoptd.plans.data import Collectives, MeshSizes, Schedule
 from autoptd.plans.model import Plan
 from tests.export.export_plans import Llama, gpt3_plan, llama_plan
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from autoptd.export.torch_program import torch_program
-from autoptd.plans.data import ExecutionOptions, MeshSizes
+from autoptd.layout.execution import ExecutionOptions
+from autoptd.plans.data import MeshSizes
 from autoptd.plans.model import Plan
 from tests.export import run_exported
 from tests.export.export_plans import LLAMA_SPLITS, Llama, llama_plan

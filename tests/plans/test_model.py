@@ -151,6 +151,7 @@ def test_files_that_are_no_plans(text: str, said: str):
         (["stages", 1, "last"], 2, "stages[1].last: is 2, before first 3"),
         (["stages", 1, "recompute"], [5, 2], "stages[1].recompute[1]: is 2, outside 3 to 5"),
         (["stages", 1, "frist"], 4, "stages[1].frist: unknown key; did you mean 'first'"),
+        (["method", "shard"], 4, "method.shard: unknown key; did you mean 'shards'"),
         (["stages"], [], "stages: "),
         (
             ["splits", "parameters", "transformer.wte.weight"],

@@ -21,7 +21,7 @@ from torch import fx
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import module_path
-from autoptd.search.constraints.options import Constraints, Method
+from autoptd.search.constraints.options import Constraints, SearchOptions
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.partition import even_cuts
 from autoptd.text import fold_names
@@ -33,7 +33,7 @@ _SHOWN = 300  # characters of names that an error lists
 class NamedConstraints:
     """Resolved constraints by name.
 
-    `starts`, `uncut`: as in `options.Method`; `modules`: those that stay whole; `whole`: their parameters.
+    `starts`, `uncut`: as in `options.SearchOptions`; `modules`: those that stay whole; `whole`: their parameters.
     """
 
     starts: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class NamedConstraints:
         """Return whether an op belongs to a module that stays whole."""
         return not self.modules.isdisjoint(_holders(module_path(node)))
 
-    def on(self, method: Method) -> Method:
+    def on(self, method: SearchOptions) -> SearchOptions:
         """Return `method` with the constraints on its stages."""
         return replace(method, starts=self.starts, uncut=self.uncut)
 
@@ -78,7 +78,7 @@ def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
     return pins
 
 
-def allowed(folded: Folded, method: Method, found: Sequence[Candidate]) -> Sequence[Candidate]:
+def allowed(folded: Folded, method: SearchOptions, found: Sequence[Candidate]) -> Sequence[Candidate]:
     """Return the candidates that have a cut within the constraints. Raises PlanError if none has."""
     if not method.starts and not method.uncut and method.stages != "even":
         return found
@@ -105,7 +105,7 @@ def allowed(folded: Folded, method: Method, found: Sequence[Candidate]) -> Seque
     raise error
 
 
-def _reason(folded: Folded, method: Method, count: int) -> PlanError | None:
+def _reason(folded: Folded, method: SearchOptions, count: int) -> PlanError | None:
     """Return the error if no cut into `count` stages meets the constraints."""
     if method.starts:
         wrong = count != len(method.starts) + 1

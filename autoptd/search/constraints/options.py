@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from autoptd.errors import PlanError, nearest
+from autoptd.layout.execution import ExecutionOptions
 from autoptd.layout.placements import parse_placement
 from autoptd.passes.analysis.fusion import KERNELS
 from autoptd.schedule import SCHEDULES, row_of
@@ -41,24 +42,13 @@ KNOWN = (*sorted({*_COUNTS, *ALLOWED} - {"attention"}), "headroom", "overlap", "
 
 
 @dataclass(frozen=True)
-class Method:
-    """The options of an execution that the search does not choose: defaults of the runtime, or fixed by the user.
+class SearchOptions(ExecutionOptions):
+    """The options of an execution, and those of its search. The search chooses `recompute` and `sums` in a plan.
 
+    loss           of `ExecutionOptions`, or "auto": in place if tp cuts the vocabulary (our own kernel), else kept
     cp             ranks that share the tokens of a sample
-    context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
-    overlap        communication that overlaps with compute: of "dp", "p2p", "tp"
-    kernels        "eager", "fused" (by hand, as in Megatron-LM), "compiled"; see passes/analysis/fusion.py
-    loss           "kept": the gradient of the logits has its own buffer beside the probabilities; "in_place": it
-                   overwrites them; "auto": in place if tp cuts the vocabulary (our own kernel), else kept (torch's)
-    attention      implementation of fused attention: "flash" (version 2, as torch's), "triton" (version 1), "cudnn"
-    gathers        tensors that tp gathers for a product: "kept" for backward, or re-gathered in it ("again")
-    gradients      accumulated and reduced in the "main" type (float32 for bf16 parameters) or the "compute" type;
-                   "both": in the main type, with a buffer of the compute type beside it
-    bucket_bytes   size of a gradient bucket; 0: the runtime's default, priced as one bucket
-    shards         data-parallel ranks that ZeRO shards state over; 0: all of them
     stages         "balanced" by time, or "even" numbers of blocks
-    sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
     memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that is left free
     policies       of recomputation that blocks may choose from: "selective", "ops", "full"
@@ -67,20 +57,11 @@ class Method:
     cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum
     """
 
+    loss: Literal["auto", "kept", "in_place"] = "auto"  # type: ignore[assignment]
     cp: int = 1
-    context: str = "ring"
     virtual: int = 1
     schedule: str = "1f1b"
-    overlap: tuple[str, ...] = ("p2p",)
-    kernels: str = "eager"
-    loss: str = "auto"
-    attention: str = "flash"
-    gathers: str = "kept"
-    gradients: str = "main"
-    bucket_bytes: int = 0
-    shards: int = 0
     stages: str = "balanced"
-    sends: str = "whole"
     memory: str = "check"
     headroom: float = 0.0
     policies: tuple[str, ...] = ("full",)
@@ -104,7 +85,7 @@ class Constraints:
     whole: tuple[str, ...] = ()
     max_tp: int | None = None  # the largest tp that is considered
     sequence_parallel: bool = True  # whether tp may split the sequence
-    method: Method = Method()
+    method: SearchOptions = SearchOptions()
     include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched on request
     fixed: frozenset[str] = frozenset()  # every name in `fix` or `assume`
 
@@ -217,8 +198,8 @@ def _read_streams(streams: object, where: str) -> tuple[str, ...]:
     return tuple(sorted(set(streams)))
 
 
-def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: str) -> Method:
-    given = {f.name: fix[f.name] for f in fields(Method) if f.name in fix}
+def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: str) -> SearchOptions:
+    given = {f.name: fix[f.name] for f in fields(SearchOptions) if f.name in fix and f.name not in _SEARCHED}
     if "headroom" in given:
         share = given["headroom"]
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
@@ -231,10 +212,10 @@ def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: st
         given["overlap"] = _read_streams(given["overlap"], overlap_at)
     if given.get("virtual", 1) > 1:
         given.setdefault("schedule", "interleaved")
-    chunks = row_of(given.get("schedule", Method.schedule)).chunks
+    chunks = row_of(given.get("schedule", SearchOptions.schedule)).chunks
     if chunks is not None:
         given.setdefault("virtual", chunks)
-    method = Method(**given)
+    method = SearchOptions(**given)
     searched = chunks is None and "virtual" in include and "virtual" not in fix
     if (method.virtual == 1 if chunks is None else method.virtual != chunks) and not searched:
         raise PlanError(
@@ -254,7 +235,7 @@ def _check_pairs(fix: Mapping[str, Any]) -> None:
         )
     if fix.get("stages") == "even" and fix.get("cuts"):
         raise PlanError("stages cannot be even and cut by hand", where="fix['cuts']", fix="leave cuts or stages out")
-    schedule = fix.get("schedule", Method.schedule)
+    schedule = fix.get("schedule", SearchOptions.schedule)
     if fix.get("kernels") == "compiled" and row_of(schedule).splits_backward:
         raise PlanError(
             f"the {schedule} schedule splits backward passes into B and W, which compiled kernels cannot do",

@@ -22,7 +22,7 @@ from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.placements import BP
 from autoptd.layout.state_bytes import buffer_class, elements_of, packed
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
 from autoptd.search.pipeline.messages import Messages
@@ -38,7 +38,13 @@ class ChunkCosts(ChunkParameters):
     """Costs of runs of segments of one sharded model under one candidate; called thousands of times."""
 
     def __init__(
-        self, tensors: Tensors, sharded: Sharded, candidate: Candidate, method: Method, precision: str, optimizer: str
+        self,
+        tensors: Tensors,
+        sharded: Sharded,
+        candidate: Candidate,
+        method: SearchOptions,
+        precision: str,
+        optimizer: str,
     ) -> None:
         super().__init__(tensors, sharded, candidate)
         self.method = method

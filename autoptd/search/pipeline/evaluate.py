@@ -23,7 +23,7 @@ from autoptd.schedule import (
     step_lists,
     with_communication,
 )
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
 from autoptd.search.pipeline.partition import Cuts
@@ -57,7 +57,7 @@ class Staged:
     """A candidate with its stages, times and memory: the numbers of a plan."""
 
     candidate: Candidate
-    method: Method
+    method: SearchOptions
     chunks: ChunkCosts
     solution: StageSolution
     stages: tuple[ChunkCost, ...]
@@ -93,7 +93,7 @@ def _end(chunks: ChunkCosts, cut: Cuts, rank: int) -> RankEnd:
     return RankEnd(chunks.reduce_s(runs, cut), chunks.step_s(runs), chunks.gather_s(runs))
 
 
-def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: Method) -> float:
+def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: SearchOptions) -> float:
     """Return seconds of the slowest rank in steady state plus pipeline fill and drain (Narayanan et al. 2021)."""
     chunks = [s.forward_s + s.backward_s for s in stages]
     ranks = [sum(c.route.of(chunks, rank)) for rank in range(c.pp)]

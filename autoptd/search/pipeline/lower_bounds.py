@@ -36,7 +36,7 @@ from autoptd.cost_models.collectives import collective_s, sum_in_shards_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
 from autoptd.cost_models.op_time import memory_s
 from autoptd.schedule import route_of, row_of
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
 from autoptd.search.sharding.cache import ShardingCache
@@ -123,7 +123,7 @@ class CandidateBounds:
 
     task: Task
     known: ShardingCache
-    method: Method
+    method: SearchOptions
     memory: MemoryFilter
     _floors: dict[tuple[int, int, int], float] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s, lanes_between, message_s
 from autoptd.cost_models.paths import Lane
 from autoptd.schedule import StageMap
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
 
 Lanes = tuple[Lane, ...]  # distinct lanes of the messages of one edge
@@ -43,7 +43,7 @@ class Messages:
     `crossing`: for each boundary between segments, local bytes (held by every tp rank, split over tp)."""
 
     def __init__(
-        self, cluster: Cluster, candidate: Candidate, method: Method, crossing: Sequence[tuple[int, int]]
+        self, cluster: Cluster, candidate: Candidate, method: SearchOptions, crossing: Sequence[tuple[int, int]]
     ) -> None:
         self.cluster, self.tp, self.world = cluster, candidate.tp, candidate.world
         self.route, self.crossing = candidate.route, crossing

@@ -12,7 +12,7 @@ from autoptd.passes.analysis.liveness import Peak, cuts_logits
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos
 from autoptd.passes.sharding.sharding import Sharding
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 
@@ -38,7 +38,9 @@ def kinds_with_gradient(folded: Folded) -> frozenset[str]:
     return frozenset(kind for kind, segment in kinds if any(t.requires_grad for n in segment.nodes for t in infos(n)))
 
 
-def block_peak(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: Method) -> Peak:
+def block_peak(
+    tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
+) -> Peak:
     """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds."""
     key = tuple(s.kind for s in segments), policy, method.gathers, method.loss
     if key not in sharded.peaks:
@@ -53,7 +55,7 @@ def block_peak(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], 
     return sharded.peaks[key]
 
 
-def loss_of(method: Method, folded: Folded, sharding: Sharding) -> str:
+def loss_of(method: SearchOptions, folded: Folded, sharding: Sharding) -> str:
     """Return `"kept"` or `"in_place"`, with `"auto"` resolved for this sharding."""
     if method.loss != "auto":
         return method.loss

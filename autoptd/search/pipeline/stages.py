@@ -14,7 +14,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.schedule import Alive, row_of
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.infeasible import Shortfall
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
@@ -40,7 +40,7 @@ class Stages:
         tensors: Tensors,
         sharded: Sharded,
         candidate: Candidate,
-        method: Method,
+        method: SearchOptions,
         precision: str,
         optimizer: str,
         cluster: Cluster | None = None,

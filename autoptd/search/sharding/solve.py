@@ -18,7 +18,7 @@ from autoptd.passes.graph import info, op_call, source_line
 from autoptd.passes.sharding.sharding import Sharding, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import NamedConstraints
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.meshes import Candidate, divisors
 from autoptd.search.sharding.cache import Legal, ShardingCache, ShardingQuery
@@ -37,7 +37,7 @@ class Splitter:
     `sharded`: the solutions, by `key_of` a candidate; `tensors`: the problems that they solve.
     """
 
-    def __init__(self, task: Task, known: ShardingCache, pins: NamedConstraints, method: Method) -> None:
+    def __init__(self, task: Task, known: ShardingCache, pins: NamedConstraints, method: SearchOptions) -> None:
         self.task, self.known, self._pins, self._method = task, known, pins, method
         self._unlimited = _unlimited(task.cluster)
         self.tensors: dict[Key, Tensors] = {}

@@ -13,7 +13,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.analysis.liveness import Peak
 from autoptd.passes.trace.traced import BATCH
 from autoptd.schedule import Alive
-from autoptd.search.constraints.options import Method
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.pipeline import recompute_options as menus
 from autoptd.search.pipeline.recompute_options import (
     RecomputeChoice,
@@ -189,7 +189,7 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
             runs = itertools.combinations(range(unit.first, unit.first + unit.length + 1), 2)
             for first, after in runs:
                 segments = folded.segments[first:after]
-                peaks = [block_peak(tensors, sharded, segments, policy, Method()) for policy in POLICIES]
+                peaks = [block_peak(tensors, sharded, segments, policy, SearchOptions()) for policy in POLICIES]
                 ways = [
                     RecomputeOption(policy, float(i), peak)
                     for i, (policy, peak) in enumerate(zip(POLICIES, peaks, strict=True))

@@ -1,0 +1,45 @@
+"""How a plan's stages execute, as far as mesh, stages, splits and schedule leave it open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """The options of an execution.
+
+    recompute      policy of the segments in a stage's `recompute`
+    overlap        communication that overlaps with compute: of "dp", "p2p", "tp"
+    kernels        "eager", "fused" (by hand, as in Megatron-LM), "compiled"; see passes/analysis/fusion.py
+    loss           "kept": the gradient of the logits has its own buffer beside the probabilities; "in_place": it
+                   overwrites them
+    attention      implementation of fused attention: "flash" (version 2, as torch's), "triton" (version 1), "cudnn"
+    gathers        tensors that tp gathers for a product: "kept" for backward, or re-gathered in it ("again")
+    gradients      accumulated and reduced in the "main" type (float32 for bf16 parameters) or the "compute" type;
+                   "both": in the main type, with a buffer of the compute type beside it
+    bucket_bytes   size of a gradient bucket; 0: the runtime's default, priced as one bucket
+    shards         data-parallel ranks that ZeRO shards state over; 0: all of them
+    sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
+    context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)
+    sums           computation of the sums that a loss is a function of: see `search.pipeline.evaluate.sums_of`
+    """
+
+    # read by pydantic where a plan holds these options
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "revalidate_instances": "always"}
+
+    recompute: Literal["full", "selective", "ops"] = "full"
+    overlap: tuple[Literal["dp", "p2p", "tp"], ...] = ("p2p",)
+    kernels: Literal["eager", "fused", "compiled"] = "eager"
+    loss: Literal["kept", "in_place"] = "kept"
+    attention: Literal["flash", "triton", "cudnn"] = "flash"
+    gathers: Literal["kept", "again"] = "kept"
+    gradients: Literal["main", "compute", "both"] = "main"
+    bucket_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    shards: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    sends: Literal["whole", "slices"] = "whole"
+    context: Literal["ring", "ulysses"] = "ring"
+    sums: Literal["none", "held", "ahead"] = "none"
