@@ -65,5 +65,5 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
 
 
 def _method(plan: Plan) -> SearchOptions:
-    schedule = {"cp": plan.mesh.cp, "virtual": plan.schedule.virtual, "schedule": plan.schedule.kind}
-    return SearchOptions(**vars(plan.method), **schedule)
+    schedule = plan.schedule
+    return SearchOptions(**vars(plan.method), cp=plan.mesh.cp, virtual=schedule.virtual, schedule=schedule.kind)
