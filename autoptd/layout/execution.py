@@ -1,4 +1,4 @@
-"""How a plan's stages execute, as far as mesh, stages, splits and schedule leave it open."""
+"""The execution of a plan's stages, as far as mesh, stages, splits and schedule leave it open."""
 
 from __future__ import annotations
 
