@@ -25,7 +25,7 @@ from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
-from autoptd.passes.trace.fake import fake_cpu
+from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws
 from autoptd.passes.trace.quiet_export import silent_export
@@ -164,7 +164,7 @@ class _Exporter:
         refuse_recording_hooks(model)
         found = Repeats(model) if repeats else None
         try:
-            with without_collector(), silent_export(), refuse_own_draws(self.model):
+            with without_collector(), without_shape_cache(), silent_export(), refuse_own_draws(self.model):
                 program = refuse_counters(
                     model, root, lambda: torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
                 )
