@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+PART ?= 0/1
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
@@ -14,14 +15,14 @@ demo: $(INSTALLED)
 	$(RUN) examples/demo.py
 
 # Two processes with one thread each; tests that share a trace run in the same one (tests/conftest.py). `test` runs a
-# sample of each long grid of cases, `rest` the other cases. Compiled files are kept even where the environment switches
+# sample of each long grid of cases, `rest` the other cases, or PART=k/n of them. Compiled files are kept even where the environment switches
 # that off: without them, every process compiles the package and the rewritten tests again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(PYTEST) --cases sample
 
 rest: $(INSTALLED)
-	$(PYTEST) --cases rest
+	$(PYTEST) --cases rest --part $(PART)
 
 # build the wheel, install it outside the checkout, and run it there
 wheel: $(INSTALLED)
