@@ -61,8 +61,10 @@ def attention_notes(source: TracedModel, staged: Staged) -> list[str]:
             op = source.known.facts.ops[node]
             if op.work.kind == "attention":
                 form = form_of(op.call, ring)
-                found[form.way(device), form.why(device)] += source.folded.multiplicity(kind)
-    return [f"{_subject(count)} {_KERNELS[way]}: {why}" for (way, why), count in found.items() if way != "fused"]
+                found[form.kernel(device), form.why(device)] += source.folded.multiplicity(kind)
+    return [
+        f"{_subject(count)} {_KERNELS[kernel]}: {why}" for (kernel, why), count in found.items() if kernel != "fused"
+    ]
 
 
 def _subject(count: int) -> str:

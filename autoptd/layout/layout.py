@@ -94,8 +94,8 @@ class Layout:
                 fix="use a divisor of it, or 0 for all",
             )
         shape = row_of(self.schedule, self.mesh.virtual).shape
-        if shape != self.mesh.way:
-            raise PlanError(f"the schedule {self.schedule} needs a {shape} of stages, not a {self.mesh.way}")
+        if shape != self.mesh.stage_order:
+            raise PlanError(f"the schedule {self.schedule} needs a {shape} of stages, not a {self.mesh.stage_order}")
         if self.schedule not in RUNNABLE:
             raise PlanError(
                 f"the runtime cannot run the schedule {self.schedule!r}", fix=f"use {' or '.join(RUNNABLE)}"

@@ -23,15 +23,15 @@ AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the orde
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes, the chunks of the model per pipeline rank, and the placement of stages, `way`: "loop" or "v"
-    (`autoptd.schedule.stage_map`).
+    """Sizes of the axes, the chunks of the model per pipeline rank, and where its stages are: in a "loop" over the
+    ranks, or down and up again as a "v" (`autoptd.schedule.stage_map`).
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     virtual: int = 1
-    way: Shape = "loop"
+    stage_order: Shape = "loop"
     cp: int = 1
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Mesh:
     @cached_property
     def route(self) -> StageMap:
         """Placement of the stages on pipeline ranks."""
-        return StageMap(self.pp, self.virtual, self.way)
+        return StageMap(self.pp, self.virtual, self.stage_order)
 
     def stages_of(self, pp: int) -> tuple[int, ...]:
         return self.route.stages_of(pp)
@@ -102,7 +102,7 @@ class Mesh:
         return sorted({self.group_of(rank, axis) for rank in range(self.world)})
 
     def __str__(self) -> str:
-        turned = " as a V" if self.way == "v" else ""
+        turned = " as a V" if self.stage_order == "v" else ""
         chunks = f" × {self.virtual} chunks{turned}" if self.virtual > 1 else ""
         tokens = f" × cp{self.cp}" if self.cp > 1 else ""
         return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{chunks}"

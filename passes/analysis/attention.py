@@ -24,7 +24,7 @@ from autoptd.ops import library as ops
 from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.opcall import OpCall, TensorInfo
 
-Way = Literal["fused", "efficient", "written"]
+Kernel = Literal["fused", "efficient", "written"]
 _ROWS, _HEADS, _WIDTH = 512, 8, 64  # of the attention that is counted; all its scores are one chunk
 _SCORES = _HEADS * _ROWS * _ROWS
 _PRODUCTS = (
@@ -48,7 +48,7 @@ class AttentionForm:
     shared: bool = False  # several query heads read one key head
     ring: bool = False
 
-    def way(self, device: str) -> Way:
+    def kernel(self, device: str) -> Kernel:
         """Return the kernel on a device, "cuda" or "cpu"."""
         tile = ops.is_fused(device, self.dtype, self.width, self.value_width, self.mask is not None, self.dropped)
         if self.dropped or (self.ring and not tile):
@@ -57,8 +57,8 @@ class AttentionForm:
 
     def why(self, device: str) -> str:
         """Return the reason why the flash kernel cannot run it, and the way out; empty if it can."""
-        way = self.way(device)
-        if way == "fused":
+        kernel = self.kernel(device)
+        if kernel == "fused":
             return ""
         if self.dropped:
             return "no fused kernel drops the same elements under every plan; remove dropout in attention to use one"
@@ -107,7 +107,7 @@ def passes_of(form: AttentionForm) -> tuple[Pass, Pass]:
     k, v = (_meta(_HEADS // 2 if form.shared else _HEADS, form.dtype) for _ in range(2))
     mask = None if form.mask is None else torch.empty(1, 1, _ROWS, _ROWS, dtype=form.mask, device="meta")
     chunks = 2 if form.ring else 1  # a tile with each rank's keys
-    unit = _SCORES if form.way("cuda") == "written" else q.numel()
+    unit = _SCORES if form.kernel("cuda") == "written" else q.numel()
     with _Tally(unit) as forward:
         out = _run(form, q, k, v, mask)
     with _Tally(unit) as backward:

@@ -189,7 +189,7 @@ def test_recompute_changes_no_bit() -> None:
 def test_activations_die_with_their_backward(kind: str) -> None:
     """Activations alive never exceed the schedule's bound, which predicts memory; none outlive the step."""
     virtual = row_of(kind).chunks or 2
-    mesh = Mesh(pp=4 // virtual, virtual=virtual, way=row_of(kind).shape)
+    mesh = Mesh(pp=4 // virtual, virtual=virtual, stage_order=row_of(kind).shape)
     most, made = [0] * mesh.pp, [list[weakref.ref[Tensor]]() for _ in range(mesh.pp)]
 
     def body(c: Communicators) -> None:

@@ -52,7 +52,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 5), (4, 3), (4, 8)])
 def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: str, pp: int, microbatches: int):
     row = row_of(kind)
-    mesh = Mesh(pp=pp, virtual=row.chunks or 2, way=row.shape)
+    mesh = Mesh(pp=pp, virtual=row.chunks or 2, stage_order=row.shape)
     microbatches = -(-microbatches // pp) * pp if row.groups else microbatches
 
     def body(c: Communicators) -> None:

@@ -51,12 +51,12 @@ def attention_works(
 
     `implementation`: of fused kernels, as fixed in the plan's options; empty: by default.
     """
-    way = form.way(device.kind)
+    kernel = form.kernel(device.kind)
     tiles, rows, share = _tiles(form, shape)
-    if way == "written":
+    if kernel == "written":
         yield from _written(form, shape, dtype, tiles, rows, share, backward)
         return
-    first_version = way == "efficient" and implementation in ("", "flash")
+    first_version = kernel == "efficient" and implementation in ("", "flash")
     yield OpWork(
         "attention",
         shape.flops * (2.5 if backward else 1),  # five products instead of two (Dao 2023)

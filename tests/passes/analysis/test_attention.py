@@ -41,7 +41,7 @@ SHAPE = Shape(heads=12, queries=2048, keys=2048, width=128)
     ],
 )
 def test_the_kernel_of_a_gpu(form: AttentionForm, way: str) -> None:
-    assert form.way("cuda") == way
+    assert form.kernel("cuda") == way
     assert bool(form.why("cuda")) == (way != "fused")
 
 
@@ -49,8 +49,8 @@ def test_the_kernel_of_a_gpu(form: AttentionForm, way: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_has_fused_kernels_for_all_but_dropout(mask: torch.dtype | None, dtype: torch.dtype) -> None:
     form = replace(PLAIN, mask=mask, dtype=dtype)
-    assert form.way("cpu") == "fused"
-    assert replace(form, dropped=True).way("cpu") == "written"
+    assert form.kernel("cpu") == "fused"
+    assert replace(form, dropped=True).kernel("cpu") == "written"
 
 
 def call_of(dropout: float, heads: int = 4, length: int = 256) -> OpCall:
