@@ -8,9 +8,13 @@ A placement says what each rank of an axis holds of a tensor and, by conjugation
     S1       the rank's slice of dim 1                     the same slice of the gradient
     S1/3     a slice of each of 3 equal groups of dim 1    the same slices of the gradient
     P        a partial value (the sum over ranks is the value)   the whole gradient
+    O        rows of the rank's own tokens, in its own order     the same rows of the gradient
 
 Splitting a factor that an operand lacks makes the operand `Bp`: every rank needs all of it and computes a partial
 gradient. `S1/3` is the slice of an inner factor: of a fused query-key-value weight, each rank holds its heads of all 3.
+
+`O` is for what no slice describes: tokens of several samples merged into one dim, rows sorted by expert, and counts of
+such rows. Nothing converts it; the ops that put rows back in order end it (`passes/sharding/token_rows.py`).
 
 Every communication of an emitted program is one row of `CONVERSIONS`. The backward column is the conjugate: it turns
 the gradient of the target placement into that of the source. (Xu et al. 2021, GSPMD; Shoeybi et al. 2019, f and g;
@@ -53,11 +57,20 @@ class PartialSum:
         return "P"
 
 
-Placement: TypeAlias = Broadcast | Split | PartialSum
+@dataclass(frozen=True, order=True)
+class OwnRows:
+    """Each rank holds what its own tokens give; other ranks hold other rows, or counts of them."""
+
+    def __str__(self) -> str:
+        return "O"
+
+
+Placement: TypeAlias = Broadcast | Split | PartialSum | OwnRows
 
 B = Broadcast()
 BP = Broadcast(partial_grad=True)
 P = PartialSum()
+O = OwnRows()  # noqa: E741
 
 
 def parse_placement(text: str) -> Placement:

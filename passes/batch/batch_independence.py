@@ -72,15 +72,16 @@ def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
     if needs_example(graph):
         graph = at_example(graph, traced)
     of_samples = (n for n in graph.nodes if n.op == "call_function" and any(counts_samples(t) for t in infos(n)))
-    propagation = _Propagation(ancestors(of_samples))
+    propagation = Propagation(ancestors(of_samples))
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
-            propagation.put(node, _input_state(node))
+            propagation.put(node, input_state(node))
         elif node.op == "call_function":
             propagation.put(node, *propagation.follow(node))
 
 
-def _input_state(node: fx.Node) -> State:
+def input_state(node: fx.Node) -> State:
+    """Return the state of an input, whose rows are the samples of its only dim that counts them."""
     place = place_by_shape(info(node))
     return Across(node, "has no dim that counts samples only") if place is None else Rows(place)
 
@@ -95,7 +96,7 @@ def _refuse(mixed: Across) -> None:
 
 
 @dataclass
-class _Propagation:
+class Propagation:
     """Propagation of states through the graph, node by node."""
 
     returning: set[fx.Node]  # nodes that count samples, and those that such a node depends on

@@ -8,7 +8,8 @@ order, each op takes the strategy with the fewest conversions of its operands, a
     attention         S2, S2, S2 -> S2    by its own implementation: ring or Ulysses
     loss              S1, S1 -> P         a partial value on every rank
 
-An op that picks or sums tokens (a first token, a mean, a shift) gets them all-gathered. So does the other operand of an
+An op that merges tokens with samples, and ops on the rows that it gives, compute each rank's own (`token_rows.py`). An
+op that picks or sums tokens (a first token, a mean, a shift) gets them all-gathered. So does the other operand of an
 op that keeps one operand's split (keys of an unfused attention). An op that needs all tokens of one tensor to compute
 all tokens of another mixes positions and is refused, since gathering would defeat the purpose of cp.
 """
@@ -24,13 +25,14 @@ import torch
 from torch import fx
 
 from autoptd.errors import PlanError
-from autoptd.layout.placements import BP, B, Broadcast, P, Placement, Split, conversion
+from autoptd.layout.placements import BP, B, Broadcast, O, OwnRows, P, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, numel, op_name, operands, source_line
 from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, expand
 from autoptd.passes.rules.lookup import op_of
+from autoptd.passes.sharding.token_rows import TokenRows
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 
 aten = torch.ops.aten
@@ -94,6 +96,7 @@ class _Decider:
     given: dict[fx.Node, Placement] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     seen: dict[tuple[str, tuple[Placement, ...]], Segment] = field(default_factory=dict)
+    rows: TokenRows = field(default_factory=TokenRows)
 
     def segment(self, segment: Segment) -> None:
         """Decide for one segment; repeat the decisions for one of its kind with the same received placements."""
@@ -117,7 +120,7 @@ class _Decider:
             if loss is not None:
                 self.shifted[loss], self.given[node] = node, Split(1)
                 continue
-            strategy = self._choose(node) if node not in self.shifted else _ROWS
+            strategy = self._choose(node, segment) if node not in self.shifted else _ROWS
             self.strategies[node] = strategy
             if not isinstance(node.meta["info"], tuple):
                 self.given[node] = plain(strategy.gives[0], infos(node)[0])
@@ -139,20 +142,23 @@ class _Decider:
         plain_labels = labels in segment.prelude and len(infos(labels)[0].shape) == 2
         return loss if from_start and plain_labels and self.given[whole] == Split(1) else None
 
-    def _choose(self, node: fx.Node) -> Strategy:
+    def _choose(self, node: fx.Node, segment: Segment) -> Strategy:
         call = op_of(node).call
         given = [self.given[o] for o in operands(node)]
-        options = self._options(node, call)
+        options = [] if O in given else self._options(node, call)
         costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
-        (cost, *_), best = min(costs)
-        if cost == math.inf:
+        (cost, *_), best = min(costs, default=((math.inf, 0, 0), 0))
+        if cost < math.inf:
+            return options[best]
+        strategy = self.rows.strategy(node, self.given, segment.prelude, self.ranks)
+        if strategy is None:
+            parts = [o.name for o, p in zip(operands(node), given, strict=True) if isinstance(p, (Split, OwnRows))]
             raise PlanError(
-                f"cp {self.ranks}: {op_name(node)} mixes positions: it needs all tokens of "
-                f"{', '.join(o.name for o, p in zip(operands(node), given, strict=True) if isinstance(p, Split))}",
+                f"cp {self.ranks}: {op_name(node)} mixes positions: it needs all tokens of {', '.join(parts)}",
                 where=source_line(node),
                 fix="leave cp out: it supports only scaled_dot_product_attention and ops that pick or sum tokens",
             )
-        return options[best]
+        return strategy
 
     def _options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
         """Return legal strategies that split nothing but tokens; attention's own implementation first."""

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.errors import PlanError
-from autoptd.layout.placements import B, Broadcast, P, Placement, Split, conversion
+from autoptd.layout.placements import B, Broadcast, O, P, Placement, Split, conversion
 from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT
 from autoptd.passes.batch.batch_dims import sample_place
 from autoptd.passes.fold import Cut, Folded, Segment
-from autoptd.passes.graph import info, infos, is_getitem, operands
+from autoptd.passes.graph import info, infos, is_getitem, operands, substitute
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
@@ -80,6 +80,7 @@ class _Cutter:
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cuts: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)  # (prelude node, dim) -> its slice
+    owned: dict[fx.Node, fx.Node] = field(default_factory=dict)  # prelude node -> it for this rank's tokens alone
     extra: list[fx.Node] = field(default_factory=list)  # other nodes added to the prelude
     kinds: dict[str, _DecidedKind] = field(default_factory=dict)
 
@@ -149,6 +150,22 @@ class _Cutter:
             made.meta["info"] = local(info(node), Split(dim))
             self.cuts[node, dim] = made
         return self.cuts[node, dim]
+
+    def own(self, node: fx.Node) -> fx.Node:
+        """Return a prelude tensor computed from this rank's tokens alone, which `token_rows.py` proved possible."""
+        if SEQUENCE not in {s for t in infos(node) for size in t.shape for s in sympy.sympify(size).free_symbols}:
+            return self.new[node]
+        if node.op == "placeholder":
+            return self.cut(node, info(node).shape.index(SEQUENCE))
+        if node not in self.owned:
+            args, kwargs = _at_local((substitute(node.args, self.own), node.kwargs))
+            made = self.graph.create_node(node.op, node.target, args, kwargs, name=f"own_{node.name}")
+            made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
+            found = tuple(local(t, O) for t in infos(node))
+            made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]
+            self.extra.append(made)
+            self.owned[node] = made
+        return self.owned[node]
 
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
@@ -240,11 +257,10 @@ class _SegmentWriter:
     def _operand(self, node: fx.Node, need: Placement, on_tp: Placement) -> fx.Node:
         """Return a tensor in the placement that the op needs on the cp axis."""
         have, need = self.cutter.splits.given[node], plain(need, infos(node)[0])
-        row = conversion(have, need)
-        if not row.function:
+        if have == need or (need != O and not conversion(have, need).function):
             return self.cutter.new[node]
-        if node in self.segment.prelude and isinstance(need, Split):
-            return self.cutter.cut(node, need.dim)
+        if node in self.segment.prelude:
+            return self.cutter.cut(node, need.dim) if isinstance(need, Split) else self.cutter.own(node)
         if (node, need) not in self.converted:
             self.converted[node, need] = self._convert(node, have, need, on_tp)
         return self.converted[node, need]
@@ -283,6 +299,8 @@ class _SegmentWriter:
 
 def local(tensor: TensorInfo, placement: Placement) -> TensorInfo:
     """Return the shape and dtype of one cp rank's part of a tensor."""
+    if placement == O:
+        return replace(tensor, shape=_at_local(tensor.shape))
     if not isinstance(placement, Split):
         return tensor
     assert tensor.shape[placement.dim] == SEQUENCE, (tensor.shape, str(placement))
@@ -294,6 +312,8 @@ def _local_sizes(
     node: fx.Node, strategy: Strategy, ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with local values for sizes, as the op's rule defines them."""
+    if O in strategy.needs or O in strategy.gives:
+        return _at_local(args), _at_local(dict(kwargs))
     op = op_of(node)
     sizes = {} if op.rule is None or strategy.implementation else op.rule.local(op.call, strategy, ranks)
     at = {key: _named(value, SEQUENCE / ranks) for key, value in sizes.items()}
@@ -304,6 +324,15 @@ def _named(value: Any, tokens: sympy.Expr) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_named(v, tokens) for v in value)
     return LOCAL if isinstance(value, sympy.Basic) and value == tokens else value
+
+
+def _at_local(value: Any) -> Any:
+    """Return arguments or a shape with the number of a rank's tokens in the place of all tokens."""
+    if isinstance(value, sympy.Basic):
+        return value.subs(SEQUENCE, LOCAL)
+    if isinstance(value, dict):
+        return {k: _at_local(v) for k, v in value.items()}
+    return type(value)(map(_at_local, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _with_nodes(value: Any, nodes: Any) -> Any:

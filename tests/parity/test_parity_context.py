@@ -61,7 +61,6 @@ def test_cut_sequences_train_like_one_process(name: str, mesh: Mesh, variant: Va
     ("name", "says", "where"),
     [
         ("vit", "cp 2 cuts a sequence, but no input of the model has one", "fix['cp']"),
-        ("mixtral", "cp 2: reshape mixes positions", "model.layers.0.mlp (modeling_mixtral.py"),
     ],
 )
 def test_what_cannot_be_cut_is_named(name: str, says: str, where: str) -> None:
