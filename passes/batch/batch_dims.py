@@ -80,6 +80,19 @@ def place_by_shape(tensor: TensorInfo, unit: Size = BATCH) -> Found:
     return SamplePlace(dims[0]) if len(dims) == 1 and tensor.shape[dims[0]] == unit else None
 
 
+def place_anywhere(tensor: TensorInfo, slower: Size = 1) -> Found:
+    """Return a position for samples in the batch dim of a tensor to which any fits: it holds one value, or counts up.
+
+    `slower`: a factor of the dim that is outside the samples, if it has it; the other factors are inside.
+    """
+    dims = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
+    inner = quotient(tensor.shape[dims[0]], BATCH) if len(dims) == 1 else None
+    if inner is None or grows(inner):
+        return None
+    rest = quotient(inner, slower)
+    return SamplePlace(dims[0], 1, inner) if rest is None else SamplePlace(dims[0], slower, rest)
+
+
 def _place_by_op(node: fx.Node, output: int) -> Found:
     if node.op != "call_function" or not counts_samples(infos(node)[output]):
         return None

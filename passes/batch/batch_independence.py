@@ -33,6 +33,7 @@ from autoptd.passes.batch.batch_dims import (
     forget_place,
     grows,
     makes_new,
+    place_anywhere,
     place_by_shape,
 )
 from autoptd.passes.batch.expert_groups import counted, follow_group
@@ -53,6 +54,7 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 States: TypeAlias = "tuple[State, ...]"
 
+SUMS = "sums over samples"
 _ACROSS = "works across samples"
 _PAIRS = "pairs samples with each other"
 _UNKNOWN = "is not proved to treat samples independently"
@@ -100,6 +102,7 @@ class Propagation:
     """Propagation of states through the graph, node by node."""
 
     returning: set[fx.Node]  # nodes that count samples, and those that such a node depends on
+    slower: Size = 1  # factor of merged dims that is outside the samples (`place_anywhere`)
     states: dict[fx.Node, States] = field(default_factory=dict)
     seen: dict[Hashable, _Found] = field(default_factory=dict)  # results for equal ops
 
@@ -126,9 +129,9 @@ class Propagation:
         if _is_random(call):
             return (states[0] if states else FILLED,) * len(call.outputs)
         if target_name(call.target) == "arange":
-            return (follow_range(node),)
+            return (follow_range(node, self.slower),)
         if all(state is None for state in states):
-            return tuple(_from_constants(node, call, t) for t in call.outputs)
+            return tuple(self._from_constants(node, call, t) for t in call.outputs)
         if mixed is not None:
             return self._after_mixing(node, states, mixed)
         for special in (_moved(node, states), *_counting(node, call)):
@@ -151,7 +154,7 @@ class Propagation:
         if not rows:
             if _keeps_one_value(call, states):
                 return tuple(FILLED if counts_samples(t) else None for t in call.outputs)
-            filled = {i: _anywhere(call.operands[i]) for i, s in enumerate(states) if s is FILLED}
+            filled = {i: place_anywhere(call.operands[i], self.slower) for i, s in enumerate(states) if s is FILLED}
             rows = {i: Rows(place) for i, place in filled.items() if place is not None}
         orders = {r.order for r in rows.values()}
         if len(orders) != 1:
@@ -166,6 +169,17 @@ class Propagation:
             return (Across(node, found, pairs=found == _PAIRS),) * len(call.outputs)
         return tuple(None if place is None else Rows(place, order) for place in found)
 
+    def _from_constants(self, node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
+        """Return the state of an output that depends on no sample; it may still depend on their number."""
+        if not counts_samples(tensor):
+            return Across(node, _COUNTS) if _has_batch(_flat((call.args, tuple(call.kwargs.values())))) else None
+        place = (
+            place_anywhere(tensor, self.slower)
+            if target_name(call.target) in ("broadcast_to", "expand", "expand_as", "repeat")
+            else None
+        )
+        return misused(node) if place is None else Rows(place)
+
 
 def _is_random(call: OpCall) -> bool:
     """Return whether an op is random and no dropout: `refuse_random` refuses it, whatever it does with samples."""
@@ -178,21 +192,6 @@ def _fill_state(node: fx.Node, call: OpCall) -> State:
     if _has_batch(values):
         return Across(node, _COUNTS)
     return FILLED if counts_samples(call.outputs[0]) else None
-
-
-def _from_constants(node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
-    """Return the state of an output that depends on no sample; it may still depend on their number."""
-    if not counts_samples(tensor):
-        return Across(node, _COUNTS) if _has_batch(_flat((call.args, tuple(call.kwargs.values())))) else None
-    place = _anywhere(tensor) if target_name(call.target) in ("broadcast_to", "expand", "expand_as", "repeat") else None
-    return misused(node) if place is None else Rows(place)
-
-
-def _anywhere(tensor: TensorInfo) -> SamplePlace | None:
-    """Return a position for samples in the batch dim of a tensor with equal values along it."""
-    dims = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
-    inner = quotient(tensor.shape[dims[0]], BATCH) if len(dims) == 1 else None
-    return None if inner is None or grows(inner) else SamplePlace(dims[0], 1, inner)
 
 
 def _keeps_one_value(call: OpCall, states: Sequence[State]) -> bool:
@@ -295,7 +294,7 @@ def _mixes(call: OpCall, loops: Loops, places: Mapping[int, SamplePlace], unit: 
         return _PAIRS
     ((name, _),) = found
     there = loops.places[name][len(call.operands) :]
-    return "sums over samples" if any(place is None for place in there) else ""
+    return SUMS if any(place is None for place in there) else ""
 
 
 def _mixes_in_trial(call: OpCall, places: Mapping[int, SamplePlace], given: Sequence[SamplePlace | None]) -> str:

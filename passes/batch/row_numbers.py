@@ -3,7 +3,7 @@
     arange(n)                  indices of rows in batch order
     sort, argsort              indices of rows in the order of a key; argsort of these, the inverse permutation
     i // k, i * k + j          indices of coarser rows, of k rows each, and of finer ones, k per row (j below k)
-    i % m                      the same indices without the outer dim, if there are m rows without it
+    i % m                      the same indices without the outer dim, or its first factor, if m rows are left
 
 Any other op on row indices computes with the positions of samples in their batch, and is refused.
 """
@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.passes.batch.batch_dims import SamplePlace, grows
+from autoptd.passes.batch.batch_dims import SamplePlace, grows, place_anywhere
 from autoptd.passes.batch.rows import Across, Order, Points, Rows, State, placed, pointing
 from autoptd.passes.graph import info, infos, is_getitem, numel, op_call, op_name, operands
 from autoptd.passes.opcall import Size, target_name
@@ -39,14 +39,13 @@ _FIX = (
 )
 
 
-def follow_range(node: fx.Node) -> State:
-    """Return the state of `arange`: row indices if its size depends on the batch."""
+def follow_range(node: fx.Node, slower: Size = 1) -> State:
+    """Return the state of `arange`: row indices if its size depends on the batch. `slower`: as in `place_anywhere`."""
     (tensor,) = infos(node)
     start, step = _range(node)
-    if start == 0 and step == 1 and grows(tensor.shape[0]):
-        inner = quotient(tensor.shape[0], Order().size)
-        if inner is not None and not grows(inner):
-            return Rows(SamplePlace(0, 1, inner), points=Points(Order(), 1, inner, each=True))
+    place = place_anywhere(tensor, slower)
+    if start == 0 and step == 1 and place is not None:
+        return Rows(place, points=Points(Order(), place.outer, place.inner, each=True))
     if grows(tensor.shape[0]) or any(isinstance(a, sympy.Basic) and grows(a) for a in node.args):
         return misused(node)
     return None
@@ -120,8 +119,9 @@ def _computed(node: fx.Node, base: str, points: Points, number: object, at: int)
             if same(whole, number):  # type: ignore[arg-type]
                 return None
         case "remainder" if at == 0 and points.slack == 1 and _positive(number):
-            if same(whole, number):  # type: ignore[arg-type]
-                return replace(points, outer=1, each=points.each and points.outer == 1)
+            outer = quotient(number, whole)  # type: ignore[arg-type]
+            if outer is not None and quotient(points.outer, outer) is not None:
+                return replace(points, outer=outer, each=points.each and same(points.outer, outer))
             if quotient(points.inner, number) is not None:  # type: ignore[arg-type]
                 return None
         case "mul" if _positive(number) and not grows(number):  # type: ignore[arg-type]

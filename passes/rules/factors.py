@@ -126,12 +126,16 @@ def _splits(rule: Rule, op: Op, ranks: int, sizes: Sizes, groups: Groups) -> Ite
         # An implementation relies on each rank's part being one contiguous slice: no groups.
         for count in sorted({1} if name in own else group_counts(places, groups)):
             fits = sizes.divisible(loops.sizes[name], ranks, count) and groups_fit(places, count)
-            strategy = _split(call, loops, places, count, ranks) if fits else None
+            strategy = split_factor(call, loops, places, count, ranks) if fits else None
             if strategy is not None:
                 yield _implemented(strategy, own[name], call) if name in own else strategy
 
 
-def _split(call: OpCall, loops: Loops, places: Sequence[FactorPlace | None], count: int, ranks: int) -> Strategy | None:
+def split_factor(
+    call: OpCall, loops: Loops, places: Sequence[FactorPlace | None], count: int, ranks: int
+) -> Strategy | None:
+    """Return the strategy that splits the factor at `places`; None if a result would be a partial value of integers."""
+
     def split(place: FactorPlace) -> Placement:
         assert isinstance(place.outer, int)
         return Split(place.dim, place.outer * count)

@@ -27,6 +27,7 @@ from torch import fx
 from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, B, Broadcast, O, OwnRows, P, Placement, Split, conversion
 from autoptd.ops import library as ops
+from autoptd.passes.analysis.saved_tensors import DROPOUT
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, numel, op_name, operands, source_line
 from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
@@ -151,6 +152,12 @@ class _Decider:
         if cost < math.inf:
             return options[best]
         strategy = self.rows.strategy(node, self.given, segment.prelude, self.ranks)
+        if strategy is not None and node.target in DROPOUT:
+            raise PlanError(
+                f"cp {self.ranks}: dropout of rows that merge tokens with samples: its mask would depend on cp",
+                where=source_line(node),
+                fix="leave cp out, or apply dropout where samples and tokens are dims of their own",
+            )
         if strategy is None:
             parts = [o.name for o, p in zip(operands(node), given, strict=True) if isinstance(p, (Split, OwnRows))]
             raise PlanError(

@@ -19,13 +19,13 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.layout.placements import BP, Broadcast, O, Placement, Split
-from autoptd.passes.analysis.saved_tensors import DROPOUT
 from autoptd.passes.batch.batch_dims import SamplePlace
-from autoptd.passes.batch.batch_independence import Propagation, input_state
+from autoptd.passes.batch.batch_independence import SUMS, Propagation, input_state
 from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows, State
 from autoptd.passes.graph import infos, is_getitem, operands, substitute
 from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.rules.factors import Strategy, split_factor
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 
 _SWAPPED = {BATCH: SEQUENCE, SEQUENCE: BATCH}
@@ -37,7 +37,8 @@ class TokenRows:
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    found: Propagation = field(default_factory=lambda: Propagation(set()))
+    # samples, swapped, are outside tokens in a merged dim: (b s)
+    found: Propagation = field(default_factory=lambda: Propagation(set(), slower=SEQUENCE))
 
     def strategy(
         self, node: fx.Node, given: Mapping[fx.Node, Placement], prelude: Collection[fx.Node], ranks: int
@@ -47,8 +48,6 @@ class TokenRows:
         `given`: the placement of every tensor on the cp axis. `prelude`: tensors of all tokens that the segment reads,
         whose part for a rank can be computed anew.
         """
-        if node.target in DROPOUT:  # its mask is keyed by the positions of rows
-            return None
         try:
             for operand in operands(node):
                 if operand not in self.copies:
@@ -57,32 +56,47 @@ class TokenRows:
         except UnsupportedOp:
             return None
         needs = [self._placement(o) for o in operands(node)]
+        if None in needs:
+            return None
         states = self.found.states.get(copy, (None,) * len(infos(node)))
         gives = [_placement(state, tensor) for state, tensor in zip(states, infos(node), strict=True)]
-        if None in needs or None in gives or O not in {*needs, *gives}:
-            return None
-        return Strategy(tuple(needs), tuple(gives), ranks)  # type: ignore[arg-type]
+        if None in gives:
+            summed = all(isinstance(s, Across) and s.reason == SUMS for s in states)
+            return self._sum_of_rows(node, ranks) if summed else None
+        return Strategy(tuple(needs), tuple(gives), ranks) if O in {*needs, *gives} else None  # type: ignore[arg-type]
+
+    def _sum_of_rows(self, node: fx.Node, ranks: int) -> Strategy | None:
+        """Return the strategy that gives each rank the sum over its rows, a partial value of the sum over all."""
+        op, rows = op_of(node), [isinstance(self._state(o), Rows) for o in operands(node)]
+        for places in op.loops.places.values() if op.loops is not None else ():
+            if [place is not None for place in places] == [*rows, *(False for _ in infos(node))]:
+                found = split_factor(op.call, op.loops, places, 1, ranks)
+                if found is not None:
+                    return replace(found, needs=tuple(O if isinstance(p, Split) else p for p in found.needs))
+        return None
+
+    def _state(self, node: fx.Node) -> State:
+        return self.found.states.get(self.copies[node], (None,))[0]
 
     def _placement(self, node: fx.Node) -> Placement | None:
         """Return the placement in which an op on rows needs a tensor; None if it mixes tokens."""
-        (state, *_) = self.found.states.get(self.copies[node], (None,))
-        return _placement(state, infos(node)[0])
+        return _placement(self._state(node), infos(node)[0])
 
     def _start(self, node: fx.Node, given: Placement, in_prelude: bool) -> None:
         """Add a tensor that no earlier question was about. Raises UnsupportedOp if its rows cannot be known."""
         if isinstance(given, Split):
             self._leaf(node, Rows(SamplePlace(given.dim)))
-        elif isinstance(given, Broadcast) and not any(_counts_tokens(t) for t in infos(node)):
-            self._leaf(node, None)
         elif is_getitem(node) and node.all_input_nodes[0] in self.copies:
             self._copy(node)
-        elif in_prelude and node.op == "placeholder":
-            self._leaf(node)
-        elif in_prelude:
+        elif in_prelude and node.op == "call_function":
             for operand in node.all_input_nodes:
                 if operand not in self.copies:
                     self._start(operand, given, in_prelude)
             self._copy(node)
+        elif isinstance(given, Broadcast) and not any(_counts_tokens(t) for t in infos(node)):
+            self._leaf(node, None)
+        elif in_prelude:
+            self._leaf(node)
         else:
             raise UnsupportedOp("the rows of its tokens are not known")
 

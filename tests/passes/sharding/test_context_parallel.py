@@ -103,6 +103,15 @@ class Flattened(Base):
         return F.cross_entropy(self.head(x * weights).transpose(1, 2), labels)
 
 
+class Dropped(Base):
+    """Dropout of rows in which samples and tokens are merged."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        rows = F.dropout(x.flatten(0, 1), 0.5, training=True)
+        return F.cross_entropy(self.head(rows.view(x.shape)).transpose(1, 2), labels)
+
+
 def batch() -> Mapping[str, Tensor]:
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=draw)
@@ -169,10 +178,15 @@ def test_shifted_logits_are_not_gathered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "op"), [(Running, "cumsum mixes positions"), (Flattened, "reshape mixes positions")], ids=str
+    ("model", "says"),
+    [
+        (Running, "cumsum mixes positions: it needs all tokens of tanh"),
+        (Flattened, "softmax mixes positions: it needs all tokens of flatten"),
+        (Dropped, "dropout of rows that merge tokens with samples: its mask would depend on cp"),
+    ],
 )
-def test_what_mixes_positions_is_refused(model: type[Base], op: str) -> None:
-    with pytest.raises(PlanError, match=f"cp 2: {op}: it needs all tokens of tanh") as error:
+def test_what_mixes_positions_is_refused(model: type[Base], says: str) -> None:
+    with pytest.raises(PlanError, match=f"cp 2: {says}") as error:
         split_tokens(traced(model()).folded, 2, TOKENS)
     assert "test_context_parallel.py" in error.value.where
 
