@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoptd.layout.placements import Broadcast, PartialSum, Placement, Split
+from autoptd.layout.placements import Broadcast, OwnRows, PartialSum, Placement, Split
 from autoptd.passes.opcall import OpCall, TensorInfo
 from autoptd.passes.rules.factors import Op, Rule, Strategy, local_args
 
@@ -150,6 +150,8 @@ def _conjugate(placement: Placement) -> Placement:
             return Broadcast()
         case Broadcast(partial_grad):
             return PartialSum() if partial_grad else Broadcast()
+        case OwnRows():
+            raise AssertionError("no row of the table gives it")
 
 
 def _lay_out(x: Tensor, placement: Placement, ranks: int, rng: torch.Generator) -> list[Tensor]:
@@ -164,6 +166,8 @@ def _lay_out(x: Tensor, placement: Placement, ranks: int, rng: torch.Generator) 
         case PartialSum():
             noise = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x.dtype) for _ in range(ranks - 1)]
             return [*noise, x - sum(noise, torch.zeros_like(x))]
+        case OwnRows():
+            raise AssertionError("no row of the table needs it")
 
 
 def _compare(

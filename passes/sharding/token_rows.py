@@ -68,9 +68,10 @@ class TokenRows:
     def _sum_of_rows(self, node: fx.Node, ranks: int) -> Strategy | None:
         """Return the strategy that gives each rank the sum over its rows, a partial value of the sum over all."""
         op, rows = op_of(node), [isinstance(self._state(o), Rows) for o in operands(node)]
-        for places in op.loops.places.values() if op.loops is not None else ():
+        loops = op.loops
+        for places in () if loops is None else loops.places.values():
             if [place is not None for place in places] == [*rows, *(False for _ in infos(node))]:
-                found = split_factor(op.call, op.loops, places, 1, ranks)
+                found = split_factor(op.call, loops, places, 1, ranks)  # type: ignore[arg-type]
                 if found is not None:
                     return replace(found, needs=tuple(O if isinstance(p, Split) else p for p in found.needs))
         return None
