@@ -87,7 +87,7 @@ class Cut:
 
 @dataclass
 class Folded:
-    """The normalised graph, cut into segments. `cut` is set in the graph of one cp rank."""
+    """The normalised graph, cut into segments. `cut` is set in the graph of a cp rank, `ep` in that of an ep rank."""
 
     traced: Traced
     prelude: tuple[fx.Node, ...]
@@ -97,6 +97,7 @@ class Folded:
     counts: tuple[fx.Node, ...]
     unused_parameters: tuple[fx.Node, ...]
     cut: Cut | None = None
+    ep: int = 1
     representatives: dict[str, Segment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

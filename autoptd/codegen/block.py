@@ -33,7 +33,7 @@ class BlockClass:
     source: str
     sizes: tuple[sympy.Symbol, ...]  # passed last, by name
     dropout: bool
-    tokens: bool = False  # the constructor takes the cp axis
+    axes: tuple[str, ...] = ()  # of `AXES`: those that the constructor takes
     made: tuple[Made, ...] = ()  # tensors held by its arguments and lines, for the unit's first instance
 
 
@@ -113,7 +113,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     source = _source(layout, sharding, piece, body, own, given, size_lines, passed, returned)
     received = [(given[n], n, placement_of(sharding, folded, n)) for n in piece.receives]
     made = (*received, *body.made)
-    return BlockClass(piece.block, source, passed, body.dropout, uses_axis(body.lines, "cp"), made)
+    return BlockClass(piece.block, source, passed, body.dropout, axes_in(body.lines), made)
 
 
 def size_reads(
@@ -149,12 +149,13 @@ def _source(
 ) -> str:
     names, frozen = layout.folded.traced.parameters, layout.folded.traced.frozen
     arguments = ", ".join(["self", *(f"{text}: Tensor" for text in given.values()), *(f"{s}: int" for s in passed)])
-    tokens = uses_axis(body.lines, "cp")
-    extra = (", cp: Tokens" if tokens else "") + (", dropout: DropoutKey | None, first: int" if body.dropout else "")
+    axes = axes_in(body.lines)
+    extra = "".join(f", {axis}: {AXES[axis]}" for axis in axes)
+    extra += ", dropout: DropoutKey | None, first: int" if body.dropout else ""
     kinds = _joined([in_docstring(kind) for kind in dict.fromkeys(s.kind for s in piece.segments)])
     lines = [f"class {piece.block}(nn.Module):", f'    """{kinds}."""', ""]
     lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()", "        self.tp = tp"]
-    lines += ["        self.cp = cp"] if tokens else []
+    lines += [f"        self.{axis} = {axis}" for axis in axes]
     if body.dropout:
         lines += [
             "        self.dropout = dropout",
@@ -167,7 +168,7 @@ def _source(
         lines.append(f"        {line}")
     result = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
     lines += ["", f"    def forward({arguments}) -> {result}:"]
-    lines += [f"        {axis} = self.{axis}" for axis in ("tp", "cp") if uses_axis(body.lines, axis)]
+    lines += axis_lines(body.lines)
     lines += [f"        {line}".rstrip() for line in [*size_lines, *body.lines]]
     lines.append(f"        return {', '.join(returned)}")
     return "\n".join(lines) + "\n"
@@ -178,8 +179,20 @@ def _joined(kinds: list[str]) -> str:
     return line if len(line) < 100 else " +\n    ".join(kinds)
 
 
-def uses_axis(lines: Sequence[str], axis: str) -> bool:
-    """Return whether any line uses an axis, "tp" or "cp"."""
+AXES = {"cp": "Tokens", "ep": "Experts"}  # axes besides tp that a class may take -> their types
+
+
+def axes_in(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes of `AXES` that any line uses."""
+    return tuple(axis for axis in AXES if _uses_axis(lines, axis))
+
+
+def axis_lines(lines: Sequence[str]) -> list[str]:
+    """Return the lines at the start of a forward method that name the axes it uses."""
+    return [f"        {axis} = self.{axis}" for axis in ("tp", *AXES) if _uses_axis(lines, axis)]
+
+
+def _uses_axis(lines: Sequence[str], axis: str) -> bool:
     return any(re.search(rf"(?<![\w.]){axis}\b", code_of(line)) for line in lines)
 
 
@@ -203,9 +216,11 @@ def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, sym
 
 
 __all__ = [
+    "AXES",
     "BlockClass",
     "argument_names",
     "attribute",
+    "axis_lines",
     "block_arguments",
     "dtype_text",
     "owned_by",
@@ -214,7 +229,6 @@ __all__ = [
     "placement_of",
     "size_reads",
     "size_text",
-    "uses_axis",
     "wire_line",
     "write_block",
 ]

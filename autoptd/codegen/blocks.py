@@ -44,7 +44,7 @@ _STAGE_NAMES = _BLOCK_NAMES | {
 }
 # names that emitted files use, which no block class may have
 _READ = TAKEN | {
-    *("Tensor", "Axis", "Tokens", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
+    *("Tensor", "Axis", "Tokens", "Experts", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
     *("BF16", "FP16", "FP32", "FP64", "loss_counts", "loss_of", "dropout", "first", "path", "i", "stage"),
 }
 
@@ -118,7 +118,7 @@ class BlockNames:
 
 def name_blocks(folded: Folded, loss_in_place: bool = False, regather: bool = False) -> BlockNames:
     """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses."""
-    axes = frozenset({"cp"} if folded.cut is not None else ())
+    axes = frozenset([*(["cp"] if folded.cut is not None else []), *(["ep"] if folded.ep > 1 else [])])
     _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
     owned, prefixes = owned_by_blocks(folded)
     classes: dict[int, str] = {}

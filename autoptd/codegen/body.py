@@ -30,6 +30,7 @@ from autoptd.passes.rules.factors import Op, Strategy, local_args, local_shape
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
 from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS, before_cut, ring, ulysses
+from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, tensor_name
 
 aten = torch.ops.aten
@@ -186,7 +187,7 @@ class Body:
 
     def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[SourceText]) -> str:
         """Return the op's expression on local tensors."""
-        op = Op(op_call(node), None) if node.target in TOKEN_OPS else op_of(node)
+        op = Op(op_call(node), None) if node.target in TOKEN_OPS | EXPERT_OPS else op_of(node)
         args, kwargs = local_args(op, strategy, self.ranks)
         source = iter(texts)
         args = _with_texts(args, source)

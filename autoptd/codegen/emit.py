@@ -52,6 +52,7 @@ _IMPORTS = {
     "ops": "from autoptd.ops import library as ops",
     "Axis": "from autoptd.ops.tp_axis import Axis",
     "Tokens": "from autoptd.ops.cp_axis import Tokens",
+    "Experts": "from autoptd.ops.expert_axis import Experts",
     "DropoutKey": "from autoptd.ops.dropout import DropoutKey",
 }
 _STAGE_NAMES = ("Count", "Stage", "Wire", "buffer", "parameter", "submodule")

@@ -18,6 +18,7 @@ from autoptd.errors import TraceError
 from autoptd.ops import library as ops
 from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
 from autoptd.passes.sharding.context_parallel_graph import convert, ring, ulysses
+from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS
 
 aten = torch.ops.aten
 _NUMBERS = (int, float, complex)
@@ -270,6 +271,11 @@ def _convert(x: Any, method: str, dim: int | None = None) -> str:
     return f"cp.{method}({x}{'' if dim is None else f', dim={dim}'})"
 
 
+def _of_experts(method: Callable[..., Any]) -> Callable[..., str]:
+    """Return a printer of a method of the ep axis."""
+    return lambda *tensors: f"ep.{method.__name__}({', '.join(tensors)})"
+
+
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:
     low = "" if start in (None, 0) else size_text(start)
     high = "" if end is None or (isinstance(end, int) and end >= 2**62) else size_text(end)
@@ -377,6 +383,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.to.device: _to_device,
     aten.to.dtype: _to_dtype,
     aten.to.dtype_layout: _to_layout,
+    **{method: _of_experts(method) for method in EXPERT_OPS},
     convert: _convert,
     ops.cross_entropy: _cross_entropy,
     ops.valid_count: _valid_count,

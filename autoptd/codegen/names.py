@@ -14,9 +14,10 @@ from autoptd.codegen.quoting import plain_name
 from autoptd.passes.fold import owner
 from autoptd.passes.graph import info, is_getitem, module_path
 from autoptd.passes.sharding.context_parallel_graph import convert
+from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, route
 
 GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # read by lines of forward
-TAKEN = GLOBALS | {"tp", "cp", "self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
+TAKEN = GLOBALS | {"tp", "cp", "ep", "self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
 
 
 class Names:
@@ -57,6 +58,8 @@ def hint(node: fx.Node) -> str:
         return node.name.removeprefix("inputs_")
     if node.target is convert:
         return f"{hint(node.all_input_nodes[0])}_own"
+    if node.target in EXPERT_OPS:
+        return hint(node.all_input_nodes[0]) if node.target is not route else "route"
     assigned = assigned_names(node)
     if is_getitem(node):
         index = node.args[1]

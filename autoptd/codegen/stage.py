@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoptd.codegen.block import (
+    AXES,
     BlockClass,
     attribute,
+    axis_lines,
     block_arguments,
     dtype_text,
     owned_by,
     parameter_line,
     parameter_placement,
     placement_of,
-    uses_axis,
     wire_line,
     write_block,
 )
@@ -239,7 +240,7 @@ def _write_run(writer: _StageWriter, run: list[_BlockCall]) -> None:
     group = writer.group if writer.groups == 1 else f"{writer.group}_{writer.groups}"
     paths = [c.piece.prefix for c in run]
     loop = _loop_over(paths)
-    extra = ", self.cp" if call.block.tokens else ""
+    extra = "".join(f", self.{axis}" for axis in call.block.axes)
     if call.block.dropout:
         length = len(call.piece.segments) if len(run) == 1 else run[1].piece.first - run[0].piece.first
         extra += ", dropout, first"
@@ -313,14 +314,16 @@ def _assemble(
     where = ", ".join(f"{literal(str(s))}: ({literal(name)}, {dim})" for s, (name, dim) in traced.sizes.items())
     lines.append(f"    sizes = {{{where}}}")
     lines += functions.attributes(is_last) if counts else []
-    takes, hands = (", cp: Tokens | None = None", ", cp") if folded.cut is not None else ("", "")
+    axes = [axis for axis, split in (("cp", folded.cut is not None), ("ep", folded.ep > 1)) if split]
+    takes = "".join(f", {axis}: {AXES[axis]} | None = None" for axis in axes)
+    hands = "".join(", cp" if axis == "cp" else f", {axis}={axis}" for axis in axes)
     lines += ["", f"    def __init__(self, tp: Axis, dropout: DropoutKey | None = None{takes}) -> None:"]
     lines += [f"        super().__init__(tp, dropout{hands})", *(f"        {line}" for line in writer.setup)]
     arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]
     arguments += ["counts: tuple[Tensor, ...]"] if counts else []
     result = "Tensor" if is_last else "tuple[Tensor, ...]"
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
-    lines += [f"        {axis} = self.{axis}" for axis in ("tp", "cp") if uses_axis(body.lines, axis)]
+    lines += axis_lines(body.lines)
     lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]
     if is_last:
         lines += ["        # averaged over microbatches, each weighted by its samples"] * traced.averaged

@@ -16,6 +16,7 @@ from autoptd.layout.placements import parse_placement
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import held_tensors
 from autoptd.passes.graph import infos
+from autoptd.passes.sharding.expert_parallel_graph import expert_parameters
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
 from autoptd.plans.model import Plan
 from autoptd.search.pipeline.stage_parameters import parameter_dtypes
@@ -66,6 +67,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             )
     indices = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
     recomputed = {traced.parameters[p.name] for i in indices for p in folded.segments[i].parameters}
+    experts = expert_parameters(folded) if plan.mesh.ep > 1 else {}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
     owned, unused = name_blocks(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
@@ -79,13 +81,22 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             recomputed=name in recomputed,
             block=name.removesuffix(owned.get(name, name)).rstrip("."),
             idle=name in unused,
+            ep=plan.mesh.ep if name in experts else 1,
         )
         for name in order
     }
     zigzag, multiples = _cut_inputs(source, plan)
     narrow = plan.method.gradients == "compute"
     return Layout(
-        mesh=RankMesh(plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.schedule.virtual, plan.route.shape, plan.mesh.cp),
+        mesh=RankMesh(
+            plan.mesh.dp,
+            plan.mesh.tp,
+            plan.mesh.pp,
+            plan.schedule.virtual,
+            plan.route.shape,
+            plan.mesh.cp,
+            plan.mesh.ep,
+        ),
         micro=plan.micro,
         microbatches=plan.schedule.microbatches,
         inputs=tuple(traced.inputs.values()),

@@ -9,6 +9,7 @@ from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
 from autoptd.passes.sharding.context_parallel_graph import cut_tokens
+from autoptd.passes.sharding.expert_parallel_graph import split_experts
 from autoptd.passes.sharding.sharding import (
     Sharding,
     from_text,
@@ -46,6 +47,8 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
     folded = source.folded
     if plan.mesh.cp > 1:
         folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
+    if plan.mesh.ep > 1:
+        folded, sharding = split_experts(folded, plan.mesh.ep, sharding)
     program = emit_program(
         folded,
         sharding,

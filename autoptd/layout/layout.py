@@ -27,6 +27,7 @@ class TensorSpec:
     recomputed: bool = False  # read by a block that is recomputed in the backward pass
     block: str = ""  # path of the only emitted block that reads it; "": the stage itself does
     idle: bool = False  # no gradient reaches it
+    ep: int = 1  # ranks of the expert mesh that dim 0, the experts, is split over; outside a split on tp
 
     @property
     def unit(self) -> tuple[str, tuple[int, ...]]:
@@ -35,10 +36,11 @@ class TensorSpec:
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape on each of `tp` ranks."""
+        shape = (self.shape[0] // self.ep, *self.shape[1:]) if self.ep > 1 else self.shape
         if not isinstance(self.placement, Split):
-            return self.shape
+            return shape
         dim = self.placement.dim
-        return (*self.shape[:dim], self.shape[dim] // tp, *self.shape[dim + 1 :])
+        return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Layout:
                 f"shards of {self.shards} ranks do not divide dp × cp {self.mesh.copies}",
                 fix="use a divisor of it, or 0 for all",
             )
+        if self.shards and self.mesh.ep > 1:
+            raise PlanError("experts on ranks of their own are not sharded in groups", fix="leave out shards or ep")
         shape = row_of(self.schedule, self.mesh.virtual).shape
         if shape != self.mesh.stage_order:
             raise PlanError(f"the schedule {self.schedule} needs a {shape} of stages, not a {self.mesh.stage_order}")

@@ -6,6 +6,9 @@
 
 Ranks of one cp group process the same samples and split their tokens. Parameters are replicated over dp and cp
 together, which is the axis `data` of gradients and ZeRO shards.
+
+Experts have a mesh of their own over the ranks of a stage: edp × ep × tp, folded over dp, cp and tp (Liu et al. 2025,
+MoE Parallel Folding). ep ranks, neighbours on the axis `data`, hold different experts; edp ranks hold the same.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Literal, TypeAlias
 
 from autoptd.schedule.stage_map import Shape, StageMap
 
-AxisName: TypeAlias = Literal["pp", "dp", "cp", "tp", "data"]
+AxisName: TypeAlias = Literal["pp", "dp", "cp", "tp", "data", "ep", "edp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the order of a DeviceMesh's dims
 
 
@@ -33,9 +36,11 @@ class Mesh:
     virtual: int = 1
     stage_order: Shape = "loop"
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.dp, self.tp, self.pp, self.virtual, self.cp) >= 1, self
+        assert min(self.dp, self.tp, self.pp, self.virtual, self.cp, self.ep) >= 1, self
+        assert self.copies % self.ep == 0, self
 
     @property
     def world(self) -> int:
@@ -96,6 +101,10 @@ class Mesh:
                 return tuple(self.rank(pp, dp, i, cp) for i in range(self.tp))
             case "data":
                 return tuple(self.rank(pp, i, tp, j) for i in range(self.dp) for j in range(self.cp))
+            case "ep" | "edp":
+                data, here = self.group_of(rank, "data"), dp * self.cp + cp
+                first = here - here % self.ep
+                return data[first : first + self.ep] if axis == "ep" else data[here % self.ep :: self.ep]
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
         """Return all groups of an axis, sorted by their first rank."""
@@ -105,4 +114,5 @@ class Mesh:
         turned = " as a V" if self.stage_order == "v" else ""
         chunks = f" × {self.virtual} chunks{turned}" if self.virtual > 1 else ""
         tokens = f" × cp{self.cp}" if self.cp > 1 else ""
-        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{chunks}"
+        experts = f" × ep{self.ep}" if self.ep > 1 else ""
+        return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{experts}{chunks}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -53,6 +54,11 @@ class Group(Protocol):
         """Exchange rows, [size, ...] -> [size, ...]: row j goes to rank j, row i comes from rank i."""
         ...
 
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Exchange uneven parts, [sum(send), ...] -> [sum(receive), ...]: the next `send[j]` rows go to rank j, and the
+        next `receive[i]` come from rank i."""
+        ...
+
     def shift_later(self, out: Tensor, x: Tensor) -> Handle:
         """Send x to the next rank of the ring, and receive out, of equal shape and dtype, from the previous one."""
         ...
@@ -97,6 +103,9 @@ class SingleRankGroup:
         return self.all_gather_later(out, x)
 
     def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         return x
 
     def shift_later(self, out: Tensor, x: Tensor) -> Handle:

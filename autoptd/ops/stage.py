@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autoptd.ops.cp_axis import Tokens
 from autoptd.ops.dropout import DropoutKey
+from autoptd.ops.expert_axis import Experts
 from autoptd.ops.tp_axis import Axis
 
 
@@ -62,11 +63,15 @@ class Stage(nn.Module):
     counted: ClassVar[tuple[Count, ...]] = ()  # (): all counts are single numbers, summed in one round
     partial_sums: ClassVar[int] = 0  # number of sums that the loss is a function of; 0: it is a sum itself
 
-    def __init__(self, tp: Axis, dropout: DropoutKey | None = None, cp: Tokens | None = None) -> None:
+    def __init__(
+        self, tp: Axis, dropout: DropoutKey | None = None, cp: Tokens | None = None, ep: Experts | None = None
+    ) -> None:
         super().__init__()
         self.tp = tp
         if cp is not None:
             self.cp = cp
+        if ep is not None:
+            self.ep = ep
         self.dropout = dropout
 
     def loss_counts(self, **inputs: Any) -> tuple[Tensor, ...]:

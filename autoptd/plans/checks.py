@@ -24,6 +24,8 @@ def faults(plan: PlanData) -> Iterator[Fault]:
     """Yield every contradiction between fields, as (field path, what is wrong)."""
     if plan.mesh.ranks != plan.world:
         yield "mesh", f"{plan.mesh} is {plan.mesh.ranks} ranks, but world is {plan.world}"
+    if plan.mesh.dp * plan.mesh.cp % plan.mesh.ep:
+        yield "mesh.ep", f"is {plan.mesh.ep}; it must divide dp × cp, {plan.mesh.dp * plan.mesh.cp}"
     yield from _batch_faults(plan)
     yield from _stage_faults(plan)
     yield from _placement_faults(plan)

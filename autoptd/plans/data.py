@@ -49,6 +49,7 @@ class MeshSizes(Part):
     tp: Count
     pp: Count
     cp: Count = 1
+    ep: Count = 1  # ranks of dp × cp that hold different experts
 
     @property
     def ranks(self) -> int:
@@ -56,7 +57,8 @@ class MeshSizes(Part):
 
     def __str__(self) -> str:
         cp = f" × cp {self.cp}" if self.cp > 1 else ""
-        return f"dp {self.dp} × tp {self.tp} × pp {self.pp}{cp}"
+        ep = f" × ep {self.ep}" if self.ep > 1 else ""
+        return f"dp {self.dp} × tp {self.tp} × pp {self.pp}{cp}{ep}"
 
 
 class Schedule(Part):

@@ -187,8 +187,8 @@ class Trainer:
         return summed[0].to(self.layout.main_dtype)
 
     def _most_microbatches(self, own: int) -> int:
-        """Return the maximum of `own` over dp ranks with ZeRO 3, whose all-gathers need equal counts; else `own`."""
-        if self.layout.zero < 3:
+        """Return the maximum of `own` over dp ranks with ZeRO 3 or ep, whose passes communicate; else `own`."""
+        if self.layout.zero < 3 and self.layout.mesh.ep == 1:
             return own
         return int(self.communicators.dp.all_reduce(torch.tensor([own], device=self.communicators.device), "max"))
 
@@ -282,7 +282,10 @@ class Trainer:
         self._loaded = True
 
     def _part(self, full: Tensor | Stored, spec: TensorSpec) -> Tensor:
-        tp = self.communicators.tp
+        tp, ep = self.communicators.tp, self.communicators.ep
+        if spec.ep > 1:
+            mine = 0, 1, ep.size, ep.rank
+            full = full.own_slice(*mine) if isinstance(full, Stored) else own_slice(full, *mine)
         match spec.placement, full:
             case Split(dim, groups), Stored() if tp.size > 1:
                 return full.own_slice(dim, groups, tp.size, tp.rank)
@@ -318,7 +321,7 @@ class Trainer:
 
     @torch.no_grad()
     def _collect(self, local: Tensor | None, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-        """All-gather over tp on the tensor's first stage, then broadcast to the other stages."""
+        """All-gather over tp and ep on the tensor's first stage, then broadcast to the other stages."""
         c = self.communicators
         owner = c.mesh.holder(spec.stages[0])
         if c.stage != owner:
@@ -328,6 +331,8 @@ class Trainer:
             whole = local.detach().to(dtype).contiguous()
             if isinstance(spec.placement, Split) and c.tp.size > 1:
                 whole = from_slices(c.tp.all_gather(whole), spec.placement.dim, spec.placement.groups).contiguous()
+            if spec.ep > 1:
+                whole = from_slices(c.ep.all_gather(whole), 0, 1).contiguous()
         return c.pp.broadcast(whole.clone(), owner)
 
     def _check_loaded(self) -> None:

@@ -131,14 +131,16 @@ def difference(found: Tensor, expected: Tensor, norm: float, whole: float) -> fl
 
 def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     """Return the names of tensors whose copies differ. `digests`: by rank, name -> hash of the local tensor."""
-    tp, wrong = layout.mesh.tp, []
+    mesh, wrong = layout.mesh, []
     for name, spec in {**layout.parameters, **layout.buffers}.items():
-        parts = range(tp) if isinstance(spec.placement, Split) else (None,)
-        for part in parts:
-            held = {d[name] for rank, d in enumerate(digests) if name in d and part in (None, rank % tp)}
-            if len(held) > 1:
-                wrong.append(name)
-                break
+        held: dict[tuple[int, int], set[str]] = {}
+        for rank, found in enumerate(digests):
+            if name in found:
+                part = rank % mesh.tp if isinstance(spec.placement, Split) else 0
+                expert = mesh.group_of(rank, "ep").index(rank) if spec.ep > 1 else 0
+                held.setdefault((part, expert), set()).add(found[name])
+        if any(len(copies) > 1 for copies in held.values()):
+            wrong.append(name)
     return tuple(wrong)
 
 

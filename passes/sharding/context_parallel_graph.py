@@ -92,20 +92,9 @@ class _Cutter:
                 self._copy(node)
         segments = tuple(map(self._segment, folded.segments))
         loss = segments[-1].sends[-1] if self._loss_conversion() else self.new[folded.loss]
-        self.graph.output((loss, *(self.new[n] for n in folded.counts)))
-        self.graph.lint()
-        module = fx.GraphModule(nn.Module(), self.graph)
-        module.meta = dict(traced.graph.meta)
-        cut = Folded(
-            traced=replace(traced, graph=module),
-            prelude=(*(self.new[n] for n in folded.prelude), *self.cuts.values(), *self.extra),
-            segments=segments,
-            units=folded.units,
-            loss=loss,
-            counts=tuple(self.new[n] for n in folded.counts),
-            unused_parameters=tuple(self.new[n] for n in folded.unused_parameters),
-            cut=Cut(self.splits.ranks, self.splits.zigzag, LOCAL),
-        )
+        extra = (*self.cuts.values(), *self.extra)
+        cut = rebuilt(folded, self.graph, self.new, segments, extra, loss)
+        cut.cut = Cut(self.splits.ranks, self.splits.zigzag, LOCAL)
         kinds = {k: replace(d, strategies=self.kinds[k].strategies) for k, d in self.sharding.kinds.items()}
         return cut, Sharding(self.sharding.ranks, kinds, Whole(folded.segments, self.sharding.kinds))
 
@@ -168,9 +157,35 @@ class _Cutter:
         return self.owned[node]
 
 
+def rebuilt(
+    folded: Folded,
+    graph: fx.Graph,
+    new: Mapping[fx.Node, fx.Node],
+    segments: tuple[Segment, ...],
+    extra: Sequence[fx.Node] = (),
+    loss: fx.Node | None = None,
+) -> Folded:
+    """Return `folded` on a graph that `new` maps its nodes to, with these segments. `extra`: nodes of its prelude."""
+    loss = new[folded.loss] if loss is None else loss
+    graph.output((loss, *(new[n] for n in folded.counts)))
+    graph.lint()
+    module = fx.GraphModule(nn.Module(), graph)
+    module.meta = dict(folded.traced.graph.meta)
+    return replace(
+        folded,
+        traced=replace(folded.traced, graph=module),
+        prelude=(*(new[n] for n in folded.prelude), *extra),
+        segments=segments,
+        loss=loss,
+        counts=tuple(new[n] for n in folded.counts),
+        unused_parameters=tuple(new[n] for n in folded.unused_parameters),
+        representatives={},
+    )
+
+
 _ORIGIN = ("nn_module_stack", "stack_trace")
 _DRAWS = ATTENTION | DROPOUT
-_BEFORE = "before the cut"  # key of a node's meta
+BEFORE = "before the cut"  # key of a node's meta
 
 
 @dataclass(frozen=True)
@@ -183,7 +198,7 @@ class Before:
 
 def before_cut(node: fx.Node) -> Before | None:
     """Return an op's `Before`, or None if tokens are not split."""
-    found: Before | None = node.meta.get(_BEFORE)
+    found: Before | None = node.meta.get(BEFORE)
     return found
 
 
@@ -236,7 +251,7 @@ class _SegmentWriter:
         assert made.name == node.name, (made.name, node.name)
         if node.target in _DRAWS:
             sample_place(node)  # computed from the unsplit ops before it, and cached in its meta
-        made.meta = {**node.meta, _BEFORE: Before(position, strategy.gives[0])}
+        made.meta = {**node.meta, BEFORE: Before(position, strategy.gives[0])}
         made.meta.pop("op", None)  # of the op before
         found = tuple(local(t, p) for t, p in zip(infos(node), strategy.gives, strict=True))
         made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]

@@ -39,7 +39,8 @@ class KindSharding:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Decisions for every kind, over `ranks` tp ranks. `whole`: under cp, those before tokens were split."""
+    """Decisions for every kind, over `ranks` tp ranks. `whole`: under cp and ep, those before tokens and experts were
+    split."""
 
     ranks: int
     kinds: Mapping[str, KindSharding]

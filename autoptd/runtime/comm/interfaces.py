@@ -79,7 +79,8 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Communicators:
-    """The groups and channels of one rank. `data`: dp and cp together, the ranks that hold copies of the parameters.
+    """The groups and channels of one rank. `data`: dp and cp together, the ranks that hold copies of the parameters;
+    `ep`, `edp`: its parts that hold different experts and the same.
 
     `edges`: the channels of this rank's pipeline neighbours, keyed as by `autoptd.schedule.channel_of`.
     """
@@ -93,6 +94,8 @@ class Communicators:
     cp: Group
     data: Group
     pp: Group
+    ep: Group
+    edp: Group
     edges: Mapping[tuple[int, str], Channel]
     make_group: Callable[[tuple[int, ...]], Group | None]
     watch: Watcher = field(default_factory=Unwatched)
@@ -131,6 +134,10 @@ class Communicators:
         across = [[g * ranks + i for g in groups] for i in range(ranks)]
         return self._part_of_dp(inside), self._part_of_dp(across)
 
+    def within_edp(self, sharded: bool) -> tuple[Group, Group]:
+        """Return the ranks that shard the state of this rank's experts, and those that hold copies of its shard."""
+        return (self.edp, SingleRankGroup()) if sharded else (SingleRankGroup(), self.edp)
+
     def _part_of_dp(self, parts: list[list[int]]) -> Group:
         """Create all groups of a partition of the data axis; return this rank's."""
         mine: Group = SingleRankGroup()
@@ -146,6 +153,7 @@ def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Commu
     rank = backend.rank
     groups = {name: backend.axis(mesh, name) for name in AXES}
     groups["data"] = groups["dp"] if mesh.cp == 1 else _one_of(backend, mesh.groups("data"))
+    experts = {name: _one_of(backend, mesh.groups(name)) for name in (("ep", "edp") if mesh.ep > 1 else ())}
     world = backend.group(tuple(range(mesh.world)))
     assert world is not None
     edges: dict[tuple[int, str], Channel] = {}
@@ -165,6 +173,8 @@ def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Commu
         cp=groups["cp"],
         data=groups["data"],
         pp=groups["pp"],
+        ep=experts.get("ep", SingleRankGroup()),
+        edp=experts.get("edp", groups["data"]),
         edges=edges,
         make_group=backend.group,
         watch=watch or Unwatched(),
@@ -183,7 +193,8 @@ def _one_of(backend: Backend, groups: Sequence[tuple[int, ...]]) -> Group:
 def _warm_up(c: Communicators) -> None:
     """Send a small message through each communicator, so that all ranks build lazy connections in the same order."""
     one = torch.ones(1, device=c.device)
-    for group in (c.tp, c.dp, c.cp, c.data, c.pp, c.world):
+    experts = (c.ep, c.edp) if c.mesh.ep > 1 else ()
+    for group in (c.tp, c.dp, c.cp, c.data, c.pp, *experts, c.world):
         group.all_reduce(one.clone())
     for edge, (below, above) in c.mesh.route.edges().items():
         for direction, source in (("forward", below), ("backward", above)):

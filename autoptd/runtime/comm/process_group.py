@@ -104,6 +104,19 @@ class ProcessGroup:
             dist.all_to_all_single(as_bytes(out), as_bytes(x), group=self.group)
         return out
 
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        width = 1 if as_bytes(x) is x else x[0:1].numel() * x.itemsize
+        with self.pending("exchange of rows with"):
+            dist.all_to_all_single(
+                as_bytes(out),
+                as_bytes(x),
+                [n * width for n in receive],
+                [n * width for n in send],
+                group=self.group,
+            )
+        return out
+
     def shift_later(self, out: Tensor, x: Tensor) -> Handle:
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         both = [

@@ -201,6 +201,12 @@ def _all_to_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             out[j].copy_(x[i])
 
 
+def _exchange(members: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
+    parts = [x.split(list(send)) for _, x, send in members]
+    for i, (out, _, _) in enumerate(members):
+        torch.cat([part[i] for part in parts], out=out)
+
+
 def _shift(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for (out, _), (_, x) in zip(pairs, (pairs[-1], *pairs[:-1]), strict=True):
         out.copy_(x)
@@ -262,6 +268,12 @@ class LockstepGroup:
     def all_to_all(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         self._start("all_to_all", x, (out, x), _all_to_all).wait()
+        return out
+
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        assert x.is_contiguous() and x.shape[0] == sum(send)
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        self._start("exchange", x[:0], (out, x, send), _exchange).wait()
         return out
 
     def shift_later(self, out: Tensor, x: Tensor) -> Handle:

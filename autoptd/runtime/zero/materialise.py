@@ -63,7 +63,8 @@ def materialise(
     holders = [{name for name, _ in stage.named_parameters()} for stage in stages]
     with torch.enable_grad():
         sharing = Sharing(*communicators.within_dp(layout.sharing))
-        buffers = Buffers(old, layout, device, communicators.tp, sharing, tied, holders)
+        experts = Sharing(*communicators.within_edp(layout.zero > 0))
+        buffers = Buffers(old, layout, device, communicators.tp, sharing, tied, holders, experts)
     new: dict[str, nn.Parameter] = dict(buffers.parameters)
     for name, parameter in old.items():
         if name not in new:

@@ -1,7 +1,8 @@
 """Parameters and gradients in contiguous buffers, sharded over the data-parallel ranks (ZeRO 0 to 3).
 
 A buffer (`flat_buffer.py`) holds the trainable parameters, or with ZeRO 3 the frozen ones, of one (dtype, gradient
-class over tp, pipeline ranks), in reverse forward order. The model's parameters are views of it. A hook accumulates
+class over tp, pipeline ranks), in reverse forward order; experts on ranks of their own have buffers of their own, over
+edp instead of dp. The model's parameters are views of it. A hook accumulates
 autograd's gradients in float32 or wider (or in the parameters' dtype, if the plan says so) and frees them. Per step and
 bucket of trainable parameters:
 
@@ -51,12 +52,14 @@ class Buffers:
         sharing: Sharing,
         tied: Mapping[tuple[int, ...], Group],
         holders: Sequence[Collection[str]] = (),
+        experts: Sharing | None = None,
     ) -> None:
-        """`holders`: parameter names of each chunk, by default of one chunk. `tied`: groups by pipeline ranks."""
+        """`holders`: parameter names of each chunk, by default of one chunk. `tied`: groups by pipeline ranks.
+        `experts`: the sharing of parameters that are split over ep ranks."""
         self._tp = tp
         self._gather_later = layout.gather_later
         self._gathering: dict[tuple[Slot, ...], Handle] = {}  # by bucket
-        self._buffers = _build(parameters, layout, device, sharing, tied)
+        self._buffers = _build(parameters, layout, device, sharing, tied, experts or sharing)
         self._buffer_of = {name: buffer for buffer in self._buffers for name in buffer.slots}
         order = {name: i for i, name in enumerate(layout.parameters)}
         self._states = [
@@ -245,21 +248,24 @@ def _build(
     device: torch.device,
     sharing: Sharing,
     tied: Mapping[tuple[int, ...], Group],
+    experts: Sharing,
 ) -> list[Buffer]:
-    """Build one buffer per (trainable, dtype, gradient class over tp, pipeline ranks), in the model's order.
+    """Build one buffer per (trainable, dtype, gradient class over tp, pipeline ranks, experts), in the model's order.
 
     The order is the same on all ranks that share a buffer.
     """
-    classes: dict[tuple[bool, torch.dtype, str, tuple[int, ...]], dict[str, TensorSpec]] = {}
+    classes: dict[tuple[bool, torch.dtype, str, tuple[int, ...], bool], dict[str, TensorSpec]] = {}
     for name, spec in layout.parameters.items():
         if name in parameters and (spec.trainable or layout.zero == 3):
             kind = "split" if isinstance(spec.placement, Split) else str(spec.placement)
             ranks = layout.mesh.holders(spec.stages)
-            classes.setdefault((spec.trainable, parameters[name].dtype, kind, ranks), {})[name] = spec
+            key = spec.trainable, parameters[name].dtype, kind, ranks, spec.ep > 1
+            classes.setdefault(key, {})[name] = spec
     buffers = []
-    for (_, dtype, _, ranks), specs in classes.items():
+    for (_, dtype, _, ranks, of_experts), specs in classes.items():
         shapes = {name: parameters[name].shape for name in specs}
-        buffer = Buffer(specs, shapes, layout, sharing, tied[ranks] if len(ranks) > 1 else SingleRankGroup())
+        shared = experts if of_experts else sharing
+        buffer = Buffer(specs, shapes, layout, shared, tied[ranks] if len(ranks) > 1 else SingleRankGroup())
         buffer.allocate(dtype, device)
         buffers.append(buffer)
     return buffers

@@ -1,0 +1,329 @@
+"""The graph of one ep rank: its own experts, and rows sent to the ranks of their experts and back.
+
+    rows sorted by expert ─► dispatch ─┐                              ┌─ combine ─► rows in their first order
+    ends of each expert's rows ─► route, own_ends ─► grouped products ┘
+
+An expert region is the grouped products that share their ends, and every op between them and after them that works row
+by row on their results: whatever the model calls it, it gives the same rows wherever they are computed. What a region
+reads of other rows (its input, the weights of the router) is dispatched, what others read of it is combined. The
+experts' parameters are split over ep along their first dim, and so is what is computed from them alone.
+
+Only this graph contains ep. The placements on tp stay those of the plan; no dim of rows may be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autoptd.errors import PlanError
+from autoptd.layout.placements import B, Placement, Split
+from autoptd.ops import library as ops
+from autoptd.passes.analysis.saved_tensors import DROPOUT
+from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.graph import info, infos, is_getitem, op_name, operands, source_line
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.rules.lookup import op_of
+from autoptd.passes.sharding.context_parallel_graph import BEFORE, Before, before_cut, rebuilt
+from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of
+
+
+def route(ends: Tensor) -> Tensor:
+    """Methods of `ops.expert_axis.Experts`, written into graphs and never run."""
+    raise AssertionError
+
+
+def own_ends(ends: Tensor, route: Tensor) -> Tensor:
+    """`Experts.own_ends`."""
+    raise AssertionError
+
+
+def dispatch(x: Tensor, route: Tensor) -> Tensor:
+    """`Experts.dispatch`."""
+    raise AssertionError
+
+
+def combine(y: Tensor, route: Tensor) -> Tensor:
+    """`Experts.combine`."""
+    raise AssertionError
+
+
+EXPERT_OPS = frozenset({route, own_ends, dispatch, combine})
+
+
+@dataclass(frozen=True)
+class ExpertRegion:
+    """Ops on the rows of experts. `rows`: its row tensors; `reads`: those that it takes from outside; `weights`: the
+    experts' parameters and what is computed from them alone, to their first dims' size."""
+
+    ends: fx.Node
+    ops: frozenset[fx.Node]
+    rows: frozenset[fx.Node]
+    reads: frozenset[fx.Node]
+    weights: frozenset[fx.Node]
+
+
+def expert_regions(segment: Segment) -> tuple[ExpertRegion, ...]:
+    """Return the expert regions of a segment, in program order. Raises PlanError for weights that cannot be split."""
+    products: dict[fx.Node, list[fx.Node]] = {}
+    for node in segment.nodes:
+        if node.target is ops.grouped_mm:
+            products.setdefault(operands(node)[2], []).append(node)
+    return tuple(_region(segment, ends, found) for ends, found in products.items())
+
+
+def expert_parameters(folded: Folded) -> dict[str, int]:
+    """Return the names of the experts' parameters and their numbers of experts."""
+    names = folded.traced.parameters
+    found = (p for s in folded.segments for r in expert_regions(s) for p in s.parameters if p in r.weights)
+    return {names[p.name]: int(info(p).shape[0]) for p in found}
+
+
+def _region(segment: Segment, ends: fx.Node, products: Sequence[fx.Node]) -> ExpertRegion:
+    rows, inside, reads = set[fx.Node](products), set[fx.Node](products), set[fx.Node]()
+    for node in segment.nodes[segment.nodes.index(products[0]) :]:
+        if is_getitem(node):
+            if node.all_input_nodes[0] in inside:
+                rows.add(node)
+                inside.add(node)
+        elif node not in inside and not rows.isdisjoint(operands(node)) and (taken := _by_rows(node, rows)) is not None:
+            inside.add(node)
+            rows.add(node)
+            reads |= taken
+    reads |= {operands(node)[0] for node in products} - rows
+    weights = set[fx.Node]()
+    for node in products:
+        weights |= _weights(segment, operands(node)[1], inside)
+    return ExpertRegion(ends, frozenset(inside), frozenset(rows), frozenset(reads - rows), frozenset(weights))
+
+
+def _by_rows(node: fx.Node, rows: set[fx.Node]) -> set[fx.Node] | None:
+    """Return the operands that an op reads row by row along with `rows`; None if it does not work row by row.
+
+    Dropout does not: its mask is keyed by the positions of rows.
+    """
+    op = op_of(node)
+    if node.target in DROPOUT or op.loops is None or any(_counts_rows(a) for a in (*node.args, *node.kwargs.values())):
+        return None
+    given = operands(node)
+    for places in op.loops.places.values():
+        along = [place is not None and place.dim == 0 and place.outer == 1 for place in places]
+        if not all(along[len(given) :]) or not all(along[i] for i, o in enumerate(given) if o in rows):
+            continue
+        taken = {o for i, o in enumerate(given) if along[i]}
+        length = info(next(o for o in given if o in rows)).shape[0]
+        if all(t.shape[0] == length for o in taken for t in infos(o)) and all(
+            t.shape[0] == length for t in infos(node)
+        ):
+            return taken - rows
+    return None
+
+
+def _counts_rows(value: Any) -> bool:
+    """Return whether an argument is a size that depends on the batch, which would be another for dispatched rows."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_counts_rows, value))
+    return isinstance(value, sympy.Basic) and bool(value.free_symbols)
+
+
+def _weights(segment: Segment, weight: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes from a parameter to the weight of a product, each with the experts in its first dim."""
+    found, node = {weight}, weight
+    while node not in segment.parameters:
+        places = (
+            ()
+            if node.op != "call_function" or is_getitem(node) or op_of(node).loops is None
+            else op_of(node).loops.places.values()
+        )  # type: ignore[union-attr]
+        first = any(all(p is not None and p.dim == 0 and p.outer == 1 for p in place) for place in places)
+        if len(operands(node)) != 1 or not first:
+            _refuse(node, f"{op_name(node) if node.op == 'call_function' else node.name} mixes them")
+        (node,) = operands(node)
+        found.add(node)
+    others = {user for n in found for user in n.users} - found - inside
+    if others:
+        _refuse(node, f"{op_name(min(others, key=str))} reads them too")
+    return found
+
+
+def _refuse(node: fx.Node, why: str) -> None:
+    raise PlanError(
+        f"the weights of the experts cannot be split over ep ranks: {why}",
+        where=source_line(node),
+        fix="leave ep out, or keep a parameter [experts, …] for the weights of all experts",
+    )
+
+
+def split_experts(folded: Folded, ep: int, sharding: Sharding) -> tuple[Folded, Sharding]:
+    """Return the graph of one of `ep` ranks, and the tp sharding carried over to it. Raises PlanError."""
+    return _Splitter(folded, ep, sharding).run()
+
+
+@dataclass
+class _Splitter:
+    folded: Folded
+    ep: int
+    sharding: Sharding
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    strategies: dict[str, dict[int, Strategy]] = field(default_factory=dict)  # by kind
+
+    def run(self) -> tuple[Folded, Sharding]:
+        inside = {n for s in self.folded.segments for n in s.nodes}
+        regions = [expert_regions(segment) for segment in self.folded.segments]
+        if not any(regions):
+            raise PlanError(
+                f"ep {self.ep}: the model has no grouped products of experts",
+                where="fix['ep']",
+                fix="leave ep out; experts are found where rows sorted by expert meet torch's grouped matrix product",
+            )
+        split = {n for found in regions for region in found for n in region.weights}
+        for node in self.folded.traced.graph.graph.nodes:
+            if node not in inside and node.op != "output":
+                self.copy(node, self.new, local=node in split)
+        segments = tuple(
+            self._segment(segment, found) for segment, found in zip(self.folded.segments, regions, strict=True)
+        )
+        found = rebuilt(self.folded, self.graph, self.new, segments)
+        found.ep = self.ep
+        kinds = {k: replace(d, strategies=self.strategies[k]) for k, d in self.sharding.kinds.items()}
+        whole = self.sharding.whole or Whole(self.folded.segments, self.sharding.kinds)
+        return found, replace(self.sharding, kinds=kinds, whole=whole)
+
+    def copy(self, node: fx.Node, known: dict[fx.Node, fx.Node], *, local: bool = False) -> fx.Node:
+        """Copy a node; `local`: its first dim, the experts, has this rank's part."""
+        made = self.graph.node_copy(node, lambda n: known.get(n) or self.new[n])
+        assert made.name == node.name, (made.name, node.name)
+        made.meta.pop("op", None)  # of the op before
+        if local:
+            made.meta["info"] = self.own(node)
+            if node.op == "call_function" and (rule := op_of(node).rule) is not None:
+                strategy = Strategy((Split(0),), (Split(0),), self.ep)
+                for at, value in rule.local(op_of(node).call, strategy, self.ep).items():
+                    made.update_kwarg(at, value) if isinstance(at, str) else made.update_arg(at, value)
+        self.new[node] = made
+        return made
+
+    def own(self, node: fx.Node) -> TensorInfo:
+        """Return the shape of a rank's experts. Raises PlanError if ep does not divide them."""
+        whole = info(node)
+        if whole.shape[0] % self.ep:
+            raise PlanError(
+                f"{whole.shape[0]} experts are not divisible by ep {self.ep}",
+                where=source_line(node) if node.op == "call_function" else self.folded.traced.parameters[node.name],
+                fix="use a divisor",
+            )
+        return replace(whole, shape=(whole.shape[0] // self.ep, *whole.shape[1:]))
+
+    def _segment(self, segment: Segment, regions: Sequence[ExpertRegion]) -> Segment:
+        writer = _SegmentWriter(self, self.sharding.kinds[segment.kind], segment, regions)
+        nodes = writer.write()
+        self.strategies.setdefault(segment.kind, writer.strategies)
+        return replace(
+            segment,
+            nodes=tuple(nodes),
+            parameters=tuple(self.new[n] for n in segment.parameters),
+            prelude=tuple(self.new[n] for n in segment.prelude),
+            receives=tuple(self.new[n] for n in segment.receives),
+            sends=tuple(self.new[n] for n in segment.sends),
+        )
+
+
+class _SegmentWriter:
+    """The nodes of one segment, with rows dispatched to and combined from its expert regions."""
+
+    def __init__(
+        self, splitter: _Splitter, decided: KindSharding, segment: Segment, regions: Sequence[ExpertRegion]
+    ) -> None:
+        self.splitter, self.decided, self.segment, self.regions = splitter, decided, segment, regions
+        self.nodes: list[fx.Node] = []
+        self.strategies: dict[int, Strategy] = {}
+        self.tp: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
+        self.tp |= dict(zip(segment.receives, decided.receives, strict=True))
+        self.tp |= dict(zip(segment.parameters, decided.parameters, strict=True))
+        self.split = {n for region in regions for n in region.weights}
+        self.routes: dict[ExpertRegion, tuple[fx.Node, fx.Node]] = {}  # its route and its own ends
+        self.there: dict[ExpertRegion, dict[fx.Node, fx.Node]] = {region: {} for region in regions}  # dispatched
+
+    def write(self) -> list[fx.Node]:
+        positions = {n: i for i, n in ops_of(self.segment)}
+        for node in self.segment.nodes:
+            region = next((r for r in self.regions if node in r.ops), None)
+            known: dict[fx.Node, fx.Node] = {}
+            if region is not None:
+                self._enter(region, node)
+                known = self.there[region]
+            made = self.splitter.copy(node, known, local=node in self.split)
+            self._add(made, None if is_getitem(node) else self.decided.strategies[positions[node]])
+            if not is_getitem(node):
+                self._give(node, positions[node], made)
+            if region is not None:
+                self._leave(region, node, made)
+        return self.nodes
+
+    def _add(self, made: fx.Node, strategy: Strategy | None) -> None:
+        if strategy is not None:
+            self.strategies[len(self.nodes)] = strategy
+        self.nodes.append(made)
+
+    def _give(self, node: fx.Node, position: int, made: fx.Node) -> None:
+        """Record an op's placements on tp, and its position, which keys its random numbers."""
+        strategy = self.decided.strategies[position]
+        if not isinstance(node.meta["info"], tuple):
+            self.tp[node] = strategy.gives[0]
+        for user in node.users:
+            if is_getitem(user):
+                self.tp[user] = strategy.gives[user.args[1]]  # type: ignore[index]
+        if before_cut(node) is None:
+            made.meta[BEFORE] = Before(position, B)
+
+    def _enter(self, region: ExpertRegion, node: fx.Node) -> None:
+        """Dispatch the rows that an op of a region is the first to read."""
+        if region not in self.routes:
+            self.routes[region] = self._route(region)
+        sent, ends = self.routes[region]
+        there = self.there[region]
+        there[region.ends] = ends
+        for operand in operands(node):
+            if operand in region.reads and operand not in there:
+                there[operand] = self._move(dispatch, operand, self.splitter.new[operand], sent)
+
+    def _leave(self, region: ExpertRegion, node: fx.Node, made: fx.Node) -> None:
+        """Combine the rows of a region's tensor that others read."""
+        if node not in region.rows or isinstance(node.meta["info"], tuple):
+            return
+        self.there[region][node] = made
+        if isinstance(self.tp[node], Split) and self.tp[node].dim == 0:  # type: ignore[union-attr]
+            raise PlanError(
+                f"tp splits the rows of experts in {op_name(node)}, and ep sends rows as a whole",
+                where=source_line(node),
+                fix="leave ep or tp out",
+            )
+        if node in self.segment.sends or any(user not in region.ops for user in node.users):
+            self.splitter.new[node] = self._move(combine, node, made, self.routes[region][0])
+
+    def _route(self, region: ExpertRegion) -> tuple[fx.Node, fx.Node]:
+        experts = int(info(region.ends).shape[0])
+        of_all, ep = self.splitter.new[region.ends], self.splitter.ep
+        sent = self._made(route, region.ends, TensorInfo((2, ep, experts // ep), torch.int64, False), of_all)
+        self._add(sent, Strategy((B,), (B,)))
+        ends = self._made(own_ends, region.ends, self.splitter.own(region.ends), of_all, sent)
+        self._add(ends, Strategy((B, B), (B,)))
+        return sent, ends
+
+    def _move(self, method: Any, node: fx.Node, x: fx.Node, sent: fx.Node) -> fx.Node:
+        moved = self._made(method, node, info(node), x, sent)
+        self._add(moved, Strategy((self.tp[node], B), (self.tp[node],)))
+        return moved
+
+    def _made(self, method: Any, node: fx.Node, found: TensorInfo, *args: fx.Node) -> fx.Node:
+        made = self.splitter.graph.create_node("call_function", method, args, name=f"{method.__name__}_{node.name}")
+        made.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        made.meta["info"] = found
+        return made
