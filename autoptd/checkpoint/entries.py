@@ -11,7 +11,7 @@ one owner, the rank that counts it towards the gradient norm; owners write, all 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ def model_entries(trainer: Trainer, untrained: Collection[str]) -> Iterator[Entr
     for name, local in trainer.tensors.items():
         if name in untrained and name not in shared:
             spec = trainer.layout.parameters.get(name) or trainer.layout.buffers[name]
-            split = isinstance(spec.placement, Split)
-            first = c.stage == c.mesh.holder(spec.stages[0]) and c.data.rank == 0
-            owned = first and (split or c.tp.rank == 0)
+            copies = c.edp if spec.ep > 1 else c.data
+            first = c.stage == c.mesh.holder(spec.stages[0]) and copies.rank == 0
+            owned = first and (isinstance(spec.placement, Split) or c.tp.rank == 0)
             flat = local.detach().view(-1)
             yield Entry(f"model.{name}", spec.shape, flat, _regions(trainer, spec, 0, flat.numel()), owned)
 
@@ -64,14 +64,14 @@ def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
 def optimizer_entry(trainer: Trainer, piece: ParameterShard, key: str, value: Tensor) -> Entry:
     """Return the entry of an optimizer's tensor. The owner of a parameter's first element writes its 0-dim ones."""
     if value.dim() == 0:
-        owned = piece.counts and piece.start == 0 and _first_of_tp(trainer, piece)
+        owned = piece.counts and piece.start == 0 and _has_first_part(trainer, piece)
         return Entry(f"{COUNTS}.{piece.name}.{key}", (), value.view(1), (Region((), (), 0, ()),), owned)
     return _of_piece(trainer, piece, f"{MOMENTS}.{piece.name}.{key}", value)
 
 
-def _first_of_tp(trainer: Trainer, piece: ParameterShard) -> bool:
-    split = isinstance(trainer.layout.parameters[piece.name].placement, Split)
-    return trainer.communicators.tp.rank == 0 or not split
+def _has_first_part(trainer: Trainer, piece: ParameterShard) -> bool:
+    c = trainer.communicators
+    return trainer.layout.parameters[piece.name].part(c.mesh, c.rank) == (0, 0)
 
 
 def _of_piece(trainer: Trainer, piece: ParameterShard, key: str, flat: Tensor) -> Entry:
@@ -81,8 +81,13 @@ def _of_piece(trainer: Trainer, piece: ParameterShard, key: str, flat: Tensor) -
 
 
 def _regions(trainer: Trainer, spec: TensorSpec, start: int, stop: int) -> tuple[Region, ...]:
-    tp = trainer.communicators.tp
-    return tuple(regions(tuple(spec.shape), spec.placement, tp.size, tp.rank, start, stop))
+    c, shape = trainer.communicators, tuple(spec.shape)
+    expert, own = spec.part(c.mesh, c.rank)
+    if spec.ep > 1:
+        shape = (shape[0] // spec.ep, *shape[1:])
+    found = regions(shape, spec.placement, c.tp.size, own, start, stop)
+    first = expert * shape[0] if spec.ep > 1 else 0
+    return tuple(replace(r, offsets=(r.offsets[0] + first, *r.offsets[1:])) if first else r for r in found)
 
 
 def copied(entries: Sequence[Entry]) -> list[Entry]:

@@ -34,8 +34,17 @@ class TensorSpec:
         """Block and stages that parameters must share to be gathered together under ZeRO 3."""
         return self.block, self.stages
 
+    def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
+        """Return which part of the tensor a rank holds: its position on ep and that on tp, 0 where it is not split."""
+        expert = mesh.group_of(rank, "ep").index(rank) if self.ep > 1 else 0
+        return expert, rank % mesh.tp if isinstance(self.placement, Split) else 0
+
+    def parts(self, tp: int) -> int:
+        """Return the number of different parts of the tensor."""
+        return self.ep * (tp if isinstance(self.placement, Split) else 1)
+
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Return the shape on each of `tp` ranks."""
+        """Return the shape on each of `tp` ranks (of each of `ep`)."""
         shape = (self.shape[0] // self.ep, *self.shape[1:]) if self.ep > 1 else self.shape
         if not isinstance(self.placement, Split):
             return shape
@@ -111,6 +120,14 @@ class Layout:
     def sharing(self) -> int:
         """Number of dp ranks that share one copy of sharded state; 1 without ZeRO."""
         return (self.shards or self.mesh.copies) if self.zero else 1
+
+    def copies(self, spec: TensorSpec) -> int:
+        """Return the number of data-parallel ranks that hold the same part of a tensor."""
+        return self.mesh.copies // spec.ep
+
+    def sharing_of(self, spec: TensorSpec) -> int:
+        """Return the number of these ranks that share one copy of its sharded state."""
+        return self.sharing if spec.ep == 1 else self.copies(spec) if self.zero else 1
 
     @property
     def dtype(self) -> torch.dtype:

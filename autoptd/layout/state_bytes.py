@@ -150,10 +150,18 @@ def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int
 
     `dp_rank` counts dp and cp together. `fullest`: add what ZeRO 2 and 3 hold unsharded at their peak.
     """
-    tp, dp = layout.mesh.tp, layout.mesh.copies
+    parts = [_state_of(layout, pipeline_rank, optimizer, dp_rank, fullest, ep) for ep in sorted({1, layout.mesh.ep})]
+    return sum(parts[1:], parts[0])
+
+
+def _state_of(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int, fullest: bool, ep: int) -> Memory:
+    """Return the state of the parameters that are split over `ep` ranks."""
+    tp, dp = layout.mesh.tp, layout.mesh.copies // ep
+    sharing = 1
     alone, held, units, idle, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), set[int](), dict[int, int]()
     for spec in layout.parameters.values():
-        if pipeline_rank in (holders := layout.mesh.holders(spec.stages)):
+        if spec.ep == ep and pipeline_rank in (holders := layout.mesh.holders(spec.stages)):
+            sharing = layout.sharing_of(spec)
             elements, itemsize = math.prod(spec.local_shape(tp)), (spec.dtype or layout.dtype).itemsize
             if not spec.trainable and layout.zero < 3:
                 alone += elements * itemsize
@@ -165,7 +173,7 @@ def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int
             held.append(((spec.dtype, buffer_class(spec.placement), holders), elements))
             units.append(spec.unit)
     given = units if layout.zero >= 2 else ()
-    found = packed(held, dp, layout.sharing, layout.bucket_elements, idle, given, frozen)
+    found = packed(held, dp, sharing, layout.bucket_elements, idle, given, frozen)
     state = model_state(
         found.buckets,
         precision=layout.precision,
@@ -173,9 +181,9 @@ def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int
         zero=layout.zero,
         gradients=layout.gradients,
         dp=dp,
-        shards=layout.sharing,
+        shards=sharing,
         whole_numel=found.whole if fullest else 0,
-        stepped=found.stepped_by(dp_rank),
+        stepped=found.stepped_by(dp_rank // ep),
     )
     gathered = found.gathered_bytes(layout.dtype.itemsize) if fullest and layout.zero == 3 else 0
     return state + Memory(parameters=alone + found.frozen_bytes + gathered)

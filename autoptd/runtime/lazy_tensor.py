@@ -1,4 +1,4 @@
-"""A tensor in a file, of which a rank reads its own slice without loading the whole."""
+"""A rank's part of a tensor, which may be in a file: only the part is read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from autoptd.layout.layout import TensorSpec
+from autoptd.layout.mesh import Mesh
+from autoptd.layout.placements import Split
+from autoptd.ops.tp_axis import own_slice
 
 
 @dataclass(frozen=True)
@@ -28,3 +33,19 @@ class Stored:
         ]
         parts = [self.read(place) for place in places]
         return parts[0] if groups == 1 else torch.cat(parts, dim)
+
+
+def own_part(full: Tensor | Stored, spec: TensorSpec, mesh: Mesh, rank: int) -> Tensor:
+    """Return the part of a tensor that a rank holds."""
+    expert, own = spec.part(mesh, rank)
+    if spec.ep > 1:
+        full = _slice(full, 0, 1, spec.ep, expert)
+    if isinstance(spec.placement, Split) and mesh.tp > 1:
+        full = _slice(full, spec.placement.dim, spec.placement.groups, mesh.tp, own)
+    return full.whole() if isinstance(full, Stored) else full
+
+
+def _slice(full: Tensor | Stored, dim: int, groups: int, size: int, rank: int) -> Tensor:
+    if isinstance(full, Stored):
+        return full.own_slice(dim, groups, size, rank)
+    return own_slice(full, dim, groups, size, rank)

@@ -22,14 +22,14 @@ from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.placements import Split
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.stage import Stage
-from autoptd.ops.tp_axis import from_slices, own_slice
+from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement
 from autoptd.runtime.batch_counts import LossOfSums, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
-from autoptd.runtime.lazy_tensor import Stored
+from autoptd.runtime.lazy_tensor import Stored, own_part
 from autoptd.runtime.loss_scaling import Finite, LossScale
 from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
 from autoptd.runtime.zero.materialise import check_names, materialise, tied_groups
@@ -274,25 +274,12 @@ class Trainer:
             )
         self.settle()
         for name, local in self._tensors.items():
-            part = self._part(full[name], specs[name])
+            part = own_part(full[name], specs[name], self.layout.mesh, self.communicators.rank)
             if name in self._buffers.parameters:
                 self._buffers.write(name, part)
             else:
                 local.copy_(part)
         self._loaded = True
-
-    def _part(self, full: Tensor | Stored, spec: TensorSpec) -> Tensor:
-        tp, ep = self.communicators.tp, self.communicators.ep
-        if spec.ep > 1:
-            mine = 0, 1, ep.size, ep.rank
-            full = full.own_slice(*mine) if isinstance(full, Stored) else own_slice(full, *mine)
-        match spec.placement, full:
-            case Split(dim, groups), Stored() if tp.size > 1:
-                return full.own_slice(dim, groups, tp.size, tp.rank)
-            case Split(dim, groups), Tensor() if tp.size > 1:
-                return own_slice(full, dim, groups, tp.size, tp.rank)
-            case _:
-                return full.whole() if isinstance(full, Stored) else full
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all parameters of the model, full, under their original names, on every rank. A collective."""

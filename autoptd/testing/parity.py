@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout
-from autoptd.layout.placements import Split
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
 from autoptd.runtime.comm.interfaces import Communicators
@@ -136,9 +135,7 @@ def diverged_copies(layout: Layout, digests: Sequence[Mapping[str, str]]) -> tup
         held: dict[tuple[int, int], set[str]] = {}
         for rank, found in enumerate(digests):
             if name in found:
-                part = rank % mesh.tp if isinstance(spec.placement, Split) else 0
-                expert = mesh.group_of(rank, "ep").index(rank) if spec.ep > 1 else 0
-                held.setdefault((part, expert), set()).add(found[name])
+                held.setdefault(spec.part(mesh, rank), set()).add(found[name])
         if any(len(copies) > 1 for copies in held.values()):
             wrong.append(name)
     return tuple(wrong)

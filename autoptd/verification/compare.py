@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from autoptd.layout.layout import Layout, TensorSpec
-from autoptd.layout.placements import Split
-from autoptd.ops.tp_axis import own_slice
+from autoptd.layout.layout import Layout
+from autoptd.runtime.lazy_tensor import own_part
 from autoptd.testing.parity import difference
 from autoptd.verification.plain import PlainStep
 from autoptd.verification.ranks import RankRun, RankStep
@@ -81,14 +80,13 @@ def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: 
     whole = _norm(step.gradients)
     for rank, one in enumerate(mine):
         undo = 1 / min(1.0, clip / (one.norm + 1e-6)) if one.norm == one.norm else 1.0
-        tp = rank % layout.mesh.tp
         for part in one.parts:
             off = found.gradients.setdefault(part.name, Deviation())
             full = step.gradients.get(part.name)
             if full is None:  # the plain model has no gradient for it
                 off.add(part.gradient.norm().item() / (whole or 1.0), rank)
                 continue
-            wanted = _local(full, layout.parameters[part.name], layout.mesh.tp, tp).reshape(-1)
+            wanted = own_part(full, layout.parameters[part.name], layout.mesh, rank).reshape(-1)
             wanted = wanted[part.start : part.start + part.gradient.numel()]
             off.add(difference(part.gradient * undo, wanted, full.norm().item(), whole), rank)
 
@@ -96,37 +94,26 @@ def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: 
 def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep) -> None:
     whole = _norm(step.state)
     for rank, one in enumerate(mine):
-        tp = rank % layout.mesh.tp
         for name, x in one.state.items():
             if name in step.state:
                 full = step.state[name]
-                wanted = _local(full, layout.parameters[name], layout.mesh.tp, tp)
+                wanted = own_part(full, layout.parameters[name], layout.mesh, rank)
                 found.state.setdefault(name, Deviation()).add(difference(x, wanted, full.norm().item(), whole), rank)
 
 
 def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:
     """Record tensors whose copies are not bit-identical on all ranks that hold one."""
-    tp = layout.mesh.tp
-    first: dict[tuple[str, int | None], int] = {}
+    first: dict[tuple[str, tuple[int, int]], int] = {}
     for rank, run in enumerate(runs):
         for name, x in run.steps[step].state.items():
             spec = layout.parameters.get(name) or layout.buffers[name]
-            part = rank % tp if isinstance(spec.placement, Split) else None
-            other = first.setdefault((name, part), rank)
+            other = first.setdefault((name, spec.part(layout.mesh, rank)), rank)
             if name not in found.diverged and not _same(runs[other].steps[step].state[name], x):
                 found.diverged[name] = (other, rank)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return bool((a == b).all())
-
-
-def _local(full: Tensor, spec: TensorSpec, tp: int, rank: int) -> Tensor:
-    match spec.placement:
-        case Split(dim, groups) if tp > 1:
-            return own_slice(full, dim, groups, tp, rank)
-        case _:
-            return full
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from autoptd.layout.layout import Layout, TensorSpec
-from autoptd.layout.placements import Split
 from autoptd.verification.ranks import RankRun
 
 
@@ -27,28 +26,41 @@ def wrong_owners(layout: Layout, runs: Sequence[RankRun]) -> Iterator[tuple[str,
 
 
 def _wrong_owners_of(layout: Layout, runs: Sequence[RankRun], name: str, spec: TensorSpec) -> Iterator[tuple[str, str]]:
+    mesh, tp = layout.mesh, layout.mesh.tp
+    length = int(torch.Size(spec.local_shape(tp)).numel())
+    counted: dict[tuple[int, int], Tensor] = {}
+    wanted = layout.copies(spec) // layout.sharing_of(spec)
+    for holders in _holders(layout, spec):
+        updated = torch.zeros(length, dtype=torch.int32)
+        part = spec.part(mesh, holders[0])
+        counts = counted.setdefault(part, torch.zeros(length, dtype=torch.int32))
+        for rank in holders:
+            for piece in runs[rank].owned:
+                if piece.name == name:
+                    at = slice(piece.start, piece.start + piece.size)
+                    updated[at] += 1
+                    counts[at] += int(piece.counts)
+        if wrong := _first_range(updated, wanted):
+            pp, _, index = mesh.coordinates(holders[0])
+            where = f"on pipeline rank {pp}, tensor-parallel rank {index} (ranks {_short(holders)})"
+            yield name, f"{wrong} updated {_times(updated, wanted)} {where}, not {wanted}"
+    for (expert, index), row in sorted(counted.items()):
+        if wrong := _first_range(row, 1):
+            of = [f"ep rank {expert}"] * (spec.ep > 1) + [f"tensor-parallel rank {index}"] * (spec.parts(tp) > spec.ep)
+            whose = f" of {' and '.join(of)}'s part" if of else ""
+            yield name, f"{wrong}{whose} counted in the norm {_times(row, 1)}, not once"
+
+
+def _holders(layout: Layout, spec: TensorSpec) -> Iterator[list[int]]:
+    """Yield the data-parallel ranks that hold the same part of a parameter, on each pipeline and tp rank."""
     mesh = layout.mesh
-    parts = mesh.tp if isinstance(spec.placement, Split) else 1
-    length = int(torch.Size(spec.local_shape(mesh.tp)).numel())
-    counted = torch.zeros(parts, length, dtype=torch.int32)
     for pp in mesh.holders(spec.stages):
         for tp in range(mesh.tp):
-            updated = torch.zeros(length, dtype=torch.int32)
-            holders = [mesh.rank(pp, dp, tp, cp) for dp in range(mesh.dp) for cp in range(mesh.cp)]
-            for rank in holders:
-                for part in runs[rank].owned:
-                    if part.name == name:
-                        at = slice(part.start, part.start + part.size)
-                        updated[at] += 1
-                        counted[tp if parts > 1 else 0, at] += int(part.counts)
-            wanted = mesh.copies // layout.sharing
-            if wrong := _first_range(updated, wanted):
-                where = f"on pipeline rank {pp}, tensor-parallel rank {tp} (ranks {_short(holders)})"
-                yield name, f"{wrong} updated {_times(updated, wanted)} {where}, not {wanted}"
-    for index, row in enumerate(counted):
-        if wrong := _first_range(row, 1):
-            of = f" of tensor-parallel rank {index}'s part" if parts > 1 else ""
-            yield name, f"{wrong}{of} counted in the norm {_times(row, 1)}, not once"
+            first = mesh.rank(pp, 0, tp)
+            if spec.ep == 1:
+                yield list(mesh.group_of(first, "data"))
+            else:
+                yield from (list(mesh.group_of(rank, "edp")) for rank in mesh.group_of(first, "ep"))
 
 
 def _first_range(found: Tensor, wanted: int) -> str:

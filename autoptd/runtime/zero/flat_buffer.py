@@ -94,7 +94,7 @@ class Buffer:
         self.zero, self._in_compute = layout.zero, layout.gradients == "compute"
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
         blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero >= 2 else None
-        self.buckets = pack(sizes, layout.mesh.copies, layout.bucket_elements, blocks)
+        self.buckets = pack(sizes, layout.copies(first), layout.bucket_elements, blocks)
         self.slots: dict[str, Slot] = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:

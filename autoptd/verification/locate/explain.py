@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from autoptd.layout.layout import Layout
-from autoptd.layout.placements import Split
-from autoptd.ops.tp_axis import own_slice
+from autoptd.runtime.lazy_tensor import own_part
 from autoptd.verification.compare import Compared, Deviation
 from autoptd.verification.plain import PlainStep
 from autoptd.verification.ranks import RankRun, RankStep
@@ -61,13 +60,10 @@ def _on(layout: Layout, off: Deviation) -> str:
 def _ratio(layout: Layout, mine: Sequence[RankStep], right: PlainStep, name: str, off: Deviation, clip: float) -> str:
     """Return `: it is 2 × the right one` if the gradient is a multiple of the right one. `clip`: the clipping norm."""
     assert off.rank is not None
-    spec, tp = layout.parameters[name], layout.mesh.tp
     for part in mine[off.rank].parts:
         if part.name != name or name not in right.gradients:
             continue
-        full = right.gradients[name]
-        if isinstance(spec.placement, Split) and tp > 1:
-            full = own_slice(full, spec.placement.dim, spec.placement.groups, tp, off.rank % tp)
+        full = own_part(right.gradients[name], layout.parameters[name], layout.mesh, off.rank)
         wanted = full.reshape(-1)[part.start : part.start + part.size]
         undone = max(1.0, (mine[off.rank].norm + 1e-6) / clip)
         return _multiple(part.gradient * undone, wanted)

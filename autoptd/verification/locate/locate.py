@@ -112,8 +112,8 @@ def first_wrong_line(
     draws: Sequence[Draw],
     recorded: Sequence[Sequence[Recorded]],
 ) -> Found | None:
-    """Return the first wrong line of one step; None if all are right, or if cp > 1. `recorded`: results by rank."""
-    if layout.mesh.cp > 1:
+    """Return the first wrong line of one step; None if all are right, or with cp or ep. `recorded`: results by rank."""
+    if layout.mesh.cp > 1 or layout.mesh.ep > 1:
         return None
     known = meanings(source, plan)
     drawn = drawn_nodes(source, draws)

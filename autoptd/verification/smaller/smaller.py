@@ -107,7 +107,7 @@ def subject_of(
 def _attempts(plan: Plan, kept: KeptSegments, every: KeptSegments) -> Iterator[tuple[KeptSegments, Ranks | None]]:
     """Yield the attempts, smallest first: the kept segments, and the ranks that scale the sizes (None: full sizes)."""
     for which in dict.fromkeys((kept.segments, every.segments)):
-        ranks = Ranks(plan.mesh.tp, plan.mesh.cp)
+        ranks = Ranks(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep)
         for _ in range(_TRIES):
             yield (kept if which == kept.segments else every), ranks
             ranks = wider(ranks)

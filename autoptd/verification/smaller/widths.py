@@ -1,6 +1,7 @@
 """A configuration of the same model, as narrow as its plan allows.
 
-With T tp ranks, C cp ranks and M = T·C, a size n becomes the smallest n' ≥ floor that splits as n does:
+With T tp ranks, C cp ranks and M = T·C (of experts T·C·E, with E ep ranks), a size n becomes the smallest n' ≥ floor
+that splits as n does:
 
     n' ≡ n (mod M)                           vocabulary, width of the MLP, positions
     gcd(n', M) = gcd(n, M)                   heads, key-value heads, experts
@@ -37,6 +38,7 @@ class Ranks:
 
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     scale: int = 1
 
     @property
@@ -68,7 +70,9 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
     found |= {n: congruent(x, 2 * width + 4, rest) for n, x in given(_INNER).items()}
     found |= {n: congruent(x, 24 * ranks.scale, ranks.all) for n, x in given(_VOCABULARY).items()}
     chosen = {n: min(x, 2) for n, x in given(_CHOSEN).items()}
-    found |= chosen | {n: same_divisors(x, max(4, *chosen.values(), 0), ranks.all) for n, x in given(_EXPERTS).items()}
+    found |= chosen | {
+        n: same_divisors(x, max(4, *chosen.values(), 0), ranks.all * ranks.ep) for n, x in given(_EXPERTS).items()
+    }
     found |= {n: congruent(x, tokens + 1, ranks.all) for n, x in given(_POSITIONS).items()}
     words = min((found[n] for n in _VOCABULARY if n in found), default=0)
     found |= {n: words - 1 for n, x in given(_TOKENS).items() if x >= words > 0}
