@@ -187,7 +187,7 @@ class Body:
 
     def op_text(self, node: fx.Node, strategy: Strategy, texts: Sequence[SourceText]) -> str:
         """Return the op's expression on local tensors."""
-        op = Op(op_call(node), None) if node.target in TOKEN_OPS | EXPERT_OPS else op_of(node)
+        op = Op(op_call(node), None) if node.target in _COMMUNICATION else op_of(node)
         args, kwargs = local_args(op, strategy, self.ranks)
         source = iter(texts)
         args = _with_texts(args, source)
@@ -272,6 +272,7 @@ class Body:
                 self._note_sizes(item)
 
 
+_COMMUNICATION = TOKEN_OPS | {*EXPERT_OPS.values()}  # ops without a rule
 _ATTENTION = {
     aten.scaled_dot_product_attention.default: "attention",
     ring: "ring_attention",

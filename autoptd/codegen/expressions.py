@@ -271,9 +271,9 @@ def _convert(x: Any, method: str, dim: int | None = None) -> str:
     return f"cp.{method}({x}{'' if dim is None else f', dim={dim}'})"
 
 
-def _of_experts(method: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., str]]:
-    """Return a method of the ep axis and its printer."""
-    return method, lambda *tensors: f"ep.{method.__name__}({', '.join(tensors)})"
+def _of_experts(name: str) -> Callable[..., str]:
+    """Return a printer of a method of the ep axis."""
+    return lambda *tensors: f"ep.{name}({', '.join(tensors)})"
 
 
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:
@@ -383,7 +383,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.to.device: _to_device,
     aten.to.dtype: _to_dtype,
     aten.to.dtype_layout: _to_layout,
-    **dict(map(_of_experts, EXPERT_OPS)),
+    **{method: _of_experts(name) for name, method in EXPERT_OPS.items()},
     convert: _convert,
     ops.cross_entropy: _cross_entropy,
     ops.valid_count: _valid_count,

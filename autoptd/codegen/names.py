@@ -58,7 +58,7 @@ def hint(node: fx.Node) -> str:
         return node.name.removeprefix("inputs_")
     if node.target is convert:
         return f"{hint(node.all_input_nodes[0])}_own"
-    if node.target in EXPERT_OPS:
+    if node.target in EXPERT_OPS.values():
         return hint(node.all_input_nodes[0]) if node.target is not route else "route"
     assigned = assigned_names(node)
     if is_getitem(node):

@@ -13,7 +13,7 @@ Only this graph contains ep. The placements on tp stay those of the plan; no dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,7 +54,12 @@ def combine(y: Tensor, route: Tensor) -> Tensor:
     raise AssertionError
 
 
-EXPERT_OPS = frozenset({route, own_ends, dispatch, combine})
+EXPERT_OPS: Mapping[str, Callable[..., Tensor]] = {
+    "route": route,
+    "own_ends": own_ends,
+    "dispatch": dispatch,
+    "combine": combine,
+}
 
 
 @dataclass(frozen=True)
@@ -136,11 +141,8 @@ def _weights(segment: Segment, weight: fx.Node, inside: set[fx.Node]) -> set[fx.
     """Return the nodes from a parameter to the weight of a product, each with the experts in its first dim."""
     found, node = {weight}, weight
     while node not in segment.parameters:
-        places = (
-            ()
-            if node.op != "call_function" or is_getitem(node) or op_of(node).loops is None
-            else op_of(node).loops.places.values()
-        )  # type: ignore[union-attr]
+        loops = op_of(node).loops if node.op == "call_function" and not is_getitem(node) else None
+        places = () if loops is None else loops.places.values()
         first = any(all(p is not None and p.dim == 0 and p.outer == 1 for p in place) for place in places)
         if len(operands(node)) != 1 or not first:
             _refuse(node, f"{op_name(node) if node.op == 'call_function' else node.name} mixes them")
