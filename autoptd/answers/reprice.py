@@ -53,6 +53,7 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
         zero=plan.zero,
         recompute="auto",
         cp=plan.mesh.cp,
+        ep=plan.mesh.ep,
         schedule=plan.schedule.kind,
         virtual=plan.schedule.virtual,
     )
@@ -66,4 +67,6 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
 
 def _method(plan: Plan) -> SearchOptions:
     schedule = plan.schedule
-    return SearchOptions(**vars(plan.method), cp=plan.mesh.cp, virtual=schedule.virtual, schedule=schedule.kind)
+    return SearchOptions(
+        **vars(plan.method), cp=plan.mesh.cp, ep=plan.mesh.ep, virtual=schedule.virtual, schedule=schedule.kind
+    )

@@ -20,6 +20,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "tp": int,
     "pp": int,
     "cp": int,
+    "ep": int,
     "micro": int,
     "virtual": int,
     "shards": int,

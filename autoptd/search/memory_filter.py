@@ -16,7 +16,8 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory, model_state
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
-from autoptd.search.meshes import Candidate
+from autoptd.passes.sharding.expert_parallel_graph import expert_parameters
+from autoptd.search.meshes import Candidate, Copies
 
 _CLOSEST = 4  # candidates that are tried if none fits, to report how much memory is missing
 
@@ -39,7 +40,10 @@ class MemoryFilter:
 
     def least_bytes(self, c: Candidate) -> float:
         """Return a lower bound on the bytes of the fullest rank."""
-        return self.state(c.shards or c.dp * c.cp, c.zero).total / (c.tp * c.pp)
+        return sum(
+            self._state(numel, copies.shards if c.shards else copies.ranks, c.zero, frozen=not experts).total
+            for experts, (numel, copies) in enumerate(self.parts(c))
+        ) / (c.tp * c.pp)
 
     def least_world(self) -> int:
         """Return the number of devices that one copy of the state takes, rounded up to whole nodes beyond one node."""
@@ -48,10 +52,25 @@ class MemoryFilter:
         return devices if not node or devices <= node else math.ceil(devices / node) * node
 
     def state(self, shards: int, zero: int = 0) -> Memory:
+        return self._state(self.numel[0], shards, zero)
+
+    def _state(self, trained: int, shards: int, zero: int, frozen: bool = True) -> Memory:
         optimizer = self.optimizer if self.optimizer in ("adamw", "sgd") else "adamw"
-        trained, _ = self.numel
         state = model_state([trained], precision=self.precision, optimizer=optimizer, zero=zero, dp=shards)
-        return state + Memory(parameters=self.frozen_bytes // (shards if zero == 3 else 1))
+        return state + Memory(parameters=self.frozen_bytes // (shards if zero == 3 else 1) if frozen else 0)
+
+    def parts(self, c: Candidate) -> list[tuple[int, Copies]]:
+        """Return the trained elements of the model that a data-parallel rank holds, with their copies: all, or the
+        others and then the experts."""
+        numel = [self.numel[0]] if c.ep == 1 else [self.numel[0] - self.expert_numel, self.expert_numel // c.ep]
+        return list(zip(numel, c.copies, strict=True))
+
+    @cached_property
+    def expert_numel(self) -> int:
+        """Trained elements of all experts."""
+        traced, names = self.folded.traced, expert_parameters(self.folded)
+        nodes = {traced.parameters[n.name]: infos(n)[0] for s in self.folded.segments for n in s.parameters}
+        return sum(math.prod(map(int, nodes[name].shape)) for name in names if name not in traced.frozen)
 
     @cached_property
     def frozen_bytes(self) -> int:

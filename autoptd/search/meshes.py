@@ -19,6 +19,15 @@ FIXABLE = ("dp", "micro", "pp", "recompute", "tp", "zero")
 
 
 @dataclass(frozen=True)
+class Copies:
+    """The number of data-parallel ranks that hold the same parameters, and of those that share one copy of their
+    sharded state."""
+
+    ranks: int
+    shards: int
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One mesh with its microbatch size and memory options."""
 
@@ -35,10 +44,19 @@ class Candidate:
     shards: int = 0  # data-parallel ranks that ZeRO shards state over; 0: all of them
     memory_saving: bool = False  # splits weigh each byte saved for backward by the time of recomputing it
     pools: tuple[int, ...] = ()  # device type of each pipeline rank, an index into the cluster's; empty: the first
+    ep: int = 1  # ranks of dp × cp that hold different experts
 
     @property
     def world(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def copies(self) -> tuple[Copies, ...]:
+        """The copies of parameters, then, if experts are on ranks of their own, those of experts."""
+        ranks = self.dp * self.cp
+        experts = ranks // self.ep
+        own = (Copies(experts, experts if self.zero else 1),) if self.ep > 1 else ()
+        return Copies(ranks, self.sharing), *own
 
     @property
     def route(self) -> StageMap:
@@ -53,7 +71,7 @@ class Candidate:
 
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
-        extra = {"cp": (self.cp, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
+        extra = {"cp": (self.cp, 1), "ep": (self.ep, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
         text += "".join(f" {name}{value}" for name, (value, usual) in extra.items() if value != usual)
         text += " memory-saving" if self.memory_saving else ""
         text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
@@ -73,6 +91,7 @@ class MeshLimits:
     recomputes: tuple[str, ...] = ("none", "full", "auto")
     max_micro: int | None = None
     cps: tuple[int, ...] = (1,)
+    eps: tuple[int, ...] = (1,)
     schedules: tuple[str, ...] = ("1f1b",)
     virtuals: tuple[int, ...] = (1,)
     shards: tuple[int, ...] = (0,)
@@ -120,8 +139,9 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
             if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue
             for shards in groups or limits.shards[:1]:
-                for pools in _placed(limits, c):
-                    yield replace(c, schedule=schedule, virtual=virtual, shards=shards, pools=pools)
+                for ep in [n for n in limits.eps if c.dp * c.cp % n == 0]:
+                    for pools in _placed(limits, c):
+                        yield replace(c, schedule=schedule, virtual=virtual, shards=shards, pools=pools, ep=ep)
 
 
 def _placed(limits: MeshLimits, c: Candidate) -> Iterator[tuple[int, ...]]:

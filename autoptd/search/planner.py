@@ -349,7 +349,7 @@ class Planner:
     def _stages(self, c: Candidate) -> Stages:
         task, sharded = self.task, self._splitter.sharded[key_of(c)]
         assert isinstance(sharded, Sharded)
-        method = replace(self._method, cp=c.cp, schedule=c.schedule, virtual=c.virtual, shards=c.shards)
+        method = replace(self._method, cp=c.cp, ep=c.ep, schedule=c.schedule, virtual=c.virtual, shards=c.shards)
         tensors = self._splitter.tensors[key_of(c)]
         return Stages(tensors, sharded, c, method, task.precision, task.optimizer, task.cluster)
 
@@ -365,14 +365,22 @@ class Planner:
 
 def _distance(a: Candidate, b: Candidate) -> int:
     """Return in how many dimensions two candidates differ; dp and the number of microbatches follow from the others."""
-    pairs = [(a.tp, b.tp), (a.pp, b.pp), (a.cp, b.cp), (a.micro, b.micro), (a.zero, b.zero), (a.shards, b.shards)]
+    pairs = [
+        (a.tp, b.tp),
+        (a.pp, b.pp),
+        (a.cp, b.cp),
+        (a.ep, b.ep),
+        (a.micro, b.micro),
+        (a.zero, b.zero),
+        (a.shards, b.shards),
+    ]
     chunks = (a.schedule, a.virtual), (b.schedule, b.virtual)
     return sum(x != y for x, y in (*pairs, chunks, (a.memory_saving, b.memory_saving), (a.pools, b.pools)))
 
 
 def _plain(c: Candidate) -> Candidate:
     """Return the same mesh with every other option at its default."""
-    return Candidate(c.dp, c.tp, c.pp, c.micro, c.microbatches, c.zero and 1, c.recompute, pools=c.pools)
+    return Candidate(c.dp, c.tp, c.pp, c.micro, c.microbatches, c.zero and 1, c.recompute, pools=c.pools, ep=c.ep)
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

@@ -58,6 +58,12 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
             where="fix['cp']",
             fix=f"use cp {around(cps[0], divisors(task.world))}",
         )
+    if task.world % method.ep:
+        raise PlanError(
+            f"world {task.world} is not divisible by ep {method.ep}",
+            where="fix['ep']",
+            fix=f"use ep {around(method.ep, divisors(task.world))}",
+        )
     node = task.cluster.gpus_per_node or task.world
     widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
     tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
@@ -75,6 +81,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in mesh else ("auto",),
         max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
         cps=cps,
+        eps=(method.ep,),
         schedules=tuple(schedules),
         virtuals=tuple(virtuals),
         shards=(method.shards, *groups),

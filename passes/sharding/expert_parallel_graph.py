@@ -90,6 +90,17 @@ def expert_parameters(folded: Folded) -> dict[str, int]:
     return {names[p.name]: int(info(p).shape[0]) for p in found}
 
 
+def leaving(region: ExpertRegion, segment: Segment) -> list[fx.Node]:
+    """Return the tensors of a region that others read, whose rows are combined."""
+    return [
+        node
+        for node in segment.nodes
+        if node in region.rows
+        and not isinstance(node.meta["info"], tuple)
+        and (node in segment.sends or any(user not in region.ops for user in node.users))
+    ]
+
+
 def _region(segment: Segment, ends: fx.Node, products: Sequence[fx.Node]) -> ExpertRegion:
     rows, inside, reads = set[fx.Node](products), set[fx.Node](products), set[fx.Node]()
     for node in segment.nodes[segment.nodes.index(products[0]) :]:
@@ -251,6 +262,7 @@ class _SegmentWriter:
         self.tp |= dict(zip(segment.parameters, decided.parameters, strict=True))
         self.split = {n for region in regions for n in region.weights}
         self.routes: dict[ExpertRegion, tuple[fx.Node, fx.Node]] = {}  # its route and its own ends
+        self.leaving = {n for region in regions for n in leaving(region, segment)}
         self.there: dict[ExpertRegion, dict[fx.Node, fx.Node]] = {region: {} for region in regions}  # dispatched
 
     def write(self) -> list[fx.Node]:
@@ -307,7 +319,7 @@ class _SegmentWriter:
                 where=source_line(node),
                 fix="leave ep or tp out",
             )
-        if node in self.segment.sends or any(user not in region.ops for user in node.users):
+        if node in self.leaving:
             self.splitter.new[node] = self._move(combine, node, made, self.routes[region][0])
 
     def _route(self, region: ExpertRegion) -> tuple[fx.Node, fx.Node]:

@@ -15,15 +15,21 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
+from torch import fx
+
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, Memory, model_state, optimizer_step_bytes
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
-from autoptd.layout.placements import BP
+from autoptd.layout.placements import BP, B, Placement
 from autoptd.layout.state_bytes import buffer_class, elements_of, packed
+from autoptd.passes.fold import Segment
+from autoptd.passes.graph import infos, is_getitem
+from autoptd.passes.sharding.expert_parallel_graph import expert_regions, leaving
+from autoptd.passes.sharding.sharding import ops_of
 from autoptd.search.constraints.options import SearchOptions
-from autoptd.search.meshes import Candidate
+from autoptd.search.meshes import Candidate, Copies
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
@@ -51,8 +57,8 @@ class ChunkCosts(ChunkParameters):
         self.precision = precision
         self.optimizer = optimizer if optimizer in ("adamw", "sgd") else "adamw"
         self.cluster: Cluster = tensors.cluster
-        self.dp = candidate.dp * method.cp  # ranks that hold the same parameters
-        self.shards = replace(candidate, shards=method.shards).sharing
+        self.copies = replace(candidate, shards=method.shards).copies  # of dense parameters, and of experts
+        self.dp, self.shards = self.copies[0].ranks, self.copies[0].shards
         self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
         self.gradient = self.compute if method.gradients == "compute" else self.main
         self.bucket = elements_of(method.bucket_bytes, self.main)
@@ -124,7 +130,7 @@ class ChunkCosts(ChunkParameters):
         if kind not in self._passes:
             cost = self.sharded.costs[kind]
             compute_f, compute_b = cost.forward_s - cost.forward_comm_s, cost.backward_s - cost.backward_comm_s
-            context_f, context_b = self._context_s(cost)
+            context_f, context_b = (each + self._dispatch_s(kind) for each in self._context_s(cost))
             tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
             tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b
             self._passes[kind] = ChunkCost(compute_f + tp_f, compute_b + tp_b, 0.0, tp_f, tp_b, cost.weight_s)
@@ -145,6 +151,34 @@ class ChunkCosts(ChunkParameters):
         ranks, nbytes = self.method.cp, cost.work.exchanged_bytes * self.method.cp
         exchange = self._collective_s("all_to_all", nbytes, ranks) if nbytes else 0.0
         return exchange, exchange
+
+    def _dispatch_s(self, kind: str) -> float:
+        """Return the seconds of sending rows to the ranks of their experts and back, all of it exposed.
+
+        Backward sends the gradients the same ways. Every rank is assumed to get equally many rows.
+        """
+        ranks = self.candidate.ep
+        if ranks == 1:
+            return 0.0
+        moved = self._memoised("dispatched bytes", self._count_dispatched)[kind]
+        return sum(self._collective_s("all_to_all", nbytes * ranks, ranks) for nbytes in moved)
+
+    def _count_dispatched(self) -> dict[str, list[int]]:
+        """Return the local bytes of each tensor that is dispatched or combined, by kind."""
+        found = {}
+        for kind, segment in self.folded.representatives.items():
+            placed, regions = self._placements(segment), expert_regions(segment)
+            moved = [node for region in regions for node in (*sorted(region.reads, key=str), *leaving(region, segment))]
+            found[kind] = [self.tensors.nbytes(infos(node)[0], placed.get(node, B)) for node in moved]
+        return found
+
+    def _placements(self, segment: Segment) -> dict[fx.Node, Placement]:
+        decided, found = self.sharded.sharding.kinds[segment.kind], dict[fx.Node, Placement]()
+        for i, node in ops_of(segment):
+            gives = decided.strategies[i].gives
+            found[node] = gives[0]
+            found |= {user: gives[user.args[1]] for user in node.users if is_getitem(user)}  # type: ignore[index]
+        return found
 
     def _ring_s(self, cost: KindCost) -> float:
         """Return the exposed seconds of passing keys and values around the ring; attention hides the rest."""
@@ -170,13 +204,16 @@ class ChunkCosts(ChunkParameters):
         c = self.candidate
         if c.zero < 2 or self.dp == 1:
             return 0.0, 0.0
-        trained = self.numel(first, last)[1]
         blocks = max(1, last - first)
         still = [self.frozen_bytes(first, last, backward=back) if c.zero == 3 else 0 for back in (False, True)]
-        each = ((trained * self.compute + frozen) / blocks for frozen in still)
-        gather, again = (self._collective_s("all_gather", n, self.shards) * blocks for n in each)
-        back = blocks * self._sum_s(trained * self.gradient / blocks)
-        back += again if c.zero == 3 else 0.0
+        gather = back = 0.0
+        for trained, copies in self._trained([(first, last)]):
+            each = ((trained * self.compute + frozen) / blocks for frozen in still)
+            once, again = (self._collective_s("all_gather", n, copies.shards) * blocks for n in each)
+            gather += once
+            back += blocks * self._sum_s(trained * self.gradient / blocks, copies)
+            back += again if c.zero == 3 else 0.0
+            still = [0, 0]
         if "dp" not in self.method.overlap:
             return gather, back
         slowdown = self.cluster.device.collective_share
@@ -189,10 +226,17 @@ class ChunkCosts(ChunkParameters):
         """Return seconds of a collective over neighbours on the data axis."""
         return collective_s(name, nbytes, self.cluster, ranks, self.candidate.tp, self.candidate.world)
 
-    def _sum_s(self, nbytes: float) -> float:
+    def _sum_s(self, nbytes: float, copies: Copies) -> float:
         """Return seconds of reducing gradients over the ranks that hold the same parameters."""
         c = self.candidate
-        return sum_in_shards_s(nbytes, self.cluster, self.dp, self.shards, c.tp, c.world)
+        return sum_in_shards_s(nbytes, self.cluster, copies.ranks, copies.shards, c.tp, c.world)
+
+    def _trained(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, Copies]]:
+        """Return the local trained elements of these runs of segments, with their copies: experts apart."""
+        if len(self.copies) == 1:
+            return [(sum(self.numel(*run)[1] for run in runs), self.copies[0])]
+        kinds = zip((False, True), self.copies, strict=True)
+        return [(sum(self.numel(*run, experts=experts)[1] for run in runs), copies) for experts, copies in kinds]
 
     @cached_property
     def messages(self) -> Messages:
@@ -219,39 +263,69 @@ class ChunkCosts(ChunkParameters):
         if any(first == 0 for first, _ in runs):  # the first stage holds unused parameters
             own += self._unused.items()
         shared = self._sharers(cut)
+        if len(self.copies) == 1:
+            return self._laid_out(own, shared, runs, cut, self.copies[0])
+        apart = ([item for item in own if (item[0] in self._experts) == experts] for experts in (False, True))
+        dense, experts = (
+            self._laid_out(mine, shared, runs, cut, c) for mine, c in zip(apart, self.copies, strict=True)
+        )
+        return dense + experts
+
+    def _laid_out(
+        self,
+        own: Sequence[tuple[str, Held]],
+        shared: Mapping[str, frozenset[int]],
+        runs: list[tuple[int, int]],
+        cut: Sequence[tuple[int, int]],
+        copies: Copies,
+    ) -> Memory:
+        """Return the state of parameters that have the same copies."""
         laid = [(name, h) for name, h in own if not (h.frozen and self.candidate.zero < 3)]
         idle = {i for i, (name, h) in enumerate(laid) if name in self._unused and not h.frozen}
         still = {i: self._dtypes[name].itemsize for i, (name, h) in enumerate(laid) if h.frozen}
         sizes = [((buffer_class(h.placement), shared.get(name), self._dtypes[name]), h.numel) for name, h in laid]
         units = [self._unit(name, runs, cut) for name, _ in laid] if self.candidate.zero >= 2 else ()
-        layout = packed(sizes, self.dp, self.shards, self.bucket, idle, units, still)
-        state = self._model_state(layout.buckets, whole_numel=layout.whole, stepped=layout.most_stepped)
+        layout = packed(sizes, copies.ranks, copies.shards, self.bucket, idle, units, still)
+        state = self._model_state(layout.buckets, copies, whole_numel=layout.whole, stepped=layout.most_stepped)
         nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
         nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
         return state + Memory(parameters=nbytes)
 
     def state_at_least(self, segment: int) -> Memory:
         """Return the state of a segment without padding and without parameters that another segment reads first."""
-        mine = [p for p in self._parameters[segment] if p[4]]
-        state = self._model_state([sum(p[1] for p in mine if not p[3])], pad_to=self.shards)
-        frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in mine if p[3])
-        return state + Memory(parameters=frozen // (self.shards if self.candidate.zero == 3 else 1))
+        mine, found = [p for p in self._parameters[segment] if p[4]], Memory()
+        for experts, copies in enumerate(self.copies):
+            part = [p for p in mine if len(self.copies) == 1 or (p[0] in self._experts) == bool(experts)]
+            found += self._model_state([sum(p[1] for p in part if not p[3])], copies, pad_to=copies.shards)
+            frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in part if p[3])
+            found += Memory(parameters=frozen // (copies.shards if self.candidate.zero == 3 else 1))
+        return found
 
     def state_at_most(self, first: int, last: int) -> Memory:
         """Return an upper bound on `state` of one run: below ZeRO 2 without a layout, with the largest padding."""
-        frozen, trained = self.frozen_bytes(first, last), self.numel(first, last)[1]
+        frozen, unused = self.frozen_bytes(first, last), 0
         if first == 0:
             frozen += sum(h.numel * self._dtypes[name].itemsize for name, h in self._unused.items() if h.frozen)
-            trained += sum(h.numel for h in self._unused.values() if not h.frozen)
+            unused += sum(h.numel for h in self._unused.values() if not h.frozen)
         if self.candidate.zero >= 2:  # one bucket per block, of which a few are unsharded at a time
             spare = _CLASSES * self.dp * ALIGN
             return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
-        buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
-        padding = buckets * self.dp * ALIGN if self.dp > 1 else 0
-        return self._model_state([trained + padding]) + Memory(parameters=frozen)
+        found = Memory(parameters=frozen)
+        for trained, copies in self._trained([(first, last)]):
+            trained += unused
+            buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
+            padding = buckets * copies.ranks * ALIGN if copies.ranks > 1 else 0
+            found += self._model_state([trained + padding], copies)
+            unused = 0
+        return found
 
     def _model_state(
-        self, buckets: Sequence[int], pad_to: int | None = None, whole_numel: int = 0, stepped: int | None = None
+        self,
+        buckets: Sequence[int],
+        copies: Copies,
+        pad_to: int | None = None,
+        whole_numel: int = 0,
+        stepped: int | None = None,
     ) -> Memory:
         """Return `model_state` of buckets (trained elements) under this candidate."""
         return model_state(
@@ -259,8 +333,8 @@ class ChunkCosts(ChunkParameters):
             precision=self.precision,
             optimizer=self.optimizer,
             zero=self.candidate.zero,
-            dp=self.dp,
-            shards=self.shards,
+            dp=copies.ranks,
+            shards=copies.shards,
             gradients=self.method.gradients,
             pad_to=pad_to,
             whole_numel=whole_numel,
@@ -271,7 +345,7 @@ class ChunkCosts(ChunkParameters):
         """Return the bytes of gradients that the optimizer converts to the main type."""
         if self.gradient == self.main:
             return 0
-        return self.main * -(-sum(self.numel(*run)[1] for run in runs) // self.shards)
+        return self.main * sum(-(-trained // copies.shards) for trained, copies in self._trained(runs))
 
     # ---- the end of a step ----
 
@@ -281,15 +355,15 @@ class ChunkCosts(ChunkParameters):
         `cut`: the segments of all stages, which determine the parameters tied across stages.
         """
         c = self.candidate
-        trained = sum(self.numel(*run)[1] for run in runs)
         partial = sum(self.numel(*run, BP)[1] for run in runs)
         found = 0.0
         if partial:
             found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1, c.world)
-        if c.zero < 2 and self.dp > 1:
-            buckets = self.buckets(trained)
-            each = trained * self.gradient / buckets
-            found += buckets * self._sum_s(each)
+        for trained, copies in self._trained(runs) if c.zero < 2 else ():
+            if copies.ranks > 1 and trained:
+                buckets = self.buckets(trained)
+                each = trained * self.gradient / buckets
+                found += buckets * self._sum_s(each, copies)
         return found + self._tied_s(runs, cut)
 
     def buckets(self, trained: int) -> int:
@@ -299,14 +373,14 @@ class ChunkCosts(ChunkParameters):
 
     def gather_s(self, runs: list[tuple[int, int]]) -> float:
         """Return seconds of all-gathering the updated parameters (ZeRO-1)."""
-        trained = sum(self.numel(*run)[1] for run in runs)
         if self.candidate.zero != 1 or self.dp == 1:
             return 0.0
-        return self._collective_s("all_gather", trained * self.compute, self.shards)
+        parts = self._trained(runs)
+        return sum(self._collective_s("all_gather", n * self.compute, copies.shards) for n, copies in parts)
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
         """Return seconds of the optimizer on this rank's shard."""
-        shard = -(-sum(self.numel(*run)[1] for run in runs) // self.shards)
+        shard = sum(-(-trained // copies.shards) for trained, copies in self._trained(runs))
         nbytes = optimizer_step_bytes(shard, precision=self.precision, optimizer=self.optimizer)
         return memory_s(self.cluster.device, nbytes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from autoptd.layout.state_bytes import Unit
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
+from autoptd.passes.sharding.expert_parallel_graph import expert_parameters
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
@@ -35,12 +36,17 @@ class ChunkParameters:
 
     @property
     def _parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
-        return self._memoised("parameters", self._list_parameters)
+        return self._memoised(f"parameters, ep {self.candidate.ep}", self._list_parameters)
+
+    @property
+    def _experts(self) -> Container[str]:
+        """The parameters that are split over ep ranks."""
+        return self._memoised("experts", lambda: expert_parameters(self.folded)) if self.candidate.ep > 1 else ()
 
     @property
     def names(self) -> tuple[int, ...]:
         """A number for each segment, equal for segments that cost the same anywhere."""
-        return self._memoised("names", self._name_segments)
+        return self._memoised(f"names, ep {self.candidate.ep}", self._name_segments)
 
     def _memoised(self, what: str, compute: Callable[[], T]) -> T:
         """Return a value that depends on the sharding alone, computed once for all candidates."""
@@ -70,8 +76,12 @@ class ChunkParameters:
                 found[place][isinstance(placement, Split)] += self.tensors.nbytes(infos(node)[0], placement)
         return [(whole, split) for whole, split in found]
 
-    def numel(self, first: int, last: int, placement: Placement | None = None) -> tuple[int, int]:
+    def numel(
+        self, first: int, last: int, placement: Placement | None = None, experts: bool | None = None
+    ) -> tuple[int, int]:
         """Return local elements (frozen, trained) in one placement or in all; tied parameters count once.
+
+        `experts`: of parameters that are split over ep ranks, or of the others; None: of both.
 
         Without a pipeline a tied parameter counts where it is read first; with one, on every stage that reads it.
         """
@@ -80,6 +90,8 @@ class ChunkParameters:
         seen: set[str] = set()
         for i in range(first, last + 1):
             for name, count, stored, is_frozen, is_first in self._parameters[i]:
+                if experts is not None and (name in self._experts) != experts:
+                    continue
                 if (placement is None or stored == placement) and name not in seen and (is_first or not alone):
                     seen.add(name)
                     frozen, trained = (frozen + count, trained) if is_frozen else (frozen, trained + count)
@@ -107,6 +119,7 @@ class ChunkParameters:
                 name = traced.parameters[node.name]
                 tensor = infos(node)[0]
                 count = self.tensors.nbytes(tensor, stored) // tensor.dtype.itemsize
+                count //= self.candidate.ep if name in self._experts else 1
                 first = reader.setdefault(name, segment.index) == segment.index
                 mine.append((name, count, stored, name in traced.frozen, first))
             found.append(mine)

@@ -152,14 +152,16 @@ class CandidateBounds:
 
     def _sharding_s(self, c: Candidate) -> float:
         """Return seconds per microbatch of all-gathers and reduce-scatters (ZeRO 2, 3), with the model as one stage."""
-        dp = c.dp * c.cp
-        if c.zero < 2 or dp == 1 or "dp" in self.method.overlap or c.pools:
+        if c.zero < 2 or c.dp * c.cp == 1 or "dp" in self.method.overlap or c.pools:
             return 0.0
-        numel, inside = self.memory.numel[0] / c.tp, c.sharing
+        cluster, seconds = self.task.cluster, 0.0
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
-        compute, gradient = (numel * table[self.task.precision] for table in (COMPUTE_BYTES, width))
-        gather = collective_s("all_gather", compute, self.task.cluster, inside, c.tp, c.world)
-        return (c.zero - 1) * gather + sum_in_shards_s(gradient, self.task.cluster, dp, inside, c.tp, c.world)
+        for numel, copies in self.memory.parts(c):
+            compute, gradient = (numel / c.tp * table[self.task.precision] for table in (COMPUTE_BYTES, width))
+            gather = collective_s("all_gather", compute, cluster, copies.shards, c.tp, c.world)
+            summed = sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, c.tp, c.world)
+            seconds += (c.zero - 1) * gather + summed
+        return seconds
 
     def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
         """Return the bound `passes_s` extended by the end of the step.
@@ -173,17 +175,19 @@ class CandidateBounds:
 
     def end_s(self, c: Candidate) -> float:
         """Return seconds of reduction, optimizer step and all-gather for an even share of the parameters on a rank."""
-        task, cluster, dp = self.task, self.task.cluster, c.dp * c.cp
-        numel = self.memory.numel[0] / (c.tp * c.pp)
+        task, cluster = self.task, self.task.cluster
+        parts = [(numel / (c.tp * c.pp), copies) for numel, copies in self.memory.parts(c)]
         optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
-        touched = optimizer_step_bytes(int(numel / c.sharing), precision=task.precision, optimizer=optimizer)
-        seconds = memory_s(cluster.device, touched)
-        if c.zero > 1 or dp == 1 or "dp" in self.method.overlap:
+        own = int(sum(numel / copies.shards for numel, copies in parts))
+        seconds = memory_s(cluster.device, optimizer_step_bytes(own, precision=task.precision, optimizer=optimizer))
+        if c.zero > 1 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
             return seconds
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
-        seconds += sum_in_shards_s(numel * width[task.precision], cluster, dp, c.sharing, c.tp, c.world)
-        gathered = numel * COMPUTE_BYTES[task.precision]
-        return seconds + collective_s("all_gather", gathered, cluster, c.sharing, c.tp, c.world)
+        for numel, copies in parts:
+            gradient, gathered = numel * width[task.precision], numel * COMPUTE_BYTES[task.precision]
+            seconds += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, c.tp, c.world)
+            seconds += collective_s("all_gather", gathered, cluster, copies.shards, c.tp, c.world)
+        return seconds
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
         """Return the bound from the model's work on one rank, `whole`, for any splits."""
