@@ -44,6 +44,18 @@ FAULTS: dict[str, dict[str, str]] = {
         "experts by another group": "two ranks count the same experts' parameters",
         "padding in the norm": "the padding of a flat buffer counts",
     },
+    "experts": {
+        "experts summed with others": "gradients of experts are summed over ranks that hold other experts",
+        "experts scaled by ep": "gradients of experts have a factor ep too many, or lack it",
+        "experts of others out of the norm": "the gradient norm counts the experts of one ep rank alone",
+        "copies of experts in the norm": "each rank that holds a copy of the same experts adds their squares",
+        "a router without gradient": "the weights of a router get no gradient through rows sent to other ranks",
+        "rows of the wrong experts": "rows from several ranks are multiplied by other experts than they chose",
+        "rows in the wrong places": "rows come back in another order than they were sent in",
+        "the same experts everywhere": "every rank starts with the first rank's experts",
+        "rows of no expert": "rows past the last expert's are read uninitialised, or lost (they are refused)",
+        "experts without tokens": "an expert, or a rank of experts, without rows has no gradient, or hangs",
+    },
     "tied": {
         "tied gradients apart": "the stages that share a parameter do not add up their gradients",
         "tied shards apart": "stages that share a parameter add up shards with different offsets",

@@ -10,6 +10,7 @@ import sympy
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
+from autoptd.passes.sharding.expert_parallel_graph import check_experts
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import allowed
 from autoptd.search.constraints.options import Constraints, SearchOptions, schedules_and_chunks
@@ -64,6 +65,8 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
             where="fix['ep']",
             fix=f"use ep {around(method.ep, divisors(task.world))}",
         )
+    if method.ep > 1:
+        check_experts(task.folded, method.ep)
     node = task.cluster.gpus_per_node or task.world
     widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
     tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}

@@ -83,11 +83,46 @@ def expert_regions(segment: Segment) -> tuple[ExpertRegion, ...]:
     return tuple(_region(segment, ends, found) for ends, found in products.items())
 
 
-def expert_parameters(folded: Folded) -> dict[str, int]:
-    """Return the names of the experts' parameters and their numbers of experts."""
+def expert_parameters(folded: Folded) -> frozenset[str]:
+    """Return the names of the experts' parameters. Raises PlanError for weights that cannot be split."""
     names = folded.traced.parameters
-    found = (p for s in folded.segments for r in expert_regions(s) for p in s.parameters if p in r.weights)
-    return {names[p.name]: int(info(p).shape[0]) for p in found}
+    return frozenset(
+        names[p.name] for s in folded.segments for r in expert_regions(s) for p in s.parameters if p in r.weights
+    )
+
+
+def check_experts(folded: Folded, ep: int) -> None:
+    """Raise PlanError unless a model's experts can be split over `ep` ranks."""
+    counts = {int(info(region.ends).shape[0]): region for s in folded.segments for region in expert_regions(s)}
+    if not counts:
+        raise PlanError(
+            f"ep {ep}: the model has no grouped products of experts",
+            where="fix['ep']",
+            fix="leave ep out; experts are found where rows sorted by expert meet torch's grouped matrix product",
+        )
+    for count, region in sorted(counts.items()):
+        if count % ep:
+            raise PlanError(
+                f"{count} experts are not divisible by ep {ep}", where=source_line(region.ends), fix="use a divisor"
+            )
+
+
+def dispatched(segment: Segment, decided: KindSharding) -> list[tuple[TensorInfo, Placement]]:
+    """Return the tensors of a segment that are dispatched to experts or combined, with their placements on tp."""
+    placed, found = dict.fromkeys(segment.prelude, B), list[tuple[TensorInfo, Placement]]()
+    placed |= dict(zip(segment.receives, decided.receives, strict=True))
+    for i, node in ops_of(segment):
+        placed |= _given(node, decided.strategies[i])
+    for region in expert_regions(segment):
+        moved = (*sorted(region.reads, key=str), *leaving(region, segment))
+        found += [(info(node), placed[node]) for node in moved]
+    return found
+
+
+def _given(node: fx.Node, strategy: Strategy) -> dict[fx.Node, Placement]:
+    """Return the placements on tp of an op's results."""
+    found = {} if isinstance(node.meta["info"], tuple) else {node: strategy.gives[0]}
+    return found | {user: strategy.gives[user.args[1]] for user in node.users if is_getitem(user)}  # type: ignore[index,misc]
 
 
 def leaving(region: ExpertRegion, segment: Segment) -> list[fx.Node]:
@@ -190,12 +225,7 @@ class _Splitter:
     def run(self) -> tuple[Folded, Sharding]:
         inside = {n for s in self.folded.segments for n in s.nodes}
         regions = [expert_regions(segment) for segment in self.folded.segments]
-        if not any(regions):
-            raise PlanError(
-                f"ep {self.ep}: the model has no grouped products of experts",
-                where="fix['ep']",
-                fix="leave ep out; experts are found where rows sorted by expert meet torch's grouped matrix product",
-            )
+        check_experts(self.folded, self.ep)
         split = {n for found in regions for region in found for n in region.weights}
         for node in self.folded.traced.graph.graph.nodes:
             if node not in inside and node.op != "output":
@@ -224,18 +254,12 @@ class _Splitter:
         return made
 
     def own(self, node: fx.Node) -> TensorInfo:
-        """Return the shape of a rank's experts. Raises PlanError if ep does not divide them."""
+        """Return the shape of a tensor with the rank's experts in its first dim."""
         whole = info(node)
-        if whole.shape[0] % self.ep:
-            raise PlanError(
-                f"{whole.shape[0]} experts are not divisible by ep {self.ep}",
-                where=source_line(node) if node.op == "call_function" else self.folded.traced.parameters[node.name],
-                fix="use a divisor",
-            )
         return replace(whole, shape=(whole.shape[0] // self.ep, *whole.shape[1:]))
 
     def _segment(self, segment: Segment, regions: Sequence[ExpertRegion]) -> Segment:
-        writer = _SegmentWriter(self, self.sharding.kinds[segment.kind], segment, regions)
+        writer = _RegionWriter(self, self.sharding.kinds[segment.kind], segment, regions)
         nodes = writer.write()
         self.strategies.setdefault(segment.kind, writer.strategies)
         return replace(
@@ -248,7 +272,7 @@ class _Splitter:
         )
 
 
-class _SegmentWriter:
+class _RegionWriter:
     """The nodes of one segment, with rows dispatched to and combined from its expert regions."""
 
     def __init__(
@@ -289,11 +313,7 @@ class _SegmentWriter:
     def _give(self, node: fx.Node, position: int, made: fx.Node) -> None:
         """Record an op's placements on tp, and its position, which keys its random numbers."""
         strategy = self.decided.strategies[position]
-        if not isinstance(node.meta["info"], tuple):
-            self.tp[node] = strategy.gives[0]
-        for user in node.users:
-            if is_getitem(user):
-                self.tp[user] = strategy.gives[user.args[1]]  # type: ignore[index]
+        self.tp |= _given(node, strategy)
         if before_cut(node) is None:
             made.meta[BEFORE] = Before(position, B)
 

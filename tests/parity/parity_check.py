@@ -27,7 +27,7 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
-from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, WITH_TABLES, Case
+from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, SKEWED, WITH_TABLES, Case
 
 TOLERANCE = 1e-10
 STEPS = 2  # the second step sees the effects of the first; a few tests run more
@@ -70,7 +70,7 @@ def bulk(cluster: Cluster) -> Cluster:
 
 @cache
 def case(name: str) -> Case:
-    return {**MODELS, **DROPOUT, **FEW_MESHES, **WITH_TABLES}[name]()
+    return {**MODELS, **DROPOUT, **FEW_MESHES, **WITH_TABLES, **SKEWED}[name]()
 
 
 @cache
@@ -99,7 +99,9 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "sends": variant.sends,
         "loss": variant.loss,
         "gathers": variant.gathers,
-    } | ({"shards": variant.shards} if variant.shards else {})
+        **({"shards": variant.shards} if variant.shards else {}),
+        **({"ep": mesh.ep} if mesh.ep > 1 else {}),
+    }
     cluster = Cluster.load("dgx-h100")
     return make_plan(
         source(name),

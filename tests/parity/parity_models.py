@@ -121,6 +121,16 @@ def mixtral() -> Case:
     return Case(randomised(model), {"input_ids": ids, "labels": labels})
 
 
+def mixtral_ties() -> Case:
+    """Mixtral whose routers give all experts the same weight: the first two take all tokens, the others none."""
+    case = mixtral()
+    with torch.no_grad():
+        for name, p in case.model.named_parameters():
+            if name.endswith("gate.weight"):
+                p.zero_()
+    return case
+
+
 def t5() -> Case:
     """T5: an encoder read by all decoder layers, position biases shared by all layers, shifted labels."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -493,6 +503,9 @@ OFTEN = ("gpt2", "llama", "bert", "vit", "nanogpt")  # trained with every varian
 
 # Trained on one mesh only, which covers what they add to the others.
 FEW_MESHES: dict[str, Callable[[], Case]] = {"mixtral": mixtral, "t5": t5}
+
+# trained with experts on ranks of their own
+SKEWED: dict[str, Callable[[], Case]] = {"mixtral_ties": mixtral_ties}
 
 # Trained once, by a test of its own.
 WITH_TABLES: dict[str, Callable[[], Case]] = {"mpt": mpt}

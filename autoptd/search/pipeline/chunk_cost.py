@@ -15,19 +15,14 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
-from torch import fx
-
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, Memory, model_state, optimizer_step_bytes
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
-from autoptd.layout.placements import BP, B, Placement
+from autoptd.layout.placements import BP
 from autoptd.layout.state_bytes import buffer_class, elements_of, packed
-from autoptd.passes.fold import Segment
-from autoptd.passes.graph import infos, is_getitem
-from autoptd.passes.sharding.expert_parallel_graph import expert_regions, leaving
-from autoptd.passes.sharding.sharding import ops_of
+from autoptd.passes.sharding.expert_parallel_graph import dispatched
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate, Copies
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
@@ -165,20 +160,11 @@ class ChunkCosts(ChunkParameters):
 
     def _count_dispatched(self) -> dict[str, list[int]]:
         """Return the local bytes of each tensor that is dispatched or combined, by kind."""
-        found = {}
-        for kind, segment in self.folded.representatives.items():
-            placed, regions = self._placements(segment), expert_regions(segment)
-            moved = [node for region in regions for node in (*sorted(region.reads, key=str), *leaving(region, segment))]
-            found[kind] = [self.tensors.nbytes(infos(node)[0], placed.get(node, B)) for node in moved]
-        return found
-
-    def _placements(self, segment: Segment) -> dict[fx.Node, Placement]:
-        decided, found = self.sharded.sharding.kinds[segment.kind], dict[fx.Node, Placement]()
-        for i, node in ops_of(segment):
-            gives = decided.strategies[i].gives
-            found[node] = gives[0]
-            found |= {user: gives[user.args[1]] for user in node.users if is_getitem(user)}  # type: ignore[index]
-        return found
+        kinds = self.sharded.sharding.kinds
+        return {
+            kind: [self.tensors.nbytes(tensor, placement) for tensor, placement in dispatched(segment, kinds[kind])]
+            for kind, segment in self.folded.representatives.items()
+        }
 
     def _ring_s(self, cost: KindCost) -> float:
         """Return the exposed seconds of passing keys and values around the ring; attention hides the rest."""
