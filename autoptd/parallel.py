@@ -19,10 +19,8 @@ from autoptd.compile.layout import make_layout, named_values
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.layout.layout import Layout
-from autoptd.ops.cp_axis import tokens_axis
 from autoptd.ops.dropout import DropoutKey
-from autoptd.ops.expert_axis import experts_axis
-from autoptd.ops.stage import Stage
+from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
@@ -112,9 +110,8 @@ class Parallel:
             raise PlanError(f"chunk {chunk} is not on a rank of {len(held)}", fix=f"0 to {len(held) - 1}")
         with torch.device("meta"):
             alone = Axis(_Rank(rank % mesh.tp, mesh.tp))  # type: ignore[arg-type]  # never communicates
-            cut = tokens_axis(self.layout, _Rank(mesh.cp_of(rank), mesh.cp))  # type: ignore[arg-type]
-            experts = experts_axis(self.layout, _Rank(0, mesh.ep))  # type: ignore[arg-type]
-            stage = load_stage(self.program, held[chunk])(alone, **cut, **experts)
+            axes = stage_axes(self.layout, _Rank(mesh.cp_of(rank), mesh.cp), _Rank(0, mesh.ep))  # type: ignore[arg-type]
+            stage = load_stage(self.program, held[chunk])(alone, **axes)
         assert isinstance(stage, Stage)
         return stage
 
@@ -145,8 +142,8 @@ class Parallel:
         held = layout.mesh.stages_of(communicators.stage)
         key = DropoutKey(self._seed)
         with torch.device("meta"):
-            cut = {**tokens_axis(layout, communicators.cp), **experts_axis(layout, communicators.ep)}
-            stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **cut) for index in held]
+            axes = stage_axes(layout, communicators.cp, communicators.ep)
+            stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **axes) for index in held]
         for stage in stages if self._backend else ():
             compile_blocks(stage, self._backend)
         self._communicators = communicators

@@ -28,7 +28,7 @@ def mapping(plan: Plan) -> dict[str, Any]:
         "version": 1,
         "model": plan.model,
         "graph_hash": plan.graph_hash,
-        "mesh": {"axes": axes, "sizes": [getattr(plan.mesh, axis) for axis in axes]},
+        "mesh": {"axes": axes, "sizes": [getattr(plan.mesh, axis) for axis in axes], "ep": plan.mesh.ep},
         "batch": {"samples": plan.batch, "micro": plan.micro, "microbatches": plan.schedule.microbatches},
         "sizes": dict(plan.sizes),
         "precision": plan.precision,

@@ -70,6 +70,12 @@ def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
     """
     if plan.precision == "fp64":
         raise PlanError("Megatron-LM trains in bf16, fp16 or fp32, not in fp64", where="precision", fix="plan in bf16")
+    if plan.mesh.ep > 1:
+        raise PlanError(
+            f"experts on {plan.mesh.ep} ranks of their own are not exported",
+            where="mesh.ep",
+            fix="plan without ep, and set --expert-model-parallel-size by hand",
+        )
     layers = read_layers(plan)
     sizes: list[Argument] = []
     differs = ["no model was given: placements are not compared, and the model's sizes are left to you"]

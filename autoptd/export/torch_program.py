@@ -58,6 +58,12 @@ def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
             where="mesh.cp",
             fix="export to megatron, or plan with cp=1",
         )
+    if plan.mesh.ep > 1:
+        raise PlanError(
+            f"experts on {plan.mesh.ep} ranks of their own have no counterpart in an exported torch program",
+            where="mesh.ep",
+            fix="plan without ep",
+        )
     if plan.precision == "fp16":
         raise PlanError(
             "fp16 needs loss scaling, which an exported torch program does not have",

@@ -17,15 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoptd.layout.layout import Layout
 from autoptd.ops.dropout import DimSlice
 from autoptd.ops.group import Group
 from autoptd.ops.tp_axis import Axis, from_slices, own_slice, to_slices
-
-
-def tokens_axis(layout: Layout, group: Group) -> dict[str, Tokens]:
-    """Return the keyword of a stage for its cp axis; empty unless tokens are split."""
-    return {"cp": Tokens(group, layout.zigzag)} if layout.mesh.cp > 1 else {}
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoptd.errors import RuntimeFault
-from autoptd.layout.layout import Layout
 from autoptd.ops.group import Group
-
-
-def experts_axis(layout: Layout, group: Group) -> dict[str, Experts]:
-    """Return the keyword of a stage for its ep axis; empty unless experts are split."""
-    return {"ep": Experts(group)} if layout.mesh.ep > 1 else {}
 
 
 class Experts:

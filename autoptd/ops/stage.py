@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from autoptd.layout.layout import Layout
 from autoptd.ops.cp_axis import Tokens
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.expert_axis import Experts
+from autoptd.ops.group import Group
 from autoptd.ops.tp_axis import Axis
 
 
@@ -87,6 +89,12 @@ class Stage(nn.Module):
 
     # emitted classes declare arguments of their own
     forward: Callable[..., Any]
+
+
+def stage_axes(layout: Layout, cp: Group, ep: Group) -> dict[str, Tokens | Experts]:
+    """Return the keywords of a stage for its axes besides tp: only those over which something is split."""
+    found: dict[str, Tokens | Experts] = {"cp": Tokens(cp, layout.zigzag), "ep": Experts(ep)}
+    return {axis: made for axis, made in found.items() if getattr(layout.mesh, axis) > 1}
 
 
 def parameter(

@@ -109,7 +109,8 @@ def check_experts(folded: Folded, ep: int) -> None:
 
 def dispatched(segment: Segment, decided: KindSharding) -> list[tuple[TensorInfo, Placement]]:
     """Return the tensors of a segment that are dispatched to experts or combined, with their placements on tp."""
-    placed, found = dict.fromkeys(segment.prelude, B), list[tuple[TensorInfo, Placement]]()
+    placed: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
+    found: list[tuple[TensorInfo, Placement]] = []
     placed |= dict(zip(segment.receives, decided.receives, strict=True))
     for i, node in ops_of(segment):
         placed |= _given(node, decided.strategies[i])

@@ -20,7 +20,7 @@ from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile.traced import TracedModel
 from autoptd.layout.layout import Layout
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
-from autoptd.ops.cp_axis import tokens_axis
+from autoptd.ops.stage import stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.interfaces import Communicators
@@ -81,7 +81,7 @@ def made(name: str) -> Made:
 
 def trainer_of(c: Communicators, job: Made) -> Trainer:
     with torch.device("meta"):
-        cut = tokens_axis(job.layout, c.cp)
+        cut = stage_axes(job.layout, c.cp, c.ep)
         stages = [load_stage(job.program, k)(Axis(c.tp), **cut) for k in c.mesh.stages_of(c.stage)]
     trainer = Trainer(stages, job.layout, c, "adamw", **OPTIONS)
     trainer.load_parameters(job.values)

@@ -18,8 +18,7 @@ from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import BP, B, Split
 from autoptd.layout.state_bytes import Packed, packed, state_bytes
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
-from autoptd.ops.cp_axis import tokens_axis
-from autoptd.ops.stage import Stage, parameter, submodule
+from autoptd.ops.stage import Stage, parameter, stage_axes, submodule
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
@@ -266,7 +265,7 @@ def rank_bytes(
     """Return (pipeline rank, bytes of the storages alive after a step), in a worker."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
-        cut = tokens_axis(layout, communicators.cp)
+        cut = stage_axes(layout, communicators.cp, communicators.ep)
         stages = [load_stage(program, index)(Axis(communicators.tp), **cut) for index in held]
     trainer = Trainer(stages, layout, communicators, optimizer)
     trainer.load_parameters(values)

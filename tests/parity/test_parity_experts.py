@@ -130,7 +130,17 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.fault(name)) for name in PLANTED])
+@pytest.mark.fault(
+    "experts summed with others",
+    "experts scaled by ep",
+    "experts of others out of the norm",
+    "copies of experts in the norm",
+    "a router without gradient",
+    "rows of the wrong experts",
+    "rows in the wrong places",
+    "the same experts everywhere",
+)
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED[name](monkeypatch)
     assert faulty()

@@ -13,7 +13,7 @@ from torch import Tensor
 from autoptd.codegen.emit import Program, load_stage
 from autoptd.layout.layout import Layout
 from autoptd.layout.mesh import Mesh
-from autoptd.ops.cp_axis import tokens_axis
+from autoptd.ops.stage import stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
@@ -53,7 +53,7 @@ def train_rank(
     """Do what `Parallel` does, from files, layout and values only, so that no worker traces a model."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
-        cut = tokens_axis(layout, communicators.cp)
+        cut = stage_axes(layout, communicators.cp, communicators.ep)
         stages = [load_stage(program, index)(Axis(communicators.tp), **cut) for index in held]
     trainer = Trainer(stages, layout, communicators, optimizer, clip_norm=clip_norm, **OPTIONS[optimizer])
     trainer.load_parameters(values)
