@@ -109,6 +109,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 POOLED = (
+    "checkpoint/test_experts.py",
     "checkpoint/test_pairs.py",
     "parity/test_parity_ranks.py",
     "layout/test_state_bytes.py",

@@ -54,6 +54,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "rows in the wrong places": "rows come back in another order than they were sent in",
         "the same experts everywhere": "every rank starts with the first rank's experts",
         "rows of no expert": "rows past the last expert's are read uninitialised, or lost (they are refused)",
+        "experts missing in a checkpoint": "a checkpoint holds one rank's experts, or drops their optimizer state",
         "experts without tokens": "an expert, or a rank of experts, without rows has no gradient, or hangs",
     },
     "tied": {

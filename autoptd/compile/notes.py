@@ -45,6 +45,7 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     notes += attention_notes(source, answer.staged)
     notes += _embedding_notes(source, answer)
     notes += _context_notes(source, answer)
+    notes += _expert_notes(answer)
     notes.append(
         f"{answer.considered} configurations considered, {answer.visited} partitioned into stages; "
         f"by this cost model none is faster by more than {answer.gap:.1%}"
@@ -75,6 +76,13 @@ _KERNELS = {
     "written": "computed without a fused kernel, in blocks of scores, which takes several times as long",
     "efficient": "computed by torch's memory-efficient kernel, at about half the rate of the flash kernel",
 }
+
+
+def _expert_notes(answer: Answer) -> list[str]:
+    """Return what the prediction assumes of a mixture whose experts are on ranks of their own."""
+    if answer.staged.candidate.ep == 1:
+        return []
+    return ["time and memory are those of experts that get equally many rows each; a rank that gets more takes more"]
 
 
 def _context_notes(source: TracedModel, answer: Answer) -> list[str]:

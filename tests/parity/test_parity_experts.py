@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,10 @@ from autoptd.ops.expert_axis import Experts
 from autoptd.ops.group import SingleRankGroup
 from autoptd.runtime import trainer
 from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.zero import param_buffers
-from tests.parity.parity_check import Variant, check, planned
+from autoptd.verification.verdict import verify_plan
+from tests.parity.parity_check import Variant, case, check, parallel, planned
 
 BULK = Variant(bulk=True, micro=4)
 WAYS = [
@@ -169,3 +172,28 @@ def test_rows_of_no_expert_are_refused() -> None:
 def test_what_cannot_be_split_is_refused(mesh: Mesh, name: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         planned(name, mesh, replace(BULK, micro=2))
+
+
+def test_evaluation_with_unequal_shares() -> None:
+    """A rank with fewer microbatches takes part in the exchanges of the others."""
+    made = parallel("mixtral", planned("mixtral", FOUR, BULK), "sgd")
+    data, values = case("mixtral").batch, made.initial_values()
+    shares = [slice(0, 1), slice(1, 9), slice(9, 11), slice(11, 16)]
+
+    def body(communicators: Communicators) -> float:
+        mine = copy.copy(made)
+        mine.start(communicators, values)
+        return float(mine.eval_step({n: x[shares[communicators.dp.rank]] for n, x in data.items()}))
+
+    found = run_lockstep(made.layout.mesh, body)
+    model, loss = case("mixtral").model, case("mixtral").loss
+    assert loss is None
+    assert found == pytest.approx([float(model(**data).loss)] * 4, rel=1e-12)
+
+
+def test_verify_sees_what_training_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, model = planned("mixtral", Mesh(dp=2, ep=2), BULK), case("mixtral").model
+    inputs = {n: x[:2] for n, x in case("mixtral").batch.items()}
+    assert verify_plan(plan, model, inputs=inputs).agrees
+    _wrong_places(monkeypatch)
+    assert not verify_plan(plan, model, inputs=inputs).agrees

@@ -37,6 +37,8 @@ PAIRS = [
     ("gpt2", Mesh(2, 2, 2), Variant(zero=3, micro=1, recompute="full"), "sgd"),
     ("llama", Mesh(dp=2, tp=2, cp=2), Variant(bulk=True), "adamw"),
     ("bert", Mesh(pp=2, cp=4), Variant(recompute="full", clip_norm=0.7), "sgd"),
+    ("mixtral", Mesh(dp=4, tp=2, ep=4), Variant(bulk=True), "adamw"),
+    ("mixtral", Mesh(dp=2, pp=2, cp=2, ep=2), Variant(bulk=True, zero=3), "sgd"),
 ]
 assert len(PAIRS) >= 8
 
