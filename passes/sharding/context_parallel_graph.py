@@ -274,8 +274,10 @@ class _SegmentWriter:
         have, need = self.cutter.splits.given[node], plain(need, infos(node)[0])
         if have == need or (need != O and not conversion(have, need).function):
             return self.cutter.new[node]
-        if node in self.segment.prelude:
-            return self.cutter.cut(node, need.dim) if isinstance(need, Split) else self.cutter.own(node)
+        if node in self.segment.prelude and need == O:
+            return self.cutter.own(node)
+        if node in self.segment.prelude and isinstance(need, Split):
+            return self.cutter.cut(node, need.dim)
         if (node, need) not in self.converted:
             self.converted[node, need] = self._convert(node, have, need, on_tp)
         return self.converted[node, need]

@@ -52,7 +52,7 @@ def test_a_path_that_cannot_be_written_is_refused_first(plan_file: str, tmp_path
 def test_the_table_of_tensors(plan_file: str, capsys: pytest.CaptureFixture[str]):
     assert main(["export", plan_file, "--to", "json"]) == DONE
     found = json.loads(capsys.readouterr().out)
-    assert found["mesh"] == {"axes": ["pp", "dp", "cp", "tp"], "sizes": [2, 2, 1, 2]}
+    assert found["mesh"] == {"axes": ["pp", "dp", "cp", "tp"], "sizes": [2, 2, 1, 2], "ep": 1}
     rows = found["parameters"]
     assert rows["layers.0.mlp.up_proj.weight"] == {"dp": "F", "cp": "B", "tp": "S0", "stages": [0]}
     assert rows["layers.3.attention.o_proj.weight"] == {"dp": "F", "cp": "B", "tp": "S1", "stages": [1]}

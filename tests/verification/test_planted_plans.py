@@ -170,8 +170,12 @@ def swapped_stages(patch: Patch) -> None:
 
 def slices_of_a_neighbour(patch: Patch) -> None:
     """Load the other tensor-parallel rank's part of every split parameter."""
-    whole = trainer.own_slice
-    patch.setattr(trainer, "own_slice", lambda x, dim, groups, size, rank: whole(x, dim, groups, size, size - 1 - rank))
+    known = trainer.own_part
+
+    def of_a_neighbour(full: Any, spec: Any, mesh: Any, rank: int) -> Any:
+        return known(full, spec, mesh, rank + mesh.tp - 1 - 2 * (rank % mesh.tp))
+
+    patch.setattr(trainer, "own_part", of_a_neighbour)
 
 
 def one_tp_rank_elsewhere(patch: Patch) -> None:
