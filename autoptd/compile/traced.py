@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, PlanError, nearest
@@ -95,7 +96,8 @@ def read_model(
     given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
     objective, named = read_objective(loss, given, targets)
     objective, model = objective.joined(model)
-    with progress.stage(f"trace {type(model).__name__}"):
+    # a caller's default device, such as `with torch.device("meta")`, is not that of a trace
+    with torch.device("cpu"), progress.stage(f"trace {type(model).__name__}"):
         traced = trace(
             model,
             {**given, **named},
@@ -103,7 +105,7 @@ def read_model(
             precision=precision,
             averaging=loss_averaging,  # type: ignore[arg-type]
         )
-    with progress.stage("normalise and fold the graph"):
+    with torch.device("cpu"), progress.stage("normalise and fold the graph"):
         folded = fold(normalise(traced))
         digest = graph_hash(traced)
         known = ShardingCache(folded).read()

@@ -74,7 +74,7 @@ def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
         raise PlanError(
             f"experts on {plan.mesh.ep} ranks of their own are not exported",
             where="mesh.ep",
-            fix="plan without ep, and set --expert-model-parallel-size by hand",
+            fix="plan with fix={'ep': 1}, and set --expert-model-parallel-size by hand",
         )
     layers = read_layers(plan)
     sizes: list[Argument] = []

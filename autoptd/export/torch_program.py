@@ -62,7 +62,7 @@ def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
         raise PlanError(
             f"experts on {plan.mesh.ep} ranks of their own have no counterpart in an exported torch program",
             where="mesh.ep",
-            fix="plan without ep",
+            fix="plan with fix={'ep': 1}",
         )
     if plan.precision == "fp16":
         raise PlanError(

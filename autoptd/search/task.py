@@ -10,7 +10,7 @@ import sympy
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
-from autoptd.passes.sharding.expert_parallel_graph import check_experts
+from autoptd.passes.sharding.expert_parallel_graph import check_experts, experts_of
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import allowed
 from autoptd.search.constraints.options import Constraints, SearchOptions, schedules_and_chunks
@@ -84,7 +84,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in mesh else ("auto",),
         max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
         cps=cps,
-        eps=(method.ep,),
+        eps=(method.ep,) if "ep" in fixed else tuple(divisors(experts_of(task.folded))),
         schedules=tuple(schedules),
         virtuals=tuple(virtuals),
         shards=(method.shards, *groups),

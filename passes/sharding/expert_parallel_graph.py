@@ -13,6 +13,7 @@ Only this graph contains ep. The placements on tp stay those of the plan; no dim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,6 +90,16 @@ def expert_parameters(folded: Folded) -> frozenset[str]:
     return frozenset(
         names[p.name] for s in folded.segments for r in expert_regions(s) for p in s.parameters if p in r.weights
     )
+
+
+def experts_of(folded: Folded) -> int:
+    """Return the greatest number of ranks that a model's experts can be split over; 1 if they cannot be."""
+    try:
+        expert_parameters(folded)
+    except PlanError:
+        return 1
+    regions = (region for s in folded.segments for region in expert_regions(s))
+    return math.gcd(*(int(info(region.ends).shape[0]) for region in regions)) or 1
 
 
 def check_experts(folded: Folded, ep: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
@@ -134,6 +135,20 @@ def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
         lengths[vocab] = [last - first + 1 for first, last in answer.staged.solution.boundaries]
     assert lengths[131072][-1] < min(lengths[131072][:-1])
     assert lengths[128][-1] > lengths[131072][-1] + 3
+
+
+# ---- experts ----
+
+
+def test_experts_are_spread_within_a_node_and_not_beyond() -> None:
+    """Eight experts of 0.7 GB per layer: spread over the node, they leave room that tp or pp would pay for."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):  # the layers of Mixtral 8x7B
+        model = AutoModelForCausalLM.from_config(MixtralConfig(num_hidden_layers=8, num_local_experts=8, **sizes))
+        model, cluster = autoptd.trace(model, seq=4096), Cluster.load("dgx-h100")
+    spread = found(model, cluster, 16, 64).staged
+    assert 1 < spread.candidate.ep * spread.candidate.tp <= 8
+    assert spread.seconds < found(model, cluster, 16, 64, fix={"ep": 1}).staged.seconds
 
 
 # ---- monotonicity ----
