@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import fx
 
-from autoptd.passes.normalise.functionalize import functional_form, keep_dtype
+from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, written_state
 
 aten = torch.ops.aten
 
@@ -33,10 +33,18 @@ _INVERSES: dict[object, Inverse] = {
 }
 
 
-def write_views_functionally(graph: fx.Graph) -> None:
-    """Rewrite all writes through views. Leaves the graph as it is if any of them is not known here."""
+def write_views_functionally(graph: fx.Graph, state: Mapping[str, str]) -> None:
+    """Rewrite all writes through views. Leaves the graph as it is if any of them is not known here.
+
+    `state`: placeholder -> parameter, buffer or input. Raises UnsupportedOp for a write to one of them.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    roots = dict.fromkeys(_root(node.args[0]) for node in graph.nodes if writes_through_view(node))
+    roots: dict[fx.Node, None] = {}
+    for node in filter(writes_through_view, graph.nodes):
+        root = _root(node)
+        if root.name in state:
+            raise written_state(node, state[root.name])
+        roots[root] = None
     groups = [_Group(graph, root, order) for root in roots]
     if all(group.is_known() for group in groups):
         for group in groups:
@@ -63,9 +71,8 @@ def _is_write(node: fx.Node) -> bool:
     )
 
 
-def _root(node: object) -> fx.Node:
+def _root(node: fx.Node) -> fx.Node:
     """Return the tensor that a chain of views and writes begins with."""
-    assert isinstance(node, fx.Node)
     while (is_view(node) or _is_write(node)) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -77,10 +84,12 @@ class _Group:
     def __init__(self, graph: fx.Graph, root: fx.Node, order: dict[fx.Node, int]) -> None:
         self.graph, self.root, self.order = graph, root, order
         self.members = {root: root}  # node -> the view that it is: a write's result is the view written to
+        self.sources: dict[fx.Node, fx.Node] = {}  # view -> the view it is taken of
         for node in _sorted(order, _sharing(root)):
             source = node.args[0]
             assert isinstance(source, fx.Node)
             self.members[node] = self.members[source] if _is_write(node) else node
+            self.sources.setdefault(self.members[node], self.members[source])
         self.writes = [node for node in self.members if _is_write(node)]
         self.now: dict[fx.Node, fx.Node] = {}  # view -> a node with its present value
 
@@ -110,20 +119,17 @@ class _Group:
     def _value(self, view: fx.Node, reader: fx.Node) -> fx.Node:
         """Return a node with the present value of a view, made before its reader if need be."""
         if view not in self.now:
-            source = self._value(self._source(view), reader)
+            source = self._value(self.sources[view], reader)
             with self.graph.inserting_before(reader):
                 self.now[view] = self.graph.call_function(view.target, (source, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
             self.now[view].meta = dict(view.meta)
         return self.now[view]
 
-    def _source(self, view: fx.Node) -> fx.Node:
-        return self.sources[view]
-
     def _write(self, node: fx.Node) -> None:
         view = self.members[node]
         chain = [view]
         while chain[-1] is not self.root:
-            chain.append(self._source(chain[-1]))
+            chain.append(self.sources[chain[-1]])
         olds = [self._value(v, node) for v in chain]
         node.target = functional_form(node.target)  # type: ignore[assignment]
         new = keep_dtype(self.graph, node, olds[0])
@@ -153,8 +159,8 @@ def _sharing(root: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _sorted(order: dict[fx.Node, int], nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    return iter(sorted(nodes, key=order.__getitem__))
+def _sorted(order: dict[fx.Node, int], nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return sorted(nodes, key=order.__getitem__)
 
 
 def _writes_first(node: fx.Node) -> bool:
