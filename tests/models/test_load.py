@@ -128,7 +128,7 @@ def test_sums_of_the_other_mixtures():
     def glm(experts: int) -> int:
         return 46 * attention + dense(h, 10944) + 45 * (128 * h + (experts + 1) * dense(h, 1408)) + ends
 
-    assert glm(128) == PARAMETERS["glm-4.5-air"] and glm(8) // 10**9 == 13  # 12 without the table
+    assert glm(128) == PARAMETERS["glm-4.5-air"] and glm(8) // 10**9 == 13  # 12 without table and head
 
     h, q, kv, e = 2880, 64 * 64, 8 * 64, 128
     attention = 2 * h * q + 2 * h * kv + q + 2 * kv + h + 64  # with biases and a sink for each head
