@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -51,9 +52,7 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
 
 def written_state(node: fx.Node, name: str) -> UnsupportedOp:
     """Return the error of a write to a parameter, buffer or input."""
-    return UnsupportedOp(
-        f"{node.target} writes to {name}", where=source_line(node), fix="compute a new tensor instead"
-    )
+    return UnsupportedOp(f"{node.target} writes to {name}", where=source_line(node), fix="compute a new tensor instead")
 
 
 def _written(node: fx.Node) -> fx.Node:
@@ -107,7 +106,7 @@ def _refuse_running_statistics(graph: fx.Graph) -> None:
             )
 
 
-def functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def functional_form(target: Any) -> torch._ops.OpOverload | None:
     """Return `relu` for `relu_`, if there is one."""
     packet = getattr(torch.ops.aten, target._schema.name.split("::")[1].removesuffix("_"), None)
     name = target._overloadname

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,38 +18,39 @@ from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, 
 
 aten = torch.ops.aten
 
-Inverse = Callable[[fx.Node], tuple[torch._ops.OpOverload, tuple[object, ...]] | None]
+Inverse = tuple[Any, tuple[Any, ...]] | None
 
 
-def _slice(view: fx.Node) -> tuple[torch._ops.OpOverload, tuple[object, ...]] | None:
-    dim, start, end, step = (*view.args[1:], *(0, None, None, 1)[len(view.args) - 1 :])
+def _slice(view: fx.Node) -> Inverse:
+    given: tuple[Any, ...] = view.args[1:]
+    dim, start, end, step = given + (0, None, None, 1)[len(given) :]
     whole = start in (0, None) and (end is None or end == sys.maxsize) and step == 1
     return None if whole else (aten.slice_scatter.default, (dim, start, end, step))
 
 
 # view -> op that puts a new value of the view back into its source, given (source, value, *rest); None: it is the value
-_INVERSES: dict[object, Inverse] = {
+_INVERSES: dict[Any, Callable[[fx.Node], Inverse]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: lambda view: (aten.select_scatter.default, view.args[1:]),
 }
 
 
-def write_views_functionally(graph: fx.Graph, state: Mapping[str, str]) -> None:
-    """Rewrite all writes through views. Leaves the graph as it is if any of them is not known here.
-
-    `state`: placeholder -> parameter, buffer or input. Raises UnsupportedOp for a write to one of them.
-    """
+def write_views_functionally(graph: fx.Graph) -> None:
+    """Rewrite all writes through views. Leaves the graph as it is if any of them is not known here."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    roots: dict[fx.Node, None] = {}
-    for node in filter(writes_through_view, graph.nodes):
-        root = _root(node)
-        if root.name in state:
-            raise written_state(node, state[root.name])
-        roots[root] = None
-    groups = [_Group(graph, root, order) for root in roots]
+    groups = [
+        _Group(graph, root, order) for root in dict.fromkeys(map(_root, filter(writes_through_view, graph.nodes)))
+    ]
     if all(group.is_known() for group in groups):
         for group in groups:
             group.rewrite()
+
+
+def refuse_writes_to_state(graph: fx.Graph, changed: Mapping[str, str]) -> None:
+    """Raise UnsupportedOp for a write through a view to `changed`: placeholder -> parameter, buffer or input."""
+    for node in filter(writes_through_view, graph.nodes):
+        if name := changed.get(_root(node).name):
+            raise written_state(node, name)
 
 
 def writes_through_view(node: fx.Node) -> bool:

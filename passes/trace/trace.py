@@ -23,7 +23,7 @@ from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
-from autoptd.passes.normalise.view_writes import write_views_functionally, writes_through_view
+from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_views_functionally, writes_through_view
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
@@ -68,12 +68,14 @@ def trace(
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=bound)
             program = exporter.run(repeats=repeats)
-        write_views_functionally(program.graph, _state(program, list(inputs)))
+        write_views_functionally(program.graph)
         if repeats and _to_decompose(program.graph):
             program = exporter.run(repeats=False)
         if _to_decompose(program.graph):
+            written = program.graph
             with silent_export():
                 program = program.run_decompositions({})
+            refuse_writes_to_state(written, _changed(program, list(inputs)))
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, batch, objective)
     traced.averaging = averaging
@@ -187,12 +189,13 @@ def _to_decompose(graph: fx.Graph) -> bool:
     return any(map(writes_through_view, graph.nodes)) or any(transforms)
 
 
-def _state(program: torch.export.ExportedProgram, inputs: list[str]) -> dict[str, str]:
-    """Return the parameters, buffers and inputs of a graph: placeholder -> the user's name."""
+def _changed(program: torch.export.ExportedProgram, inputs: list[str]) -> dict[str, str]:
+    """Return the buffers and inputs that a decomposed program changes: placeholder -> the user's name."""
     signature = program.graph_signature
-    own = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    given = dict(zip(map(str, signature.user_inputs), inputs, strict=True))
-    return {arg: name.removeprefix("model.") for arg, name in own.items()} | given
+    changed = {*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()}
+    buffers = {arg: name.removeprefix("model.") for arg, name in signature.inputs_to_buffers.items() if name in changed}
+    given = zip(map(str, signature.user_inputs), inputs, strict=True)
+    return buffers | {arg: name for arg, name in given if arg in changed}
 
 
 def _check_inputs(inputs: Mapping[str, Tensor]) -> None:

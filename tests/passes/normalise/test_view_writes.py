@@ -111,7 +111,16 @@ def whole(self: nn.Module, h: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("body", [transposed, reshaped, whole])
+def cast(self: nn.Module, h: Tensor) -> Tensor:
+    """A cast makes a new tensor: what it was made of stays."""
+    table = self.table.float()
+    table[:, 0] = 1.0
+    y = h.float()
+    y[..., 1] = 2.0
+    return y.double() + table + h + self.table
+
+
+@pytest.mark.parametrize("body", [transposed, reshaped, whole, cast])
 def test_other_views_stay_right(body: Body) -> None:
     assert_unchanged(model_of(body), batch())
 
