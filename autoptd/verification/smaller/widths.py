@@ -22,8 +22,10 @@ _WIDTH = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KEY_HEADS = ("num_key_value_heads",)
 _HEAD_WIDTH = ("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_INNER = ("intermediate_size", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size")
-_INNER += ("intermediate_size_mlp", "q_lora_rank", "kv_lora_rank")
+_INNER = (
+    *("intermediate_size", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("intermediate_size_mlp", "q_lora_rank", "kv_lora_rank"),
+)
 _VOCABULARY = ("vocab_size",)
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _GROUPS = ("n_group",)
