@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.graph import op_name, source_line
+from autoptd.passes.graph import op_name, source_line, substitute
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -15,7 +18,7 @@ aten = torch.ops.aten
 def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite `relu_(x)` on a fresh tensor to `relu(x)`, and let later readers of x read the result.
 
-    The tracer has functionalised writes through views. Raises UnsupportedOp for writes to parameters, buffers, inputs.
+    Writes through views have one already. Raises UnsupportedOp for writes to parameters, buffers, inputs.
     """
     _refuse_running_statistics(graph)
     state = {**traced.buffers, **traced.parameters, **traced.inputs}
@@ -27,11 +30,7 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
             continue
         written = _written(node)
         if written.name in state:
-            raise UnsupportedOp(
-                f"{node.target} writes to {state[written.name]}",
-                where=source_line(node),
-                fix="compute a new tensor instead",
-            )
+            raise written_state(node, state[written.name])
         if written is not node.args[0]:
             raise UnsupportedOp(
                 f"{node.target} writes to the tensor passed as out=",
@@ -39,16 +38,21 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
                 fix="use the returned tensor; a module that updates its buffers this way in training, such as a "
                 "spectral norm, can be put in eval mode",
             )
-        functional = _functional(node.target)
+        functional = functional_form(node.target)
         if functional is None:
             raise UnsupportedOp(
                 f"{node.target} writes in place", where=source_line(node), fix="use its functional form"
             )
         node.target = functional
         later = [user for user in written.users if order[user] > order[node]]
-        result = _keep_dtype(graph, node, written)
+        result = keep_dtype(graph, node, written)
         for user in later:
             user.replace_input_with(written, result)
+
+
+def written_state(node: fx.Node, name: str) -> UnsupportedOp:
+    """Return the error of a write to a parameter, buffer or input."""
+    return UnsupportedOp(f"{node.target} writes to {name}", where=source_line(node), fix="compute a new tensor instead")
 
 
 def _written(node: fx.Node) -> fx.Node:
@@ -61,16 +65,35 @@ def _written(node: fx.Node) -> fx.Node:
     return written
 
 
-def _keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
+def keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
     """Cast the result to the dtype of `written`, if needed: `x.add_(y)` has the dtype of x, `x + y` the wider one."""
-    dtype = written.meta["val"].dtype
-    if all(o.meta["val"].dtype == dtype for o in node.all_input_nodes):
+    value = written.meta["val"]
+    wide = _result_dtype(node)
+    if wide in (None, value.dtype):
         return node
     with graph.inserting_after(node):
-        cast = graph.call_function(aten.to.dtype, (node, dtype))
+        cast = graph.call_function(aten.to.dtype, (node, value.dtype))
     cast.meta = dict(node.meta)
+    node.meta["val"] = value.to(wide)
+    if "shapes" in node.meta:
+        node.meta["shapes"] = replace(node.meta["shapes"], dtype=wide)
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
     return cast
+
+
+def _result_dtype(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype that an op gives, found by running it on tensors of one element; None if it refuses them."""
+
+    def tiny(operand: fx.Node) -> torch.Tensor:
+        value = operand.meta["val"]
+        return torch.ones((1,) * value.ndim, dtype=value.dtype, device="cpu")
+
+    try:
+        kwargs = {name: substitute(value, tiny) for name, value in node.kwargs.items()}
+        made = node.target(*substitute(node.args, tiny), **kwargs)  # type: ignore[operator]
+    except (IndexError, RuntimeError, TypeError):
+        return None  # such an op moves elements, and has the dtype of its first operand
+    return made.dtype if isinstance(made, torch.Tensor) else None
 
 
 def _refuse_running_statistics(graph: fx.Graph) -> None:
@@ -83,7 +106,8 @@ def _refuse_running_statistics(graph: fx.Graph) -> None:
             )
 
 
-def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def functional_form(target: Any) -> torch._ops.OpOverload | None:
+    """Return `relu` for `relu_`, if there is one."""
     packet = getattr(torch.ops.aten, target._schema.name.split("::")[1].removesuffix("_"), None)
     name = target._overloadname
     return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None

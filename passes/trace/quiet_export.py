@@ -1,9 +1,10 @@
-"""Silence torch.export's failure output: on an error it prints the partial graph, thousands of lines for a large model,
-and logs the kind of failure. autoptd's own error names the cause and the user's line."""
+"""Silence torch.export: on an error it prints the partial graph, thousands of lines for a large model, and logs the
+kind of failure; autoptd's own error names the cause and the user's line. It also warns of what torch itself does."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,14 +15,17 @@ _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"  # warns that it does
 
 @contextmanager
 def silent_export() -> Iterator[None]:
-    """Suppress what `torch.export._trace` (private to torch; seen in 2.13.0) prints and logs about a failure."""
+    """Suppress what `torch.export._trace` (private to torch; seen in 2.13.0) prints and logs about a failure, and a
+    warning of its copies."""
     logs: list[logging.Logger] = [_trace.log, logging.getLogger(_SYMBOLIC_SHAPES)]
     were_off = [log.disabled for log in logs]
     vars(_trace)["print"] = lambda *args, **kwargs: None  # shadows the builtin
     for log in logs:
         log.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            yield
     finally:
         for log, was_off in zip(logs, were_off, strict=True):
             log.disabled = was_off

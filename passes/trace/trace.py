@@ -23,6 +23,7 @@ from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
+from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_views_functionally, writes_through_view
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
@@ -67,10 +68,14 @@ def trace(
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=bound)
             program = exporter.run(repeats=repeats)
+        write_views_functionally(program.graph)
         if repeats and _to_decompose(program.graph):
             program = exporter.run(repeats=False)
         if _to_decompose(program.graph):
-            program = program.run_decompositions({})
+            written = program.graph
+            with silent_export():
+                program = program.run_decompositions({})
+            refuse_writes_to_state(written, _changed(program, list(inputs)))
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, batch, objective)
     traced.averaging = averaging
@@ -181,24 +186,16 @@ class _Exporter:
 def _to_decompose(graph: fx.Graph) -> bool:
     """Return whether torch must decompose a graph: it writes through views, or uses transforms of torch.func."""
     transforms = (getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
-    return _writes_through_views(graph) or any(transforms)
+    return any(map(writes_through_view, graph.nodes)) or any(transforms)
 
 
-def _writes_through_views(graph: fx.Graph) -> bool:
-    """Return whether an in-place op writes to a view or to a tensor with views, which only torch can functionalise."""
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        written = node.args[0] if node.target._schema.is_mutable else None
-        if isinstance(written, fx.Node) and any(_is_view(n) for n in (written, *written.users)):
-            return True
-    return False
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and any(
-        a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments
-    )
+def _changed(program: torch.export.ExportedProgram, inputs: list[str]) -> dict[str, str]:
+    """Return the buffers and inputs that a decomposed program changes: placeholder -> the user's name."""
+    signature = program.graph_signature
+    changed = {*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()}
+    buffers = {arg: name.removeprefix("model.") for arg, name in signature.inputs_to_buffers.items() if name in changed}
+    given = zip(map(str, signature.user_inputs), inputs, strict=True)
+    return buffers | {arg: name for arg, name in given if arg in changed}
 
 
 def _check_inputs(inputs: Mapping[str, Tensor]) -> None:

@@ -20,31 +20,44 @@ from autoptd.models.nanogpt import GPTSizes, NanoGPT
 # Parameters, tied ones once. llama, gpt2, bert, vit, mixtral, qwen3, t5: counts of the released checkpoints (those of
 # the last three quoted from memory; the sums below say the same);
 # gpt3-175b: 96 * (12 h^2 + 13 h) + (50257 + 2048 + 2) h with h = 12288.
+# deepseek-v3, glm-4.5-air, gpt-oss-120b, llama4-scout: the sums below.
 PARAMETERS = {
     "bert-large": 335_174_458,
+    "deepseek-v3": 671_026_404_352,
+    "glm-4.5-air": 106_852_245_504,
+    "gpt-oss-120b": 116_829_156_672,
     "gpt2": 124_439_808,
     "gpt3-175b": 96 * (12 * 12288**2 + 13 * 12288) + (50257 + 2048 + 2) * 12288,
     "llama3.1-8b": 8_030_261_248,
     "llama3-405b": 405_853_388_800,
     "llama3-70b": 70_553_706_496,
     "llama3-8b": 8_030_261_248,
+    "llama4-scout": 107_769_861_120,
+    "mixtral-8x22b": 140_620_634_112,
     "mixtral-8x7b": 46_702_792_704,
     "nanogpt": 12 * (12 * 768**2 + 2 * 768) + (50304 + 1024 + 1) * 768,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-30b-a3b": 30_532_122_624,
     "t5-3b": 2_851_598_336,
     "vit-large": 304_326_632,
 }
 LIMITS = {
     "bert-large": 512,
+    "deepseek-v3": 163840,
+    "glm-4.5-air": 131072,
+    "gpt-oss-120b": 131072,
     "gpt2": 1024,
     "gpt3-175b": 2048,
     "llama3.1-8b": 131072,
     "llama3-405b": 131072,
     "llama3-70b": 8192,
     "llama3-8b": 8192,
+    "llama4-scout": 10485760,
+    "mixtral-8x22b": 65536,
     "mixtral-8x7b": 32768,
     "nanogpt": 1024,
     "qwen3-235b-a22b": 40960,
+    "qwen3-30b-a3b": 40960,
     "t5-3b": None,
     "vit-large": None,
 }
@@ -82,11 +95,54 @@ def test_sums_of_the_mixtures_and_of_t5():
         return layers * (attention + e * h + 3 * e * h * f + 2 * h) + 2 * vocab * h + h
 
     assert mixture(32, 4096, 14336, 8, 4096, 1024, 32000, 0) == PARAMETERS["mixtral-8x7b"]
+    assert mixture(56, 6144, 16384, 8, 6144, 1024, 32000, 0) == PARAMETERS["mixtral-8x22b"]
     assert mixture(94, 4096, 1536, 128, 8192, 512, 151936, 2 * 128) == PARAMETERS["qwen3-235b-a22b"]
+    assert mixture(48, 2048, 768, 128, 4096, 512, 151936, 2 * 128) == PARAMETERS["qwen3-30b-a3b"]
     h, inner, f, buckets = 1024, 32 * 128, 16384, 32 * 32
     attention, perceptron = 4 * h * inner + h, 2 * h * f + h
     encoder, decoder = 24 * (attention + perceptron) + buckets + h, 24 * (2 * attention + perceptron) + buckets + h
     assert encoder + decoder + 32128 * h == PARAMETERS["t5-3b"]
+
+
+def test_sums_of_the_other_mixtures():
+    """Published as 671 B, 106 B, 116.83 B and 109 B (with the vision part), of which 37, 12, 5.13 and 17 B compute each
+    token. attention: a layer's; dense: a perceptron's with three matrices; f of an expert; e experts."""
+
+    def dense(h: int, f: int) -> int:
+        return 3 * h * f
+
+    h, heads, q_rank, kv_rank = 7168, 128, 1536, 512
+    queries = h * q_rank + q_rank + q_rank * heads * (128 + 64)
+    keys = h * (kv_rank + 64) + kv_rank + kv_rank * heads * (128 + 128)
+    attention, ends = queries + keys + heads * 128 * h + 2 * h, 2 * 129280 * h + h
+    deepseek = 61 * attention + 3 * dense(h, 18432) + ends
+
+    def deepseek_v3(experts: int) -> int:
+        return deepseek + 58 * (256 * h + (experts + 1) * dense(h, 2048))
+
+    assert deepseek_v3(256) == PARAMETERS["deepseek-v3"] and deepseek_v3(8) // 10**9 == 37
+
+    h, q, kv = 4096, 96 * 128, 8 * 128
+    attention, ends = 2 * h * q + 2 * h * kv + q + 2 * kv + 2 * h, 2 * 151552 * h + h
+
+    def glm(experts: int) -> int:
+        return 46 * attention + dense(h, 10944) + 45 * (128 * h + (experts + 1) * dense(h, 1408)) + ends
+
+    assert glm(128) == PARAMETERS["glm-4.5-air"] and glm(8) // 10**9 == 13  # 12 without table and head
+
+    h, q, kv, e = 2880, 64 * 64, 8 * 64, 128
+    attention = 2 * h * q + 2 * h * kv + q + 2 * kv + h + 64  # with biases and a sink for each head
+    experts = e * (dense(h, h) + 3 * h) + e * h + e  # of which the router has e h + e
+    assert 36 * (attention + experts + 2 * h) + 2 * 201088 * h + h == PARAMETERS["gpt-oss-120b"]
+    assert [round(36 * x / 1e9, 2) for x in (attention, experts)] == [0.96, 114.71]  # as in the model card
+
+    h, q, kv = 5120, 40 * 128, 8 * 128
+    attention, ends = 2 * h * q + 2 * h * kv + 2 * h, 2 * 202048 * h + h
+
+    def scout(experts: int) -> int:
+        return 48 * (attention + 16 * h + (experts + 1) * dense(h, 8192)) + ends
+
+    assert scout(16) == PARAMETERS["llama4-scout"] and scout(1) // 10**9 == 17
 
 
 @pytest.mark.parametrize(

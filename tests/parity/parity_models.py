@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,10 +101,7 @@ def llama(kv_heads: int = 4) -> Case:
 def mixtral() -> Case:
     """Mixtral: rows sorted by expert, multiplied in groups and put back; the router in float32; the loss in float64."""
     from transformers import MixtralConfig, MixtralForCausalLM
-    from transformers.integrations import moe
 
-    moe._can_use_grouped_mm = lambda *_: False  # torch's kernel has no float64; use transformers' own loop
-    torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -115,7 +113,16 @@ def mixtral() -> Case:
         num_experts_per_tok=2,
         max_position_embeddings=16,
     )
-    model = MixtralForCausalLM(config)
+    return mixture(MixtralForCausalLM, config)
+
+
+def mixture(model_class: Callable[[Any], Any], config: Any) -> Case:
+    """Return a mixture of experts of transformers, with its loss in float64."""
+    from transformers.integrations import moe
+
+    moe._can_use_grouped_mm = lambda *_: False  # torch's kernel has no float64; use transformers' own loop
+    torch.manual_seed(0)
+    model = model_class(config)
     model.loss_function = float64_loss
     ids, labels = tokens()
     return Case(randomised(model), {"input_ids": ids, "labels": labels})
@@ -129,6 +136,58 @@ def mixtral_ties() -> Case:
             if name.endswith("gate.weight"):
                 p.zero_()
     return case
+
+
+def deepseek() -> Case:
+    """DeepSeek-V3: keys and values from a latent vector, keys filled by slices, a dense layer, a shared expert, experts
+    of the best groups only; norms and router in float64."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    modeling.torch = SimpleNamespace(**{**vars(torch), "float32": torch.float64})  # gradients of its router are sums
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        max_position_embeddings=16,
+    )
+    return mixture(DeepseekV3ForCausalLM, config)
+
+
+def gpt_oss() -> Case:
+    """gpt-oss: a logit per head that takes attention from all tokens, windows in every second layer, biases of experts,
+    gates interleaved with what they gate."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=3,
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+    )
+    return mixture(GptOssForCausalLM, config)
 
 
 def t5() -> Case:
@@ -504,11 +563,11 @@ OFTEN = ("gpt2", "llama", "bert", "vit", "nanogpt")  # trained with every varian
 # Trained on one mesh only, which covers what they add to the others.
 FEW_MESHES: dict[str, Callable[[], Case]] = {"mixtral": mixtral, "t5": t5}
 
-# trained with experts on ranks of their own
+# Trained with experts on ranks of their own.
 SKEWED: dict[str, Callable[[], Case]] = {"mixtral_ties": mixtral_ties}
 
-# Trained once, by a test of its own.
-WITH_TABLES: dict[str, Callable[[], Case]] = {"mpt": mpt}
+# Trained once.
+ONCE: dict[str, Callable[[], Case]] = {"mpt": mpt, "deepseek": deepseek, "gpt_oss": gpt_oss}
 
 DROPOUT: dict[str, Callable[[], Case]] = {
     "gpt2_dropout": lambda: gpt2(dropout=0.2),

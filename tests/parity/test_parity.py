@@ -13,7 +13,7 @@ from autoptd.layout.mesh import Mesh
 from autoptd.testing.parity import Trained, differences, train_in_lockstep
 from tests.pairwise import pairwise
 from tests.parity.parity_check import MESHES, Variant, alone, batches, case, check, complaints, parallel, planned
-from tests.parity.parity_models import FEW_MESHES, MODELS, OFTEN
+from tests.parity.parity_models import FEW_MESHES, MODELS, OFTEN, ONCE
 
 PLAIN = Variant()
 # each mesh is used plainly with one optimizer, and with the other in one of these variants, in turn
@@ -74,9 +74,10 @@ def test_mixtures_and_encoder_decoders(name: str) -> None:
     assert not {n for n, p in placed.items() if p in ("B", "Bp") and not n.endswith(("norm.weight", "gate.weight"))}
 
 
-def test_a_table_that_limits_the_sequence() -> None:
-    """Sizes such as min(16, s), which do not occur at the large sizes at which ops are otherwise examined."""
-    assert not check("mpt", Mesh(2, 2, 2), Variant(bulk=True, recompute="selective"), "sgd")
+@pytest.mark.parametrize("name", ONCE)
+def test_models_with_a_feature_of_their_own(name: str) -> None:
+    """Of mpt: sizes such as min(16, s), which do not occur at the large sizes at which ops are otherwise examined."""
+    assert not check(name, Mesh(2, 2, 2), Variant(bulk=True, recompute="selective"), "sgd")
 
 
 def test_every_way_of_communicating_occurs() -> None:

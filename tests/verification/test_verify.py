@@ -100,6 +100,16 @@ def test_what_is_carried_over_is_the_plan() -> None:
         ({"hidden_size": 768, "num_attention_heads": 12}, Ranks(8), {"hidden_size": 16, "num_attention_heads": 4}),
         ({"vocab_size": 50257}, Ranks(8), {"vocab_size": 25}),
         ({"vocab_size": 50304}, Ranks(2, 2), {"vocab_size": 24}),
+        (  # parts of a head
+            {"hidden_size": 7168, "num_attention_heads": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            Ranks(4),
+            {"hidden_size": 16, "num_attention_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+        ),
+        (  # several experts in each group, as many groups
+            {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+            Ranks(4),
+            {"n_routed_experts": 32, "num_experts_per_tok": 2},
+        ),
     ],
 )
 def test_narrower_sizes_split_as_the_planned_ones(

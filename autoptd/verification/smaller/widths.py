@@ -22,10 +22,14 @@ from typing import Any
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KEY_HEADS = ("num_key_value_heads",)
-_HEAD_WIDTH = ("head_dim", "d_kv")
-_INNER = ("intermediate_size", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size")
+_HEAD_WIDTH = ("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_INNER = (
+    *("intermediate_size", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("intermediate_size_mlp", "q_lora_rank", "kv_lora_rank"),
+)
 _VOCABULARY = ("vocab_size",)
-_EXPERTS = ("num_local_experts", "num_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_GROUPS = ("n_group",)
 _CHOSEN = ("num_experts_per_tok",)
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _GROUPED = 8  # elements: row alignment of grouped matmuls
@@ -70,8 +74,10 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
     found |= {n: congruent(x, 2 * width + 4, rest) for n, x in given(_INNER).items()}
     found |= {n: congruent(x, 24 * ranks.scale, ranks.all) for n, x in given(_VOCABULARY).items()}
     chosen = {n: min(x, 2) for n, x in given(_CHOSEN).items()}
+    groups = max(given(_GROUPS).values(), default=1)  # of experts, at least two in each
+    least = max(-(-max(4, *chosen.values(), 0) // groups), 2 if groups > 1 else 1)
     found |= chosen | {
-        n: same_divisors(x, max(4, *chosen.values(), 0), ranks.all * ranks.ep) for n, x in given(_EXPERTS).items()
+        n: groups * same_divisors(x // groups, least, ranks.all * ranks.ep) for n, x in given(_EXPERTS).items()
     }
     found |= {n: congruent(x, tokens + 1, ranks.all) for n, x in given(_POSITIONS).items()}
     words = min((found[n] for n in _VOCABULARY if n in found), default=0)
@@ -102,7 +108,8 @@ def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks,
     if width % count == 0 and each >= width // count:
         return {}
     found[width_name] = found[head_name] * each
-    return found | dict.fromkeys(given(_HEAD_WIDTH), each)
+    parts = given(_HEAD_WIDTH)  # equal ones stay equal, others keep their ratio: a split into equal parts is another op
+    return found | {n: each * x // min(parts.values()) for n, x in parts.items()}
 
 
 def _image(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks) -> dict[str, int]:

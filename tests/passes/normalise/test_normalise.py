@@ -113,8 +113,9 @@ def order_of_writes(self: nn.Module, h: Tensor) -> Tensor:
 
 
 def keeps_dtype_in_place(self: nn.Module, h: Tensor) -> Tensor:
-    y = h.float()
+    y = h.float() * 1
     y.add_(h)
+    y[..., 0].copy_(h[..., 1])
     return self.second(y.double())
 
 
@@ -194,7 +195,7 @@ CASES = [
     Case(slice_assignment, "fill_ copy_"),
     Case(write_through_view, "mul_ view"),
     Case(order_of_writes, "add_ mul_"),
-    Case(keeps_dtype_in_place, "add_"),
+    Case(keeps_dtype_in_place, "add_ copy_"),
     Case(copied, "copy_"),
     Case(no_ops, "contiguous clone slice view cat dropout alias add to expand"),
     Case(put_by_mask, "index_put", "where"),

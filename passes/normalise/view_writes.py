@@ -1,0 +1,171 @@
+"""Functional forms of writes through slices: `y[:, 0] = x` becomes a `slice_scatter`, and later readers of y read that.
+
+torch functionalises any write through a view, but only by tracing the whole graph again, layer by layer. The writes
+that models contain (a key filled half by half, a class token, one column) need no more than the inverse of each view.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, written_state
+
+aten = torch.ops.aten
+
+Inverse = tuple[Any, tuple[Any, ...]] | None
+
+
+def _slice(view: fx.Node) -> Inverse:
+    given: tuple[Any, ...] = view.args[1:]
+    dim, start, end, step = given + (0, None, None, 1)[len(given) :]
+    whole = start in (0, None) and (end is None or end == sys.maxsize) and step == 1
+    return None if whole else (aten.slice_scatter.default, (dim, start, end, step))
+
+
+# view -> op that puts a new value of the view back into its source, given (source, value, *rest); None: it is the value
+_INVERSES: dict[Any, Callable[[fx.Node], Inverse]] = {
+    aten.slice.Tensor: _slice,
+    aten.select.int: lambda view: (aten.select_scatter.default, view.args[1:]),
+}
+
+
+def write_views_functionally(graph: fx.Graph) -> None:
+    """Rewrite all writes through views. Leaves the graph as it is if any of them is not known here."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    groups = [
+        _Group(graph, root, order) for root in dict.fromkeys(map(_root, filter(writes_through_view, graph.nodes)))
+    ]
+    if all(group.is_known() for group in groups):
+        for group in groups:
+            group.rewrite()
+
+
+def refuse_writes_to_state(graph: fx.Graph, changed: Mapping[str, str]) -> None:
+    """Raise UnsupportedOp for a write through a view to `changed`: placeholder -> parameter, buffer or input."""
+    for node in filter(writes_through_view, graph.nodes):
+        if name := changed.get(_root(node).name):
+            raise written_state(node, name)
+
+
+def writes_through_view(node: fx.Node) -> bool:
+    """Return whether an in-place op writes to a view or to a tensor with views."""
+    return _is_write(node) and any(map(is_view, (node.args[0], *node.args[0].users)))  # type: ignore[arg-type,union-attr]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether the result of a node may share memory with an argument that the node does not write to."""
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments
+    )
+
+
+def _is_write(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and isinstance(node.args[0], fx.Node)
+    )
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Return the tensor that a chain of views and writes begins with."""
+    while (is_view(node) or _is_write(node)) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+class _Group:
+    """A tensor with everything that shares its memory."""
+
+    def __init__(self, graph: fx.Graph, root: fx.Node, order: dict[fx.Node, int]) -> None:
+        self.graph, self.root, self.order = graph, root, order
+        self.members = {root: root}  # node -> the view that it is: a write's result is the view written to
+        self.sources: dict[fx.Node, fx.Node] = {}  # view -> the view it is taken of
+        for node in _sorted(order, _sharing(root)):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            self.members[node] = self.members[source] if _is_write(node) else node
+            self.sources.setdefault(self.members[node], self.members[source])
+        self.writes = [node for node in self.members if _is_write(node)]
+        self.now: dict[fx.Node, fx.Node] = {}  # view -> a node with its present value
+
+    def is_known(self) -> bool:
+        """Return whether each write has a functional form, and each view read or written before the last one an
+        inverse."""
+        last = max(self.order[node] for node in self.writes)
+        early = [n for n in self.members if n is not self.root and self.order[n] < last and not _is_write(n)]
+        return (
+            self.root.op == "call_function"
+            and all(_writes_first(node) and functional_form(node.target) is not None for node in self.writes)
+            and all(node.target in _INVERSES for node in early)
+            and not any(isinstance(u.target, torch._ops.HigherOrderOperator) for n in self.members for u in n.users)
+        )
+
+    def rewrite(self) -> None:
+        """Replace writes by functional ops, and views that they change by views of the new value."""
+        self.now = {self.root: self.root}
+        for node in _sorted(self.order, {user for member in self.members for user in member.users}):
+            for source in [n for n in node.all_input_nodes if n in self.members]:
+                node.replace_input_with(source, self._value(self.members[source], node))
+            if node in self.writes:
+                self._write(node)
+            elif node in self.members:
+                self.now[node] = node
+
+    def _value(self, view: fx.Node, reader: fx.Node) -> fx.Node:
+        """Return a node with the present value of a view, made before its reader if need be."""
+        if view not in self.now:
+            source = self._value(self.sources[view], reader)
+            with self.graph.inserting_before(reader):
+                self.now[view] = self.graph.call_function(view.target, (source, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
+            self.now[view].meta = dict(view.meta)
+        return self.now[view]
+
+    def _write(self, node: fx.Node) -> None:
+        view = self.members[node]
+        chain = [view]
+        while chain[-1] is not self.root:
+            chain.append(self.sources[chain[-1]])
+        olds = [self._value(v, node) for v in chain]
+        node.target = functional_form(node.target)  # type: ignore[assignment]
+        new = keep_dtype(self.graph, node, olds[0])
+        self.members[new] = view
+        self.now = {view: new}
+        for inner, source, old in zip(chain, chain[1:], olds[1:], strict=False):
+            if inverse := _INVERSES[inner.target](inner):
+                op, rest = inverse
+                with self.graph.inserting_after(new):
+                    made = self.graph.call_function(op, (old, new, *rest))
+                made.meta = {**node.meta, "val": source.meta["val"]}
+                new = made
+            self.now[source] = new
+
+
+def _sharing(root: fx.Node) -> set[fx.Node]:
+    """Return all nodes that may share memory with `root`, without it."""
+    found: set[fx.Node] = set()
+    ahead = [root]
+    while ahead:
+        node = ahead.pop()
+        for user in node.users:
+            shares = user.target is operator.getitem or is_view(user) or _is_write(user)
+            if shares and user.args[0] is node and user not in found:
+                found.add(user)
+                ahead.append(user)
+    return found
+
+
+def _sorted(order: dict[fx.Node, int], nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return sorted(nodes, key=order.__getitem__)
+
+
+def _writes_first(node: fx.Node) -> bool:
+    """Return whether an op writes to its first argument only."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return [a.alias_info is not None and a.alias_info.is_write for a in schema] == [True] + [False] * (len(schema) - 1)

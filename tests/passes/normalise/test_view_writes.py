@@ -1,0 +1,138 @@
+"""Writes through slices get a functional form without torch's second trace; readers see what they would in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoptd.errors import UnsupportedOp
+from tests.passes.interpret import assert_unchanged, names_of, normalised
+from tests.passes.normalise import test_normalise
+from tests.passes.normalise.test_normalise import WIDTH, batch, model_of
+
+Body = Callable[[nn.Module, Tensor], Tensor]
+HALF = WIDTH // 2
+
+
+def filled(self: nn.Module, h: Tensor) -> Tensor:
+    """As multi-head latent attention fills its keys."""
+    y = h.new_empty(*h.shape[:-1], WIDTH + 2)
+    y[..., :WIDTH].copy_(self.second(h))
+    y[..., WIDTH:].copy_(h[..., :1].expand(-1, -1, 2))
+    return y.transpose(1, 2)
+
+
+def stale_views(self: nn.Module, h: Tensor) -> Tensor:
+    """Views taken before a write and read after it, of other parts and of the same."""
+    y = self.second(h)
+    left, column, inner = y[..., :HALF], y[..., 1], y[:, 1:][..., 1:3]
+    before = column * 1
+    y[..., 1:] *= 2
+    left += 1
+    return y + before[..., None] + column[..., None] + inner.sum((1, 2), keepdim=True)
+
+
+def nested(self: nn.Module, h: Tensor) -> Tensor:
+    y = h * 1
+    y[:, 1:][..., 2:6][:, 0] = self.second(h)[:, 0, :4]
+    y[:, 1:, ::3] -= 0.5
+    y[:, -1].mul_(3)[:, 2:].add_(1)
+    return y
+
+
+def of_itself(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    y[..., 0] = y[..., 1] + y[..., 0]
+    y[..., 1:3] += y[..., 4:6]
+    y.add_(y[..., :1] * 1)
+    return y
+
+
+def returned(self: nn.Module, h: Tensor) -> Tensor:
+    """The result of a write is the view itself: a later write to the tensor changes it."""
+    y = self.second(h)
+    part = y[..., :2].mul_(2)
+    y.add_(1)
+    return torch.cat([part, y], -1)
+
+
+def two_tensors(self: nn.Module, h: Tensor) -> Tensor:
+    y, z = self.second(h), h * 2
+    y[..., 0] = z[..., 0]
+    z[..., 1] = y[..., 0]
+    y[..., 1] = z[..., 1] + 1
+    z += y
+    return y + z
+
+
+def other_types(self: nn.Module, h: Tensor) -> Tensor:
+    y = h.sin().float() * 1
+    y[..., :HALF] += self.second(h)[..., :HALF]
+    y[..., HALF:] = h[..., :HALF]
+    return y.double()
+
+
+def in_turn(self: nn.Module, h: Tensor) -> Tensor:
+    y = torch.zeros_like(h)
+    for i in range(4):
+        y[..., i::4] = self.second(h if i == 0 else y * 1)[..., i::4]
+    return y
+
+
+@pytest.mark.parametrize("body", [filled, stale_views, nested, of_itself, returned, two_tensors, other_types, in_turn])
+def test_slices_need_no_second_trace(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.export.ExportedProgram, "run_decompositions")
+    ops = names_of(assert_unchanged(model_of(body), batch()))
+    assert not [op for op in ops if op.endswith("_")] and {"slice_scatter", "select_scatter"} & set(ops)
+
+
+def transposed(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    y.transpose(1, 2)[:, 0] = 1.0
+    y[..., 1] = 2.0
+    return y
+
+
+def reshaped(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    flat = y.view(-1)
+    y[..., 1:5] *= 2
+    return flat * 2
+
+
+def whole(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h)
+    same = y[:]
+    y += h
+    same[:] *= 2
+    return y
+
+
+def cast(self: nn.Module, h: Tensor) -> Tensor:
+    """A cast makes a new tensor: what it was made of stays."""
+    table = self.table.float()
+    table[:, 0] = 1.0
+    y = h.float()
+    y[..., 1] = 2.0
+    return y.double() + table + h + self.table
+
+
+@pytest.mark.parametrize("body", [transposed, reshaped, whole, cast])
+def test_other_views_stay_right(body: Body) -> None:
+    assert_unchanged(model_of(body), batch())
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, 0], lambda x: x[:1].transpose(0, 1), lambda x: x.view(-1)])
+@pytest.mark.parametrize("name", ["table", "x"])
+def test_state_written_through_a_view_is_refused(view: Callable[[Tensor], Tensor], name: str) -> None:
+    class Writing(test_normalise.Body):
+        def forward(self, x: Tensor) -> Tensor:
+            view(self.table if name == "table" else x).mul_(2.0)
+            return super().forward(x + self.table)
+
+    with pytest.raises(UnsupportedOp, match=f"mul_.* writes to {name}") as error:
+        normalised(Writing(lambda self, h: h).double(), batch())
+    assert "test_view_writes.py" in str(error.value)
