@@ -31,6 +31,7 @@ SAMPLED = {
     "parity/test_parity_context.py::test_cut_sequences_train_like_one_process": 2,
     "parity/test_parity_custom.py::test_kept": 2,
     "parity/test_parity_dropout.py::test_every_mesh_drops_what_one_process_drops": 3,
+    "parity/test_parity_experts.py::test_experts_train_like_one_process": 3,
     "parity/test_parity_gathers.py::test_gathering_again_changes_no_number": 2,
     "parity/test_parity_logits.py::test_no_reader_of_logits_finds_them_overwritten": 4,
     "parity/test_parity_losses.py::test_as_on_one_process": 4,

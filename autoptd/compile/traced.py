@@ -96,8 +96,7 @@ def read_model(
     given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
     objective, named = read_objective(loss, given, targets)
     objective, model = objective.joined(model)
-    # a caller's default device, such as `with torch.device("meta")`, is not that of a trace
-    with torch.device("cpu"), progress.stage(f"trace {type(model).__name__}"):
+    with progress.stage(f"trace {type(model).__name__}"):
         traced = trace(
             model,
             {**given, **named},
@@ -105,6 +104,7 @@ def read_model(
             precision=precision,
             averaging=loss_averaging,  # type: ignore[arg-type]
         )
+    # ops are tried on small tensors on the CPU, whatever the caller's default device
     with torch.device("cpu"), progress.stage("normalise and fold the graph"):
         folded = fold(normalise(traced))
         digest = graph_hash(traced)

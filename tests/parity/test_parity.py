@@ -76,7 +76,7 @@ def test_mixtures_and_encoder_decoders(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONCE)
 def test_models_with_a_feature_of_their_own(name: str) -> None:
-    """Of mpt: sizes such as min(16, s), which do not occur at the large sizes at which ops are otherwise examined."""
+    """Sizes of mpt such as min(16, s), which do not occur at the large sizes at which ops are otherwise examined."""
     assert not check(name, Mesh(2, 2, 2), Variant(bulk=True, recompute="selective"), "sgd")
 
 

@@ -26,26 +26,35 @@ from tests.parity.parity_check import Variant, case, check, parallel, planned
 
 BULK = Variant(bulk=True, micro=4)
 WAYS = [
-    (Mesh(dp=2, ep=2), BULK, "adamw"),
-    (Mesh(dp=8, ep=4), replace(BULK, zero=0, micro=2), "sgd"),
-    (Mesh(dp=4, tp=2, ep=2), BULK, "adamw"),
-    (Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, zero=2), "adamw"),
-    (Mesh(dp=4, pp=2, ep=2), replace(BULK, zero=3), "adamw"),
-    (Mesh(dp=2, cp=2, tp=2, ep=4), BULK, "adamw"),
-    (Mesh(cp=4, pp=2, ep=2), replace(BULK, zero=3, recompute="full"), "adamw"),
-    (Mesh(dp=4, pp=2, ep=4), replace(BULK, schedule="interleaved", virtual=2, recompute="ops", micro=2), "sgd"),
-    (Mesh(dp=4, pp=2, ep=4), replace(BULK, schedule="zero-bubble"), "adamw"),
-    (Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, recompute="selective", clip_norm=0.05), "adamw"),
-    (Mesh(dp=4, tp=2, ep=4), replace(BULK, sequence_parallel=False, overlap=("dp", "p2p")), "adamw"),
-    (Mesh(dp=4, pp=2, ep=2), replace(BULK, schedule="zero-bubble-v", virtual=2, zero=2), "sgd"),
+    ("mixtral", Mesh(dp=2, ep=2), BULK, "adamw"),
+    ("mixtral", Mesh(dp=8, ep=4), replace(BULK, zero=0, micro=2), "sgd"),
+    ("mixtral", Mesh(dp=4, tp=2, ep=2), BULK, "adamw"),
+    ("mixtral", Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, zero=2), "adamw"),
+    ("mixtral", Mesh(dp=4, pp=2, ep=2), replace(BULK, zero=3), "adamw"),
+    ("mixtral", Mesh(dp=2, cp=2, tp=2, ep=4), BULK, "adamw"),
+    ("mixtral", Mesh(cp=4, pp=2, ep=2), replace(BULK, zero=3, recompute="full"), "adamw"),
+    (
+        "mixtral",
+        Mesh(dp=4, pp=2, ep=4),
+        replace(BULK, schedule="interleaved", virtual=2, recompute="ops", micro=2),
+        "sgd",
+    ),
+    ("mixtral", Mesh(dp=4, pp=2, ep=4), replace(BULK, schedule="zero-bubble"), "adamw"),
+    ("mixtral", Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, recompute="selective", clip_norm=0.05), "adamw"),
+    ("mixtral", Mesh(dp=4, tp=2, ep=4), replace(BULK, sequence_parallel=False, overlap=("dp", "p2p")), "adamw"),
+    ("mixtral", Mesh(dp=4, pp=2, ep=2), replace(BULK, schedule="zero-bubble-v", virtual=2, zero=2), "sgd"),
+    ("deepseek", Mesh(dp=2, cp=2, pp=2, ep=4), BULK, "adamw"),
+    ("deepseek", Mesh(dp=4, pp=2, ep=4), replace(BULK, zero=3, micro=2, schedule="zero-bubble"), "adamw"),
+    ("gpt_oss", Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, recompute="full"), "adamw"),
+    ("gpt_oss", Mesh(dp=4, cp=2, ep=4), replace(BULK, zero=2), "sgd"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "variant", "optimizer"), WAYS, ids=[f"mixtral-{m}-{i}" for i, (m, *_) in enumerate(WAYS)]
+    ("name", "mesh", "variant", "optimizer"), WAYS, ids=[f"{n}-{m}-{i}" for i, (n, m, *_) in enumerate(WAYS)]
 )
-def test_experts_train_like_one_process(mesh: Mesh, variant: Variant, optimizer: str) -> None:
-    assert not check("mixtral", mesh, variant, optimizer)
+def test_experts_train_like_one_process(name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
+    assert not check(name, mesh, variant, optimizer)
 
 
 @pytest.mark.fault("experts without tokens")

@@ -18,7 +18,7 @@ HALF = WIDTH // 2
 
 
 def filled(self: nn.Module, h: Tensor) -> Tensor:
-    """As multi-head latent attention fills its keys."""
+    """Multi-head latent attention's way to fill its keys."""
     y = h.new_empty(*h.shape[:-1], WIDTH + 2)
     y[..., :WIDTH].copy_(self.second(h))
     y[..., WIDTH:].copy_(h[..., :1].expand(-1, -1, 2))
