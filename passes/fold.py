@@ -105,6 +105,11 @@ class Folded:
             self.representatives.setdefault(segment.kind, segment)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes besides tp over which this graph is split: of "cp" and "ep"."""
+        return (*(("cp",) if self.cut is not None else ()), *(("ep",) if self.ep > 1 else ()))
+
+    @property
     def loss_form(self) -> LossForm:
         """The loss as a function of the counts and sums over a batch."""
         return loss_form(self.traced.graph)

@@ -118,7 +118,7 @@ class BlockNames:
 
 def name_blocks(folded: Folded, loss_in_place: bool = False, regather: bool = False) -> BlockNames:
     """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses."""
-    axes = frozenset([*(["cp"] if folded.cut is not None else []), *(["ep"] if folded.ep > 1 else [])])
+    axes = frozenset(folded.axes)
     _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
     owned, prefixes = owned_by_blocks(folded)
     classes: dict[int, str] = {}

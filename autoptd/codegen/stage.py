@@ -314,9 +314,8 @@ def _assemble(
     where = ", ".join(f"{literal(str(s))}: ({literal(name)}, {dim})" for s, (name, dim) in traced.sizes.items())
     lines.append(f"    sizes = {{{where}}}")
     lines += functions.attributes(is_last) if counts else []
-    axes = [axis for axis, split in (("cp", folded.cut is not None), ("ep", folded.ep > 1)) if split]
-    takes = "".join(f", {axis}: {AXES[axis]} | None = None" for axis in axes)
-    hands = "".join(", cp" if axis == "cp" else f", {axis}={axis}" for axis in axes)
+    takes = "".join(f", {axis}: {AXES[axis]} | None = None" for axis in folded.axes)
+    hands = "".join(", cp" if axis == "cp" else f", {axis}={axis}" for axis in folded.axes)
     lines += ["", f"    def __init__(self, tp: Axis, dropout: DropoutKey | None = None{takes}) -> None:"]
     lines += [f"        super().__init__(tp, dropout{hands})", *(f"        {line}" for line in writer.setup)]
     arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]

@@ -139,7 +139,7 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
             if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue
             for shards in groups or limits.shards[:1]:
-                for ep in [n for n in limits.eps if c.dp * c.cp % n == 0]:
+                for ep in [n for n in limits.eps if c.dp * c.cp % n == 0 and not (n > 1 and shards)]:
                     for pools in _placed(limits, c):
                         yield replace(c, schedule=schedule, virtual=virtual, shards=shards, pools=pools, ep=ep)
 

@@ -67,6 +67,12 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         )
     if method.ep > 1:
         check_experts(task.folded, method.ep)
+        if method.shards:
+            raise PlanError(
+                "experts on ranks of their own are not sharded in groups",
+                where="fix['ep']",
+                fix="leave out shards or ep",
+            )
     node = task.cluster.gpus_per_node or task.world
     widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
     tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}

@@ -36,7 +36,7 @@ from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_
 
 
 def route(ends: Tensor) -> Tensor:
-    """Methods of `ops.expert_axis.Experts`, written into graphs and never run."""
+    """`Experts.route` of `ops/expert_axis.py`; like the methods below, written into graphs and never run."""
     raise AssertionError
 
 
@@ -66,7 +66,7 @@ EXPERT_OPS: Mapping[str, Callable[..., Tensor]] = {
 @dataclass(frozen=True)
 class ExpertRegion:
     """Ops on the rows of experts. `rows`: its row tensors; `reads`: those that it takes from outside; `weights`: the
-    experts' parameters and what is computed from them alone, to their first dims' size."""
+    experts' parameters and what is computed from them alone, each with the experts in its first dim."""
 
     ends: fx.Node
     ops: frozenset[fx.Node]

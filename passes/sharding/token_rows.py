@@ -55,7 +55,7 @@ class TokenRows:
             copy = self._copy(node)
         except UnsupportedOp:
             return None
-        needs = [self._placement(o) for o in operands(node)]
+        needs = [self._need(o) for o in operands(node)]
         if None in needs:
             return None
         states = self.found.states.get(copy, (None,) * len(infos(node)))
@@ -79,7 +79,7 @@ class TokenRows:
     def _state(self, node: fx.Node) -> State:
         return self.found.states.get(self.copies[node], (None,))[0]
 
-    def _placement(self, node: fx.Node) -> Placement | None:
+    def _need(self, node: fx.Node) -> Placement | None:
         """Return the placement in which an op on rows needs a tensor; None if it mixes tokens."""
         return _placement(self._state(node), infos(node)[0])
 

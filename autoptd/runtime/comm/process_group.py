@@ -5,6 +5,7 @@ NCCL and gloo support some dtypes only. Elements of other dtypes are moved as by
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class ProcessGroup:
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         out = x.new_empty(sum(receive), *x.shape[1:])
-        width = 1 if as_bytes(x) is x else x[0:1].numel() * x.itemsize
+        width = 1 if as_bytes(x) is x else math.prod(x.shape[1:]) * x.itemsize  # there may be no row
         with self.pending("exchange of rows with"):
             dist.all_to_all_single(
                 as_bytes(out),
