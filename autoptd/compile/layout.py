@@ -16,7 +16,7 @@ from autoptd.layout.placements import parse_placement
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import held_tensors
 from autoptd.passes.graph import infos
-from autoptd.passes.sharding.expert_parallel_graph import expert_parameters
+from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
 from autoptd.plans.model import Plan
 from autoptd.search.pipeline.stage_parameters import parameter_dtypes

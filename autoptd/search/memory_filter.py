@@ -16,7 +16,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory, model_state
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
-from autoptd.passes.sharding.expert_parallel_graph import expert_parameters
+from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.search.meshes import Candidate, Copies
 
 _CLOSEST = 4  # candidates that are tried if none fits, to report how much memory is missing

@@ -10,7 +10,7 @@ import sympy
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
-from autoptd.passes.sharding.expert_parallel_graph import check_experts, experts_of
+from autoptd.passes.sharding.expert_regions import check_experts, experts_of
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import allowed
 from autoptd.search.constraints.options import Constraints, SearchOptions, schedules_and_chunks

@@ -14,7 +14,7 @@ from autoptd.layout.state_bytes import Unit
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
-from autoptd.passes.sharding.expert_parallel_graph import expert_parameters
+from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
