@@ -24,12 +24,15 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     Raises Unsupported if they contradict each other or no plan can express them.
     """
     _check(row)
+    if row.tp > 1 and row.etp == 1 and row.n_experts:
+        raise Unsupported("etp 1 beside tp is not modelled")
     zero = _zero(row)
     fix: Fix = {
         "dp": row.dp,
         "tp": row.tp,
         "pp": row.pp,
         "cp": row.cp,
+        "ep": row.ep,
         "virtual": row.vpp_chunks_per_stage,
         "micro": row.micro_batch_size_seqs,
         "zero": zero,
@@ -57,7 +60,7 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if attention := _attention(row):
         fix["attention"] = attention
     if row.tp > 1:
-        fix["splits"] = _splits(shape)
+        fix["splits"] = _splits(row, shape)
     if zero >= 2 and row.fsdp_shard_size not in (None, row.dp):
         fix["shards"] = row.fsdp_shard_size
     return fix
@@ -88,6 +91,8 @@ def _zero(row: Row) -> int:
 
 
 def _recompute(row: Row) -> str:
+    if row.recompute == "unknown":
+        return "none"
     if row.recompute not in _RECOMPUTE:
         raise Unsupported(f"unknown recompute {row.recompute!r}")
     if row.recompute == "selective":
@@ -172,11 +177,28 @@ def _sends(row: Row) -> str:
     return "slices" if row.is_megatron and not row.is_megatron_core else "whole"
 
 
-def _splits(shape: Shape) -> dict[str, str]:
+def _splits(row: Row, shape: Shape) -> dict[str, str]:
     """Return Megatron's tensor-parallel splits (Shoeybi et al. 2019, section 3): columns, rows, and the vocabulary."""
     up = "S0/2" if shape.activation == "swiglu" and shape.joined else "S0"
-    columns = ("*.qkv.weight",) if shape.joined else ("*.q.weight", "*.k.weight", "*.v.weight")
-    gate = ("*.gate.weight",) if shape.activation == "swiglu" and not shape.joined else ()
-    rows = {"*.attention.out.weight": "S1", "*.perceptron.down.weight": "S1", "tokens.weight": "S0"}
-    head = {} if shape.tied else {"head.weight": "S0"}
-    return {**dict.fromkeys((*columns, *gate), "S0"), "*.perceptron.up.weight": up, **rows, **head}
+    found: dict[str, str] = {}
+    if shape.latent:  # MLASelfAttention of Megatron-Core: what is compressed is whole on every rank
+        found |= {"*.q_up.weight": "S0", "*.kv_up.weight": "S0"}
+    elif shape.joined:
+        found |= {"*.qkv.weight": "S0"}
+    else:
+        found |= {"*.q.weight": "S0", "*.k.weight": "S0", "*.v.weight": "S0"}
+    for perceptron in _perceptrons(shape):
+        gate = {f"*.{perceptron}.gate.weight": "S0"} if shape.activation == "swiglu" and not shape.joined else {}
+        found |= {**gate, f"*.{perceptron}.up.weight": up, f"*.{perceptron}.down.weight": "S1"}
+    if shape.experts and row.etp != 1:
+        found |= {"*.experts.up": "S2/2" if shape.activation == "swiglu" else "S2", "*.experts.down": "S1"}
+    found |= {"*.attention.out.weight": "S1", "tokens.weight": "S0"}
+    return found if shape.tied else {**found, "head.weight": "S0"}
+
+
+def _perceptrons(shape: Shape) -> tuple[str, ...]:
+    """Return the names of the perceptrons that every rank has a part of."""
+    if shape.experts is None:
+        return ("perceptron",)
+    dense = ("perceptron",) if "d" in shape.experts.layers else ()
+    return (*dense, "shared") if shape.experts.shared else dense

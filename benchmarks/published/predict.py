@@ -23,7 +23,7 @@ from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape, build, shape_of
 
 # fp16 costs the same as bf16: as many bytes and, on every device here, the same rate.
-_PRECISION = {"bf16": "bf16", "fp16": "bf16"}
+_PRECISION = {"bf16": "bf16", "fp16": "bf16", "fp8": "bf16"}
 
 
 @dataclass(frozen=True)

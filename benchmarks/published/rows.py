@@ -6,8 +6,9 @@ Names carry units. An absent key means unknown; unknown keys are ignored.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from autoptd.errors import AutoptdError
 
@@ -48,6 +49,25 @@ class Row(BaseModel):
     attention_impl: str = ""
     framework: str = ""
     torch_compile: bool | None = None
+    gated_mlp: bool | None = None
+    # its attention, if it is multi-head latent attention
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    # its mixtures of experts
+    n_experts: int | None = None
+    moe_top_k: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    n_shared_experts: int = 0
+    moe_shared_ffn_hidden_size: int | None = None
+    n_dense_layers: int = 0
+    moe_layer_pattern: str = ""
+    mtp_num_layers: int = 0
+    moe_routing: str = ""
+    moe_capacity_factor: float | None = None
+    moe_dispatcher: str = ""
 
     # devices and links
     gpu_type: str | None = None
@@ -64,6 +84,11 @@ class Row(BaseModel):
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
+    ep_comm_overlap: bool | None = None
+    fp8_recipe: str = ""
+    cuda_graph: str = ""
+    pp_layout: str = ""
     vpp_chunks_per_stage: int = 1
     micro_batch_size_seqs: int | None = None
     global_batch_size_seqs: int | None = None
@@ -81,6 +106,12 @@ class Row(BaseModel):
     peak_memory_unit: str = ""
     peak_memory_kind: str = ""
     is_memory_estimate_analytic: bool = False
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _absent(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read null as an absent key."""
+        return cls.model_fields[str(info.field_name)].default if value is None else value
 
     def need(self, *names: str) -> None:
         """Raise Unsupported, naming the keys that the row does not state."""

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from benchmarks.published.mixture import Experts, Latent
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.transformer import Transformer
 
@@ -39,6 +40,9 @@ class Shape:
     joined: bool
     unfused: bool  # attention materialises its score matrix
     dropout: float
+    experts: Experts | None = None
+    latent: Latent | None = None
+    ahead: bool = False  # one layer more predicts the token after the next
 
 
 def shape_of(row: Row) -> Shape:
@@ -66,16 +70,17 @@ def shape_of(row: Row) -> Shape:
         joined=learned or row.is_megatron or "nanotron" in row.framework,
         unfused=unfused,
         dropout=MEGATRON_DROPOUT if unfused and row.is_megatron else 0.0,
+        experts=_experts(row),
+        latent=_latent(row),
+        ahead=row.mtp_num_layers > 0,
     )
 
 
 def _family(row: Row) -> str:
     """Return `gpt`, `mpt`, `llama` or `nemotron`. Raises Unsupported for every architecture that is not modelled."""
     arch = row.arch or ""
-    if row.ep > 1:
-        raise Unsupported(f"expert parallelism (ep {row.ep}, {arch}) is not modelled")
-    if arch.startswith("moe"):
-        raise Unsupported(f"mixture of experts ({arch}) is not modelled")
+    if arch in ("moe", "moe(MLA)"):
+        return "llama" if row.gated_mlp is not False else "nemotron"
     if arch.startswith("gpt("):
         inside = arch.removeprefix("gpt(").lower()
         if "squared-relu" in inside and "rope" in inside:
@@ -85,6 +90,35 @@ def _family(row: Row) -> str:
     if arch in ("gpt", "llama"):
         return arch
     raise Unsupported(f"architecture {arch!r} is not modelled")
+
+
+def _experts(row: Row) -> Experts | None:
+    """Return the experts of a mixture, None for a dense model. Raises Unsupported."""
+    if not (row.arch or "").startswith("moe"):
+        return None
+    row.need("n_experts", "moe_top_k", "n_layers")
+    assert row.n_experts and row.moe_top_k and row.n_layers
+    ffn = row.moe_ffn_hidden_size or row.ffn_hidden_size
+    assert ffn
+    if "every second" in row.moe_layer_pattern:  # Llama 4: the even layers are dense
+        layers = "".join("dm"[i % 2] for i in range(row.n_layers))
+    elif row.moe_layer_pattern:
+        raise Unsupported(f"a pattern of layers that is not modelled: {row.moe_layer_pattern}")
+    else:
+        layers = "d" * row.n_dense_layers + "m" * (row.n_layers - row.n_dense_layers)
+    shared = row.moe_shared_ffn_hidden_size or row.n_shared_experts * ffn
+    return Experts(row.n_experts, row.moe_top_k, ffn, shared, layers)
+
+
+def _latent(row: Row) -> Latent | None:
+    """Return the sizes of multi-head latent attention; None for another attention. Raises Unsupported."""
+    if row.arch != "moe(MLA)":
+        return None
+    row.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    assert row.kv_lora_rank and row.qk_nope_head_dim and row.qk_rope_head_dim and row.v_head_dim
+    return Latent(
+        row.q_lora_rank or 0, row.kv_lora_rank, row.qk_nope_head_dim, row.qk_rope_head_dim, row.v_head_dim
+    )
 
 
 def padded_vocabulary(row: Row) -> int:

@@ -1,4 +1,4 @@
-"""Decoder-only transformer in plain PyTorch: GPT, MPT, Llama or Nemotron, depending on its `Shape`.
+"""Decoder-only transformer in plain PyTorch: GPT, MPT, Llama, Nemotron or a mixture of experts, by its `Shape`.
 
 Shapes: [b, s] tokens, [b, s, width] hidden states, [b, s, vocab] logits. `forward(input_ids, labels)` returns the
 mean cross entropy in float32; labels are the targets of each position, so nothing is shifted here.
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.published.mixture import LatentProjection, RoutedExperts
 
 if TYPE_CHECKING:
     from benchmarks.published.shapes import Shape
@@ -125,14 +127,35 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, s, -1))
 
 
-class Perceptron(nn.Module):
-    """Two-layer perceptron: up, activation, down."""
+class LatentAttention(nn.Module):
+    """Causal multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        assert shape.latent is not None
+        self.latent = shape.latent
+        self.project = LatentProjection(shape.width, shape.heads, shape.latent)
+        self.out = nn.Linear(shape.heads * shape.latent.values, shape.width, bias=False)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        b, s, _ = x.shape
+        q, plain, rotary, v = self.project(x)
+        q_plain, q_rotary = q.split((self.latent.plain, self.latent.rotary), dim=-1)
+        q = torch.cat((q_plain, rotate(q_rotary, tables)), dim=-1)
+        shared = rotate(rotary, tables).expand(*plain.shape[:3], self.latent.rotary)
+        k = torch.cat((plain, shared), dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class Perceptron(nn.Module):
+    """Two-layer perceptron: up, activation, down."""
+
+    def __init__(self, shape: Shape, ffn: int) -> None:
+        super().__init__()
         self.activation = ACTIVATIONS[shape.activation]
-        self.up = nn.Linear(shape.width, shape.ffn, bias=shape.bias)
-        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.bias)
+        self.up = nn.Linear(shape.width, ffn, bias=shape.bias)
+        self.down = nn.Linear(ffn, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -141,27 +164,46 @@ class Perceptron(nn.Module):
 class GatedPerceptron(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x); one matmul computes gate and up if `joined`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ffn: int) -> None:
         super().__init__()
         self.joined = shape.joined
-        self.up = nn.Linear(shape.width, (1 + shape.joined) * shape.ffn, bias=shape.bias)
+        self.up = nn.Linear(shape.width, (1 + shape.joined) * ffn, bias=shape.bias)
         if not shape.joined:
-            self.gate = nn.Linear(shape.width, shape.ffn, bias=shape.bias)
-        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.bias)
+            self.gate = nn.Linear(shape.width, ffn, bias=shape.bias)
+        self.down = nn.Linear(ffn, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).chunk(2, dim=-1) if self.joined else (self.gate(x), self.up(x))
         return self.down(F.silu(gate) * up)
 
 
-class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm perceptron."""
+def perceptron(shape: Shape, ffn: int) -> nn.Module:
+    """Return a perceptron of this width."""
+    return GatedPerceptron(shape, ffn) if shape.activation == "swiglu" else Perceptron(shape, ffn)
+
+
+class Mixture(nn.Module):
+    """Routed experts, and shared ones beside them."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        assert shape.experts is not None
+        self.experts = RoutedExperts(shape.width, shape.experts, shape.activation == "swiglu")
+        self.shared = perceptron(shape, shape.experts.shared) if shape.experts.shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.experts(x)
+        return y if self.shared is None else y + self.shared(x)
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then a pre-norm perceptron or mixture of experts."""
+
+    def __init__(self, shape: Shape, mixture: bool = False) -> None:
+        super().__init__()
         self.norm_1, self.norm_2 = _norm(shape), _norm(shape)
-        self.attention = Attention(shape)
-        self.perceptron = GatedPerceptron(shape) if shape.activation == "swiglu" else Perceptron(shape)
+        self.attention = Attention(shape) if shape.latent is None else LatentAttention(shape)
+        self.perceptron = Mixture(shape) if mixture else perceptron(shape, shape.ffn)
         self.drop = nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -169,19 +211,35 @@ class Block(nn.Module):
         return x + self.drop(self.perceptron(self.norm_2(x)))
 
 
+class NextToken(nn.Module):
+    """One layer more, which predicts the token after the next (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2, self.norm_3 = _norm(shape), _norm(shape), _norm(shape)
+        self.join = nn.Linear(2 * shape.width, shape.width, bias=False)
+        self.block = Block(shape, mixture=shape.experts is not None)
+
+    def forward(self, x: Tensor, ahead: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+        joined = self.join(torch.cat((self.norm_1(ahead), self.norm_2(x)), dim=-1))
+        return self.norm_3(self.block(joined, tables))
+
+
 class Transformer(nn.Module):
     """Decoder with its loss: embedding, blocks, norm, head, cross entropy."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
+        self.rotary = shape.latent.rotary if shape.latent else shape.head_dim
         self.tokens = nn.Embedding(shape.vocab, shape.width)
         self.positions = nn.Embedding(shape.positions, shape.width) if shape.positions else None
         if shape.positions:
             self.max_seq = shape.positions
         self.drop = nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        layers = shape.experts.layers if shape.experts else "d" * shape.layers
+        self.blocks = nn.ModuleList(Block(shape, mixture=kind == "m") for kind in layers)
         self.norm = _norm(shape)
+        self.ahead = NextToken(shape) if shape.ahead else None
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.tokens.weight
@@ -192,11 +250,18 @@ class Transformer(nn.Module):
         x = self.tokens(input_ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(s, device=device))
-        tables = None if self.positions is not None else rotary_tables(s, self.head_dim, device)
+        tables = None if self.positions is not None else rotary_tables(s, self.rotary, device)
         x = self.drop(x)
         for block in self.blocks:
             x = block(x, tables)
-        logits = self.head(self.norm(x)).float()
+        loss = self.loss(self.norm(x), labels)
+        if self.ahead is not None:  # a token later than `labels` would be the target; no cost depends on that
+            loss = loss + self.loss(self.ahead(x, self.tokens(labels), tables), labels)
+        return loss
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross entropy of hidden states."""
+        logits = self.head(x).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def example_inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
