@@ -55,11 +55,14 @@ class Peaks(_ClusterPart):
     fp32: Rate
     bf16: Rate
     fp16: Rate
+    fp8: Rate | None = None  # None: the device has no such rate
 
     def of(self, dtype: str) -> float:
         """Return the peak for a precision. Raises ValueError naming the known ones."""
         if dtype not in type(self).model_fields:
             raise ValueError(f"no matmul peak for precision {dtype!r}; {nearest(dtype, type(self).model_fields)}")
+        if getattr(self, dtype) is None:
+            raise ValueError(f"the device has no matmul peak for precision {dtype!r}")
         return float(getattr(self, dtype))
 
 
@@ -95,6 +98,7 @@ class Device(_ClusterPart):
     head_overhead: Overhead = 0.0  # of attention, in elements of a head
     matmul_flops_per_s: Peaks
     matmul_sustained: Sustained = Sustained()
+    fp8_sustained: Sustained | None = None  # of products in fp8; None: the fraction of the others
     attention_sustained: Sustained = Sustained()  # forward
     attention_backward_sustained: Sustained | None = None  # None: as forward
     attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # other implementations, by name
@@ -116,6 +120,11 @@ class Device(_ClusterPart):
     def collective_share(self) -> float:
         """The fraction of the device that collectives take while they overlap with kernels."""
         return self.collective_multiprocessors / self.multiprocessors if self.multiprocessors else 0.0
+
+    def matmul_fraction(self, dtype: str) -> float:
+        """Return the fraction of the matmul peak that products of a precision sustain."""
+        found = self.fp8_sustained if dtype == "fp8" else None
+        return (found or self.matmul_sustained).fraction
 
     @property
     def usable_bytes(self) -> int:

@@ -44,7 +44,8 @@ class OpWork:
     `nbytes`: read and written. `dtype`: of its operands ("bf16", …). `launches`: kernels, 0 if it is part of another.
     Products: `batch` × (`m` × `k` times `k` × `n`) if known. Attention: `batch` heads, `m` queries, `n` keys, head size
     `k`; flops count the whole square even if `causal`. `part`: the op of the graph of which this is one of many
-    kernels; the host dispatches the op once, and each kernel takes `launch_s`.
+    kernels; the host dispatches the op once, and each kernel takes `launch_s`. `groups`: "m" or "k" if the product is
+    grouped: the extent that counts the rows of each of its `batch` matrices.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class OpWork:
     launches: int = 1
     implementation: str = ""  # of attention; "" is the device's default one
     part: str = ""
+    groups: str = ""
 
     @property
     def attends(self) -> bool:
@@ -69,7 +71,7 @@ class OpWork:
 
 def matmul_s(device: Device, work: OpWork) -> float:
     """Return the seconds of a (batched) matmul, without launch; if m, n or k is unknown, at the best rate."""
-    rate = device.matmul_flops_per_s.of(work.dtype) * device.matmul_sustained.fraction
+    rate = device.matmul_flops_per_s.of(work.dtype) * device.matmul_fraction(work.dtype)
     bytes_s = memory_s(device, work.nbytes)
     if work.m is None or work.n is None or work.k is None or device.multiprocessors is None:
         return max(work.flops / rate, bytes_s)

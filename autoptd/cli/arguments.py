@@ -27,11 +27,14 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "zero": int,
     "recompute": ("auto", "none", "selective", "ops", "full"),
     "schedule": SCHEDULE_KINDS,
-    "overlap": ("dp", "p2p", "tp"),  # several, or none
+    "overlap": ("dp", "ep", "p2p", "tp"),  # several, or none
     "kernels": ("eager", "fused", "compiled"),
     "cut_solver": ("dynamic", "ilp"),
     "attention": ("flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
+    "dispatch": ("rows", "slices", "merged"),
+    "fp8": ("mxfp8", "tensor", "block"),
+    "routing": ("balanced", "natural"),
     "loss": ("auto", "kept", "in_place"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
@@ -55,7 +58,7 @@ INCLUDABLE = (
 COUNTED = ("world", "batch", "seq")  # `--sweep` accepts these too: numbers from 1,
 NAMED = ("cluster",)  # and names
 SWEPT = (*COUNTED, *NAMED, *FIXABLE)
-FIXED = tuple(name for name in FIXABLE if name != "attention")  # names of `--fix`
+FIXED = tuple(name for name in FIXABLE if name not in ("attention", "fp8"))  # names of `--fix`
 
 
 class UsageError(AutoptdError, ValueError):

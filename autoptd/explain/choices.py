@@ -52,6 +52,9 @@ def choices(plan: PlanData) -> dict[str, str]:
         "bucket bytes": str(options.bucket_bytes),
         "sends": options.sends,
         "context": options.context,
+        "dispatch": options.dispatch,
+        "fp8": options.fp8 or "none",
+        "routing": options.routing,
     }
 
 

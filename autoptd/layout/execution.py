@@ -13,7 +13,7 @@ class ExecutionOptions:
     """The options of an execution.
 
     recompute      policy of the segments in a stage's `recompute`
-    overlap        communication that overlaps with compute: of "dp", "p2p", "tp"
+    overlap        communication that overlaps with compute: of "dp", "ep", "p2p", "tp"
     kernels        "eager", "fused" (by hand, as in Megatron-LM), "compiled"; see passes/analysis/fusion.py
     loss           "kept": the gradient of the logits has its own buffer beside the probabilities; "in_place": it
                    overwrites them
@@ -25,6 +25,11 @@ class ExecutionOptions:
     shards         data-parallel ranks that ZeRO shards state over; 0: all of them
     sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
     context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)
+    dispatch       rows sent to experts: all "rows" of a tp rank; "slices", of which each tp rank sends its own; "merged",
+                   slices in which a token that several experts of a rank, or of a node, take is sent there once
+    fp8            recipe of products with weights in fp8: "" (none), "mxfp8", "tensor" or "block" (size of the scaled
+                   parts: 32 elements, the whole tensor, 128 elements)
+    routing        of tokens to experts: "balanced", or "natural", which leaves the fullest rank more rows
     sums           computation of the sums that a loss is a function of: see `search.pipeline.evaluate.sums_of`
     """
 
@@ -32,7 +37,7 @@ class ExecutionOptions:
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "revalidate_instances": "always"}
 
     recompute: Literal["full", "selective", "ops"] = "full"
-    overlap: tuple[Literal["dp", "p2p", "tp"], ...] = ("p2p",)
+    overlap: tuple[Literal["dp", "ep", "p2p", "tp"], ...] = ("p2p",)
     kernels: Literal["eager", "fused", "compiled"] = "eager"
     loss: Literal["kept", "in_place"] = "kept"
     attention: Literal["flash", "triton", "cudnn"] = "flash"
@@ -42,4 +47,7 @@ class ExecutionOptions:
     shards: Annotated[int, Field(ge=0, lt=2**63)] = 0
     sends: Literal["whole", "slices"] = "whole"
     context: Literal["ring", "ulysses"] = "ring"
+    dispatch: Literal["rows", "slices", "merged"] = "rows"
+    fp8: Literal["", "mxfp8", "tensor", "block"] = ""
+    routing: Literal["balanced", "natural"] = "balanced"
     sums: Literal["none", "held", "ahead"] = "none"

@@ -14,6 +14,7 @@ _MEMORY_TOLERANCE = 0.06
 _NETWORKS = {"efa": ("efa",), "omni-path": ("omni-path", "opa"), "roce": ("roce", "rdma"), "ethernet": ("ethernet",)}
 _USUAL = "infiniband"
 _BITS = 8
+_SAME = {"H800": "H100"}  # with slower links, which rows state
 
 
 @cache
@@ -28,13 +29,21 @@ def cluster_of(row: Row) -> Cluster:
     template = _template(row)
     inner, *outer = template.levels
     inside, between = row.intra_node_bw_GBps_per_gpu_per_direction, row.inter_node_bw_Gbps_per_gpu
-    inner = inner.model_copy(update={"ranks": row.gpus_per_node or inner.ranks, **_rate_update(inner, inside, 1e9)})
+    ranks = _used(row.gpus_per_node or inner.ranks, row.n_gpus)
+    inner = inner.model_copy(update={"ranks": ranks, **_rate_update(inner, inside, 1e9)})
     if outer and between is not None:
         outer = [*outer[:-1], _link(outer[-1], row, between * 1e9 / _BITS)]
     levels = (inner, *outer)
     if levels == template.levels:
         return template
     return template.model_copy(update={"name": f"{template.name}, links as published", "levels": levels})
+
+
+def _used(ranks: int | None, gpus: int | None) -> int | None:
+    """Return how many of a node's `ranks` a run uses: as many as divide its GPUs, such as 64 of the 72 of an NVL72."""
+    if ranks is None or gpus is None or gpus <= ranks:
+        return ranks
+    return max(n for n in range(1, ranks + 1) if gpus % n == 0)
 
 
 def _rate_update(link: Link, rate: float | None, unit: float) -> dict[str, object]:
@@ -75,7 +84,8 @@ def _template(row: Row) -> Cluster:
 def _family(device: str) -> str:
     """Return the GPU family: `A100` for `A100-SXM4-80GB`, `GB200` for `GB200-NVL72`."""
     found = re.search(r"[A-Z]+\d+", device.upper())
-    return found.group() if found else device.upper()
+    family = found.group() if found else device.upper()
+    return _SAME.get(family, family)
 
 
 def _memory_in(device: str) -> float | None:

@@ -57,6 +57,10 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["loss"] = "in_place"
     else:
         fix["loss"] = "kept"
+    if row.ep > 1:
+        fix["dispatch"] = _dispatch(row)
+    if row.precision == "fp8":
+        fix["fp8"] = _recipe(row)
     if attention := _attention(row):
         fix["attention"] = attention
     if row.tp > 1:
@@ -111,9 +115,27 @@ def _overlap(row: Row, zero: int) -> tuple[str, ...]:
         found.append("dp")
     if row.vpp_chunks_per_stage > 1 and row.is_megatron_core:
         found.append("p2p")
+    if row.ep_comm_overlap and row.ep > 1:
+        found.append("ep")
     if row.tp_comm_overlap and "nanotron" not in row.framework:  # nanotron hides one rank's shard only
         found.append("tp")
     return tuple(found)
+
+
+def _dispatch(row: Row) -> str:
+    """Return how rows travel to experts; Megatron-Core gives each tp rank its part of them."""
+    named = row.moe_dispatcher.lower() or ("deepep" if "Megatron-Bridge" in row.framework else "")  # as its other recipes
+    if any(word in named for word in ("hybridep", "deepep", "custom")):
+        return "merged"
+    return "slices" if row.is_megatron and row.tp > 1 else "rows"
+
+
+def _recipe(row: Row) -> str:
+    """Return the fp8 recipe: by the size of the parts that have a scale of their own."""
+    words = row.fp8_recipe.lower()
+    if "mxfp8" in words:
+        return "mxfp8"
+    return "block" if "128x128" in words or "block" in words else "tensor"
 
 
 def _attention(row: Row) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-ASSUMABLE = ("attention", "gradients", "kernels", "overlap")
+ASSUMABLE = ("attention", "dispatch", "fp8", "gradients", "kernels", "overlap")
 _RUN = {"dp", "p2p"}, {"p2p"}  # sets of communication that the runtime can overlap with compute
 
 
 def only_predicted(name: str, value: object) -> bool:
     """Return whether no program can run this value, so that only `assume` takes it."""
     match name:
-        case "attention":
+        case "attention" | "fp8":
             return True
+        case "dispatch":
+            return value in ("slices", "merged")
         case "gradients":
             return value == "both"
         case "kernels":

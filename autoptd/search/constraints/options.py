@@ -24,21 +24,24 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "attention": ("flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
     "cut_solver": ("dynamic", "ilp"),
+    "dispatch": ("rows", "slices", "merged"),
+    "fp8": ("mxfp8", "tensor", "block"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
     "kernels": KERNELS,
     "loss": ("auto", "kept", "in_place"),
     "memory": ("check", "ignore"),
     "recompute": ("auto", "none", "selective", "ops", "full"),
+    "routing": ("balanced", "natural"),
     "schedule": tuple(SCHEDULES),
     "sends": ("whole", "slices"),
     "stages": ("balanced", "even"),
     "zero": (0, 1, 2, 3),
 }
-STREAMS = ("dp", "p2p", "tp")
+STREAMS = ("dp", "ep", "p2p", "tp")
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # numbers of chunks per pipeline rank that are tried
 NAMED = ("cuts", "splits", "whole")  # constraints that name modules or parameters
-KNOWN = (*sorted({*_COUNTS, *ALLOWED} - {"attention"}), "headroom", "overlap", "sequence_parallel", *NAMED)
+KNOWN = (*sorted({*_COUNTS, *ALLOWED} - {"attention", "fp8"}), "headroom", "overlap", "sequence_parallel", *NAMED)
 
 
 @dataclass(frozen=True)

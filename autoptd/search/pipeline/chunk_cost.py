@@ -22,10 +22,10 @@ from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.placements import BP
 from autoptd.layout.state_bytes import buffer_class, elements_of, packed
-from autoptd.passes.sharding.expert_parallel_graph import dispatched
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate, Copies
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
+from autoptd.search.pipeline.dispatch_cost import Moved, exchange_s, moved_rows
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
@@ -47,7 +47,7 @@ class ChunkCosts(ChunkParameters):
         precision: str,
         optimizer: str,
     ) -> None:
-        super().__init__(tensors, sharded, candidate)
+        super().__init__(tensors, sharded.spread(candidate.ep, tensors.cluster, candidate.world), candidate)
         self.method = method
         self.precision = precision
         self.optimizer = optimizer if optimizer in ("adamw", "sgd") else "adamw"
@@ -125,7 +125,8 @@ class ChunkCosts(ChunkParameters):
         if kind not in self._passes:
             cost = self.sharded.costs[kind]
             compute_f, compute_b = cost.forward_s - cost.forward_comm_s, cost.backward_s - cost.backward_comm_s
-            context_f, context_b = (each + self._dispatch_s(kind) for each in self._context_s(cost))
+            sent_s = (self._dispatch_s(kind, compute_s) for compute_s in (compute_f, compute_b))
+            context_f, context_b = (x + y for x, y in zip(self._context_s(cost), sent_s, strict=True))
             tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
             tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b
             self._passes[kind] = ChunkCost(compute_f + tp_f, compute_b + tp_b, 0.0, tp_f, tp_b, cost.weight_s)
@@ -147,24 +148,24 @@ class ChunkCosts(ChunkParameters):
         exchange = self._collective_s("all_to_all", nbytes, ranks) if nbytes else 0.0
         return exchange, exchange
 
-    def _dispatch_s(self, kind: str) -> float:
-        """Return the seconds of sending rows to the ranks of their experts and back, all of it exposed.
+    def _dispatch_s(self, kind: str, compute_s: float) -> float:
+        """Return the exposed seconds of sending rows to the ranks of their experts and back.
 
-        Backward sends the gradients the same ways. Every rank is assumed to get equally many rows.
+        Backward sends the gradients the same ways. `compute_s`: of the same pass, which hides all of it if "ep" is in
+        `overlap`, as far as it lasts, on the multiprocessors that the kernels of the exchange leave.
         """
-        ranks = self.candidate.ep
-        if ranks == 1:
+        if self.candidate.ep == 1:
             return 0.0
-        moved = self._memoised("dispatched bytes", self._count_dispatched)[kind]
-        return sum(self._collective_s("all_to_all", nbytes * ranks, ranks) for nbytes in moved)
+        moved = self._memoised("moved rows", self._moved_rows)[kind]
+        sent_s = sum(exchange_s(each, self.method.dispatch, self.cluster, self.candidate) for each in moved)
+        if "ep" not in self.method.overlap:
+            return sent_s
+        hidden_s = min(sent_s, compute_s)
+        return sent_s - hidden_s + self.cluster.device.collective_share * hidden_s
 
-    def _count_dispatched(self) -> dict[str, list[int]]:
-        """Return the local bytes of each tensor that is dispatched or combined, by kind."""
-        kinds = self.sharded.sharding.kinds
-        return {
-            kind: [self.tensors.nbytes(tensor, placement) for tensor, placement in dispatched(segment, kinds[kind])]
-            for kind, segment in self.folded.representatives.items()
-        }
+    def _moved_rows(self) -> dict[str, tuple[Moved, ...]]:
+        kinds, segments = self.sharded.sharding.kinds, self.folded.representatives
+        return {kind: moved_rows(self.tensors, segment, kinds[kind]) for kind, segment in segments.items()}
 
     def _ring_s(self, cost: KindCost) -> float:
         """Return the exposed seconds of passing keys and values around the ring; attention hides the rest."""

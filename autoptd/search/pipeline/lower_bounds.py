@@ -125,7 +125,7 @@ class CandidateBounds:
     known: ShardingCache
     method: SearchOptions
     memory: MemoryFilter
-    _floors: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _floors: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
         """Return the bound from matrix products at the device's sustained rate, for any splits."""
@@ -138,6 +138,7 @@ class CandidateBounds:
     def bound_s(self, c: Candidate, sharded: Sharded) -> float:
         """Return a lower bound over all cuts, without recomputation, with the step end of an average pipeline rank."""
         overlapped = "tp" in self.method.overlap
+        sharded = sharded.spread(c.ep, self.task.cluster, c.world)
         if c.pools:  # left to the relaxation, which knows the device type of each stage
             return 0.0
         seconds = sharded.compute_seconds if overlapped else sharded.seconds
@@ -191,9 +192,10 @@ class CandidateBounds:
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
         """Return the bound from the model's work on one rank, `whole`, for any splits."""
-        key = c.tp, c.micro, c.cp
+        key = c.tp, c.micro, c.cp, c.ep
         if key not in self._floors:
             device = self.task.cluster.device
+            whole = whole.spread(c.ep, self.task.cluster, c.world)
             self._floors[key] = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
         seconds = self._floors[key]
         seconds += self._sharding_s(c)

@@ -3,7 +3,7 @@
 The key of each entry holds everything that its value depends on, so that no entry is ever out of date:
 
     facts      the graph alone
-    workbook   + kernels, attention
+    workbook   + kernels, attention, fp8
     legal      the graph, tp, sizes of a sample, whether tp may split the sequence
     tensors    + cluster, samples of a microbatch, cp, microbatches, pinned placements, bytes of state, policies
     sharded    + price of a byte saved for backward
@@ -48,6 +48,7 @@ class ShardingQuery:
     cp: int = 1
     kernels: str = "eager"
     attention: str = ""
+    fp8: str = ""
     context: str = "ring"  # used if cp is more than 1
     pins: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()  # parameters that tp does not split
@@ -63,7 +64,7 @@ class ShardingCache:
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
         self.facts = GraphFacts(folded)
-        self._workbooks: dict[tuple[str, str], Workbook] = {}
+        self._workbooks: dict[tuple[str, str, str], Workbook] = {}
         self._legal: dict[tuple[int, Values, bool], Legal] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
@@ -76,10 +77,10 @@ class ShardingCache:
         assert facts.ops is not None and facts.offers is not None and facts.weights is not None
         return self
 
-    def workbook(self, kernels: str, attention: str) -> Workbook:
-        if (kernels, attention) not in self._workbooks:
-            self._workbooks[kernels, attention] = Workbook(self.folded, kernels, attention, self.facts)
-        return self._workbooks[kernels, attention]
+    def workbook(self, kernels: str, attention: str, fp8: str = "") -> Workbook:
+        if (kernels, attention, fp8) not in self._workbooks:
+            self._workbooks[kernels, attention, fp8] = Workbook(self.folded, kernels, attention, self.facts, fp8)
+        return self._workbooks[kernels, attention, fp8]
 
     def legal(self, tp: int, values: Values, sequence_parallel: bool) -> Legal:
         """Return the legal strategies of every op."""
@@ -100,7 +101,7 @@ class ShardingCache:
             q.cluster,
             q.tp,
             {BATCH: q.micro, **dict(q.values)},
-            workbook=self.workbook(q.kernels, q.attention),
+            workbook=self.workbook(q.kernels, q.attention, q.fp8),
             cp=q.cp,
             microbatches=q.microbatches,
             static_bytes=q.static_bytes,

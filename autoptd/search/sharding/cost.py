@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import sympy
 from torch import fx
@@ -18,6 +19,7 @@ from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, local_shape
 from autoptd.passes.trace.traced import BATCH
 from autoptd.search.sharding.attention_cost import Shape, attention_works
+from autoptd.search.sharding.fp8 import conversion as converted
 from autoptd.search.sharding.op_table import OpFacts, Workbook
 
 Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
@@ -97,6 +99,9 @@ class Prices:
             yield from self._attention(op, strategy, nbytes)
             return
         flops = self.number(op.work.flops) / strategy.ranks
+        if op.recipe:
+            yield converted(operands[0] / 2, op.recipe)
+            nbytes -= sum(operands[i] for i in moves.reads) // 2
         yield self._product(op, strategy, flops, nbytes)
 
     def _attention(self, op: OpFacts, strategy: Strategy, nbytes: int, backward: bool = False) -> Iterator[OpWork]:
@@ -122,7 +127,7 @@ class Prices:
             )
             count, k, n = matrices
             groups = self.number(op.call.operands[1].shape[0])
-            return OpWork("matmul", flops, nbytes, op.dtype, -(-rows[0] // groups), n, k, count)
+            return OpWork("matmul", flops, nbytes, op.dtype, -(-rows[0] // groups), n, k, count, groups="m")
         if op.loops is None:
             return OpWork("matmul", flops, nbytes, op.dtype)
         extents = {"m": 1, "n": 1, "k": 1, "batch": 1}
@@ -141,8 +146,10 @@ class Prices:
         operands, outputs, extra = self._local(op, strategy)
         moves = op.traffic
         if op.work.kind == "matmul":
-            (forward,) = self._forward(op, strategy)
+            *_, forward = self._forward(op, strategy)
             yield from _gradient_products(op, forward)
+            if op.recipe:
+                yield converted(outputs[0] / 2, op.recipe, backward=True)
         else:
             nbytes = sum(outputs[i] for i in (*moves.gradients_read, *moves.kept_outputs))
             nbytes += sum(extra[i] for i in moves.kept_extra)
@@ -196,8 +203,6 @@ def _gradient_products(op: OpFacts, forward: OpWork) -> Iterator[OpWork]:
     """Yield two products of the forward's size: the first operand's gradient sums over n, the second's over m."""
     first, second = (t.requires_grad for t in op.call.operands[:2])
     m, n, k = forward.m, forward.n, forward.k
-    shapes = [(m, k, n)] * first + [(k, n, m)] * second
-    for rows, columns, inner in shapes:
-        yield OpWork(
-            "matmul", forward.flops, forward.nbytes, forward.dtype, rows, columns, inner, forward.batch, backward=True
-        )
+    shapes = [(m, k, n, forward.groups)] * first + [(k, n, m, forward.groups and "k")] * second
+    for rows, columns, inner, groups in shapes:
+        yield replace(forward, m=rows, n=columns, k=inner, groups=groups, backward=True)

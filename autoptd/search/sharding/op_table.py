@@ -28,6 +28,7 @@ from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
+from autoptd.search.sharding.fp8 import fp8_products
 from autoptd.search.sharding.strategies import is_weight
 
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -44,6 +45,7 @@ class OpFacts:
     saved: SavedForBackward
     loops: Loops | None
     dtype: str
+    recipe: str = ""  # of a product in fp8
 
     @property
     def trained(self) -> bool:
@@ -129,6 +131,11 @@ class GraphFacts:
         return found
 
     @cached_property
+    def fp8(self) -> frozenset[fx.Node]:
+        """Products that an fp8 recipe computes in fp8."""
+        return fp8_products(self.folded)
+
+    @cached_property
     def has_attention(self) -> bool:
         """True if any op is fused attention."""
         return any(op.work.kind == "attention" for op in self.ops.values())
@@ -143,19 +150,28 @@ class GraphFacts:
 
 
 class Workbook:
-    """The ops of every kind of segment under one choice of kernels ("eager", "fused", "compiled") and attention."""
+    """The ops of every kind of segment under one choice of kernels ("eager", "fused", "compiled"), of attention, and of
+    a recipe of products in fp8."""
 
     def __init__(
-        self, folded: Folded, kernels: str = "eager", attention: str = "", facts: GraphFacts | None = None
+        self,
+        folded: Folded,
+        kernels: str = "eager",
+        attention: str = "",
+        facts: GraphFacts | None = None,
+        fp8: str = "",
     ) -> None:
-        self.folded, self.kernels, self.attention = folded, kernels, attention
+        self.folded, self.kernels, self.attention, self.fp8 = folded, kernels, attention, fp8
         self.facts = facts or GraphFacts(folded)
         self.ops: dict[fx.Node, OpFacts] = {}
         self._walks: dict[Any, Walk] = {}
         for segment in folded.representatives.values():
             moves = traffic(segment.nodes, segment.sends, kernels)
             for _, node in ops_of(segment):
-                self.ops[node] = replace(self.facts.ops[node], traffic=moves.get(node, _NOTHING))
+                found = replace(self.facts.ops[node], traffic=moves.get(node, _NOTHING))
+                if fp8 and node in self.facts.fp8:
+                    found = replace(found, dtype="fp8", recipe=fp8)
+                self.ops[node] = found
 
     def walk(
         self,

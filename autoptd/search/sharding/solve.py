@@ -105,6 +105,7 @@ class Splitter:
             cp=c.cp,
             kernels=self._method.kernels,
             attention=self._method.attention,
+            fp8=self._method.fp8,
             context=self._method.context if c.cp > 1 else "ring",
             pins=tuple(task.constraints.splits.items()),
             whole=self._pins.whole,

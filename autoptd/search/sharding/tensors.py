@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.op_time import OpWork
 from autoptd.layout.placements import B, Placement, conversion, parse_placement
 from autoptd.passes.analysis.liveness import Peak
@@ -23,6 +24,7 @@ from autoptd.passes.sharding.sharding import (
     sends_of,
 )
 from autoptd.search.sharding.build import Scope, SplitNumbers
+from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
 from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
 from autoptd.search.sharding.problem import SplitSolution
@@ -40,6 +42,18 @@ class Sharded:
     every_kind: tuple[tuple[int, KindCost], ...] = ()  # number of segments of each kind, and the cost of one
     peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks: a cache
     memo: dict[str, Any] = field(default_factory=dict, compare=False)  # cache of `search/pipeline/chunk_parameters.py`
+
+    def spread(self, ep: int, cluster: Cluster, world: int = 0) -> Sharded:
+        """Return the same sharding with the model's experts spread over `ep` ranks."""
+        if ep == 1:
+            return self
+        name = f"spread over ep {ep}"
+        if name not in self.memo:
+            works = {kind: spread(cost.work, ep) for kind, cost in self.costs.items()}
+            times = [count for count, _ in self.every_kind]
+            found = _priced(self.sharding, works, times, cluster, world)
+            self.memo[name] = replace(found, gap=self.gap, peaks=self.peaks, memo=self.memo)
+        return self.memo[name]  # type: ignore[no-any-return]
 
     @property
     def kept_bytes(self) -> int:
@@ -100,11 +114,9 @@ class Tensors(SplitNumbers):
         self, sharding: Sharding, works: Mapping[str, KindWork], solution: SplitSolution | None = None
     ) -> Sharded:
         """Return a sharding with its costs, given the work of one segment of each kind."""
-        costs = {k: price(w, self.cluster, self.ranks, self.world) for k, w in works.items()}
-        total = sum(self.folded.multiplicity(k) * (c.forward_s + c.backward_s) for k, c in costs.items())
-        comm = sum(self.folded.multiplicity(k) * (c.forward_comm_s + c.backward_comm_s) for k, c in costs.items())
-        every = tuple((self.folded.multiplicity(k), c) for k, c in costs.items())
-        return Sharded(sharding, costs, total, total - comm, solution.gap if solution else 0.0, every)
+        times = [self.folded.multiplicity(kind) for kind in works]
+        found = _priced(sharding, works, times, self.cluster, self.world)
+        return replace(found, gap=solution.gap) if solution else found
 
     def _kind_work(self, kind: str, segment: Segment, decided: KindSharding) -> KindWork:
         ring = exchanged = 0
@@ -194,6 +206,17 @@ class Tensors(SplitNumbers):
             source, index = (node, 0) if node in outputs else (node.args[0], node.args[1])
             given[node] = outputs[source][index]  # type: ignore[index]
         return given, {n: infos(n)[0] for n in given}
+
+
+def _priced(
+    sharding: Sharding, works: Mapping[str, KindWork], times: Sequence[int], cluster: Cluster, world: int
+) -> Sharded:
+    """Return a sharding with its costs, given the work of one segment of each kind and how many there are."""
+    costs = {kind: price(work, cluster, sharding.ranks, world) for kind, work in works.items()}
+    every = tuple(zip(times, costs.values(), strict=True))
+    total = sum(n * (c.forward_s + c.backward_s) for n, c in every)
+    comm = sum(n * (c.forward_comm_s + c.backward_comm_s) for n, c in every)
+    return Sharded(sharding, costs, total, total - comm, 0.0, every)
 
 
 def _is_whole(strategy: Strategy) -> bool:
