@@ -72,6 +72,9 @@ class StageTimes:
         return [chunk.backward_s / whole_s if whole_s else 1 / len(self.chunks) for chunk in self.chunks]
 
 
+PRICED = frozenset({"ep", "tp"})  # communication whose overlap is in the times of passes already
+
+
 @dataclass(frozen=True)
 class Overlap:
     """Communication that overlaps with compute."""

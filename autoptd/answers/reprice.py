@@ -30,6 +30,7 @@ def sharding_query_of(plan: Plan, traced: TracedModel, cluster: Cluster | None =
         microbatches=plan.schedule.microbatches,
         static_bytes=COMPUTE_BYTES[plan.precision] + 4 * MAIN_BYTES[plan.precision],
         cp=plan.mesh.cp,
+        etp=plan.mesh.etp,
         kernels=plan.method.kernels,
         attention=plan.method.attention,
         context=plan.method.context,
@@ -54,6 +55,7 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
         recompute="auto",
         cp=plan.mesh.cp,
         ep=plan.mesh.ep,
+        etp=plan.mesh.etp,
         schedule=plan.schedule.kind,
         virtual=plan.schedule.virtual,
     )
@@ -68,5 +70,10 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
 def _method(plan: Plan) -> SearchOptions:
     schedule = plan.schedule
     return SearchOptions(
-        **vars(plan.method), cp=plan.mesh.cp, ep=plan.mesh.ep, virtual=schedule.virtual, schedule=schedule.kind
+        **vars(plan.method),
+        cp=plan.mesh.cp,
+        ep=plan.mesh.ep,
+        etp=plan.mesh.etp,
+        virtual=schedule.virtual,
+        schedule=schedule.kind,
     )

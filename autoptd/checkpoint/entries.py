@@ -18,7 +18,6 @@ from torch import Tensor
 
 from autoptd.checkpoint.regions import Ints, Region, regions
 from autoptd.layout.layout import TensorSpec
-from autoptd.layout.placements import Split
 from autoptd.runtime.trainer import Trainer
 from autoptd.runtime.zero.param_buffers import ParameterShard
 
@@ -47,7 +46,7 @@ def model_entries(trainer: Trainer, untrained: Collection[str]) -> Iterator[Entr
             spec = trainer.layout.parameters.get(name) or trainer.layout.buffers[name]
             copies = c.edp if spec.ep > 1 else c.data
             first = c.stage == c.mesh.holder(spec.stages[0]) and copies.rank == 0
-            owned = first and (isinstance(spec.placement, Split) or c.tp.rank == 0)
+            owned = first and trainer.layout.counts(spec, c.tp.rank)
             flat = local.detach().view(-1)
             yield Entry(f"model.{name}", spec.shape, flat, _regions(trainer, spec, 0, flat.numel()), owned)
 

@@ -21,6 +21,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "pp": int,
     "cp": int,
     "ep": int,
+    "etp": int,
     "micro": int,
     "virtual": int,
     "shards": int,

@@ -82,6 +82,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             block=name.removesuffix(owned.get(name, name)).rstrip("."),
             idle=name in unused,
             ep=plan.mesh.ep if name in experts else 1,
+            over_tp=name in experts and plan.mesh.etp == 1 and plan.mesh.tp > 1,
         )
         for name in order
     }
@@ -96,6 +97,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             plan.route.shape,
             plan.mesh.cp,
             plan.mesh.ep,
+            plan.mesh.etp,
         ),
         micro=plan.micro,
         microbatches=plan.schedule.microbatches,

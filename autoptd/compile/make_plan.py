@@ -87,7 +87,14 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         sizes={str(s): int(n) for s, n in {BATCH: candidate.micro, **task.sizes}.items()},
         precision=task.precision,  # type: ignore[arg-type]
         optimizer=task.optimizer,  # type: ignore[arg-type]
-        mesh=MeshSizes(dp=candidate.dp, tp=candidate.tp, pp=candidate.pp, cp=method.cp, ep=candidate.ep),
+        mesh=MeshSizes(
+            dp=candidate.dp,
+            tp=candidate.tp,
+            pp=candidate.pp,
+            cp=method.cp,
+            ep=candidate.ep,
+            etp=candidate.etp,  # type: ignore[arg-type]
+        ),
         schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
         zero=candidate.zero,
         loss_averaging="per-microbatch" if folded.traced.averaged else "global",

@@ -10,6 +10,7 @@ from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
 from autoptd.passes.sharding.context_parallel_graph import cut_tokens
 from autoptd.passes.sharding.expert_parallel_graph import split_experts
+from autoptd.passes.sharding.own_prelude import own_tokens
 from autoptd.passes.sharding.sharding import (
     Sharding,
     from_text,
@@ -47,6 +48,7 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
     folded = source.folded
     if plan.mesh.cp > 1:
         folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
+    folded = own_tokens(folded, sharding)
     if plan.mesh.ep > 1:
         folded, sharding = split_experts(folded, plan.mesh.ep, sharding)
     program = emit_program(

@@ -202,7 +202,7 @@ def _axes(world: int, node_ranks: int, mesh: MeshSizes | None) -> dict[str, tupl
             f"cp {mesh.cp}": (mesh.cp, mesh.tp),
             f"dp {mesh.dp}": (mesh.dp, inner),
             f"pp {mesh.pp}": (mesh.pp, inner * mesh.dp),
-            f"ep {mesh.ep}": (mesh.ep, mesh.tp),
+            f"ep {mesh.ep}": (mesh.ep, mesh.etp or mesh.tp),
         }
     else:
         found = {f"{node_ranks} ranks of a machine": (node_ranks, 1), f"all {world} ranks": (world, 1)}

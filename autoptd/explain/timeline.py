@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoptd.cost_models.simulate import simulate
-from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_from_data
+from autoptd.cost_models.step_times import PRICED, ChunkTimes, Overlap, StageTimes, times_from_data
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
 from autoptd.explain.tables import seconds
@@ -40,7 +40,7 @@ def chunk_times(
         times = _cut_again(times, plan.route, route_of(kind, plan.mesh.pp, virtual))
     lists = step_lists(kind, plan.mesh.pp, schedule.microbatches, virtual)
     # the tp seconds of a plan are the exposed ones, op by op: overlapping them again would count the overlap twice
-    return lists, times, Overlap.of(set(plan.method.overlap) - {"tp"})
+    return lists, times, Overlap.of(set(plan.method.overlap) - PRICED)
 
 
 def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tuple[StageTimes, ...]:

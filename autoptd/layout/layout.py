@@ -28,6 +28,7 @@ class TensorSpec:
     block: str = ""  # path of the only emitted block that reads it; "": the stage itself does
     idle: bool = False  # no gradient reaches it
     ep: int = 1  # ranks of the expert mesh that dim 0, the experts, is split over; outside a split on tp
+    over_tp: bool = False  # of experts that no tp ranks share: ep and its copies extend over tp
 
     @property
     def unit(self) -> tuple[str, tuple[int, ...]]:
@@ -122,12 +123,16 @@ class Layout:
         return (self.shards or self.mesh.copies) if self.zero else 1
 
     def copies(self, spec: TensorSpec) -> int:
-        """Return the number of data-parallel ranks that hold the same part of a tensor."""
-        return self.mesh.copies // spec.ep
+        """Return the number of ranks that hold the same part of a tensor: of dp × cp, for experts of edp."""
+        return self.mesh.copies * (self.mesh.tp if spec.over_tp else 1) // spec.ep
 
     def sharing_of(self, spec: TensorSpec) -> int:
         """Return the number of these ranks that share one copy of its sharded state."""
         return self.sharing if spec.ep == 1 else self.copies(spec) if self.zero else 1
+
+    def counts(self, spec: TensorSpec, tp_rank: int) -> bool:
+        """Return whether a tp rank's part of a tensor is not another's too, which counts in its stead."""
+        return tp_rank == 0 or isinstance(spec.placement, Split) or spec.over_tp
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,8 +7,9 @@
 Ranks of one cp group process the same samples and split their tokens. Parameters are replicated over dp and cp
 together, which is the axis `data` of gradients and ZeRO shards.
 
-Experts have a mesh of their own over the ranks of a stage: edp × ep × tp, folded over dp, cp and tp (Liu et al. 2025,
-MoE Parallel Folding). ep ranks, neighbours on the axis `data`, hold different experts; edp ranks hold the same.
+Experts have a mesh of their own over the ranks of a stage: edp × ep × etp, etp fastest, folded over dp, cp and tp (Liu
+et al. 2025, MoE Parallel Folding). ep ranks hold different experts, edp ranks the same; etp ranks, which are all of tp
+or one, share each expert.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class Mesh:
     stage_order: Shape = "loop"
     cp: int = 1
     ep: int = 1
+    etp: int = 0  # 0: all of tp
 
     def __post_init__(self) -> None:
         assert min(self.dp, self.tp, self.pp, self.virtual, self.cp, self.ep) >= 1, self
-        assert self.copies % self.ep == 0, self
+        assert self.etp in (0, 1, self.tp), self
+        assert self.copies * self.tp % (self.ep * self.sharers) == 0, self
 
     @property
     def world(self) -> int:
@@ -55,6 +58,11 @@ class Mesh:
     def copies(self) -> int:
         """Number of ranks that hold the same parameters: dp × cp."""
         return self.dp * self.cp
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that share each expert."""
+        return self.etp or self.tp
 
     @property
     def stages(self) -> int:
@@ -102,9 +110,11 @@ class Mesh:
             case "data":
                 return tuple(self.rank(pp, i, tp, j) for i in range(self.dp) for j in range(self.cp))
             case "ep" | "edp":
-                data, here = self.group_of(rank, "data"), dp * self.cp + cp
-                first = here - here % self.ep
-                return data[first : first + self.ep] if axis == "ep" else data[here % self.ep :: self.ep]
+                first = self.rank(pp, 0, 0)
+                alike = range(first + (rank - first) % self.sharers, first + self.copies * self.tp, self.sharers)
+                here = (rank - first) // self.sharers
+                start = here - here % self.ep
+                return tuple(alike[start : start + self.ep] if axis == "ep" else alike[here % self.ep :: self.ep])
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
         """Return all groups of an axis, sorted by their first rank."""
@@ -115,4 +125,5 @@ class Mesh:
         chunks = f" × {self.virtual} chunks{turned}" if self.virtual > 1 else ""
         tokens = f" × cp{self.cp}" if self.cp > 1 else ""
         experts = f" × ep{self.ep}" if self.ep > 1 else ""
+        experts += f" × etp{self.etp}" if self.sharers < self.tp else ""
         return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{experts}{chunks}"

@@ -14,7 +14,8 @@ Splitting a factor that an operand lacks makes the operand `Bp`: every rank need
 gradient. `S1/3` is the slice of an inner factor: of a fused query-key-value weight, each rank holds its heads of all 3.
 
 `O` is for what no slice describes: tokens of several samples merged into one dim, rows sorted by expert, and counts of
-such rows. Nothing converts it; the ops that put rows back in order end it (`passes/sharding/token_rows.py`).
+such rows. Nothing converts it; the ops that put rows back in order end it (`passes/sharding/token_rows.py`). What
+depends on no input, such as the numbers of rows, is computed anew for a rank's own.
 
 Every communication of an emitted program is one row of `CONVERSIONS`. The backward column is the conjugate: it turns
 the gradient of the target placement into that of the source. (Xu et al. 2021, GSPMD; Shoeybi et al. 2019, f and g;
@@ -81,9 +82,11 @@ def parse_placement(text: str) -> Placement:
         return BP
     if text == "P":
         return P
+    if text == "O":
+        return O
     if match := re.fullmatch(r"S(\d+)(?:/([1-9]\d*))?", text):
         return Split(int(match[1]), int(match[2] or 1))
-    raise ValueError(f"{text!r} is not a placement; write B, Bp, P, S<dim> or S<dim>/<groups>, for example S0")
+    raise ValueError(f"{text!r} is not a placement; write B, Bp, P, O, S<dim> or S<dim>/<groups>, for example S0")
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,6 @@ def kind(placement: Placement) -> str:
 
 def conversion(source: Placement, target: Placement) -> Conversion:
     """Return the conversion from `source` to `target`."""
-    if source == target:
+    if source == target or target == O:
         return _NOTHING
     return CONVERSIONS[kind(source), kind(target)]

@@ -156,12 +156,11 @@ def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int
 
 def _state_of(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int, fullest: bool, ep: int) -> Memory:
     """Return the state of the parameters that are split over `ep` ranks."""
-    tp, dp = layout.mesh.tp, layout.mesh.copies // ep
-    sharing = 1
+    tp, dp, sharing = layout.mesh.tp, layout.mesh.copies, 1
     alone, held, units, idle, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), set[int](), dict[int, int]()
     for spec in layout.parameters.values():
         if spec.ep == ep and pipeline_rank in (holders := layout.mesh.holders(spec.stages)):
-            sharing = layout.sharing_of(spec)
+            dp, sharing = layout.copies(spec), layout.sharing_of(spec)
             elements, itemsize = math.prod(spec.local_shape(tp)), (spec.dtype or layout.dtype).itemsize
             if not spec.trainable and layout.zero < 3:
                 alone += elements * itemsize
@@ -183,7 +182,7 @@ def _state_of(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int, 
         dp=dp,
         shards=sharing,
         whole_numel=found.whole if fullest else 0,
-        stepped=found.stepped_by(dp_rank // ep),
+        stepped=found.stepped_by(dp_rank * dp // layout.mesh.copies),
     )
     gathered = found.gathered_bytes(layout.dtype.itemsize) if fullest and layout.zero == 3 else 0
     return state + Memory(parameters=alone + found.frozen_bytes + gathered)

@@ -24,8 +24,9 @@ def faults(plan: PlanData) -> Iterator[Fault]:
     """Yield every contradiction between fields, as (field path, what is wrong)."""
     if plan.mesh.ranks != plan.world:
         yield "mesh", f"{plan.mesh} is {plan.mesh.ranks} ranks, but world is {plan.world}"
-    if plan.mesh.dp * plan.mesh.cp % plan.mesh.ep:
-        yield "mesh.ep", f"is {plan.mesh.ep}; it must divide dp × cp, {plan.mesh.dp * plan.mesh.cp}"
+    over, ranks = "dp × cp × tp" if plan.mesh.etp else "dp × cp", plan.mesh.dp * plan.mesh.cp
+    if (ranks * (plan.mesh.tp if plan.mesh.etp else 1)) % plan.mesh.ep:
+        yield "mesh.ep", f"is {plan.mesh.ep}; it must divide {over}, {ranks * (plan.mesh.tp if plan.mesh.etp else 1)}"
     yield from _batch_faults(plan)
     yield from _stage_faults(plan)
     yield from _placement_faults(plan)

@@ -49,7 +49,8 @@ class MeshSizes(Part):
     tp: Count
     pp: Count
     cp: Count = 1
-    ep: Count = 1  # ranks of dp × cp that hold different experts
+    ep: Count = 1  # ranks that hold different experts
+    etp: Literal[0, 1] = 0  # tp ranks that share each expert; 0: all of them
 
     @property
     def ranks(self) -> int:
@@ -58,6 +59,7 @@ class MeshSizes(Part):
     def __str__(self) -> str:
         cp = f" × cp {self.cp}" if self.cp > 1 else ""
         ep = f" × ep {self.ep}" if self.ep > 1 else ""
+        ep += f" × etp {self.etp}" if self.etp else ""
         return f"dp {self.dp} × tp {self.tp} × pp {self.pp}{cp}{ep}"
 
 

@@ -60,9 +60,11 @@ class MemoryFilter:
         return state + Memory(parameters=self.frozen_bytes // (shards if zero == 3 else 1) if frozen else 0)
 
     def parts(self, c: Candidate) -> list[tuple[int, Copies]]:
-        """Return the trained elements of the model that a data-parallel rank holds, with their copies: all, or the
-        others and then the experts."""
-        numel = [self.numel[0]] if c.ep == 1 else [self.numel[0] - self.expert_numel, self.expert_numel // c.ep]
+        """Return tp times the trained elements of the model that a rank holds, with their copies: all, or the others
+        and then the experts."""
+        numel = [self.numel[0]]
+        if c.ep > 1:
+            numel = [numel[0] - self.expert_numel, self.expert_numel * c.tp // (c.ep * c.sharers)]
         return list(zip(numel, c.copies, strict=True))
 
     @cached_property

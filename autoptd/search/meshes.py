@@ -20,11 +20,12 @@ FIXABLE = ("dp", "micro", "pp", "recompute", "tp", "zero")
 
 @dataclass(frozen=True)
 class Copies:
-    """The number of data-parallel ranks that hold the same parameters, and of those that share one copy of their
-    sharded state."""
+    """The number of ranks that hold the same parameters, of those that share one copy of their sharded state, and the
+    distance from each to the next."""
 
     ranks: int
     shards: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Candidate:
     shards: int = 0  # data-parallel ranks that ZeRO shards state over; 0: all of them
     memory_saving: bool = False  # splits weigh each byte saved for backward by the time of recomputing it
     pools: tuple[int, ...] = ()  # device type of each pipeline rank, an index into the cluster's; empty: the first
-    ep: int = 1  # ranks of dp × cp that hold different experts
+    ep: int = 1  # ranks that hold different experts
+    etp: int = 0  # tp ranks that share each expert: 1, or 0 for all
 
     @property
     def world(self) -> int:
@@ -54,9 +56,14 @@ class Candidate:
     def copies(self) -> tuple[Copies, ...]:
         """The copies of parameters, then, if experts are on ranks of their own, those of experts."""
         ranks = self.dp * self.cp
-        experts = ranks // self.ep
-        own = (Copies(experts, experts if self.zero else 1),) if self.ep > 1 else ()
-        return Copies(ranks, self.sharing), *own
+        experts = ranks * self.tp // (self.ep * self.sharers)
+        own = (Copies(experts, experts if self.zero else 1, self.ep * self.sharers),) if self.ep > 1 else ()
+        return Copies(ranks, self.sharing, self.tp), *own
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that share each expert."""
+        return self.etp or self.tp
 
     @property
     def route(self) -> StageMap:
@@ -71,8 +78,10 @@ class Candidate:
 
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
-        extra = {"cp": (self.cp, 1), "ep": (self.ep, 1), "virtual": (self.virtual, 1), "shards": (self.shards, 0)}
-        text += "".join(f" {name}{value}" for name, (value, usual) in extra.items() if value != usual)
+        extra = {"cp": 1, "ep": 1, "etp": 0, "virtual": 1, "shards": 0}
+        text += "".join(
+            f" {name}{getattr(self, name)}" for name, usual in extra.items() if getattr(self, name) != usual
+        )
         text += " memory-saving" if self.memory_saving else ""
         text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
         return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
@@ -92,6 +101,8 @@ class MeshLimits:
     max_micro: int | None = None
     cps: tuple[int, ...] = (1,)
     eps: tuple[int, ...] = (1,)
+    etps: tuple[int, ...] = (0,)  # 0: all of tp
+    tokens: int = 1  # of a sample
     schedules: tuple[str, ...] = ("1f1b",)
     virtuals: tuple[int, ...] = (1,)
     shards: tuple[int, ...] = (0,)
@@ -139,9 +150,21 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
             if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue
             for shards in groups or limits.shards[:1]:
-                for ep in [n for n in limits.eps if c.dp * c.cp % n == 0 and not (n > 1 and shards)]:
+                for ep, etp in _experts(limits, c, shards):
                     for pools in _placed(limits, c):
-                        yield replace(c, schedule=schedule, virtual=virtual, shards=shards, pools=pools, ep=ep)
+                        found = {"schedule": schedule, "virtual": virtual, "shards": shards, "pools": pools}
+                        yield replace(c, **found, ep=ep, etp=etp)
+
+
+def _experts(limits: MeshLimits, c: Candidate, shards: int) -> Iterator[tuple[int, int]]:
+    """Yield every (ep, etp) that a mesh allows. All tp ranks share an expert (0), or none do, each with own tokens."""
+    whole = [0 for n in limits.etps if n in (0, c.tp)][:1]
+    own = [1 for n in limits.etps if n == 1 and c.tp > 1 and limits.tokens % (c.tp * c.cp) == 0][:1]
+    for etp in whole + own:
+        ranks = c.dp * c.cp * (c.tp if etp else 1)
+        for ep in limits.eps:
+            if ranks % ep == 0 and not (ep > 1 and shards) and (ep > 1 or etp == 0 or 0 not in limits.etps):
+                yield ep, etp
 
 
 def _placed(limits: MeshLimits, c: Candidate) -> Iterator[tuple[int, ...]]:

@@ -341,7 +341,7 @@ class Planner:
         found = {c.micro: c}
         for e in self._entries:
             other = e.candidate
-            alike = (other.tp, other.cp, other.memory_saving) == (c.tp, c.cp, c.memory_saving)
+            alike = key_of(replace(other, micro=c.micro)) == key_of(c)
             if alike and self._bound_by_work(e) < self._best_s:
                 found.setdefault(other.micro, other)
         return [found[micro] for micro in sorted(found)]
@@ -349,7 +349,8 @@ class Planner:
     def _stages(self, c: Candidate) -> Stages:
         task, sharded = self.task, self._splitter.sharded[key_of(c)]
         assert isinstance(sharded, Sharded)
-        method = replace(self._method, cp=c.cp, ep=c.ep, schedule=c.schedule, virtual=c.virtual, shards=c.shards)
+        chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
+        method = replace(self._method, **chosen)
         tensors = self._splitter.tensors[key_of(c)]
         return Stages(tensors, sharded, c, method, task.precision, task.optimizer, task.cluster)
 
@@ -369,7 +370,7 @@ def _distance(a: Candidate, b: Candidate) -> int:
         (a.tp, b.tp),
         (a.pp, b.pp),
         (a.cp, b.cp),
-        (a.ep, b.ep),
+        ((a.ep, a.etp), (b.ep, b.etp)),
         (a.micro, b.micro),
         (a.zero, b.zero),
         (a.shards, b.shards),
@@ -380,7 +381,8 @@ def _distance(a: Candidate, b: Candidate) -> int:
 
 def _plain(c: Candidate) -> Candidate:
     """Return the same mesh with every other option at its default."""
-    return Candidate(c.dp, c.tp, c.pp, c.micro, c.microbatches, c.zero and 1, c.recompute, pools=c.pools, ep=c.ep)
+    usual = {"zero": c.zero and 1, "cp": 1, "schedule": "1f1b", "virtual": 1, "shards": 0, "memory_saving": False}
+    return replace(c, **usual)
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

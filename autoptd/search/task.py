@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
+from autoptd.passes.opcall import Sizes
+from autoptd.passes.sharding.expert_parallel_graph import rows_stay_apart
 from autoptd.passes.sharding.expert_regions import check_experts, experts_of
-from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.constraints.named import allowed
 from autoptd.search.constraints.options import Constraints, SearchOptions, schedules_and_chunks
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
@@ -73,6 +75,9 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
                 where="fix['ep']",
                 fix="leave out shards or ep",
             )
+    apart = task.constraints.sequence_parallel and rows_stay_apart(task.folded, Sizes(task.sizes, BATCH))
+    if "etp" in fixed:
+        _check_etp(task, method.etp, apart)
     node = task.cluster.gpus_per_node or task.world
     widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
     tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
@@ -91,9 +96,42 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
         cps=cps,
         eps=(method.ep,) if "ep" in fixed else tuple(divisors(experts_of(task.folded))),
+        etps=(method.etp,) if "etp" in fixed else (0, 1) if apart else (0,),
+        tokens=task.sizes.get(SEQUENCE, 1),
         schedules=tuple(schedules),
         virtuals=tuple(virtuals),
         shards=(method.shards, *groups),
         pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
     )
-    return allowed(task.folded, method, candidates(limits, mesh))
+    return allowed(task.folded, method, _with_experts(limits, mesh, method))
+
+
+def _check_etp(task: Task, etp: int, apart: bool) -> None:
+    """Raise PlanError unless `etp` tp ranks may share each expert."""
+    tp = task.constraints.mesh.get("tp")
+    if etp not in (1, tp) if tp else etp < 1:
+        raise PlanError(
+            f"etp {etp}: each expert is shared by all tp ranks or by none",
+            where="fix['etp']",
+            fix=f"use etp 1 or {tp}" if isinstance(tp, int) and tp > 1 else "use etp 1, or fix tp to it",
+        )
+    if etp == 1 and tp != 1 and not apart:
+        one = "sequence_parallel is off" if not task.constraints.sequence_parallel else "they may depend on each other"
+        raise PlanError(
+            f"etp 1: tp ranks cannot each compute the rows of experts for their own tokens: {one}",
+            where="fix['etp']",
+            fix="leave etp out, or fix tp to 1",
+        )
+
+
+def _with_experts(limits: MeshLimits, mesh: Mapping[str, int | str], method: SearchOptions) -> Sequence[Candidate]:
+    """Return the candidates. Raises PlanError if experts have no place in any mesh that is otherwise possible."""
+    found = candidates(limits, mesh)
+    if not found and candidates(replace(limits, eps=(1,), etps=(0,)), mesh):
+        asked = f"ep {method.ep}" + (f" with etp {method.etp}" if method.etp else "")
+        raise PlanError(
+            f"{asked} fits no mesh: ep divides dp × cp, or dp × cp × tp with etp 1, which splits the tokens over tp",
+            where="fix['ep']",
+            fix="fix fewer of tp, pp, cp, ep and etp",
+        )
+    return found

@@ -55,7 +55,7 @@ def _holders(layout: Layout, spec: TensorSpec) -> Iterator[list[int]]:
     """Yield the data-parallel ranks that hold the same part of a parameter, on each pipeline and tp rank."""
     mesh = layout.mesh
     for pp in mesh.holders(spec.stages):
-        for tp in range(mesh.tp):
+        for tp in range(1 if spec.over_tp else mesh.tp):
             first = mesh.rank(pp, 0, tp)
             if spec.ep == 1:
                 yield list(mesh.group_of(first, "data"))

@@ -24,8 +24,6 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     Raises Unsupported if they contradict each other or no plan can express them.
     """
     _check(row)
-    if row.tp > 1 and row.etp == 1 and row.n_experts:
-        raise Unsupported("etp 1 beside tp is not modelled")
     zero = _zero(row)
     fix: Fix = {
         "dp": row.dp,
@@ -46,8 +44,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         "sends": _sends(row),
         "memory": "ignore",  # predict time and memory of a plan that does not fit, too
     }
-    if row.pp > 1 and "nanotron" in row.framework:
-        fix["cuts"] = nanotron_cuts(shape, row.pp)
+    if cuts := _cuts(row, shape):
+        fix["cuts"], fix["stages"] = cuts, "balanced"
     if row.sequence_parallel and row.is_megatron:
         fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron saves them for backward
     if "DeepSpeed" in row.framework and zero:
@@ -57,6 +55,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["loss"] = "in_place"
     else:
         fix["loss"] = "kept"
+    if row.etp == 1 and row.tp > 1:
+        fix["etp"] = 1
     if row.ep > 1:
         fix["dispatch"] = _dispatch(row)
     if row.precision == "fp8":
@@ -80,7 +80,7 @@ def _check(row: Row) -> None:
     if row.global_batch_size_seqs % share:
         raise Unsupported(f"a batch of {row.global_batch_size_seqs} is not a multiple of dp × micro = {share}")
     chunks = row.pp * row.vpp_chunks_per_stage
-    if chunks > row.n_layers + 2:  # Megatron-Core may count embedding and loss as layers
+    if chunks > row.n_layers + row.mtp_num_layers + 2:  # Megatron-Core may count embedding and loss as layers
         raise Unsupported(f"{row.n_layers} layers are too few for {chunks} chunks")
     if row.fsdp_shard_size and row.dp % row.fsdp_shard_size and row.fsdp_shard_size != row.n_gpus:
         raise Unsupported(f"shards of {row.fsdp_shard_size} do not divide dp {row.dp}")
@@ -172,6 +172,52 @@ def _gradients(row: Row, zero: int) -> str:
 def _stages(row: Row) -> str:
     """Return how layers are cut into stages: evenly in Megatron (counting embedding and head if that divides)."""
     return "even" if row.is_megatron else "balanced"
+
+
+def _cuts(row: Row, shape: Shape) -> list[str]:
+    """Return the first block of each stage but the first, if the row or its framework says which; [] for even stages."""
+    chunks = row.pp * row.vpp_chunks_per_stage
+    if chunks == 1:
+        return []
+    if "nanotron" in row.framework:
+        return nanotron_cuts(shape, row.pp)
+    if row.pp_layout:
+        return layout_cuts(row.pp_layout, shape, chunks)
+    whole = shape.layers % chunks == 0 and not shape.ahead
+    around = (shape.layers + 2) % chunks == 0 and not shape.ahead  # embedding and loss count as a layer each
+    return [] if whole or around or not row.is_megatron else uneven_cuts(shape, chunks)
+
+
+def uneven_cuts(shape: Shape, chunks: int) -> list[str]:
+    """Return the first blocks of chunks that are as equal as they can be, the shorter ones last.
+
+    Megatron's recipes place layers that do not divide so: the last chunk has the loss, and the layer that predicts a
+    token more, besides.
+    """
+    each, longer = divmod(shape.layers + shape.ahead, chunks)
+    starts = [i * each + min(i, longer) for i in range(1, chunks)]
+    if each == 0 or starts[-1] >= shape.layers + (1 if shape.ahead else 0):
+        raise Unsupported(f"{shape.layers} layers are too few for {chunks} chunks")
+    return [f"blocks.{i}" if i < shape.layers else "ahead" for i in starts]
+
+
+def layout_cuts(layout: str, shape: Shape, chunks: int) -> list[str]:
+    """Return the first block of each chunk but the first, by Megatron-Core's --pipeline-model-parallel-layout.
+
+    `Et*4|(t*4|)*14tmL`: E embedding, t layer, m layer that predicts a token more, L loss; `|` ends a chunk, `*n`
+    repeats a letter or a bracket.
+    """
+    text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), layout)
+    text = re.sub(r"(\w)\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    counts = [part.count("t") for part in text.split("|")]
+    if len(counts) != chunks or sum(counts) != shape.layers:
+        raise Unsupported(f"layout {layout} has {sum(counts)} layers in {len(counts)} chunks")
+    return [_first(part, sum(counts[:i])) for i, part in enumerate(text.split("|")) if i]
+
+
+def _first(part: str, block: int) -> str:
+    """Return the module that begins a chunk, whose first layer would be `block`."""
+    return f"blocks.{block}" if "t" in part else "ahead" if "m" in part else "norm"
 
 
 def nanotron_cuts(shape: Shape, pp: int) -> list[str]:

@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.layout.placements import B, Placement, Split, conversion
+from autoptd.layout.placements import B, O, Placement, Split, conversion
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.saved_tensors import ATTENTION, is_off, saved_tensors
 from autoptd.passes.fold import Segment
@@ -33,13 +33,18 @@ RANKS = sympy.Symbol("t", integer=True, positive=True)  # size of the tp axis
 Number = Callable[[Size], int]
 
 aten = torch.ops.aten
-_SHARING = ("sum_gradient", "first_gradient")  # conversions whose result is a view of their operand
+_SHARING = ("", "sum_gradient", "first_gradient")  # conversions whose result is a view of their operand
 _COPYING = frozenset({aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints})
 
 
 def counts_tokens(size: Size) -> bool:
     """Return whether a size depends on the sequence length."""
     return not isinstance(size, int) and SEQUENCE in size.free_symbols
+
+
+def divides(placement: Placement, shape: Sequence[Size]) -> bool:
+    """Return whether each rank has an equal part of a tensor in this placement."""
+    return isinstance(placement, Split) or (placement == O and any(map(counts_tokens, shape)))
 
 
 def is_quadratic(shape: Sequence[Size]) -> bool:
@@ -93,7 +98,7 @@ class Value:
     @property
     def gradient(self) -> Storage:
         """The storage of its gradient: split if the value is split, else whole (for a partial value too)."""
-        split = isinstance(self.placement, Split)
+        split = divides(self.placement, self.info.shape)
         return Storage(f"grad {self.name}", self.info.shape, self.info.dtype, split)
 
 
@@ -184,7 +189,7 @@ class _DataflowWriter:
                 f"{source.name} as {target}",
                 source.info.shape,
                 source.info.dtype,
-                isinstance(target, Split),
+                divides(target, source.info.shape),
                 gathered_from=part,
             )
         value = Value(source.name, source.info, target, storage, source.order if storage is source.storage else ())
@@ -200,7 +205,7 @@ class _DataflowWriter:
 
 def _outside(node: fx.Node, placement: Placement, origin: str) -> Value:
     tensor = infos(node)[0]
-    storage = Storage(node.name, tensor.shape, tensor.dtype, isinstance(placement, Split), origin)
+    storage = Storage(node.name, tensor.shape, tensor.dtype, divides(placement, tensor.shape), origin)
     return Value(node.name, tensor, placement, storage)
 
 
@@ -225,7 +230,7 @@ def _outputs(node: fx.Node, call: OpCall, taken: Sequence[Value], gives: Sequenc
         if order is not None:
             yield Value(name, tensor, placement, taken[0].storage, order)
             continue
-        storage = Storage(name, tensor.shape, tensor.dtype, isinstance(placement, Split))
+        storage = Storage(name, tensor.shape, tensor.dtype, divides(placement, tensor.shape))
         fused = call.target in ATTENTION and tensor.ndim >= 3
         dims = (*range(tensor.ndim - 3), tensor.ndim - 2, tensor.ndim - 3, tensor.ndim - 1)
         yield Value(name, tensor, placement, storage, dims if fused else ())

@@ -18,7 +18,7 @@ from typing import Any
 
 import sympy
 
-from autoptd.layout.placements import BP, B, P, Placement, Split
+from autoptd.layout.placements import BP, B, O, P, Placement, Split
 from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
 from autoptd.passes.rules.factor_notation import (
     MAX_GROUPS,
@@ -30,6 +30,7 @@ from autoptd.passes.rules.factor_notation import (
     group_counts,
     groups_fit,
 )
+from autoptd.passes.trace.traced import LOCAL, SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -171,23 +172,38 @@ def _linear(rule: Rule, call: OpCall) -> Iterator[Strategy]:
 
 def local_shape(tensor: TensorInfo, placement: Placement, ranks: int) -> tuple[Size, ...]:
     """Return the shape of one rank's part of a tensor."""
+    if placement == O:
+        return tuple(of_own_tokens(n, ranks) for n in tensor.shape)
     if not isinstance(placement, Split):
         return tensor.shape
     return tuple(divide(n, ranks) if dim == placement.dim else n for dim, n in enumerate(tensor.shape))
+
+
+def of_own_tokens(size: Size, ranks: int) -> Size:
+    """Return a size that counts tokens for one rank's own tokens."""
+    if isinstance(size, int):
+        return size
+    return size.subs({SEQUENCE: SEQUENCE / ranks, LOCAL: LOCAL / ranks})
 
 
 def local_args(op: Op, strategy: Strategy, ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the op's arguments on one rank, with local shapes for tensors and local values for sizes."""
     shapes = iter(zip(op.call.operands, strategy.needs, strict=True))
 
+    own_tokens = O in (*strategy.needs, *strategy.gives)
+
     def localise(value: Any) -> Any:
         if isinstance(value, TensorInfo):
             tensor, placement = next(shapes)
             return TensorInfo(local_shape(tensor, placement, ranks), tensor.dtype, tensor.requires_grad)
-        return type(value)(map(localise, value)) if isinstance(value, (tuple, list)) else value
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(localise, value))
+        return of_own_tokens(value, ranks) if own_tokens and isinstance(value, sympy.Basic) else value
 
     args = [localise(a) for a in op.call.args]
     kwargs = {k: localise(v) for k, v in op.call.kwargs.items()}
+    if own_tokens:
+        return tuple(args), kwargs
     for key, value in (op.rule.local(op.call, strategy, ranks) if op.rule else {}).items():
         if isinstance(key, int):
             args[key] = value

@@ -87,12 +87,40 @@ def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring
     return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted)
 
 
+def own_token_strategies(segment: Segment, ranks: int, sizes: Sizes) -> dict[fx.Node, Strategy]:
+    """Return the strategies in which each of `ranks` ranks computes rows of its own tokens, for ops that have one.
+
+    They begin and end at tensors whose tokens are split. Ops that cannot be split by tokens have none, nor do ops that
+    would need rows of a tensor in the prelude which depends on the model's inputs.
+    """
+    if not sizes.divisible(SEQUENCE, ranks):
+        return {}
+    decider = _Decider(ranks, sizes, "ring", 1, gather=True)
+    for node in segment.receives:
+        shape = infos(node)[0].shape
+        decider.given[node] = Split(shape.index(SEQUENCE)) if SEQUENCE in shape else B
+    decider.segment(segment)
+    found = {n: s for n, s in decider.strategies.items() if O in (*s.needs, *s.gives) and n.target not in DROPOUT}
+    rows = [o for n, s in found.items() for o, p in zip(operands(n), s.needs, strict=True) if p == O]
+    return {} if any(n in segment.prelude and reads_inputs(n) for n in rows) else found
+
+
+def reads_inputs(node: fx.Node) -> bool:
+    """Return whether a tensor is computed from tokens of the model's inputs."""
+    if node.op == "placeholder":
+        return any(SEQUENCE in sympy.sympify(n).free_symbols for n in infos(node)[0].shape)
+    return any(map(reads_inputs, node.all_input_nodes))
+
+
 @dataclass
 class _Decider:
+    """`gather`: an op that mixes tokens gets all of them, rather than being refused."""
+
     ranks: int
     sizes: Sizes
     attention: str
     tp: int
+    gather: bool = False
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
     given: dict[fx.Node, Placement] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -121,7 +149,12 @@ class _Decider:
             if loss is not None:
                 self.shifted[loss], self.given[node] = node, Split(1)
                 continue
-            strategy = self._choose(node, segment) if node not in self.shifted else _ROWS
+            try:
+                strategy = self._choose(node, segment) if node not in self.shifted else _ROWS
+            except PlanError:
+                if not self.gather:
+                    raise
+                strategy = Strategy((B,) * len(operands(node)), (B,) * len(infos(node)))
             self.strategies[node] = strategy
             if not isinstance(node.meta["info"], tuple):
                 self.given[node] = plain(strategy.gives[0], infos(node)[0])

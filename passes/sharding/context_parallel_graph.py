@@ -18,23 +18,23 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autoptd.errors import PlanError
 from autoptd.layout.placements import B, Broadcast, O, P, Placement, Split, conversion
 from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT
 from autoptd.passes.batch.batch_dims import sample_place
 from autoptd.passes.fold import Cut, Folded, Segment
-from autoptd.passes.graph import info, infos, is_getitem, operands, substitute
+from autoptd.passes.graph import info, infos, is_getitem, operands
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.context_parallel import TokenSplits, plain
+from autoptd.passes.sharding.own_prelude import ORIGIN, OwnPrelude, rebuilt
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of
-from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.passes.trace.traced import LOCAL, SEQUENCE
 
 aten = torch.ops.aten
-LOCAL = sympy.Symbol("s_local", integer=True, positive=True)  # tokens of a rank
 
 
 def convert(x: Tensor, method: str, dim: int | None = None) -> Tensor:
@@ -80,9 +80,16 @@ class _Cutter:
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cuts: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)  # (prelude node, dim) -> its slice
-    owned: dict[fx.Node, fx.Node] = field(default_factory=dict)  # prelude node -> it for this rank's tokens alone
     extra: list[fx.Node] = field(default_factory=list)  # other nodes added to the prelude
     kinds: dict[str, _DecidedKind] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.own = OwnPrelude(
+            self.graph,
+            self.new,
+            lambda size: size.subs(SEQUENCE, LOCAL),
+            lambda node: self.cut(node, info(node).shape.index(SEQUENCE)),
+        )
 
     def run(self) -> tuple[Folded, Sharding]:
         folded, traced = self.folded, self.folded.traced
@@ -92,7 +99,7 @@ class _Cutter:
                 self._copy(node)
         segments = tuple(map(self._segment, folded.segments))
         loss = segments[-1].sends[-1] if self._loss_conversion() else self.new[folded.loss]
-        extra = (*self.cuts.values(), *self.extra)
+        extra = (*self.cuts.values(), *self.extra, *self.own.made.values())
         cut = rebuilt(folded, self.graph, self.new, segments, extra, loss)
         cut.cut = Cut(self.splits.ranks, self.splits.zigzag, LOCAL)
         kinds = {k: replace(d, strategies=self.kinds[k].strategies) for k, d in self.sharding.kinds.items()}
@@ -135,55 +142,12 @@ class _Cutter:
         """Return the slice of a prelude tensor that has this rank's tokens."""
         if (node, dim) not in self.cuts:
             made = self.graph.call_function(convert, (self.new[node], "slice", dim))
-            made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
+            made.meta = {k: v for k, v in node.meta.items() if k in ORIGIN}
             made.meta["info"] = local(info(node), Split(dim))
             self.cuts[node, dim] = made
         return self.cuts[node, dim]
 
-    def own(self, node: fx.Node) -> fx.Node:
-        """Return a prelude tensor computed from this rank's tokens alone, which `token_rows.py` proved possible."""
-        if SEQUENCE not in {s for t in infos(node) for size in t.shape for s in sympy.sympify(size).free_symbols}:
-            return self.new[node]
-        if node.op == "placeholder":
-            return self.cut(node, info(node).shape.index(SEQUENCE))
-        if node not in self.owned:
-            args, kwargs = _at_local((substitute(node.args, self.own), node.kwargs))
-            made = self.graph.create_node(node.op, node.target, args, kwargs, name=f"own_{node.name}")
-            made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
-            found = tuple(local(t, O) for t in infos(node))
-            made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]
-            self.extra.append(made)
-            self.owned[node] = made
-        return self.owned[node]
 
-
-def rebuilt(
-    folded: Folded,
-    graph: fx.Graph,
-    new: Mapping[fx.Node, fx.Node],
-    segments: tuple[Segment, ...],
-    extra: Sequence[fx.Node] = (),
-    loss: fx.Node | None = None,
-) -> Folded:
-    """Return `folded` on a graph that `new` maps its nodes to, with these segments. `extra`: nodes of its prelude."""
-    loss = new[folded.loss] if loss is None else loss
-    graph.output((loss, *(new[n] for n in folded.counts)))
-    graph.lint()
-    module = fx.GraphModule(nn.Module(), graph)
-    module.meta = dict(folded.traced.graph.meta)
-    return replace(
-        folded,
-        traced=replace(folded.traced, graph=module),
-        prelude=(*(new[n] for n in folded.prelude), *extra),
-        segments=segments,
-        loss=loss,
-        counts=tuple(new[n] for n in folded.counts),
-        unused_parameters=tuple(new[n] for n in folded.unused_parameters),
-        representatives={},
-    )
-
-
-_ORIGIN = ("nn_module_stack", "stack_trace")
 _DRAWS = ATTENTION | DROPOUT
 BEFORE = "before the cut"  # key of a node's meta
 
@@ -275,7 +239,7 @@ class _SegmentWriter:
         if have == need or (need != O and not conversion(have, need).function):
             return self.cutter.new[node]
         if node in self.segment.prelude and need == O:
-            return self.cutter.own(node)
+            return self.cutter.own.of(node)
         if node in self.segment.prelude and isinstance(need, Split):
             return self.cutter.cut(node, need.dim)
         if (node, need) not in self.converted:
@@ -288,7 +252,7 @@ class _SegmentWriter:
             on_tp = given if isinstance(given := self.tp.get(node, B), Broadcast) else B
         args = (self.cutter.new[node], conversion(have, need).function, *(() if dim is None else (dim,)))
         made = self.cutter.graph.call_function(convert, args)
-        made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN}
+        made.meta = {k: v for k, v in node.meta.items() if k in ORIGIN}
         made.meta["info"] = local(info(node), need)
         self.decisions.append(f"{have} -> {need}")
         self._add(made, Strategy((on_tp,), (on_tp,)))
@@ -307,7 +271,7 @@ class _SegmentWriter:
         missing = sympy.expand(SEQUENCE - info(labels).shape[1])
         padded = graph.call_function(aten.pad.default, (self.cutter.new[labels], [0, int(missing)], "constant", ignore))
         whole = TensorInfo((info(labels).shape[0], SEQUENCE), info(labels).dtype, False)
-        padded.meta = {**{k: v for k, v in labels.meta.items() if k in _ORIGIN}, "info": whole}
+        padded.meta = {**{k: v for k, v in labels.meta.items() if k in ORIGIN}, "info": whole}
         made = graph.call_function(convert, (padded, "slice", 1))
         made.meta = {**padded.meta, "info": local(whole, Split(1))}
         self.cutter.extra += [padded, made]

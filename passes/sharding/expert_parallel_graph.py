@@ -19,12 +19,15 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import B, Placement, Split
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import info, is_getitem, op_name, operands, source_line
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.opcall import Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
-from autoptd.passes.sharding.context_parallel_graph import BEFORE, Before, before_cut, rebuilt
+from autoptd.passes.sharding.context_parallel import own_token_strategies
+from autoptd.passes.sharding.context_parallel_graph import BEFORE, Before, before_cut
 from autoptd.passes.sharding.expert_regions import ExpertRegion, check_experts, expert_regions, leaving
+from autoptd.passes.sharding.own_prelude import rebuilt
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
 
 
 def route(ends: Tensor) -> Tensor:
@@ -66,6 +69,15 @@ def dispatched(segment: Segment, decided: KindSharding) -> list[tuple[TensorInfo
         moved = (*sorted(region.reads, key=str), *leaving(region, segment))
         found += [(info(node), placed[node]) for node in moved]
     return found
+
+
+def rows_stay_apart(folded: Folded, sizes: Sizes) -> bool:
+    """Return whether tp ranks can compute the rows that experts take of their own tokens each (etp 1)."""
+    some = Sizes({**sizes.values, SEQUENCE: 2}, BATCH)
+    found = [(own_token_strategies(s, 2, some), expert_regions(s)) for s in folded.representatives.values()]
+    return any(regions for _, regions in found) and all(
+        node in own for own, regions in found for r in regions for node in r.ops if not is_getitem(node)
+    )
 
 
 def _given(node: fx.Node, strategy: Strategy) -> dict[fx.Node, Placement]:
@@ -187,12 +199,12 @@ class _RegionWriter:
         """Dispatch the rows that an op of a region is the first to read."""
         if region not in self.routes:
             self.routes[region] = self._route(region)
-        sent, ends = self.routes[region]
+        _, ends = self.routes[region]
         there = self.there[region]
         there[region.ends] = ends
         for operand in operands(node):
             if operand in region.reads and operand not in there:
-                there[operand] = self._move(dispatch, operand, self.splitter.new[operand], sent)
+                there[operand] = self._move(dispatch, operand, self.splitter.new[operand], region)
 
     def _leave(self, region: ExpertRegion, node: fx.Node, made: fx.Node) -> None:
         """Combine the rows of a region's tensor that others read."""
@@ -206,20 +218,21 @@ class _RegionWriter:
                 fix="leave ep or tp out",
             )
         if node in self.leaving:
-            self.splitter.new[node] = self._move(combine, node, made, self.routes[region][0])
+            self.splitter.new[node] = self._move(combine, node, made, region)
 
     def _route(self, region: ExpertRegion) -> tuple[fx.Node, fx.Node]:
         experts = int(info(region.ends).shape[0])
         of_all, ep = self.splitter.new[region.ends], self.splitter.ep
         sent = self._made(route, region.ends, TensorInfo((2, ep, experts // ep), torch.int64, False), of_all)
-        self._add(sent, Strategy((B,), (B,)))
+        at = self.tp[region.ends]
+        self._add(sent, Strategy((at,), (at,)))
         ends = self._made(own_ends, region.ends, self.splitter.own(region.ends), of_all, sent)
-        self._add(ends, Strategy((B, B), (B,)))
+        self._add(ends, Strategy((at, at), (at,)))
         return sent, ends
 
-    def _move(self, method: Any, node: fx.Node, x: fx.Node, sent: fx.Node) -> fx.Node:
-        moved = self._made(method, node, info(node), x, sent)
-        self._add(moved, Strategy((self.tp[node], B), (self.tp[node],)))
+    def _move(self, method: Any, node: fx.Node, x: fx.Node, region: ExpertRegion) -> fx.Node:
+        moved = self._made(method, node, info(node), x, self.routes[region][0])
+        self._add(moved, Strategy((self.tp[node], self.tp[region.ends]), (self.tp[node],)))
         return moved
 
     def _made(self, method: Any, node: fx.Node, found: TensorInfo, *args: fx.Node) -> fx.Node:

@@ -10,6 +10,7 @@ Conversions follow from these: one per (tensor, placement), wherever the given p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,13 @@ from torch import fx
 
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import PlanFileError, nearest
-from autoptd.layout.placements import B, Broadcast, PartialSum, Placement, Split, parse_placement
+from autoptd.layout.placements import B, Broadcast, O, OwnRows, PartialSum, Placement, Split, parse_placement
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.rules.factors import Strategy, Wired, expand, groups_of, propagate_groups
 from autoptd.passes.rules.lookup import op_of
+from autoptd.passes.sharding.context_parallel import own_token_strategies
 
 _REPLAN = "plan the model again"
 
@@ -213,6 +215,8 @@ def _check_place(node: fx.Node, text: str, ranks: int, sizes: Sizes, where: str)
             possible = not is_parameter  # the optimizer updates the stored values
         case Broadcast():
             possible = True
+        case OwnRows():
+            possible = False  # segments begin and end with tokens in order
     if not possible:
         what = f"a tensor of shape [{', '.join(map(str, shape))}] cannot be placed as {text} on tp {ranks}"
         raise PlanFileError(what, where=where, fix=_REPLAN)
@@ -223,6 +227,9 @@ def _read_strategies(
 ) -> dict[int, Strategy]:
     found = {}
     legal = expand_kind(segment, ranks, sizes)
+    if any(re.search(rf"\b{O}\b", text) for text in chosen.values()):
+        own = own_token_strategies(segment, ranks, sizes)
+        legal = {i: [*options, *([own[n]] if (n := segment.nodes[i]) in own else [])] for i, options in legal.items()}
     for i, options in legal.items():
         name = segment.nodes[i].name
         text = _field(chosen, name, f"strategies[{kind!r}]")

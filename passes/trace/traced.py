@@ -23,6 +23,7 @@ Averaging = Literal["global", "per-microbatch"]
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
+LOCAL = sympy.Symbol("s_local", integer=True, positive=True)  # tokens of one cp rank
 
 
 @dataclass

@@ -100,7 +100,8 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "loss": variant.loss,
         "gathers": variant.gathers,
         **({"shards": variant.shards} if variant.shards else {}),
-        **({"ep": mesh.ep} if mesh.ep > 1 else {}),
+        **({"ep": mesh.ep} if mesh.ep > 1 or mesh.etp else {}),
+        **({"etp": mesh.etp} if mesh.etp else {}),
     }
     cluster = Cluster.load("dgx-h100")
     return make_plan(

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.packing import Bucket, Slot, overlap, pack
-from autoptd.layout.placements import BP, Split
+from autoptd.layout.placements import BP
 from autoptd.ops.group import Group, Handle
 
 
@@ -86,9 +87,9 @@ class Buffer:
     ) -> None:
         first = next(iter(specs.values()))
         self.sharing, self.group, self.tied = sharing, sharing.shard_group, tied
-        self.partial_over_tp = first.placement == BP
+        self.partial_over_tp = first.placement == BP and not first.over_tp
         self.frozen = not first.trainable
-        self.split = isinstance(first.placement, Split)
+        self.counts = partial(layout.counts, first)
         self.first_rank = layout.mesh.holder(first.stages[0])
         self.shapes = dict(shapes)
         self.zero, self._in_compute = layout.zero, layout.gradients == "compute"

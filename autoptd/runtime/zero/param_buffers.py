@@ -103,7 +103,7 @@ class Buffers:
         result = []
         for buffer in self._buffers:
             if buffer.frozen == frozen:
-                counts = (buffer.split or self._tp.rank == 0) and buffer.first_rank == pipeline_rank
+                counts = buffer.counts(self._tp.rank) and buffer.first_rank == pipeline_rank
                 result += buffer.pieces(counts and buffer.sharing.replica_group.rank == 0)
         return result
 

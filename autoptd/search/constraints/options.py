@@ -18,7 +18,7 @@ from autoptd.schedule import SCHEDULES, row_of
 from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
 
 INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched when asked for
-_COUNTS = ("bucket_bytes", "cp", "dp", "ep", "max_tp", "micro", "pp", "shards", "tp", "virtual")
+_COUNTS = ("bucket_bytes", "cp", "dp", "ep", "etp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
     "attention": ("flash", "triton", "cudnn"),
@@ -50,7 +50,8 @@ class SearchOptions(ExecutionOptions):
 
     loss           of `ExecutionOptions`, or "auto": in place if tp cuts the vocabulary (our own kernel), else kept
     cp             ranks that share the tokens of a sample
-    ep             ranks of dp × cp that hold different experts and send each other rows
+    ep             ranks that hold different experts and send each other rows
+    etp            tp ranks that share each expert: 1 or all of tp (0)
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
     stages         "balanced" by time, or "even" numbers of blocks
     memory         "check": refuse plans that do not fit; "ignore": predict them too
@@ -64,6 +65,7 @@ class SearchOptions(ExecutionOptions):
     loss: Literal["auto", "kept", "in_place"] = "auto"  # type: ignore[assignment]
     cp: int = 1
     ep: int = 1
+    etp: int = 0
     virtual: int = 1
     schedule: str = "1f1b"
     stages: str = "balanced"

@@ -196,7 +196,7 @@ class ChunkCosts(ChunkParameters):
         gather = back = 0.0
         for trained, copies in self._trained([(first, last)]):
             each = ((trained * self.compute + frozen) / blocks for frozen in still)
-            once, again = (self._collective_s("all_gather", n, copies.shards) * blocks for n in each)
+            once, again = (self._collective_s("all_gather", n, copies.shards, copies.stride) * blocks for n in each)
             gather += once
             back += blocks * self._sum_s(trained * self.gradient / blocks, copies)
             back += again if c.zero == 3 else 0.0
@@ -209,14 +209,14 @@ class ChunkCosts(ChunkParameters):
             exposed_s(back, backward_s, blocks) + slowdown * min(back, backward_s),
         )
 
-    def _collective_s(self, name: str, nbytes: float, ranks: int) -> float:
-        """Return seconds of a collective over neighbours on the data axis."""
-        return collective_s(name, nbytes, self.cluster, ranks, self.candidate.tp, self.candidate.world)
+    def _collective_s(self, name: str, nbytes: float, ranks: int, stride: int = 0) -> float:
+        """Return seconds of a collective over ranks `stride` apart, by default neighbours on the data axis."""
+        return collective_s(name, nbytes, self.cluster, ranks, stride or self.candidate.tp, self.candidate.world)
 
     def _sum_s(self, nbytes: float, copies: Copies) -> float:
         """Return seconds of reducing gradients over the ranks that hold the same parameters."""
         c = self.candidate
-        return sum_in_shards_s(nbytes, self.cluster, copies.ranks, copies.shards, c.tp, c.world)
+        return sum_in_shards_s(nbytes, self.cluster, copies.ranks, copies.shards, copies.stride, c.world)
 
     def _trained(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, Copies]]:
         """Return the local trained elements of these runs of segments, with their copies: experts apart."""
@@ -342,7 +342,7 @@ class ChunkCosts(ChunkParameters):
         `cut`: the segments of all stages, which determine the parameters tied across stages.
         """
         c = self.candidate
-        partial = sum(self.numel(*run, BP)[1] for run in runs)
+        partial = sum(self.numel(*run, BP, experts=None if c.ep == 1 else False)[1] for run in runs)
         found = 0.0
         if partial:
             found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1, c.world)
@@ -363,7 +363,7 @@ class ChunkCosts(ChunkParameters):
         if self.candidate.zero != 1 or self.dp == 1:
             return 0.0
         parts = self._trained(runs)
-        return sum(self._collective_s("all_gather", n * self.compute, copies.shards) for n, copies in parts)
+        return sum(self._collective_s("all_gather", n * self.compute, c.shards, c.stride) for n, c in parts)
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
         """Return seconds of the optimizer on this rank's shard."""

@@ -42,8 +42,10 @@ def moved_rows(tensors: Tensors, segment: Segment, decided: KindSharding) -> tup
 
 
 def _moved(tensors: Tensors, tensor: TensorInfo, placement: Placement, experts: int, tokens: int) -> Moved:
-    rows = tensors.number(tensor.shape[0])
-    return Moved(tensors.nbytes(tensor, placement) / rows, rows, min(experts, max(1.0, rows / tokens)), experts)
+    whole = tensors.number(tensor.shape[0])
+    row_bytes = tensors.nbytes(tensor) / whole
+    rows = round(tensors.nbytes(tensor, placement) / row_bytes)
+    return Moved(row_bytes, rows, min(experts, max(1.0, whole / tokens)), experts)
 
 
 def exchange_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> float:
@@ -56,10 +58,10 @@ def exchange_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> float:
 
 
 def _parts_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> Iterator[float]:
-    parts = c.tp if how != "rows" else 1
+    parts = c.sharers if how != "rows" else 1
     tokens = moved.rows / moved.chosen / parts
     yield dispatch_s(
-        how, tokens, moved.row_bytes, moved.experts, moved.chosen, cluster, c.ep, c.tp, c.world
+        how, tokens, moved.row_bytes, moved.experts, moved.chosen, cluster, c.ep, c.sharers, c.world
     )
     nbytes = moved.rows * moved.row_bytes
     if parts > 1:

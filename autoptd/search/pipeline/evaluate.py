@@ -10,7 +10,7 @@ from typing import Literal
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import Memory, alive
 from autoptd.cost_models.steady import makespan_s
-from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
+from autoptd.cost_models.step_times import PRICED, ChunkTimes, Overlap, StageTimes
 from autoptd.passes.losses.loss_form import LossForm
 from autoptd.schedule import (
     Schedule,
@@ -158,7 +158,7 @@ def _ahead_s(staged: Staged) -> float:
         lambda microbatches: _forward_lists(c.pp, microbatches, method.virtual, staged.route),
         c.microbatches,
         rank_times(staged),
-        Overlap.of(set(method.overlap) - {"tp"}),
+        Overlap.of(set(method.overlap) - PRICED),
         c.pp,
         staged.route,
     )
@@ -177,7 +177,7 @@ def simulated(staged: Staged) -> Staged:
         lambda microbatches: action_lists(method.schedule, c.pp, microbatches, method.virtual),
         c.microbatches,
         rank_times(staged),
-        Overlap.of(set(method.overlap) - {"tp"}),
+        Overlap.of(set(method.overlap) - PRICED),
         period_of(method.schedule, c.pp),
         staged.route,
     )

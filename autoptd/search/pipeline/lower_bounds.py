@@ -159,8 +159,8 @@ class CandidateBounds:
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in self.memory.parts(c):
             compute, gradient = (numel / c.tp * table[self.task.precision] for table in (COMPUTE_BYTES, width))
-            gather = collective_s("all_gather", compute, cluster, copies.shards, c.tp, c.world)
-            summed = sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, c.tp, c.world)
+            gather = collective_s("all_gather", compute, cluster, copies.shards, copies.stride, c.world)
+            summed = sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
             seconds += (c.zero - 1) * gather + summed
         return seconds
 
@@ -186,13 +186,13 @@ class CandidateBounds:
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in parts:
             gradient, gathered = numel * width[task.precision], numel * COMPUTE_BYTES[task.precision]
-            seconds += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, c.tp, c.world)
-            seconds += collective_s("all_gather", gathered, cluster, copies.shards, c.tp, c.world)
+            seconds += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
+            seconds += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
         return seconds
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
         """Return the bound from the model's work on one rank, `whole`, for any splits."""
-        key = c.tp, c.micro, c.cp, c.ep
+        key = c.tp, c.micro, c.cp, c.ep  # of any etp: what a rank computes is the same
         if key not in self._floors:
             device = self.task.cluster.device
             whole = whole.spread(c.ep, self.task.cluster, c.world)

@@ -15,11 +15,12 @@ from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
-from autoptd.layout.placements import BP, B, Broadcast, Placement, Split, parse_placement
+from autoptd.layout.placements import BP, B, Broadcast, O, Placement, Split, parse_placement
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import infos, operands
+from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import (
     ops_of,
     output_names,
@@ -78,7 +79,7 @@ class SplitNumbers(Prices):
     def problem(self) -> SplitProblem:
         """The input of `solve_splits`."""
         nodes: list[Node] = []
-        infos_by_tensor: dict[str, tuple[TensorInfo, int, bool]] = {}  # tensor -> (info, multiplicity, is parameter)
+        infos_by_tensor: dict[str, tuple[TensorInfo, int, bool]] = {}  # tensor -> (info, multiplicity, in prelude)
         saved_bytes: dict[tuple[str, Placement], float] = {}
         for kind, segment in self.folded.representatives.items():
             for node, tensors in self._kind_nodes(kind, segment, saved_bytes):
@@ -94,10 +95,10 @@ class SplitNumbers(Prices):
                     wanted.setdefault(tensor, set()).add(placement)
         conversions = {}
         for tensor, targets in wanted.items():
-            meta, times, _ = infos_by_tensor[tensor]
+            meta, times, in_prelude = infos_by_tensor[tensor]
             for source in given.get(tensor, ()):
                 for target in targets:
-                    if source != target and self._convertible(meta, source, target):
+                    if source != target and self._convertible(meta, source, target, in_prelude):
                         conversions[tensor, source, target] = times * sum(self.conversion_seconds(meta, source, target))
         return SplitProblem(
             nodes=tuple(nodes),
@@ -107,8 +108,14 @@ class SplitNumbers(Prices):
             fixed=self._fixed(nodes),
         )
 
-    def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement) -> bool:
-        """Return whether a conversion is legal: integers have no partial values, and `_may_cut` limits new splits."""
+    def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement, in_prelude: bool) -> bool:
+        """Return whether a conversion is legal.
+
+        Integers have no partial values, `_may_cut` limits new splits, and the prelude alone is computed anew for a
+        rank's own tokens.
+        """
+        if O in (source, target):
+            return in_prelude and source == B
         if isinstance(target, Split) and not isinstance(source, Split) and not self._may_cut(tensor):
             return False
         is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
@@ -127,12 +134,12 @@ class SplitNumbers(Prices):
         for i, node in enumerate(segment.parameters):
             info = infos(node)[0]
             choices = tuple(self._parameter_choices(scope(node), info, times, offers, node, (kind, i)))
-            yield Node(scope.parameter(i), choices), {scope(node): (info, times, True)}
+            yield Node(scope.parameter(i), choices), {scope(node): (info, times, False)}
         for i, node in enumerate(segment.prelude):
             name = scope(node)
             yield (
                 Node(f"{kind}/prelude:{i}", (Choice("B", gives=((name, B),)),)),
-                {name: (infos(node)[0], times, False)},
+                {name: (infos(node)[0], times, True)},
             )
         for i, node in enumerate(segment.receives):
             info, name = infos(node)[0], scope(node)
@@ -169,10 +176,13 @@ class SplitNumbers(Prices):
             Split(dim, groups)
             for dim, size in enumerate(tensor.shape)
             for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset()))
-            if self.ranks > 1 and slot not in self._whole_slots and self.sizes.divisible(size, self.ranks, groups)
+            if self.ranks > 1
+            and slot not in self._whole_slots
+            and node not in self._of_own_tokens
+            and self.sizes.divisible(size, self.ranks, groups)
         ]
         whole = not splits or node not in self.workbook.facts.weights or slot in self._pinned_slots
-        if whole:
+        if whole and not (node in self._of_own_tokens and node in self._experts):
             yield Choice("B", gives=((name, B),), bytes=static * self.nbytes(tensor))
         if whole and tensor.requires_grad and self.ranks > 1:
             sync = self.collective("all_reduce", self.nbytes(tensor)) / self.microbatches
@@ -194,6 +204,27 @@ class SplitNumbers(Prices):
     def _pinned_slots(self) -> frozenset[tuple[str, int]]:
         """(kind, position) of the parameters with a placement fixed by the user."""
         return frozenset((kind, i) for pattern in self.pins for kind, i, _ in self.workbook.facts.hits(pattern))
+
+    @cached_property
+    def _of_own_tokens(self) -> frozenset[fx.Node]:
+        """Parameters that ops on a rank's own tokens read, possibly through ops on them alone: they stay whole."""
+        found = set[fx.Node]()
+        for kind, segment in self.folded.representatives.items():
+            own = {segment.nodes[i] for i, options in self.legal[kind].items() if any(O in s.needs for s in options)}
+            for node in segment.parameters if own else ():
+                reached = {node}
+                for n in segment.nodes:
+                    if n not in own and not is_getitem(n) and reached.issuperset(operands(n)) and operands(n):
+                        reached.add(n)
+                if any(not own.isdisjoint(n.users) for n in reached):
+                    found.add(node)
+        return frozenset(found)
+
+    @cached_property
+    def _experts(self) -> frozenset[fx.Node]:
+        """Parameters of experts, whose gradients are summed over the experts' mesh."""
+        segments = self.folded.representatives.values()
+        return frozenset(n for s in segments for r in expert_regions(s) for n in r.weights if n in s.parameters)
 
     @cached_property
     def _whole_slots(self) -> frozenset[tuple[str, int]]:

@@ -46,6 +46,7 @@ class ShardingQuery:
     microbatches: int
     static_bytes: float
     cp: int = 1
+    etp: int = 0  # tp ranks that share each expert: 1, or 0 for all
     kernels: str = "eager"
     attention: str = ""
     fp8: str = ""
@@ -65,7 +66,7 @@ class ShardingCache:
         self.folded = folded
         self.facts = GraphFacts(folded)
         self._workbooks: dict[tuple[str, str, str], Workbook] = {}
-        self._legal: dict[tuple[int, Values, bool], Legal] = {}
+        self._legal: dict[tuple[int, Values, bool, int], Legal] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
         self._programs = SplitPrograms()
@@ -82,12 +83,12 @@ class ShardingCache:
             self._workbooks[kernels, attention, fp8] = Workbook(self.folded, kernels, attention, self.facts, fp8)
         return self._workbooks[kernels, attention, fp8]
 
-    def legal(self, tp: int, values: Values, sequence_parallel: bool) -> Legal:
+    def legal(self, tp: int, values: Values, sequence_parallel: bool, etp: int = 0) -> Legal:
         """Return the legal strategies of every op."""
-        key = tp, values, sequence_parallel
+        key = tp, values, sequence_parallel, etp
         if key not in self._legal:
             sizes = Sizes({BATCH: 1, **dict(values)}, BATCH)
-            self._legal[key] = legal_strategies(self.folded, tp, sizes, sequence_parallel=sequence_parallel)
+            self._legal[key] = legal_strategies(self.folded, tp, sizes, sequence_parallel=sequence_parallel, etp=etp)
         return self._legal[key]
 
     def tensors(self, query: ShardingQuery) -> Tensors:
@@ -107,7 +108,7 @@ class ShardingCache:
             static_bytes=q.static_bytes,
             pins=dict(q.pins),
             whole=q.whole,
-            legal=self.legal(q.tp, q.values, q.sequence_parallel),
+            legal=self.legal(q.tp, q.values, q.sequence_parallel, q.etp),
             sequence_parallel=q.sequence_parallel,
             policies=q.policies,
             world=q.world,

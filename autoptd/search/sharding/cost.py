@@ -11,12 +11,12 @@ from torch import fx
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
-from autoptd.layout.placements import B, Placement, Split, conversion
+from autoptd.layout.placements import B, O, Placement, conversion
 from autoptd.passes.analysis.attention import form_of
-from autoptd.passes.analysis.dataflow import is_quadratic
+from autoptd.passes.analysis.dataflow import divides, is_quadratic
 from autoptd.passes.analysis.flops import GROUPED
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
-from autoptd.passes.rules.factors import Strategy, local_shape
+from autoptd.passes.rules.factors import Strategy, local_shape, of_own_tokens
 from autoptd.passes.trace.traced import BATCH
 from autoptd.search.sharding.attention_cost import Shape, attention_works
 from autoptd.search.sharding.fp8 import conversion as converted
@@ -67,7 +67,7 @@ class Prices:
                 total *= self.number(size)
             self._nbytes[tensor] = total
         whole = self._nbytes[tensor]
-        return whole // self.ranks if isinstance(placement, Split) else whole
+        return whole // self.ranks if divides(placement, tensor.shape) else whole
 
     # ---- kernels ----
 
@@ -126,6 +126,7 @@ class Prices:
                 for t, p in zip(op.call.operands[:2], strategy.needs[:2], strict=True)
             )
             count, k, n = matrices
+            flops = 2 * rows[0] * k * n * count / self.number(op.call.operands[1].shape[0])
             groups = self.number(op.call.operands[1].shape[0])
             return OpWork("matmul", flops, nbytes, op.dtype, -(-rows[0] // groups), n, k, count, groups="m")
         if op.loops is None:
@@ -133,7 +134,8 @@ class Prices:
         extents = {"m": 1, "n": 1, "k": 1, "batch": 1}
         split = op.split_factor(strategy)
         for name, role in op.roles.items():
-            size = self.number(op.loops.sizes[name])
+            size = op.loops.sizes[name]
+            size = self.number(of_own_tokens(size, self.ranks) if O in strategy.needs else size)
             extents[role] *= size // strategy.ranks if name == split else size
         if op.keys:  # a rank's queries attend to the keys of all cp ranks
             extents[op.keys], flops = extents[op.keys] * self.cp, flops * self.cp

@@ -28,7 +28,7 @@ from autoptd.search.task import Task
 
 CLOSE = 1e-3  # relative: how far splits for a microbatch between two others may be from the best
 _UNLIMITED_BYTES = 2**62
-Key = tuple[int, int, int, bool]  # tp, samples of a microbatch, cp, memory-saving
+Key = tuple[int, int, int, int, bool]  # tp, samples of a microbatch, cp, etp, memory-saving
 
 
 class Splitter:
@@ -103,6 +103,7 @@ class Splitter:
             microbatches=max(1, task.batch * c.tp * c.cp // (task.world * c.micro)),
             static_bytes=COMPUTE_BYTES[task.precision] + 4 * MAIN_BYTES[task.precision],
             cp=c.cp,
+            etp=c.etp,
             kernels=self._method.kernels,
             attention=self._method.attention,
             fp8=self._method.fp8,
@@ -183,7 +184,7 @@ class Splitter:
 
 
 def key_of(c: Candidate) -> Key:
-    return c.tp, c.micro, c.cp, c.memory_saving
+    return c.tp, c.micro, c.cp, c.etp, c.memory_saving
 
 
 @lru_cache(maxsize=64)

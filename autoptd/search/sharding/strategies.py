@@ -15,19 +15,27 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos, op_call
 from autoptd.passes.opcall import OpCall, Size, Sizes
 from autoptd.passes.rules.factors import Strategy
-from autoptd.passes.sharding.sharding import expand_kind
+from autoptd.passes.sharding.context_parallel import own_token_strategies
+from autoptd.passes.sharding.expert_regions import expert_regions
+from autoptd.passes.sharding.sharding import expand_kind, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 
 
 def legal_strategies(
-    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True
+    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True, etp: int = 0
 ) -> dict[str, dict[int, list[Strategy]]]:
     """Return the strategies that the search may choose from, per kind and op.
+
+    `etp` 1: experts are not split, and each rank computes the rows of its own tokens for them.
 
     fp64 plans serve to compare results with one process to the last digits. Ops that the model runs in lower precision
     (a norm or a loss in float32) then get no strategies with partial values, which would be rounded before the sum.
     """
     found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
+    if etp == 1:
+        for kind, segment in folded.representatives.items():
+            own = own_token_strategies(segment, ranks, sizes) if expert_regions(segment) else {}
+            found[kind] |= {i: [own[node]] for i, node in ops_of(segment) if node in own}
     if not sequence_parallel:
         found = {
             k: {
