@@ -55,8 +55,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["loss"] = "in_place"
     else:
         fix["loss"] = "kept"
-    if row.etp == 1 and row.tp > 1:
-        fix["etp"] = 1
+    if shape.experts and row.tp > 1:
+        fix["etp"] = row.etp or row.tp
     if row.ep > 1:
         fix["dispatch"] = _dispatch(row)
     if row.precision == "fp8":
