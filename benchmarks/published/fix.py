@@ -111,15 +111,20 @@ def _recompute(row: Row) -> str:
 def _overlap(row: Row, zero: int) -> tuple[str, ...]:
     """Return the communication that overlaps compute: FSDP always prefetches, interleaved Megatron-Core sends early."""
     found = []
-    if row.dp_comm_overlap or zero >= 2:
+    if _hides(row, row.dp_comm_overlap) or zero >= 2:
         found.append("dp")
     if row.vpp_chunks_per_stage > 1 and row.is_megatron_core:
         found.append("p2p")
     if row.ep_comm_overlap and row.ep > 1:
         found.append("ep")
-    if row.tp_comm_overlap and "nanotron" not in row.framework:  # nanotron hides one rank's shard only
+    if _hides(row, row.tp_comm_overlap) and "nanotron" not in row.framework:  # nanotron hides one rank's shard only
         found.append("tp")
     return tuple(found)
+
+
+def _hides(row: Row, stated: bool | None) -> bool:
+    """Return whether communication overlaps compute: unless a row says, as in Megatron-Core's own recipes, which do."""
+    return row.is_megatron_core if stated is None else stated
 
 
 def _dispatch(row: Row) -> str:
