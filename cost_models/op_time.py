@@ -45,7 +45,8 @@ class OpWork:
     Products: `batch` × (`m` × `k` times `k` × `n`) if known. Attention: `batch` heads, `m` queries, `n` keys, head size
     `k`; flops count the whole square even if `causal`. `part`: the op of the graph of which this is one of many
     kernels; the host dispatches the op once, and each kernel takes `launch_s`. `groups`: "m" or "k" if the product is
-    grouped: the extent that counts the rows of each of its `batch` matrices.
+    grouped: the extent that counts the rows of each of its `batch` matrices. `place`: "experts" for ops on rows
+    of experts, "behind" for those that restore the order of rows behind experts, or add up those of a token.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class OpWork:
     implementation: str = ""  # of attention; "" is the device's default one
     part: str = ""
     groups: str = ""
+    place: str = ""
 
     @property
     def attends(self) -> bool:
@@ -146,4 +148,4 @@ def op_s(device: Device, work: OpWork) -> float:
             busy_s = work.nbytes / (device.memory_bytes_per_s * sustained.fraction)
         case _:
             raise ValueError(f"unknown kind of op {work.kind!r}; known: {', '.join(KINDS)}")
-    return busy_s + work.launches * device.launch_s
+    return busy_s + (1 if work.groups else work.launches) * device.launch_s  # grouped ones run on several streams

@@ -14,6 +14,7 @@ _MEMORY_TOLERANCE = 0.06
 _NETWORKS = {"efa": ("efa",), "omni-path": ("omni-path", "opa"), "roce": ("roce", "rdma"), "ethernet": ("ethernet",)}
 _USUAL = "infiniband"
 _BITS = 8
+_GRAPH_LAUNCH_S = 1.5e-6  # between two kernels of a CUDA graph (quoted from memory)
 _SAME = {"H800": "H100"}  # with slower links, which rows state
 
 
@@ -34,9 +35,12 @@ def cluster_of(row: Row) -> Cluster:
     if outer and between is not None:
         outer = [*outer[:-1], _link(outer[-1], row, between * 1e9 / _BITS)]
     levels = (inner, *outer)
-    if levels == template.levels:
-        return template
-    return template.model_copy(update={"name": f"{template.name}, links as published", "levels": levels})
+    if levels != template.levels:
+        template = template.model_copy(update={"name": f"{template.name}, links as published", "levels": levels})
+    if row.cuda_graph.startswith("full"):  # the host launches one graph a step
+        device = template.device.model_copy(update={"dispatch_s": 0.0, "launch_s": _GRAPH_LAUNCH_S})
+        return template.model_copy(update={"name": f"{template.name}, one graph", "device": device})
+    return template
 
 
 def _used(ranks: int | None, gpus: int | None) -> int | None:

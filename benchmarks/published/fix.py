@@ -15,6 +15,8 @@ _ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp_shard_grad_op": 2,
 # Buffer bytes of DeepSpeed's ZeRO: reduce_bucket_size and allgather_bucket_size are 5e8 elements (its configuration
 # reference; quoted from memory).
 _DEEPSPEED_BUCKET = 2 * 500_000_000
+# Megatron-Core's --recompute-modules that cost little time (a norm, an activation, a small product): not counted
+_LIGHT = {"layernorm", "mla_up_proj", "moe_act", "rmsnorm", "mla_up_projection", "swiglu"}
 _RECOMPUTE = ("none", "selective", "full")
 
 
@@ -59,6 +61,7 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["etp"] = row.etp or row.tp
     if row.ep > 1:
         fix["dispatch"] = _dispatch(row)
+        fix["routing"] = "natural" if "natural" in row.moe_routing else "balanced"
     if row.precision == "fp8":
         fix["fp8"] = _recipe(row)
     if attention := _attention(row):
@@ -101,6 +104,8 @@ def _recompute(row: Row) -> str:
         raise Unsupported(f"unknown recompute {row.recompute!r}")
     if row.recompute == "selective":
         detail = row.recompute_detail.lower()
+        if _LIGHT.intersection(words := set(re.findall(r"\w+", detail.replace(" ", "_").replace(",_", " ")))):
+            return "full" if "moe" in words else "selective" if "core_attn" in words else "none"
         if "op-level" in detail:
             return "ops"
         if "fraction" in detail:

@@ -25,7 +25,7 @@ from autoptd.layout.state_bytes import buffer_class, elements_of, packed
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate, Copies
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
-from autoptd.search.pipeline.dispatch_cost import Moved, exchange_s, moved_rows
+from autoptd.search.pipeline.dispatch_cost import Moved, exchange_s, moved_rows, spread_over
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
@@ -47,7 +47,7 @@ class ChunkCosts(ChunkParameters):
         precision: str,
         optimizer: str,
     ) -> None:
-        super().__init__(tensors, sharded.spread(candidate.ep, tensors.cluster, candidate.world), candidate)
+        super().__init__(tensors, spread_over(sharded, candidate, method, tensors.cluster), candidate)
         self.method = method
         self.precision = precision
         self.optimizer = optimizer if optimizer in ("adamw", "sgd") else "adamw"
@@ -157,7 +157,8 @@ class ChunkCosts(ChunkParameters):
         if self.candidate.ep == 1:
             return 0.0
         moved = self._memoised("moved rows", self._moved_rows)[kind]
-        sent_s = sum(exchange_s(each, self.method.dispatch, self.cluster, self.candidate) for each in moved)
+        how = self.method.dispatch, self.method.routing
+        sent_s = sum(exchange_s(each, *how, self.cluster, self.candidate) for each in moved)
         if "ep" not in self.method.overlap:
             return sent_s
         hidden_s = min(sent_s, compute_s)

@@ -9,6 +9,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.dispatch import dispatch_s
 from autoptd.cost_models.op_time import memory_s
+from autoptd.cost_models.imbalance import fullest
 from autoptd.layout.placements import Placement
 from autoptd.passes.fold import Segment
 from autoptd.passes.opcall import TensorInfo
@@ -17,8 +18,9 @@ from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import KindSharding
 from autoptd.passes.graph import info
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
-from autoptd.search.sharding.tensors import Tensors
+from autoptd.search.sharding.tensors import Sharded, Tensors
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,25 @@ def _moved(tensors: Tensors, tensor: TensorInfo, placement: Placement, experts: 
     return Moved(row_bytes, rows, min(experts, max(1.0, whole / tokens)), experts)
 
 
-def exchange_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> float:
+def spread_over(sharded: Sharded, c: Candidate, method: SearchOptions, cluster: Cluster) -> Sharded:
+    """Return a sharding with the work of a candidate's fullest rank."""
+    ratio = fullest(c.ep, experts_of(sharded), method.routing)
+    return sharded.spread(c.ep, cluster, c.world, method.dispatch == "merged", ratio)
+
+
+def experts_of(sharded: Sharded) -> int:
+    """Return the least number of experts that a grouped product has."""
+    return min((w.batch for _, cost in sharded.every_kind for w in cost.work.forward if w.groups), default=1)
+
+
+def exchange_s(moved: Moved, how: str, routing: str, cluster: Cluster, c: Candidate) -> float:
     """Return the seconds of sending a tensor's rows to experts, or back, over the ep ranks of a candidate.
 
     As slices, each tp rank sends its own part of the rows, and the tp ranks of an expert gather them. Rows that arrive
-    sorted by rank are sorted by expert by one copy more; a merged dispatch writes them in order.
+    sorted by rank are sorted by expert by one copy more; a merged dispatch writes them in order. All ranks wait for the
+    fullest.
     """
-    return sum(_parts_s(moved, how, cluster, c))
+    return sum(_parts_s(moved, how, cluster, c)) * fullest(c.ep, moved.experts, routing)
 
 
 def _parts_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> Iterator[float]:

@@ -39,6 +39,7 @@ from autoptd.schedule import route_of, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.dispatch_cost import spread_over
 from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.kind_cost import floor_s
 from autoptd.search.sharding.tensors import Sharded
@@ -138,7 +139,7 @@ class CandidateBounds:
     def bound_s(self, c: Candidate, sharded: Sharded) -> float:
         """Return a lower bound over all cuts, without recomputation, with the step end of an average pipeline rank."""
         overlapped = "tp" in self.method.overlap
-        sharded = sharded.spread(c.ep, self.task.cluster, c.world)
+        sharded = spread_over(sharded, c, self.method, self.task.cluster)
         if c.pools:  # left to the relaxation, which knows the device type of each stage
             return 0.0
         seconds = sharded.compute_seconds if overlapped else sharded.seconds
@@ -195,7 +196,7 @@ class CandidateBounds:
         key = c.tp, c.micro, c.cp, c.ep  # of any etp: what a rank computes is the same
         if key not in self._floors:
             device = self.task.cluster.device
-            whole = whole.spread(c.ep, self.task.cluster, c.world)
+            whole = spread_over(whole, c, self.method, self.task.cluster)
             self._floors[key] = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
         seconds = self._floors[key]
         seconds += self._sharding_s(c)

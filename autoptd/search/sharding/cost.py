@@ -76,7 +76,10 @@ class Prices:
         key = node, str(strategy)
         if key not in self._kernels:
             op = self.workbook.ops[node]
-            self._kernels[key] = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
+            found = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
+            if place := self.workbook.facts.places.get(node):
+                found = tuple(tuple(replace(w, place=place) for w in works) for works in found)  # type: ignore[assignment]
+            self._kernels[key] = found
         return self._kernels[key]
 
     def _forward(self, op: OpFacts, strategy: Strategy) -> Iterator[OpWork]:
@@ -128,7 +131,10 @@ class Prices:
             count, k, n = matrices
             flops = 2 * rows[0] * k * n * count / self.number(op.call.operands[1].shape[0])
             groups = self.number(op.call.operands[1].shape[0])
-            return OpWork("matmul", flops, nbytes, op.dtype, -(-rows[0] // groups), n, k, count, groups="m")
+            # by hand: a product for each expert (Transformer Engine, GroupedLinear); torch has one kernel for all
+            launches = count if self.workbook.kernels == "fused" else 1
+            m = -(-rows[0] // groups)
+            return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, count, groups="m", launches=launches)
         if op.loops is None:
             return OpWork("matmul", flops, nbytes, op.dtype)
         extents = {"m": 1, "n": 1, "k": 1, "batch": 1}

@@ -43,13 +43,15 @@ class Sharded:
     peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks: a cache
     memo: dict[str, Any] = field(default_factory=dict, compare=False)  # cache of `search/pipeline/chunk_parameters.py`
 
-    def spread(self, ep: int, cluster: Cluster, world: int = 0) -> Sharded:
-        """Return the same sharding with the model's experts spread over `ep` ranks."""
+    def spread(
+        self, ep: int, cluster: Cluster, world: int = 0, merged: bool = False, fullest: float = 1.0
+    ) -> Sharded:
+        """Return the sharding with the model's experts spread over `ep` ranks; see `expert_work.spread`."""
         if ep == 1:
             return self
-        name = f"spread over ep {ep}"
+        name = f"spread over ep {ep}, {merged}, {fullest}"
         if name not in self.memo:
-            works = {kind: spread(cost.work, ep) for kind, cost in self.costs.items()}
+            works = {kind: spread(cost.work, ep, merged, fullest) for kind, cost in self.costs.items()}
             times = [count for count, _ in self.every_kind]
             found = _priced(self.sharding, works, times, cluster, world)
             self.memo[name] = replace(found, gap=self.gap, peaks=self.peaks, memo=self.memo)
