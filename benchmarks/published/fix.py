@@ -62,6 +62,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if row.ep > 1:
         fix["dispatch"] = _dispatch(row)
         fix["routing"] = "natural" if "natural" in row.moe_routing else "balanced"
+    if "ulysses" in row.cp_kind.lower():
+        fix["context"] = "ulysses"
     if row.precision == "fp8":
         fix["fp8"] = _recipe(row)
     if attention := _attention(row):
@@ -158,7 +160,7 @@ def _attention(row: Row) -> str:
 
 def _kernels(row: Row) -> str:
     """Return the kernels of elementwise ops: compiled (or nanotron's Triton), fused by hand (Megatron) or eager."""
-    if row.torch_compile or "nanotron" in row.framework:
+    if row.torch_compile or any(name in row.framework for name in ("nanotron", "MegaScale-MoE", "HAI-LLM")):
         return "compiled"
     return "fused" if row.is_megatron else "eager"
 
@@ -193,22 +195,25 @@ def _cuts(row: Row, shape: Shape) -> list[str]:
         return nanotron_cuts(shape, row.pp)
     if row.pp_layout:
         return layout_cuts(row.pp_layout, shape, chunks)
-    whole = shape.layers % chunks == 0 and not shape.ahead
-    around = (shape.layers + 2) % chunks == 0 and not shape.ahead  # embedding and loss count as a layer each
-    return [] if whole or around or not row.is_megatron else uneven_cuts(shape, chunks)
+    alike = shape.experts is None or len(set(shape.experts.layers)) == 1
+    whole = shape.layers % chunks == 0 or (shape.layers + 2) % chunks == 0  # embedding and loss count as a layer each
+    return [] if (whole and alike and not shape.ahead) or not row.is_megatron else uneven_cuts(shape, chunks)
 
 
 def uneven_cuts(shape: Shape, chunks: int) -> list[str]:
-    """Return the first blocks of chunks that are as equal as they can be, the shorter ones last.
+    """Return the first blocks of chunks that are as equal as they can be, the shorter ones last; or with one layer fewer
+    in the first and last one, if all others then have as many.
 
     Megatron's recipes place layers that do not divide so: the last chunk has the loss, and the layer that predicts a
     token more, besides.
     """
+    if shape.layers % chunks and (shape.layers + 2) % chunks == 0 and not shape.ahead:
+        return [f"blocks.{i * ((shape.layers + 2) // chunks) - 1}" for i in range(1, chunks)]
     each, longer = divmod(shape.layers + shape.ahead, chunks)
     starts = [i * each + min(i, longer) for i in range(1, chunks)]
     if each == 0 or starts[-1] >= shape.layers + (1 if shape.ahead else 0):
         raise Unsupported(f"{shape.layers} layers are too few for {chunks} chunks")
-    return [f"blocks.{i}" if i < shape.layers else "ahead" for i in starts]
+    return [f"blocks.{i}" if i < shape.layers else "norm" for i in starts]
 
 
 def layout_cuts(layout: str, shape: Shape, chunks: int) -> list[str]:
@@ -227,7 +232,7 @@ def layout_cuts(layout: str, shape: Shape, chunks: int) -> list[str]:
 
 def _first(part: str, block: int) -> str:
     """Return the module that begins a chunk, whose first layer would be `block`."""
-    return f"blocks.{block}" if "t" in part else "ahead" if "m" in part else "norm"
+    return f"blocks.{block}" if "t" in part else "norm"
 
 
 def nanotron_cuts(shape: Shape, pp: int) -> list[str]:

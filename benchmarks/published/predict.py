@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,7 +48,7 @@ class Prediction:
             (("analytic",), self.analytic_bytes),
             (("nvidia-smi",), self.total_bytes),
             (("reserved",), self.reserved_bytes),
-            (("allocated",), self.allocated_bytes),
+            (("allocated", "active"), self.allocated_bytes),
         ):
             if any(word in kind for word in words):
                 return value
@@ -58,7 +58,12 @@ class Prediction:
 def predict(row: Row) -> Prediction:
     """Predict a run under its own plan. Raises Unsupported, with the reason, if that is not possible."""
     shape, cluster = shape_of(row), cluster_of(row)
-    return _read(_planned(row, shape, cluster), row, cluster)
+    found = _read(_planned(row, shape, cluster), row, cluster)
+    if "natural" in row.moe_routing and row.measured_bytes is not None:
+        # the rank that logs its memory is one of many, not the fullest
+        average = row.model_copy(update={"moe_routing": "forced balanced"})
+        found = replace(_read(_planned(average, shape, cluster), row, cluster), step_time_s=found.step_time_s)
+    return found
 
 
 def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:

@@ -88,6 +88,7 @@ class Row(BaseModel):
     ep_comm_overlap: bool | None = None
     fp8_recipe: str = ""
     cuda_graph: str = ""
+    cp_kind: str = ""
     pp_layout: str = ""
     vpp_chunks_per_stage: int = 1
     micro_batch_size_seqs: int | None = None

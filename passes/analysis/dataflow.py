@@ -52,6 +52,9 @@ def is_quadratic(shape: Sequence[Size]) -> bool:
     return sum(map(counts_tokens, shape)) > 1
 
 
+GRADIENT_OF = "grad "  # begins the names of gradients
+
+
 @dataclass(frozen=True)
 class Storage:
     """One allocation on one rank. `shape` is global; `split`: each of the `t` tp ranks has an equal part."""
@@ -99,7 +102,7 @@ class Value:
     def gradient(self) -> Storage:
         """The storage of its gradient: split if the value is split, else whole (for a partial value too)."""
         split = divides(self.placement, self.info.shape)
-        return Storage(f"grad {self.name}", self.info.shape, self.info.dtype, split)
+        return Storage(f"{GRADIENT_OF}{self.name}", self.info.shape, self.info.dtype, split)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import sympy
 
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import SavedActivations, recomputed_steps, saved_in_flow
-from autoptd.passes.analysis.dataflow import DataflowStep, Flow, Number, Storage, Value, flow
+from autoptd.passes.analysis.dataflow import GRADIENT_OF, DataflowStep, Flow, Number, Storage, Value, flow
 from autoptd.passes.analysis.overwriting import losses_in_place
 from autoptd.passes.analysis.workspace import workspace
 from autoptd.passes.fold import Folded, Segment
@@ -65,10 +65,16 @@ class Walk:
         backward = [tuple(at[s] for s in alive) for _, alive in self.backward]
         return storages, forward, backward, [at[s] for s in kept]
 
-    def peak(self, number: Number, ranks: int, cp: int = 1) -> Peak:
-        """Return the peak at given sizes: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size."""
+    def peak(self, number: Number, ranks: int, cp: int = 1, shares: Mapping[str, float] | None = None) -> Peak:
+        """Return the peak at given sizes: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size.
+
+        `shares`: tensor -> its bytes and those of its gradient, relative to its size in the graph (1 if absent).
+        """
         storages, forward, backward, kept = self._indexed
         sizes = [s.nbytes(number, ranks, cp) for s in storages]
+        if shares:
+            names = (s.name.removeprefix(GRADIENT_OF) for s in storages)
+            sizes = [round(size * shares.get(name, 1)) for size, name in zip(sizes, names, strict=True)]
         total = sum(sizes[i] for i in kept)
         return Peak(
             total,

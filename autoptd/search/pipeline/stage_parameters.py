@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
+from autoptd.cost_models.imbalance import QUANTILE, fullest
 from autoptd.layout.placements import Placement
+from autoptd.passes.analysis.flops import CASTS, LOOKUPS, work
+from autoptd.passes.analysis.fusion import is_row_op
 from autoptd.passes.analysis.liveness import Peak, cuts_logits
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import infos
+from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
+from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.sharding.tensors import Sharded, Tensors
@@ -42,8 +47,11 @@ def block_peak(
     tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
 ) -> Peak:
     """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds."""
-    key = tuple(s.kind for s in segments), policy, method.gathers, method.loss
+    key = tuple(s.kind for s in segments), policy, method.gathers, method.loss, method.kernels, method.ep, method.routing
     if key not in sharded.peaks:
+        shares = expert_shares(segments, method.ep, method.routing)
+        if method.kernels == "fused":
+            shares |= dict.fromkeys(inside_kernels(segments), 0.0)
         found = tensors.workbook.walk(
             segments,
             sharded.sharding.kinds,
@@ -51,8 +59,45 @@ def block_peak(
             regather=method.gathers == "again",
             in_place_loss=loss_of(method, tensors.folded, sharded.sharding) == "in_place",
         )
-        sharded.peaks[key] = found.peak(tensors.number, tensors.ranks, tensors.cp)
+        sharded.peaks[key] = found.peak(tensors.number, tensors.ranks, tensors.cp, shares)
     return sharded.peaks[key]
+
+
+def expert_shares(segments: Sequence[Segment], ep: int, routing: str) -> dict[str, float]:
+    """Return the bytes of tensors on the fullest of `ep` ranks, relative to their size in the graph, if different.
+
+    A rank holds its own experts' weights; its rows are counted at a quantile of the fullest rank's.
+    """
+    found: dict[str, float] = {}
+    for region in (r for s in segments for r in expert_regions(s)) if ep > 1 else ():
+        found |= dict.fromkeys((n.name for n in region.weights), 1 / ep)
+        rows = fullest(ep, int(info(region.ends).shape[0]), routing, QUANTILE)
+        found |= dict.fromkeys((n.name for n in (*region.rows, *region.reads)), rows)
+    return found
+
+
+def inside_kernels(segments: Sequence[Segment]) -> Iterator[str]:
+    """Yield the tensors inside hand-written gates, whose backward passes compute them again.
+
+    Megatron's SwiGLU, also with the weights of a token's experts, saves its inputs and not the result of silu. A gate
+    is a pointwise op that multiplies two tensors of the model.
+    """
+    for segment in segments:
+        gates = {n for n in segment.nodes if _is_pointwise(n) and len(trained(n)) > 1}
+        for node in segment.nodes:
+            if _is_pointwise(node) and node.users and node not in segment.sends and gates.issuperset(node.users):
+                yield node.name
+
+
+def trained(node: fx.Node) -> set[fx.Node]:
+    """Return the different tensors with a gradient that an op reads."""
+    return {o for o in operands(node) if any(t.requires_grad for t in infos(o))}
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_getitem(node) or isinstance(node.meta["info"], tuple):
+        return False
+    return work(op_call(node)).kind == "memory" and not is_row_op(node) and node.target not in (LOOKUPS | CASTS)
 
 
 def loss_of(method: SearchOptions, folded: Folded, sharding: Sharding) -> str:
