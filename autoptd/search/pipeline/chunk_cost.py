@@ -127,6 +127,7 @@ class ChunkCosts(ChunkParameters):
             compute_f, compute_b = cost.forward_s - cost.forward_comm_s, cost.backward_s - cost.backward_comm_s
             sent_s = (self._dispatch_s(kind, compute_s) for compute_s in (compute_f, compute_b))
             context_f, context_b = (x + y for x, y in zip(self._context_s(cost), sent_s, strict=True))
+            context_f += self._counts_s(kind)
             tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
             tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b
             self._passes[kind] = ChunkCost(compute_f + tp_f, compute_b + tp_b, 0.0, tp_f, tp_b, cost.weight_s)
@@ -163,6 +164,11 @@ class ChunkCosts(ChunkParameters):
             return sent_s
         hidden_s = min(sent_s, compute_s)
         return sent_s - hidden_s + self.cluster.device.collective_share * hidden_s
+
+    def _counts_s(self, kind: str) -> float:
+        """Return the seconds in which the device waits for the host, which reads how many rows each rank sends."""
+        sends = self.candidate.ep > 1 and self._memoised("moved rows", self._moved_rows)[kind]
+        return self.cluster.device.dispatch_s if sends else 0.0
 
     def _moved_rows(self) -> dict[str, tuple[Moved, ...]]:
         kinds, segments = self.sharded.sharding.kinds, self.folded.representatives

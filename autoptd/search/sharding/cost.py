@@ -19,6 +19,7 @@ from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, local_shape, of_own_tokens
 from autoptd.passes.trace.traced import BATCH
 from autoptd.search.sharding.attention_cost import Shape, attention_works
+from autoptd.search.sharding.expert_work import LAUNCHES
 from autoptd.search.sharding.fp8 import conversion as converted
 from autoptd.search.sharding.op_table import OpFacts, Workbook
 
@@ -132,7 +133,7 @@ class Prices:
             flops = 2 * rows[0] * k * n * count / self.number(op.call.operands[1].shape[0])
             groups = self.number(op.call.operands[1].shape[0])
             # by hand: a product for each expert (Transformer Engine, GroupedLinear); torch has one kernel for all
-            launches = count if self.workbook.kernels == "fused" else 1
+            launches = max(1, round(LAUNCHES * count)) if self.workbook.kernels == "fused" else 1
             m = -(-rows[0] // groups)
             return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, count, groups="m", launches=launches)
         if op.loops is None:
