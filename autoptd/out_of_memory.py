@@ -69,6 +69,8 @@ def explained(trainer: Trainer, plan: Plan, source: TracedModel, resident: int) 
         account = account_of(trainer, plan, resident)
         where = getattr(error, "where", "") or f"rank {trainer.communicators.rank}"
         what = f"{account.worst} {'is' if account.worst == 'optimizer' else 'are'} more than predicted"
+        if account.worst == WORKING and plan.mesh.ep > 1:
+            what += f", as on a rank whose experts get more rows than {plan.method.routing} routing gives them"
         raise OutOfMemory(
             f"out of memory: {what if account.worst else 'no category is more than predicted: the device has less'}",
             where=f"{where}\n{account}\n{str(root).splitlines()[0] if str(root) else 'MemoryError'}",
@@ -150,6 +152,7 @@ def _weighed(memory: Bytes, worst: str, factor: float) -> float:
 def _chosen_by(plan: Plan) -> dict[str, Any]:
     mesh, how = plan.mesh, plan.schedule
     found = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "zero": plan.zero, "micro": plan.sizes["b"]}
+    found |= {"ep": mesh.ep, "routing": plan.method.routing} if mesh.ep > 1 else {}
     return found | {"schedule": how.kind} | ({"virtual": how.virtual} if how.virtual > 1 else {})
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.imbalance import MEDIAN, QUANTILE, fullest
 from autoptd.errors import PlanError
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.graph import infos
@@ -17,6 +18,7 @@ from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.pipeline.evaluate import Staged
+from autoptd.search.pipeline.dispatch_cost import experts_of
 from autoptd.search.planner import Answer, alternatives
 
 if TYPE_CHECKING:
@@ -80,9 +82,16 @@ _KERNELS = {
 
 def _expert_notes(answer: Answer) -> list[str]:
     """Return what the prediction assumes of a mixture whose experts are on ranks of their own."""
-    if answer.staged.candidate.ep == 1:
+    c, experts = answer.staged.candidate, experts_of(answer.staged.sharded)
+    if c.ep == 1:
         return []
-    return ["time and memory are those of experts that get equally many rows each; a rank that gets more takes more"]
+    if answer.staged.method.routing == "balanced":
+        return ["routing is assumed to be balanced: a rank whose experts get more rows takes more time and memory"]
+    most, median = (fullest(c.ep, experts, "natural", quantile) for quantile in (QUANTILE, MEDIAN))
+    return [
+        f"routing is assumed to be natural: the fullest of {c.ep} ranks gets {median:.2f} times the average rows in the "
+        f"median pass, and {most:.2f} times, for which memory is counted, in all but {1 - QUANTILE:.0%}"
+    ]
 
 
 def _context_notes(source: TracedModel, answer: Answer) -> list[str]:

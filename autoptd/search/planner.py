@@ -276,7 +276,7 @@ class Planner:
 
     def _raise_bound(self, e: _Entry, stages: Stages, passes_s: Callable[[], float]) -> float:
         if e.candidate.pp > 1 and not stages.fixed:
-            microbatch_s = stages.sharded.seconds + 2 * sum(stages.least_sends_s)
+            microbatch_s = self._bounds.microbatch_s(e.candidate, stages.sharded) + 2 * sum(stages.least_sends_s)
             e.bound_s = max(e.bound_s, self._bounds.with_end_s(e.candidate, passes_s(), microbatch_s))
             if e.bound_s == _NEVER:
                 self._too_large.append(e)

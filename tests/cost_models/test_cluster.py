@@ -215,8 +215,10 @@ def test_of_refuses_impossible_sizes(sizes: tuple[int, float, float]):
 
 
 def test_unknown_precision():
-    with pytest.raises(ValueError, match=r"fp8.*known: bf16"):
-        Cluster.load("dgx-h100").device.matmul_flops_per_s.of("fp8")
+    with pytest.raises(ValueError, match=r"int8.*known: bf16"):
+        Cluster.load("dgx-h100").device.matmul_flops_per_s.of("int8")
+    with pytest.raises(ValueError, match="no matmul peak for precision 'fp8'"):
+        Cluster.load("dgx-a100-80gb").device.matmul_flops_per_s.of("fp8")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,9 @@ ROWS = (
     ConstraintEffect("sends", lambda how: how == "slices", ("pp",), refused=False),
     ConstraintEffect("virtual", lambda chunks: chunks > 1, ("pp",), refused=False),
     ConstraintEffect("schedule", lambda kind: kind != "1f1b", ("pp",), refused=False),
+    ConstraintEffect("dispatch", lambda how: how != "rows", ("dp", "cp", "tp"), refused=False),
+    ConstraintEffect("routing", lambda how: how != "balanced", ("dp", "cp", "tp"), refused=False),
+    ConstraintEffect("overlap", lambda streams: "ep" in streams, ("dp", "cp", "tp"), refused=False),
     ConstraintEffect("context", bool, ("cp",), refused=False),
 )
 

@@ -25,7 +25,7 @@ from autoptd.layout.state_bytes import buffer_class, elements_of, packed
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate, Copies
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
-from autoptd.search.pipeline.dispatch_cost import Moved, exchange_s, moved_rows, spread_over
+from autoptd.search.pipeline.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
@@ -125,9 +125,9 @@ class ChunkCosts(ChunkParameters):
         if kind not in self._passes:
             cost = self.sharded.costs[kind]
             compute_f, compute_b = cost.forward_s - cost.forward_comm_s, cost.backward_s - cost.backward_comm_s
-            sent_s = (self._dispatch_s(kind, compute_s) for compute_s in (compute_f, compute_b))
+            sent_s = (self._dispatch_s(cost, compute_s) for compute_s in (compute_f, compute_b))
             context_f, context_b = (x + y for x, y in zip(self._context_s(cost), sent_s, strict=True))
-            context_f += self._counts_s(kind)
+            context_f += self._counts_s(cost)
             tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
             tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b
             self._passes[kind] = ChunkCost(compute_f + tp_f, compute_b + tp_b, 0.0, tp_f, tp_b, cost.weight_s)
@@ -149,30 +149,21 @@ class ChunkCosts(ChunkParameters):
         exchange = self._collective_s("all_to_all", nbytes, ranks) if nbytes else 0.0
         return exchange, exchange
 
-    def _dispatch_s(self, kind: str, compute_s: float) -> float:
+    def _dispatch_s(self, cost: KindCost, compute_s: float) -> float:
         """Return the exposed seconds of sending rows to the ranks of their experts and back.
 
         Backward sends the gradients the same ways. `compute_s`: of the same pass, which hides all of it if "ep" is in
         `overlap`, as far as it lasts, on the multiprocessors that the kernels of the exchange leave.
         """
-        if self.candidate.ep == 1:
-            return 0.0
-        moved = self._memoised("moved rows", self._moved_rows)[kind]
-        how = self.method.dispatch, self.method.routing
-        sent_s = sum(exchange_s(each, *how, self.cluster, self.candidate) for each in moved)
+        sent_s = dispatched_s([cost.work], self.candidate, self.method, self.cluster)
         if "ep" not in self.method.overlap:
             return sent_s
         hidden_s = min(sent_s, compute_s)
         return sent_s - hidden_s + self.cluster.device.collective_share * hidden_s
 
-    def _counts_s(self, kind: str) -> float:
+    def _counts_s(self, cost: KindCost) -> float:
         """Return the seconds in which the device waits for the host, which reads how many rows each rank sends."""
-        sends = self.candidate.ep > 1 and self._memoised("moved rows", self._moved_rows)[kind]
-        return self.cluster.device.dispatch_s if sends else 0.0
-
-    def _moved_rows(self) -> dict[str, tuple[Moved, ...]]:
-        kinds, segments = self.sharded.sharding.kinds, self.folded.representatives
-        return {kind: moved_rows(self.tensors, segment, kinds[kind]) for kind, segment in segments.items()}
+        return self.cluster.device.dispatch_s if self.candidate.ep > 1 and cost.work.moved else 0.0
 
     def _ring_s(self, cost: KindCost) -> float:
         """Return the exposed seconds of passing keys and values around the ring; attention hides the rest."""

@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.dispatch import dispatch_s
-from autoptd.cost_models.op_time import memory_s
 from autoptd.cost_models.imbalance import fullest
-from autoptd.layout.placements import Placement
-from autoptd.passes.fold import Segment
-from autoptd.passes.opcall import TensorInfo
-from autoptd.passes.sharding.expert_parallel_graph import dispatched
-from autoptd.passes.sharding.expert_regions import expert_regions
-from autoptd.passes.sharding.sharding import KindSharding
-from autoptd.passes.graph import info
-from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.cost_models.op_time import memory_s
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
-from autoptd.search.sharding.tensors import Sharded, Tensors
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A tensor of rows that is dispatched or combined. `rows`: of one tp rank; `chosen`: rows of a token."""
-
-    row_bytes: float
-    rows: int
-    chosen: float
-    experts: int
-
-
-def moved_rows(tensors: Tensors, segment: Segment, decided: KindSharding) -> tuple[Moved, ...]:
-    """Return the tensors that a segment dispatches to experts or combines."""
-    regions = expert_regions(segment)
-    if not regions:
-        return ()
-    experts = min(int(info(region.ends).shape[0]) for region in regions)
-    tokens = tensors.number(BATCH) * (tensors.number(SEQUENCE) if SEQUENCE in tensors.values else 1)
-    return tuple(_moved(tensors, tensor, placement, experts, tokens) for tensor, placement in dispatched(segment, decided))
-
-
-def _moved(tensors: Tensors, tensor: TensorInfo, placement: Placement, experts: int, tokens: int) -> Moved:
-    whole = tensors.number(tensor.shape[0])
-    row_bytes = tensors.nbytes(tensor) / whole
-    rows = round(tensors.nbytes(tensor, placement) / row_bytes)
-    return Moved(row_bytes, rows, min(experts, max(1.0, whole / tokens)), experts)
+from autoptd.search.sharding.kind_cost import KindWork, Moved
+from autoptd.search.sharding.tensors import Sharded
 
 
 def spread_over(sharded: Sharded, c: Candidate, method: SearchOptions, cluster: Cluster) -> Sharded:
@@ -59,6 +24,12 @@ def spread_over(sharded: Sharded, c: Candidate, method: SearchOptions, cluster: 
 def experts_of(sharded: Sharded) -> int:
     """Return the least number of experts that a grouped product has."""
     return min((w.batch for _, cost in sharded.every_kind for w in cost.work.forward if w.groups), default=1)
+
+
+def dispatched_s(works: Iterable[KindWork], c: Candidate, method: SearchOptions, cluster: Cluster) -> float:
+    """Return the seconds of one pass's exchanges of rows, all of them exposed."""
+    how = method.dispatch, method.routing
+    return sum(exchange_s(moved, *how, cluster, c) for work in works for moved in work.moved) if c.ep > 1 else 0.0
 
 
 def exchange_s(moved: Moved, how: str, routing: str, cluster: Cluster, c: Candidate) -> float:

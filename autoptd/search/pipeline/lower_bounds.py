@@ -39,7 +39,7 @@ from autoptd.schedule import route_of, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
-from autoptd.search.pipeline.dispatch_cost import spread_over
+from autoptd.search.pipeline.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.kind_cost import floor_s
 from autoptd.search.sharding.tensors import Sharded
@@ -139,18 +139,31 @@ class CandidateBounds:
     def bound_s(self, c: Candidate, sharded: Sharded) -> float:
         """Return a lower bound over all cuts, without recomputation, with the step end of an average pipeline rank."""
         overlapped = "tp" in self.method.overlap
-        sharded = spread_over(sharded, c, self.method, self.task.cluster)
         if c.pools:  # left to the relaxation, which knows the device type of each stage
             return 0.0
-        seconds = sharded.compute_seconds if overlapped else sharded.seconds
+        sharded = spread_over(sharded, c, self.method, self.task.cluster)
+        dispatched = self._dispatched_s(c, sharded)
+        seconds = (sharded.compute_seconds if overlapped else sharded.seconds) + dispatched
         costs = [k for k in sharded.costs.values() if k.forward_s]
         share = 0.5  # upper bound on min(f, b) / T of any stage
-        if not overlapped and c.zero < 2:
+        if not overlapped and c.zero < 2 and not dispatched:  # experts' rows are sent equally in both passes
             ring = 1 / 3 if c.cp > 1 else 0.0  # ring attention sends once in forward, twice in backward
             share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
         seconds += self._sharding_s(c)
         passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
-        return self.with_end_s(c, passes, sharded.seconds)
+        return self.with_end_s(c, passes, self.microbatch_s(c, sharded))
+
+    def microbatch_s(self, c: Candidate, sharded: Sharded) -> float:
+        """Return the seconds of a microbatch through all stages, without messages and sharding."""
+        sharded = spread_over(sharded, c, self.method, self.task.cluster)
+        return sharded.seconds + self._dispatched_s(c, sharded, exposed=True)
+
+    def _dispatched_s(self, c: Candidate, sharded: Sharded, exposed: bool = False) -> float:
+        """Return seconds per microbatch of experts' rows to other ranks and back, 0 if compute may hide them."""
+        if c.ep == 1 or ("ep" in self.method.overlap and not exposed):
+            return 0.0
+        cluster = self.task.cluster
+        return 2 * sum(n * dispatched_s([cost.work], c, self.method, cluster) for n, cost in sharded.every_kind)
 
     def _sharding_s(self, c: Candidate) -> float:
         """Return seconds per microbatch of all-gathers and reduce-scatters (ZeRO 2, 3), with the model as one stage."""

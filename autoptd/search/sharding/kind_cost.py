@@ -19,6 +19,16 @@ PARTIAL = ("selective", "ops")  # policies that recompute a part of a segment
 
 
 @dataclass(frozen=True)
+class Moved:
+    """A tensor of rows that is dispatched to experts, or combined. `rows`: of one tp rank; `chosen`: rows of a token."""
+
+    row_bytes: float
+    rows: int
+    chosen: float
+    experts: int
+
+
+@dataclass(frozen=True)
 class KindWork:
     """Work of one microbatch. `recomputed`: policy of partial recomputation -> the forward kernels that it repeats."""
 
@@ -33,6 +43,7 @@ class KindWork:
     weights: Works = ()  # the part of `backward` that computes parameter gradients (W)
     ring_bytes: int = 0  # keys and values that ring attention sends
     exchanged_bytes: int = 0  # queries, keys, values and results that Ulysses exchanges
+    moved: tuple[Moved, ...] = ()  # rows that experts on other ranks take, and their results
 
 
 @dataclass(frozen=True)

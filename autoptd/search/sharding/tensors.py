@@ -27,6 +27,7 @@ from autoptd.search.sharding.build import Scope, SplitNumbers
 from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
 from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
+from autoptd.search.sharding.moved_rows import moved_rows
 from autoptd.search.sharding.problem import SplitSolution
 
 
@@ -160,6 +161,7 @@ class Tensors(SplitNumbers):
             weights=tuple(weights),
             ring_bytes=ring,
             exchanged_bytes=ring + exchanged,
+            moved=moved_rows(self, segment, decided),
         )
 
     def _weight_works(self, node: fx.Node, backward: Sequence[OpWork]) -> list[OpWork]:
