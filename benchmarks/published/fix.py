@@ -39,7 +39,7 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         "recompute": _recompute(row),
         "sequence_parallel": row.sequence_parallel,
         "schedule": "interleaved" if row.vpp_chunks_per_stage > 1 else "1f1b",
-        "overlap": _overlap(row, zero),
+        "overlap": _overlap(row, shape, zero),
         "kernels": _kernels(row),
         "gradients": _gradients(row, zero),
         "stages": _stages(row),
@@ -115,23 +115,27 @@ def _recompute(row: Row) -> str:
     return row.recompute
 
 
-def _overlap(row: Row, zero: int) -> tuple[str, ...]:
+def _overlap(row: Row, shape: Shape, zero: int) -> tuple[str, ...]:
     """Return the communication that overlaps compute: FSDP always prefetches, interleaved Megatron-Core sends early."""
     found = []
-    if _hides(row, row.dp_comm_overlap) or zero >= 2:
+    if _hides(row.dp_comm_overlap, row.is_megatron_core and bool(shape.experts)) or zero >= 2:
         found.append("dp")
     if row.vpp_chunks_per_stage > 1 and row.is_megatron_core:
         found.append("p2p")
     if row.ep_comm_overlap and row.ep > 1:
         found.append("ep")
-    if _hides(row, row.tp_comm_overlap) and "nanotron" not in row.framework:  # nanotron hides one rank's shard only
+    recipes = any(name in row.framework for name in ("NeMo", "Megatron-Bridge"))
+    if _hides(row.tp_comm_overlap, recipes) and "nanotron" not in row.framework:  # nanotron hides one rank's shard only
         found.append("tp")
     return tuple(found)
 
 
-def _hides(row: Row, stated: bool | None) -> bool:
-    """Return whether communication overlaps compute: unless a row says, as in Megatron-Core's own recipes, which do."""
-    return row.is_megatron_core if stated is None else stated
+def _hides(stated: bool | None, usual: bool) -> bool:
+    """Return whether communication overlaps compute; `usual`: whether it does where a row does not say.
+
+    The recipes of Megatron-Core overlap dp, those of NeMo and Megatron-Bridge tp too (userbuffers). (From memory.)
+    """
+    return usual if stated is None else stated
 
 
 def _dispatch(row: Row) -> str:
