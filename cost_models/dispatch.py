@@ -7,17 +7,35 @@
 
 Experts are chosen evenly: of E experts over n ranks, a token's k different ones leave a rank out with the probability
 C(E - E/n, k) / C(E, k). `python -m benchmarks.dispatch` compares both with measured times.
+
+The rows on the fullest of the ranks, relative to the average:
+
+balanced    all ranks get equally many, as forced balancing and padded capacities do
+natural     experts' shares of the rows vary around their average by `SPREAD` of it (one standard deviation). A rank with
+            e experts varies by SPREAD / sqrt(e), and the fullest of n ranks is beyond all of n normal variables with the
+            probability that is asked for: its quantile q is the normal quantile of q^(1/n)
+
+A pass takes as long as its fullest rank: the median of the fullest counts. Memory must hold the rows of nearly every
+pass: `QUANTILE` of it.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import comb
+from statistics import NormalDist
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.nccl import common_protocols
 from autoptd.cost_models.paths import Path, crossings
+
+
+# fitted: the step times of runs that route naturally (bridge_model_cards, megatron_release_golden_moe) beside those of
+# the same models under forced balancing; docs/accuracy.md
+SPREAD = 0.35
+QUANTILE = 0.99  # of the passes whose rows memory is planned for
+MEDIAN = 0.5
 
 
 def reached(units: int, experts: int, chosen: float) -> float:
@@ -77,3 +95,11 @@ def dispatch_s(
     if how == "merged":
         return merged_s(tokens, token_bytes, experts, chosen, cluster, ranks, stride)
     return collective_s("all_to_all", tokens * chosen * token_bytes * ranks, cluster, ranks, stride, world)
+
+
+def fullest(ranks: int, experts: int, routing: str, quantile: float = MEDIAN) -> float:
+    """Return the rows of the fullest of `ranks` that share `experts`, relative to the average; at least 1."""
+    if routing == "balanced" or ranks == 1:
+        return 1.0
+    beyond = NormalDist().inv_cdf(quantile ** (1 / ranks))
+    return min(float(ranks), 1 + max(0.0, beyond) * SPREAD / (max(1, experts // ranks)) ** 0.5)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.imbalance import MEDIAN, QUANTILE, fullest
+from autoptd.cost_models.dispatch import MEDIAN, QUANTILE, fullest
 from autoptd.errors import PlanError
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.graph import infos

@@ -251,7 +251,8 @@ class PlanData(Part):
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             f"{asked.attention} attention": asked.attention != default.attention,
-            f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": asked.dispatch != default.dispatch,
+            f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": asked.dispatch
+            != default.dispatch,
             f"products in fp8 ({asked.fp8})": asked.fp8 != default.fp8,
             "gradients in both types": asked.gradients == "both" and narrow,
         }

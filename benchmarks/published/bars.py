@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -20,6 +21,10 @@ TIMED = (
 )
 TIME, TIME_ALL, TIME_ALL_P90 = 0.08, 0.06, 0.18
 MEMORY = 0.06
+# of mixtures of experts, all groups together: line -> bars of the step time's median and 90th percentile
+MIXTURES = {"mixtures in bf16": (0.08, 0.2), "mixtures in fp8": (0.12, None)}
+MEMORY_MIXTURES = 0.08
+SKIPPED_MIXTURES = 0.15
 REGRET, RANK = 0.04, 0.9
 SAID_NOT_TO_FIT = 0.02  # share of the runs that ran
 
@@ -44,12 +49,23 @@ def time_verdicts(name: str, time: Errors | None) -> list[Verdict]:
     if name == "all rows":
         median, p90 = (time.median, time.p90) if time else (inf, inf)
         return [at_most(median, TIME_ALL), at_most(p90, TIME_ALL_P90)]
+    if name in MIXTURES:
+        found = zip(MIXTURES[name], (time.median, time.p90) if time else (inf, inf), strict=True)
+        return [at_most(value, bar) for bar, value in found if bar is not None]
     return [at_most(time.median if time else inf, TIME)] if name in TIMED else []
 
 
 def memory_verdicts(line: Line) -> list[Verdict]:
-    """Judge the median memory error of a group; groups without memory figures, and all rows, have no bar."""
-    return [] if line.memory is None or line.name == "all rows" else [at_most(line.memory.median, MEMORY)]
+    """Judge the median memory error of a group of dense models, or of all mixtures; the rest has no bar."""
+    if line.memory is None or line.name == "all rows" or line.name.endswith("(moe)"):
+        return []
+    return [at_most(line.memory.median, MEMORY_MIXTURES if line.name in MIXTURES else MEMORY)]
+
+
+def skip_verdict(lines: Sequence[Line]) -> Verdict | None:
+    """Judge the share of mixtures that were skipped; None without mixtures."""
+    rows = sum(line.rows for line in lines)
+    return at_most(sum(line.rows - line.used for line in lines) / rows, SKIPPED_MIXTURES) if rows else None
 
 
 def set_verdicts(plans: PlanSet) -> list[Verdict]:

@@ -77,7 +77,8 @@ class Fitting:
 class Report:
     outcomes: tuple[Outcome, ...]
     lines: tuple[Line, ...]
-    everything: Line
+    mixtures: tuple[Line, ...]  # of all groups, by precision
+    everything: Line  # of dense models, if there are any
     sets: tuple[PlanSet, ...]
     fitting: Fitting
 
@@ -106,7 +107,7 @@ def _unfit(row: Row) -> str:
 
 def line_name(row: Row) -> str:
     """Return the report line of a run: its group, or a part of the group that is judged separately."""
-    if (row.arch or "").startswith("moe"):
+    if is_mixture(row):
         return f"{row.group} (moe)"
     if row.group == "bloom_prequel":
         return f"{row.group} ({'64' if row.n_heads == 64 else 'other'} heads)"
@@ -116,15 +117,23 @@ def line_name(row: Row) -> str:
     return "torchtitan" if row.group.startswith("torchtitan") else row.group
 
 
+def is_mixture(row: Row) -> bool:
+    """Return whether a run's model is a mixture of experts."""
+    return "moe" in (row.arch or "")
+
+
 def compare(outcomes: Sequence[Outcome]) -> Report:
     """Return the report of these runs, lines in order of first appearance."""
     lines: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         lines.setdefault(line_name(outcome.row), []).append(outcome)
+    fit = [o for o in outcomes if is_mixture(o.row) and (o.used or not _unfit(o.row))]
+    by_precision = {word: [o for o in fit if (o.row.precision == "fp8") == (word == "fp8")] for word in ("bf16", "fp8")}
     return Report(
         outcomes=tuple(outcomes),
         lines=tuple(_line(name, members) for name, members in lines.items()),
-        everything=_line("all rows", outcomes),
+        mixtures=tuple(_line(f"mixtures in {word}", members) for word, members in by_precision.items() if members),
+        everything=_line("all rows", [o for o in outcomes if not is_mixture(o.row)] or outcomes),
         sets=tuple(_sets(outcomes)),
         fitting=_fitting(outcomes),
     )

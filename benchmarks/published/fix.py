@@ -124,7 +124,7 @@ def _overlap(row: Row, shape: Shape, zero: int) -> tuple[str, ...]:
         found.append("p2p")
     if row.ep_comm_overlap and row.ep > 1:
         found.append("ep")
-    recipes = any(name in row.framework for name in ("NeMo", "Megatron-Bridge"))
+    recipes = bool(shape.experts) and any(name in row.framework for name in ("NeMo", "Megatron-Bridge"))
     if _hides(row.tp_comm_overlap, recipes) and "nanotron" not in row.framework:  # nanotron hides one rank's shard only
         found.append("tp")
     return tuple(found)
@@ -140,7 +140,9 @@ def _hides(stated: bool | None, usual: bool) -> bool:
 
 def _dispatch(row: Row) -> str:
     """Return how rows travel to experts; Megatron-Core gives each tp rank its part of them."""
-    named = row.moe_dispatcher.lower() or ("deepep" if "Megatron-Bridge" in row.framework else "")  # as its other recipes
+    named = row.moe_dispatcher.lower() or (
+        "deepep" if "Megatron-Bridge" in row.framework else ""
+    )  # as its other recipes
     if any(word in named for word in ("hybridep", "deepep", "custom")):
         return "merged"
     return "slices" if row.is_megatron and row.tp > 1 else "rows"

@@ -7,7 +7,14 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from benchmarks.published.bars import Verdict, fitting_verdicts, memory_verdicts, set_verdicts, time_verdicts
+from benchmarks.published.bars import (
+    Verdict,
+    fitting_verdicts,
+    memory_verdicts,
+    set_verdicts,
+    skip_verdict,
+    time_verdicts,
+)
 from benchmarks.published.compare import Line, Outcome, PlanSet, Report, line_name
 from benchmarks.published.rows import Row
 from benchmarks.published.statistics import Errors, error
@@ -24,7 +31,7 @@ def text(report: Report, constants: Mapping[str, str] | None = None) -> str:
 
 def plan_text(row: Row) -> str:
     """Return `dp8 tp8 pp12×3 mb2 z1 full sp`, without axes of size 1 and features that are off."""
-    axes = [f"{name}{n}" for name, n in (("dp", row.dp), ("tp", row.tp), ("cp", row.cp)) if n > 1]
+    axes = [f"{name}{n}" for name, n in (("dp", row.dp), ("tp", row.tp), ("cp", row.cp), ("ep", row.ep)) if n > 1]
     chunks = f"×{row.vpp_chunks_per_stage}" if row.vpp_chunks_per_stage > 1 else ""
     axes += [f"pp{row.pp}{chunks}"] if row.pp > 1 else []
     sharding = {"none": "", "zero1": "z1"}.get(row.sharding, "fsdp" if "zero3" in row.sharding else "z2")
@@ -68,13 +75,14 @@ def _groups(report: Report) -> Iterator[str]:
     yield f"{'':30}{'runs':^15}{'  step time: absolute error':38}{'  peak memory: absolute error'}"
     titles = f"{'n':>4}{'median':>7}{'p90':>7}{'mean':>7}"
     yield f"{'group':30}{'all':>5}{'used':>5}{'skip':>5}{titles}{'':13}{titles}"
-    for line in (*report.lines, report.everything):
+    for line in (*report.lines, *report.mixtures, report.everything):
         time = f"{_errors(line.time)}{_verdict(time_verdicts(line.name, line.time)[:1]):13}"
         memory = f"{_errors(line.memory)}{_verdict(memory_verdicts(line))}"
         counts = f"{line.rows:>5}{line.used:>5}{line.rows - line.used:>5}"
         yield f"{line.name:30}{counts}{time}{memory}".rstrip()
-    for verdict in time_verdicts("all rows", report.everything.time)[1:]:
-        yield f"all rows, 90th percentile of the step time: {verdict}"
+    for line in (*report.mixtures, report.everything):
+        for verdict in time_verdicts(line.name, line.time)[1:]:
+            yield f"{line.name}, 90th percentile of the step time: {verdict}"
 
 
 def _plan_sets(report: Report) -> Iterator[str]:
@@ -114,8 +122,9 @@ def _ids(ids: tuple[str, ...]) -> Iterator[str]:
 
 
 def _skips(report: Report) -> Iterator[str]:
-    everything = report.everything
-    yield f"skipped: {everything.rows - everything.used} of {everything.rows} runs"
+    rows, used = (sum(getattr(line, name) for line in report.lines) for name in ("rows", "used"))
+    bar = skip_verdict(report.mixtures)
+    yield f"skipped: {rows - used} of {rows} runs" + (f"; of mixtures that are complete: {bar}" if bar else "")
     for line in report.lines:
         for reason, count in line.skipped.items():
             yield f"  {count:>4}  {line.name}: {reason}"
@@ -154,7 +163,7 @@ def summary(report: Report, constants: Mapping[str, str] | None = None) -> str:
         "| runs | used of all | step time: median | 90 % | mean | bar | memory: median | 90 % | mean | bar |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_markdown_line(line) for line in (*report.lines, report.everything)]
+    lines += [_markdown_line(line) for line in (*report.lines, *report.mixtures, report.everything)]
     if report.sets:
         lines += [
             "",
@@ -165,6 +174,8 @@ def summary(report: Report, constants: Mapping[str, str] | None = None) -> str:
     lines += ["", *(f"- {line}" for line in _fits(report) if not line.startswith(" "))]
     skipped = [f"{count} {name}: {reason}" for name, reason, count in _reasons(report)]
     lines += ["", f"Skipped: {'; '.join(skipped)}." if skipped else "Nothing was skipped."]
+    if bar := skip_verdict(report.mixtures):
+        lines += ["", f"Skipped of the mixtures that are complete for time or memory: {bar}."]
     if constants is not None:
         lines += ["", f"Constants: {len(constants)}.", "", *(f"- {name}: {text}" for name, text in constants.items())]
     return "\n".join(lines) + "\n"
@@ -198,7 +209,7 @@ def data(report: Report, constants: Mapping[str, str] | None = None) -> dict[str
     """Return the report as plain JSON data; relative errors and regret are fractions."""
     return {
         "runs": [_run_data(outcome) for outcome in report.outcomes],
-        "lines": [_line_data(line) for line in (*report.lines, report.everything)],
+        "lines": [_line_data(line) for line in (*report.lines, *report.mixtures, report.everything)],
         "sets": [{**asdict(plans), "bars": _bars(set_verdicts(plans))} for plans in report.sets],
         "fitting": {**asdict(report.fitting), "bars": _bars(fitting_verdicts(report.fitting))},
         "constants": None if constants is None else dict(constants),

@@ -116,9 +116,7 @@ def _latent(row: Row) -> Latent | None:
         return None
     row.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     assert row.kv_lora_rank and row.qk_nope_head_dim and row.qk_rope_head_dim and row.v_head_dim
-    return Latent(
-        row.q_lora_rank or 0, row.kv_lora_rank, row.qk_nope_head_dim, row.qk_rope_head_dim, row.v_head_dim
-    )
+    return Latent(row.q_lora_rank or 0, row.kv_lora_rank, row.qk_nope_head_dim, row.qk_rope_head_dim, row.v_head_dim)
 
 
 def padded_vocabulary(row: Row) -> int:

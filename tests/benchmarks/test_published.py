@@ -269,11 +269,11 @@ def test_plan_text() -> None:
 
 def test_the_command_predicts_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file, out, page = tmp_path / "runs.jsonl", tmp_path / "out.json", tmp_path / "accuracy.md"
-    rows = [tiny(), tiny(id="toy:1", arch="moe", group="experts")]
+    rows = [tiny(), tiny(id="toy:1", arch="hybrid(moe)", group="experts")]
     file.write_text("\n".join(row.model_dump_json() for row in rows) + "\n\n", encoding="utf-8")
     assert main([str(file), "--json", str(out), "--markdown", str(page)]) == 0
     shown = capsys.readouterr().out
-    assert "experts (moe): mixture of experts (moe) is not modelled" in shown
+    assert "experts (moe): architecture 'hybrid(moe)' is not modelled" in shown
     written = json.loads(out.read_text("utf-8"))
     assert [r["id"] for r in written["runs"]] == ["toy:0", "toy:1"]
     assert written["runs"][0]["predicted"]["step_time_s"] > 0, written["runs"][0]["skipped"]

@@ -190,14 +190,17 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         (["plan", "gpt2", "--world", "8", "--fix", "overlap=dp,pp"], "'pp' is not NAME=VALUE"),
         (["plan", "gpt2", "--world", "8", "--fix", "kernels=fused"], "give --assume kernels=fused"),
         (["plan", "gpt2", "--world", "8", "--fix", "overlap=none"], "give --assume overlap=none"),
-        (["plan", "gpt2", "--world", "8", "--assume", "tp=2"], "'tp' cannot be assumed; known: attention, gradients"),
+        (
+            ["plan", "gpt2", "--world", "8", "--assume", "tp=2"],
+            "'tp' cannot be assumed; known: attention, dispatch, fp8, gradients",
+        ),
         (
             ["plan", "gpt2", "--world", "8", "--fix", "kernels=eager", "--assume", "kernels=fused"],
             "kernels is fixed and assumed",
         ),
         (
             ["plan", "gpt2", "--world", "8", "--fix", "overlap=all"],
-            "overlap is none, or some of dp, p2p, tp, not 'all'",
+            "overlap is none, or some of dp, ep, p2p, tp, not 'all'",
         ),
         (["plan", "gpt2", "--world", "8", "--fix", "sequence_parallel=1"], "sequence_parallel is one of true, false"),
         (["plan", "gpt2", "--world", "8", "--fix", "schedule=interleave"], "schedule is one of 1f1b, gpipe"),

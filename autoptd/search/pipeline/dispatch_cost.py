@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
-from autoptd.cost_models.dispatch import dispatch_s
-from autoptd.cost_models.imbalance import fullest
+from autoptd.cost_models.dispatch import dispatch_s, fullest
 from autoptd.cost_models.op_time import memory_s
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
@@ -45,9 +44,7 @@ def exchange_s(moved: Moved, how: str, routing: str, cluster: Cluster, c: Candid
 def _parts_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> Iterator[float]:
     parts = c.sharers if how != "rows" else 1
     tokens = moved.rows / moved.chosen / parts
-    yield dispatch_s(
-        how, tokens, moved.row_bytes, moved.experts, moved.chosen, cluster, c.ep, c.sharers, c.world
-    )
+    yield dispatch_s(how, tokens, moved.row_bytes, moved.experts, moved.chosen, cluster, c.ep, c.sharers, c.world)
     nbytes = moved.rows * moved.row_bytes
     if parts > 1:
         yield collective_s("all_gather", nbytes, cluster, parts, 1, c.world)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoptd.cost_models.imbalance import QUANTILE, fullest
+from autoptd.cost_models.dispatch import QUANTILE, fullest
 from autoptd.layout.placements import Placement
 from autoptd.passes.analysis.flops import CASTS, LOOKUPS, work
 from autoptd.passes.analysis.fusion import is_row_op
@@ -47,7 +47,15 @@ def block_peak(
     tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
 ) -> Peak:
     """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds."""
-    key = tuple(s.kind for s in segments), policy, method.gathers, method.loss, method.kernels, method.ep, method.routing
+    key = (
+        tuple(s.kind for s in segments),
+        policy,
+        method.gathers,
+        method.loss,
+        method.kernels,
+        method.ep,
+        method.routing,
+    )
     if key not in sharded.peaks:
         shares = expert_shares(segments, method.ep, method.routing)
         if method.kernels == "fused":

@@ -44,9 +44,7 @@ class Sharded:
     peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks: a cache
     memo: dict[str, Any] = field(default_factory=dict, compare=False)  # cache of `search/pipeline/chunk_parameters.py`
 
-    def spread(
-        self, ep: int, cluster: Cluster, world: int = 0, merged: bool = False, fullest: float = 1.0
-    ) -> Sharded:
+    def spread(self, ep: int, cluster: Cluster, world: int = 0, merged: bool = False, fullest: float = 1.0) -> Sharded:
         """Return the sharding with the model's experts spread over `ep` ranks; see `expert_work.spread`."""
         if ep == 1:
             return self
