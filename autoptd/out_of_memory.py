@@ -151,8 +151,16 @@ def _weighed(memory: Bytes, worst: str, factor: float) -> float:
 
 def _chosen_by(plan: Plan) -> dict[str, Any]:
     mesh, how = plan.mesh, plan.schedule
-    found = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "zero": plan.zero, "micro": plan.sizes["b"]}
-    found |= {"ep": mesh.ep, "routing": plan.method.routing} if mesh.ep > 1 else {}
+    found: dict[str, Any] = {
+        "dp": mesh.dp,
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "cp": mesh.cp,
+        "zero": plan.zero,
+        "micro": plan.sizes["b"],
+    }
+    if mesh.ep > 1:
+        found |= {"ep": mesh.ep, "etp": mesh.etp or mesh.tp, "routing": plan.method.routing}
     return found | {"schedule": how.kind} | ({"virtual": how.virtual} if how.virtual > 1 else {})
 
 

@@ -11,9 +11,9 @@ C(E - E/n, k) / C(E, k). `python -m benchmarks.dispatch` compares both with meas
 The rows on the fullest of the ranks, relative to the average:
 
 balanced    all ranks get equally many, as forced balancing and padded capacities do
-natural     experts' shares of the rows vary around their average by `SPREAD` of it (one standard deviation). A rank with
-            e experts varies by SPREAD / sqrt(e), and the fullest of n ranks is beyond all of n normal variables with the
-            probability that is asked for: its quantile q is the normal quantile of q^(1/n)
+natural     experts' shares of the rows vary around their average by `SPREAD` of it (one standard deviation). A rank
+            with e experts varies by SPREAD / sqrt(e), and the fullest of n ranks is beyond all of n normal variables
+            with the probability that is asked for: its quantile q is the normal quantile of q^(1/n)
 
 A pass takes as long as its fullest rank: the median of the fullest counts. Memory must hold the rows of nearly every
 pass: `QUANTILE` of it.
@@ -29,7 +29,6 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.nccl import common_protocols
 from autoptd.cost_models.paths import Path, crossings
-
 
 # fitted: the step times of runs that route naturally (bridge_model_cards, megatron_release_golden_moe) beside those of
 # the same models under forced balancing; docs/accuracy.md

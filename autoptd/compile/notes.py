@@ -17,8 +17,8 @@ from autoptd.passes.rules.lookup import discovery
 from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
-from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.pipeline.dispatch_cost import experts_of
+from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Answer, alternatives
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def _expert_notes(answer: Answer) -> list[str]:
         return ["routing is assumed to be balanced: a rank whose experts get more rows takes more time and memory"]
     most, median = (fullest(c.ep, experts, "natural", quantile) for quantile in (QUANTILE, MEDIAN))
     return [
-        f"routing is assumed to be natural: the fullest of {c.ep} ranks gets {median:.2f} times the average rows in the "
-        f"median pass, and {most:.2f} times, for which memory is counted, in all but {1 - QUANTILE:.0%}"
+        f"routing is assumed to be natural: the fullest of {c.ep} ranks gets {median:.2f} times the average rows in "
+        f"the median pass, and {most:.2f} times, for which memory is counted, in all but {1 - QUANTILE:.0%}"
     ]
 
 

@@ -25,8 +25,8 @@ class ExecutionOptions:
     shards         data-parallel ranks that ZeRO shards state over; 0: all of them
     sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
     context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)
-    dispatch       rows sent to experts: all "rows" of a tp rank; "slices", of which each tp rank sends its own; "merged",
-                   slices in which a token that several experts of a rank, or of a node, take is sent there once
+    dispatch       rows sent to experts: all "rows" of a tp rank; "slices", of which each tp rank sends its own;
+                   "merged", slices in which a token that several experts of a rank, or node, take is sent there once
     fp8            recipe of products with weights in fp8: "" (none), "mxfp8", "tensor" or "block" (size of the scaled
                    parts: 32 elements, the whole tensor, 128 elements)
     routing        of tokens to experts: "balanced", or "natural", which leaves the fullest rank more rows

@@ -17,7 +17,7 @@ BACKWARD = {"flash": 0.8, "cudnn": 0.8, "triton": 0.6}  # of the forward rate: D
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted constant. `device`: prefixes of the device names it applies to, between bars; the longest of a kind wins.
+    """A fitted constant. `device`: prefixes of the device names that it applies to, between bars; the longest wins.
 
     `prior`: value from the literature, before any fit. `most`: upper bound.
     """

@@ -193,7 +193,7 @@ def _stages(row: Row) -> str:
 
 
 def _cuts(row: Row, shape: Shape) -> list[str]:
-    """Return the first block of each stage but the first, if the row or its framework says which; [] for even stages."""
+    """Return the first block of each stage but the first, as the row or its framework says; [] for even stages."""
     chunks = row.pp * row.vpp_chunks_per_stage
     if chunks == 1:
         return []
@@ -207,8 +207,8 @@ def _cuts(row: Row, shape: Shape) -> list[str]:
 
 
 def uneven_cuts(shape: Shape, chunks: int) -> list[str]:
-    """Return the first blocks of chunks that are as equal as they can be, the shorter ones last; or with one layer fewer
-    in the first and last one, if all others then have as many.
+    """Return the first blocks of chunks that are as equal as they can be, the shorter ones last; or with one layer
+    fewer in the first and last one, if all others then have as many.
 
     Megatron's recipes place layers that do not divide so: the last chunk has the loss, and the layer that predicts a
     token more, besides.

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Experts:
-    """Sizes of the mixtures. `shared`: width of the shared experts together, 0 if there are none. `layers`: a letter for
-    each layer, `m` for a mixture and `d` for a dense one."""
+    """Sizes of the mixtures. `shared`: width of the shared experts together, 0 if there are none. `layers`: a letter
+    for each layer, `m` for a mixture and `d` for a dense one."""
 
     count: int
     chosen: int
@@ -86,7 +86,7 @@ class LatentProjection(nn.Module):
         self.kv_up = nn.Linear(latent.keys, heads * (latent.plain + latent.values), bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, the keys' plain parts, their rotary part (one for all heads), and values: [b, heads, s, …]."""
+        """Return queries, the plain and the rotary (one for all heads) parts of keys, and values, [b, heads, s, …]."""
         (b, s, _), sizes = x.shape, self.latent
         queries = self.q_up(self.q_norm(self.q_down(x)) if sizes.queries else x)
         q = queries.view(b, s, self.heads, sizes.plain + sizes.rotary).transpose(1, 2)

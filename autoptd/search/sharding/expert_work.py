@@ -14,7 +14,8 @@ from torch import fx
 
 from autoptd.cost_models.op_time import OpWork
 from autoptd.errors import PlanError
-from autoptd.passes.analysis.flops import LOOKUPS, work as work_of
+from autoptd.passes.analysis.flops import LOOKUPS
+from autoptd.passes.analysis.flops import work as work_of
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import op_call
 from autoptd.passes.sharding.expert_regions import expert_regions, leaving
@@ -56,11 +57,12 @@ def _of_own(work: OpWork, ep: int, fullest: float) -> OpWork:
     assert work.m and work.n and work.k
     own = max(1, work.batch // ep)
     rows = work.m if work.groups == "m" else work.k
-    extent = {work.groups: math.ceil(rows * work.batch / own * fullest)}
+    extent = math.ceil(rows * work.batch / own * fullest)
     matrix = (work.n * work.k if work.groups == "m" else work.m * work.n) * _ITEMSIZE[work.dtype]
     nbytes = max(0.0, work.nbytes - work.batch * matrix) * fullest + own * matrix
     launches = max(1, round(LAUNCHES * own)) if work.launches > 1 else 1
-    return replace(work, batch=own, launches=launches, flops=work.flops * fullest, nbytes=nbytes, **extent)
+    found = replace(work, batch=own, launches=launches, flops=work.flops * fullest, nbytes=nbytes)
+    return replace(found, m=extent) if work.groups == "m" else replace(found, k=extent)
 
 
 def places(folded: Folded) -> dict[fx.Node, str]:

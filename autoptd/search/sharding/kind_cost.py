@@ -20,7 +20,7 @@ PARTIAL = ("selective", "ops")  # policies that recompute a part of a segment
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor of rows that is dispatched to experts, or combined. `rows`: of one tp rank; `chosen`: rows of a token."""
+    """A tensor of rows that is sent to experts, or back. `rows`: of one tp rank; `chosen`: rows of a token."""
 
     row_bytes: float
     rows: int

@@ -28,7 +28,7 @@ from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
-from autoptd.search.sharding.expert_work import places
+from autoptd.search.sharding.expert_work import places as places_of
 from autoptd.search.sharding.fp8 import fp8_products
 from autoptd.search.sharding.strategies import is_weight
 
@@ -139,7 +139,7 @@ class GraphFacts:
     @cached_property
     def places(self) -> Mapping[fx.Node, str]:
         """The ops on rows of experts, and behind them: see `OpWork.place`."""
-        return places(self.folded)
+        return places_of(self.folded)
 
     @cached_property
     def has_attention(self) -> bool:
