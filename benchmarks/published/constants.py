@@ -17,7 +17,7 @@ BACKWARD = {"flash": 0.8, "cudnn": 0.8, "triton": 0.6}  # of the forward rate: D
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted constant. `device`: prefixes of the device names that it applies to, between bars; the longest wins.
+    """A fitted constant. `device`: prefix of the device names it applies to; the longest match of a kind wins.
 
     `prior`: value from the literature, before any fit. `most`: upper bound.
     """
@@ -29,9 +29,6 @@ class Constant:
     prior: float
     most: float = float("inf")
 
-    def holds_for(self, device: str) -> bool:
-        return device.startswith(tuple(self.device.split("|")))
-
 
 # Priors, all quoted from memory: matmul, the best rates of Bekman's tables less a tenth; memory, nine tenths of the
 # bandwidth, two thirds of that for kernels with reductions; attention, Dao 2023 and Shah et al. 2024; 64 steps along k
@@ -42,7 +39,7 @@ CONSTANTS = (
     Constant("matmul rate, H100 of 500 W", "matmul", "H100-SXM5-96GB", "torchtitan", 0.51, 1),
     Constant("matmul rate, Blackwell", "matmul", "GB200", "dgxc_llmb on GB200", 0.66, 1),
     Constant("fp8 rate, H100", "fp8", "H100", "dgxc_llmb_moe, megatron_bridge_moe_fp8 on H100", 0.57, 1),
-    Constant("fp8 rate, Blackwell", "fp8", "B200|B300|GB", "mixtures in fp8 on Blackwell", 0.57, 1),
+    Constant("fp8 rate, Blackwell", "fp8", "GB", "mixtures in fp8 on GB200 and GB300", 0.57, 1),
     Constant("memory rate, A100", "memory", "A100", "all runs on A100", 0.9, 1),
     Constant("memory rate, H100", "memory", "H100", "all runs on H100", 0.9, 1),
     Constant("memory rate of softmax and norms", "rows", "", "all runs", 0.6, 1),
@@ -86,7 +83,7 @@ def _plain(name: str) -> tuple[Callable[[Device], float], Callable[[Device, floa
 _KINDS: Mapping[str, tuple[Callable[[Device], float], Callable[[Device, float], dict[str, Any]]]] = {
     "matmul": _sustained("matmul_sustained"),
     "fp8": (
-        lambda device: device.matmul_fraction("fp8"),
+        lambda device: float((device.fp8_sustained or Sustained()).fraction),
         lambda device, value: {"fp8_sustained": Sustained(fraction=value)},
     ),
     "memory": _sustained("memory_sustained"),
@@ -110,7 +107,7 @@ def present() -> dict[str, float]:
     found = {}
     for constant in CONSTANTS:
         usual = "A100-SXM4-80GB" if constant.device == "A100" else constant.device or "A100-SXM4-80GB"
-        device = next(d for name, d in sorted(devices.items()) if name.startswith(tuple(usual.split("|"))))
+        device = next(d for name, d in sorted(devices.items()) if name.startswith(usual))
         found[constant.name] = _KINDS[constant.kind][0](device)
     return found
 
@@ -120,7 +117,7 @@ def with_values(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
     device = cluster.device
     applies: dict[str, Constant] = {}
     for constant in sorted(CONSTANTS, key=lambda c: len(c.device)):
-        if constant.holds_for(device.name):
+        if device.name.startswith(constant.device):
             applies[constant.kind] = constant
     for kind, constant in applies.items():
         device = device.model_copy(update=_KINDS[kind][1](device, values[constant.name]))

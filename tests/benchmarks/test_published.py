@@ -12,11 +12,11 @@ import pytest
 
 import autoptd
 from benchmarks.published.__main__ import chosen, main
-from benchmarks.published.bars import fitting_verdicts, memory_verdicts, set_verdicts, time_verdicts
+from benchmarks.published.bars import fitting_verdicts, memory_verdicts, set_verdicts, skip_verdict, time_verdicts
 from benchmarks.published.clusters import cluster_of, network
 from benchmarks.published.compare import Fitting, PlanSet, compare
-from benchmarks.published.fix import fix_of, nanotron_cuts
-from benchmarks.published.predict import Prediction, _read
+from benchmarks.published.fix import fix_of, layout_cuts, nanotron_cuts, uneven_cuts
+from benchmarks.published.predict import Prediction, _read, predict
 from benchmarks.published.report import WIDTH, data, plan_text, summary, text
 from benchmarks.published.rows import BadRuns, Row, Unsupported, read_rows, unit_bytes
 from benchmarks.published.run import run
@@ -75,7 +75,7 @@ def test_every_fix_is_one_that_plan_takes() -> None:
     from autoptd.search.constraints.options import read_constraints
 
     for row in OF_ROW.values():
-        if not row.arch.startswith("moe") and row.status == "ok":
+        if not row.arch.startswith("hybrid") and row.status == "ok":
             carried_out, assume = by_keyword(fix(row))
             read_constraints(carried_out, assume=assume)
 
@@ -257,6 +257,74 @@ def test_nanotron_cuts_where_a_stage_has_more_than_its_share() -> None:
     )
     assert nanotron_cuts(shape_of(row), 2) == ["blocks.11"]
     assert fix_of(row, shape_of(row))["cuts"] == ["blocks.11"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "starts"),
+    [
+        ("Et*2|(tt|)*2t|tmL", ["blocks.2", "blocks.4", "blocks.6", "blocks.7"]),
+        ("Et*4|t*4|L", ["blocks.4", "norm"]),
+    ],
+)
+def test_layouts_of_megatron(layout: str, starts: list[str]) -> None:
+    shape = shape_of(tiny(n_layers=8))
+    assert layout_cuts(layout, shape, len(starts) + 1) == starts
+    with pytest.raises(Unsupported, match="layers in"):
+        layout_cuts(layout, shape, 9)
+
+
+def test_uneven_stages() -> None:
+    assert uneven_cuts(shape_of(tiny(n_layers=8)), 3) == ["blocks.3", "blocks.6"]
+    assert uneven_cuts(shape_of(tiny(n_layers=10)), 4) == ["blocks.2", "blocks.5", "blocks.8"]  # 2, 3, 3, 2
+
+
+def test_fix_of_mixtures() -> None:
+    proxy = fix(OF_ROW["megatron_release_golden_moe:0005"])
+    assert {k: proxy[k] for k in ("ep", "etp", "dispatch", "routing")} == {
+        "ep": 16,
+        "etp": 1,
+        "dispatch": "merged",
+        "routing": "natural",
+    }
+    assert proxy["cuts"][0] == "blocks.2" and "*.experts.up" not in proxy["splits"]
+    grok = fix(OF_ROW["dgxc_llmb_moe:0009"])
+    assert (grok["fp8"], grok["etp"], grok["dispatch"], grok["routing"]) == ("tensor", 4, "slices", "balanced")
+    assert grok["splits"]["*.experts.up"] == "S2/2" and "tp" not in grok["overlap"]
+    assert "ep" in fix(OF_ROW["bridge_skills_moe:0001"])["overlap"]
+    for detail, policy in {
+        "moe_act, layernorm": "none",
+        "['core_attn', 'moe_act']": "selective",
+        "moe, layernorm": "full",
+    }.items():
+        row = tiny(recompute="selective", recompute_detail=detail)
+        assert fix(row)["recompute"] == policy, detail
+
+
+@pytest.mark.parametrize(
+    ("run_id", "time", "memory"),
+    [
+        ("simumax_b200:0003", 0.08, 0.08),
+        ("dgxc_llmb_moe:0009", 0.12, None),
+        ("megatron_release_golden_moe:0005", 0.08, 0.15),
+        ("bridge_skills_moe:0001", 0.08, 0.08),
+    ],
+)
+def test_mixtures_of_the_sample(run_id: str, time: float, memory: float | None) -> None:
+    row = OF_ROW[run_id]
+    found = predict(row)
+    assert abs(found.step_time_s / row.measured_time_s - 1) <= time
+    if memory is not None:
+        assert abs(found.bytes_of(row.peak_memory_kind) / row.measured_bytes - 1) <= memory
+
+
+def test_mixtures_have_bars_of_their_own() -> None:
+    rows = [OF_ROW[name] for name in ("simumax_b200:0003", "dgxc_llmb_moe:0009", "sc21_table1:0000")]
+    report = compare(run(rows, predict=as_measured(1.1)))
+    assert [line.name for line in report.mixtures] == ["mixtures in bf16", "mixtures in fp8"]
+    assert [[v.met for v in time_verdicts(line.name, line.time)] for line in report.mixtures] == [[False, True], [True]]
+    assert report.everything.rows == 1 and skip_verdict(report.mixtures).met
+    hybrid = compare(run([OF_ROW["megatron_bridge_moe_fp8:0018"]]))
+    assert not skip_verdict(hybrid.mixtures).met
 
 
 def test_plan_text() -> None:

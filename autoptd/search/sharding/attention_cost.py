@@ -20,6 +20,7 @@ from autoptd.ops.attention import SCORES
 from autoptd.passes.analysis.attention import AttentionForm, passes_of
 
 _PART = "attention"
+_MERGED_BYTES = 2 + 4 + 4  # of an element of a tile: read in the compute type, added in float32
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,12 @@ def attention_works(
     device: Device,
     implementation: str,
     backward: bool = False,
+    by_hand: bool = False,
 ) -> Iterator[OpWork]:
     """Yield the kernels of one pass. `nbytes`: operands, results and their gradients, each moved once.
 
-    `implementation`: of fused kernels, as fixed in the plan's options; empty: by default.
+    `implementation`: of fused kernels, as fixed in the plan's options; empty: by default. `by_hand`: one kernel merges
+    a ring's tile into a tensor (Transformer Engine's context parallelism), rather than torch's ops.
     """
     kernel = form.kernel(device.kind)
     tiles, rows, share = _tiles(form, shape)
@@ -73,8 +76,10 @@ def attention_works(
     )
     if tiles > 1:
         one = passes_of(form)[backward]
-        elements = shape.heads * rows * shape.width
-        yield OpWork("memory", 0, tiles * elements * one.nbytes, "fp32", launches=tiles * one.launches, part=_PART)
+        merged, launches = (_MERGED_BYTES, 1) if by_hand else (one.nbytes, one.launches)
+        times = (2 if backward else 1) if by_hand else 1  # results; gradients of queries, and of keys and values
+        nbytes = tiles * shape.heads * rows * shape.width * merged * times
+        yield OpWork("memory", 0, nbytes, "fp32", launches=tiles * launches * times, part=_PART)
 
 
 def _tiles(form: AttentionForm, shape: Shape) -> tuple[int, int, float]:

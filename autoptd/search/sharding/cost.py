@@ -121,6 +121,7 @@ class Prices:
             self.cluster.device,
             self.workbook.attention,
             backward,
+            self.workbook.kernels == "fused",
         )
 
     def _product(self, op: OpFacts, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
