@@ -69,6 +69,12 @@ def read_model(
     loss_averaging: str = "global",
 ) -> TracedModel:
     """Trace and fold a model. Raises InputsError for invalid arguments or missing inputs; TraceError, UnsupportedOp."""
+    if precision == "fp8":
+        raise PlanError(
+            "no program computes in fp8 yet",
+            where="precision",
+            fix="predict it: autoptd.plan(…, precision='bf16', assume={'fp8': 'mxfp8'})",
+        )
     if precision not in _PRECISIONS:
         raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
     if loss_averaging not in AVERAGINGS:

@@ -67,6 +67,12 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
             where="fix['ep']",
             fix=f"use ep {around(method.ep, divisors(task.world))}",
         )
+    if method.fp8 and (slow := [p.device.name for p in task.cluster.pools if p.device.matmul_flops_per_s.fp8 is None]):
+        raise PlanError(
+            f"{slow[0]} has no rate of products in fp8",
+            where="assume['fp8']",
+            fix="leave fp8 out, name another cluster, or give its file `fp8` in [device.matmul_flops_per_s]",
+        )
     if method.ep > 1:
         check_experts(task.folded, method.ep)
         if method.shards:

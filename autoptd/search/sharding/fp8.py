@@ -11,6 +11,8 @@ costs next to nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
 from autoptd.cost_models.op_time import OpWork
@@ -40,6 +42,14 @@ def _is_fp8(node: fx.Node, segment: Segment) -> bool:
     is_float = infos(node)[0].dtype.itemsize == 2
     widened = any(u.target in CASTS and infos(u)[0].dtype.itemsize > 2 for u in node.users)
     return weight in segment.parameters and is_float and not widened
+
+
+def saved_in_fp8(segment: Segment) -> Iterator[str]:
+    """Yield the tensors that only products in fp8 read, so that they alone save them, converted."""
+    products = {n for n in segment.nodes if n.op == "call_function" and _is_fp8(n, segment)}
+    for node in {operands(n)[0] for n in products}:
+        if node not in segment.sends and products.issuperset(node.users):
+            yield node.name
 
 
 def conversion(elements: float, recipe: str, *, backward: bool = False) -> OpWork:

@@ -8,6 +8,7 @@ import pytest
 
 import autoptd
 from autoptd.cost_models.op_time import OpWork
+from autoptd.errors import PlanError
 from autoptd.plans.model import Plan
 from autoptd.search.sharding.expert_work import LAUNCHES, places, spread
 from autoptd.search.sharding.fp8 import fp8_products
@@ -70,6 +71,16 @@ def test_choices_that_are_predictions_only(assume: dict, word: str) -> None:
     assert not usual.not_runnable and word in found.not_runnable[0]
     assert found.predicted.step_time_s != usual.predicted.step_time_s
     assert Plan.from_json(found.to_json()) == found
+
+
+def test_fp8_that_is_not_possible_is_refused() -> None:
+    fix = {"dp": 8, "tp": 1, "pp": 1}
+    with pytest.raises(PlanError, match="A100-SXM4-80GB has no rate of products in fp8"):
+        autoptd.plan(mixture(), world=8, batch=8, seq=16, cluster="dgx-a100-80gb", fix=fix, assume={"fp8": "block"})
+    with pytest.raises(PlanError, match=r"no program computes in fp8 yet(.|\n)*assume=\{'fp8'"):
+        autoptd.plan(build(shape_of(tiny(arch="moe", **SIZES))), world=8, batch=8, precision="fp8")
+    with pytest.raises(PlanError, match="can only be predicted"):
+        planned(fp8="mxfp8")
 
 
 def test_natural_routing_takes_more_time_and_memory() -> None:
