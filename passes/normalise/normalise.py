@@ -26,12 +26,14 @@ from autoptd.passes.normalise.annotate import annotate
 from autoptd.passes.normalise.canonicalize import (
     merge_reshapes,
     write_addmm_as_linear,
+    write_bincount_as_sum,
     write_casts_with_their_type,
     write_copy_as_source,
     write_equal_splits_as_chunk,
     write_grouped_mm,
     write_masked_put_as_where,
     write_native_dropout_as_dropout,
+    write_sums_by_index,
     write_views_as_reshape,
 )
 from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
@@ -117,6 +119,8 @@ PREPARE: list[Pass] = [
     write_native_dropout_as_dropout,
     write_copy_as_source,
     write_masked_put_as_where,
+    write_sums_by_index,
+    write_bincount_as_sum,
     write_casts_with_their_type,
     drop_identities,
     write_views_as_reshape,

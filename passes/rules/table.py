@@ -234,7 +234,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.hardswish.default: POINTWISE,
     aten.hardtanh.default: POINTWISE,
     aten.hinge_embedding_loss.default: Rule(n.loss(3)),
-    aten.histc.default: Rule(n.whole),
+    aten.histc.default: Rule(lambda call: "... -> ." if call.arg(2, "min", 0) < call.arg(3, "max", 0) else n.whole(call)),
     aten.huber_loss.default: Rule(n.loss(2)),
     aten.index.Tensor: Rule(n.index, first),
     aten.index_add.default: Rule(n.index_add, first_and_third),
@@ -390,5 +390,6 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.cross_entropy: Rule("... v, ... -> ", implementations=(VOCABULARY_LOSS,)),
     ops.dropout: POINTWISE,
     ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
+    ops.sum_by_index: Rule("... n, ... n -> ... .", first),
     ops.valid_count: Rule(n.counted),
 }

@@ -355,7 +355,7 @@ WRONG: dict[str, tuple[str, Body]] = {
         "mul computes",
         lambda m, x, ids, y: x * x[:, 0, 0].argsort().argsort()[:, None, None],
     ),
-    "histogram read back": ("index_add works", histogram_read_back),
+    "histogram read back": ("index_add sums", histogram_read_back),
     "groups of others": ("sum sums", groups_of_others),
     "written beside": ("add computes", shifted_write),
     "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
