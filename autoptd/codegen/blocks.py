@@ -44,7 +44,7 @@ _STAGE_NAMES = _BLOCK_NAMES | {
 }
 # names that emitted files use, which no block class may have
 _READ = TAKEN | {
-    *("Tensor", "Axis", "Tokens", "Experts", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
+    *("Tensor", "Axis", "Tokens", "Experts", "Replicas", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
     *("BF16", "FP16", "FP32", "FP64", "loss_counts", "loss_of", "dropout", "first", "path", "i", "stage"),
 }
 

@@ -141,6 +141,11 @@ def sum_by_index(source: Tensor, index: Tensor, size: int) -> Tensor:
     return source.new_zeros(*source.shape[:-1], size).scatter_add(-1, index, source)
 
 
+def sum_over_dp(x: Tensor) -> Tensor:
+    """Mark a sum over a microbatch, to be summed over those of the dp ranks: `dp.sum(x)` in an emitted program."""
+    return x
+
+
 def dropout(
     x: Tensor,
     p: float,

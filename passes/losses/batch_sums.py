@@ -21,7 +21,15 @@ import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import SamplePlace, counts_in, counts_samples, grows, makes_new, place_anywhere, sample_place
+from autoptd.passes.batch.batch_dims import (
+    SamplePlace,
+    counts_in,
+    counts_samples,
+    grows,
+    makes_new,
+    place_anywhere,
+    sample_place,
+)
 from autoptd.passes.custom_grad.proof import ADDS
 from autoptd.passes.graph import infos, is_float, is_getitem, op_call, operands
 from autoptd.passes.rules.discover import adds_up
