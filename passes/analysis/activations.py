@@ -7,8 +7,8 @@
                 program order; recomputes the rest (torchtitan's `selective` with option `op`, parallelize_llama.py)
     full        saves the block's inputs (Chen et al. 2016)
 
-None recomputes a decision: an op that makes integers of floating-point numbers, or sorts, such as the choice of experts.
-A second run might decide a tie in another way, and rows would meet other experts in backward than in forward.
+None recomputes a decision: an op that makes integers of floating-point numbers, or sorts, as the choice of experts. A
+second run might decide a tie in another way, and rows would meet other experts in backward than in forward.
 
 Neither parameters nor prelude tensors (masks, rotary tables), computed once for all blocks, count as activations. The
 emitted program saves a tensor gathered over tp in gathered form. With `regather` a rank saves its own part and

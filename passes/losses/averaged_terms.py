@@ -19,7 +19,17 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.ops import library as ops
-from autoptd.passes.graph import info, is_float, op_call, operands, source_line, substitute, user_op_name, write_op
+from autoptd.passes.graph import (
+    ancestors,
+    info,
+    is_float,
+    op_call,
+    operands,
+    source_line,
+    substitute,
+    user_op_name,
+    write_op,
+)
 from autoptd.passes.losses.batch_sums import Over, State
 from autoptd.passes.losses.loss_form import LossForm, count_index, is_count
 from autoptd.passes.rules.lookup import resolve
@@ -46,7 +56,8 @@ def terms_of(graph: fx.Graph, loss: fx.Node, states: Mapping[fx.Node, State]) ->
         node = stack.pop()
         if node in adding or states[node] not in _NO_SUM:
             continue
-        if (node.target in ADDITIONS and not node.kwargs) or _is_linear(node, states):
+        plain = node.target in ADDITIONS and not node.kwargs
+        if (plain or _is_linear(node, states)) and not _reads_count(node, states):
             adding.add(node)
             stack += operands(node)
         else:
@@ -60,6 +71,11 @@ def _is_linear(node: fx.Node, states: Mapping[fx.Node, State]) -> bool:
     varying = frozenset(i for i, o in enumerate(operands(node)) if states[o] is not Over.SAME)
     floats = all(is_float(t.dtype) for t in (*call.outputs, *(call.operands[i] for i in varying)))
     return rule is not None and floats and any(varying == each for each in rule.linear(call))
+
+
+def _reads_count(node: fx.Node, states: Mapping[fx.Node, State]) -> bool:
+    """Return whether an op combines a term with a count, or a function of counts, which is that of the microbatch."""
+    return any(map(is_count, ancestors([o for o in operands(node) if states[o] is Over.SAME])))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
+from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_views_functionally, writes_through_view
@@ -76,8 +77,8 @@ def trace(
             with silent_export():
                 try:
                     program = program.run_decompositions({})
-                except RuntimeError as error:  # a write that torch cannot make functional, such as to x.data
-                    raise explain(error) from error
+                except RuntimeError as error:
+                    raise _not_functional(error) from error
             refuse_writes_to_state(written, _changed(program, list(inputs)))
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, batch, objective)
@@ -190,6 +191,13 @@ class _Exporter:
         if found is not None:
             expand_repeats(program.graph, found.captures, found.paths)
         return program
+
+
+def _not_functional(error: RuntimeError) -> TraceError:
+    """Return the error of a write that torch cannot make functional, such as one to x.data."""
+    if "is mutated in the forward method" in str(error):
+        return UnsupportedOp("forward writes to x.data of a tensor", fix=KEEP_STATE)
+    return explain(error)
 
 
 def _to_decompose(graph: fx.Graph) -> bool:

@@ -382,7 +382,7 @@ TRUSTED = [
 @pytest.mark.fault("moves on trust")
 @pytest.mark.parametrize("name", TRUSTED)
 def test_on_trust_they_would_train_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trusting = [p for p in normalise.EXACT_LOSS if p is not refuse_mixed_samples]
-    monkeypatch.setattr(normalise, "EXACT_LOSS", trusting)
+    trusting = [p for p in normalise.LOSS if p is not refuse_mixed_samples]
+    monkeypatch.setattr(normalise, "LOSS", trusting)
     with pytest.raises(AssertionError):
         assert_unchanged(Model(WRONG[name][1]), batch())
