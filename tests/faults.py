@@ -49,7 +49,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "experts scaled by ep": "gradients of experts have a factor ep too many, or lack it",
         "experts of others out of the norm": "the gradient norm counts the experts of one ep rank alone",
         "copies of experts in the norm": "each rank that holds a copy of the same experts adds their squares",
-        "auxiliary losses scaled": "a balance or z loss has a factor tp, cp, dp or microbatches, or lacks some ranks' part",
+        "auxiliary losses scaled": "a balance or z loss has a factor tp, cp, dp or microbatches, or lacks a part",
         "a bias of some samples": "a bias that balances experts is updated from a microbatch or a rank (it is refused)",
         "a router's gradient of some tokens": "a router's gradient is not summed over the ranks that split its tokens",
         "a router without gradient": "the weights of a router get no gradient through rows sent to other ranks",

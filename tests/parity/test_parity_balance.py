@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,7 +32,7 @@ from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from tests.parity.parity_check import OPTIONS, TOLERANCE
 from tests.parity.parity_models import VOCAB, mixture, randomised
-from tests.parity.test_parity_planted import plant, sound, verdict
+from tests.parity.test_parity_planted import BULK, CUBE, plant, sound, verdict
 
 EXPERTS, CHOSEN, WIDTH, SAMPLES, LENGTH = 4, 2, 16, 8, 8
 Balance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # scores, probabilities, chosen experts, mask -> loss
@@ -269,7 +270,7 @@ def test_auxiliary_losses_scaled_or_of_some_ranks_are_seen(
 @pytest.mark.fault("a router's gradient of some tokens")
 def test_a_router_whose_gradient_is_not_summed_is_seen() -> None:
     """With its tokens split over tp, a router's gradient is a partial value on every rank."""
-    parallel = sound("mixtral")
+    parallel = sound("mixtral", CUBE, replace(BULK, splits=(("*.gate.weight", "B"),)))
     name = next(n for n, p in parallel.layout.parameters.items() if "gate.weight" in n and p.placement == BP)
     plant(parallel, name, placement=B)
     assert any(complaint.startswith(f"gradient {name}") for complaint in verdict("mixtral", parallel))
