@@ -49,6 +49,9 @@ FAULTS: dict[str, dict[str, str]] = {
         "experts scaled by ep": "gradients of experts have a factor ep too many, or lack it",
         "experts of others out of the norm": "the gradient norm counts the experts of one ep rank alone",
         "copies of experts in the norm": "each rank that holds a copy of the same experts adds their squares",
+        "auxiliary losses scaled": "a balance or z loss has a factor tp, cp, dp or microbatches, or lacks a part",
+        "a bias of some samples": "a bias that balances experts is updated from a microbatch or a rank (it is refused)",
+        "a router's gradient of some tokens": "a router's gradient is not summed over the ranks that split its tokens",
         "a router without gradient": "the weights of a router get no gradient through rows sent to other ranks",
         "rows of the wrong experts": "rows from several ranks are multiplied by other experts than they chose",
         "rows in the wrong places": "rows come back in another order than they were sent in",
@@ -125,6 +128,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "recomputation": {
         "kept after all": "a policy saves what it should recompute, or recomputes what it should save",
+        "experts chosen anew": "recomputation routes again, and a tie falls to another expert than in the first pass",
     },
     "tensor parallel": {
         "a bias on every rank": "the bias of a row-split product is added once per rank",

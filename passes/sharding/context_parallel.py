@@ -140,6 +140,9 @@ class _Decider:
         self.given |= {node: self.given[known] for known, node in here.items() if known in self.given}
         self.strategies |= {node: self.strategies[known] for known, node in here.items() if known in self.strategies}
         self.shifted |= {here[loss]: here[part] for loss, part in self.shifted.items() if loss in here}
+        for known in first.sends:
+            if known in here:
+                self.rows.repeat(known, here[known])
 
     def _decide(self, segment: Segment) -> None:
         for node in segment.nodes:
@@ -179,6 +182,8 @@ class _Decider:
     def _choose(self, node: fx.Node, segment: Segment) -> Strategy:
         call = op_of(node).call
         given = [self.given[o] for o in operands(node)]
+        if P in given and (of_counts := self.rows.strategy(node, self.given, segment.prelude, self.ranks)) is not None:
+            return of_counts
         options = [] if O in given else self._options(node, call)
         costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
         (cost, *_), best = min(costs, default=((math.inf, 0, 0), 0))
