@@ -107,8 +107,9 @@ def plan(
             (outputs), (outputs, inputs), or outputs and targets, such as `nn.CrossEntropyLoss()`.
         targets: example tensors that only the loss takes: one tensor, which a batch then holds as "targets", or a
             mapping by the loss's keywords.
-        loss_averaging: "global" (default): the whole batch's loss, as on one device. "per-microbatch": the mean of the
-            microbatches' own losses.
+        loss_averaging: "global" (default): the whole batch's loss, as on one device. "per-microbatch": terms of it that
+            are no sums, such as a balance loss, are the mean of what the microbatches of each dp rank give.
+            "per-microbatch-over-dp": the same with microbatches of all dp ranks together.
         cluster: a shipped name, the path of a TOML file, or a `Cluster`. Default: this machine's GPUs, or "dgx-h100".
         batch: samples per optimizer step over all ranks. Default: 8 × world.
         seq: tokens per sample. Default: the model's maximum, at most 4,096.

@@ -110,7 +110,7 @@ class Parallel:
             raise PlanError(f"chunk {chunk} is not on a rank of {len(held)}", fix=f"0 to {len(held) - 1}")
         with torch.device("meta"):
             alone = Axis(_Rank(rank % mesh.tp, mesh.tp))  # type: ignore[arg-type]  # never communicates
-            axes = stage_axes(self.layout, _Rank(mesh.cp_of(rank), mesh.cp), _Rank(0, mesh.ep))  # type: ignore[arg-type]
+            axes = stage_axes(self.layout, *map(_Rank, (mesh.cp_of(rank), 0, 0), (mesh.cp, mesh.ep, mesh.dp)))  # type: ignore[arg-type]
             stage = load_stage(self.program, held[chunk])(alone, **axes)
         assert isinstance(stage, Stage)
         return stage
@@ -142,7 +142,7 @@ class Parallel:
         held = layout.mesh.stages_of(communicators.stage)
         key = DropoutKey(self._seed)
         with torch.device("meta"):
-            axes = stage_axes(layout, communicators.cp, communicators.ep)
+            axes = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **axes) for index in held]
         for stage in stages if self._backend else ():
             compile_blocks(stage, self._backend)

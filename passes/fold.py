@@ -106,8 +106,10 @@ class Folded:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes besides tp over which this graph is split: of "cp" and "ep"."""
-        return (*(("cp",) if self.cut is not None else ()), *(("ep",) if self.ep > 1 else ()))
+        """The axes besides tp that this graph's ops communicate over: of "cp", "ep" and "dp"."""
+        over_dp = self.traced.averaging == "per-microbatch-over-dp"
+        used = {"cp": self.cut is not None, "ep": self.ep > 1, "dp": over_dp}
+        return tuple(axis for axis, is_used in used.items() if is_used)
 
     @property
     def loss_form(self) -> LossForm:

@@ -258,9 +258,10 @@ def _parser() -> _Parser:
     )
     plan.add_argument(
         "--loss-averaging",
-        choices=["global", "per-microbatch"],
+        choices=["global", "per-microbatch", "per-microbatch-over-dp"],
         default="global",
-        help="global (default): the loss of the whole batch, or an error; else the mean of microbatches' losses",
+        help="global (default): the loss of the whole batch, or an error; else terms that are no sums are averaged "
+        "over microbatches, of one dp rank or of all together",
     )
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: %(default)s")
     plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"fix options, as tp=8,zero=2: {', '.join(FIXED)}")

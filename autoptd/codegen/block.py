@@ -179,7 +179,7 @@ def _joined(kinds: list[str]) -> str:
     return line if len(line) < 100 else " +\n    ".join(kinds)
 
 
-AXES = {"cp": "Tokens", "ep": "Experts"}  # axes besides tp that a class may take -> their types
+AXES = {"cp": "Tokens", "ep": "Experts", "dp": "Replicas"}  # axes besides tp that a class may take -> their types
 
 
 def axes_in(lines: Sequence[str]) -> tuple[str, ...]:

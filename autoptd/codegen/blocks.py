@@ -18,7 +18,7 @@ from torch import fx
 
 from autoptd.codegen.names import TAKEN
 from autoptd.codegen.quoting import is_name, plain_name
-from autoptd.codegen.recompute import flow_of
+from autoptd.codegen.recompute import flow_of, recomputation_of
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.analysis.activations import recomputed_steps
 from autoptd.passes.blocks import instance, owned_by_blocks
@@ -44,7 +44,7 @@ _STAGE_NAMES = _BLOCK_NAMES | {
 }
 # names that emitted files use, which no block class may have
 _READ = TAKEN | {
-    *("Tensor", "Axis", "Tokens", "Experts", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
+    *("Tensor", "Axis", "Tokens", "Experts", "Replicas", "DropoutKey", "Stage", "Count", "Wire", "buffer", "LAYERS"),
     *("BF16", "FP16", "FP32", "FP64", "loss_counts", "loss_of", "dropout", "first", "path", "i", "stage"),
 }
 
@@ -178,7 +178,8 @@ def pieces_of(
                 _refuse_several(groups, recompute)
             for group in groups:
                 policy = effective_policy(group, sharding, recompute.get(group[0].index, "none"))
-                found.append(_piece(layout, unit, segments, group, policy))
+                keeps = bool(recomputation_of(group, sharding, policy).kept)
+                found.append(_piece(layout, unit, segments, group, policy, keeps))
     return found
 
 
@@ -213,13 +214,19 @@ def _by_policy(segments: tuple[Segment, ...], recompute: Mapping[int, str]) -> I
 
 
 def _piece(
-    layout: BlockNames, unit: RepeatedUnit, whole: tuple[Segment, ...], group: tuple[Segment, ...], policy: str
+    layout: BlockNames,
+    unit: RepeatedUnit,
+    whole: tuple[Segment, ...],
+    group: tuple[Segment, ...],
+    policy: str,
+    keeps: bool,
 ) -> BlockSegments:
     prefix = layout.prefixes[whole[0].index]
     name = layout.classes[unit.first] if unit.count > 1 or policy != "none" else ""
     if name and len(group) < len(whole):
         low, high = group[0].index - whole[0].index + 1, group[-1].index - whole[0].index + 1
         name += f"Part{low}" if low == high else f"Parts{low}To{high}"
-    name += policy.title() if policy in ("selective", "ops") else ""  # "full" changes nothing within a block
+    # "full" changes nothing within a block that decides nothing
+    name += policy.title() if policy in ("selective", "ops") or (policy == "full" and keeps) else ""
     start = unit.first + group[0].index - whole[0].index
     return BlockSegments(group, name, prefix, policy, layout.folded.segments[start : start + len(group)])

@@ -53,6 +53,7 @@ _IMPORTS = {
     "Axis": "from autoptd.ops.tp_axis import Axis",
     "Tokens": "from autoptd.ops.cp_axis import Tokens",
     "Experts": "from autoptd.ops.expert_axis import Experts",
+    "Replicas": "from autoptd.ops.dp_axis import Replicas",
     "DropoutKey": "from autoptd.ops.dropout import DropoutKey",
 }
 _STAGE_NAMES = ("Count", "Stage", "Wire", "buffer", "parameter", "submodule")

@@ -35,11 +35,11 @@ class SourceText(str):
 
 
 class _Sizes(PythonCodePrinter):
-    """Printer of symbolic sizes as Python, with `//` for exact quotients."""
+    """Printer of symbolic sizes as Python, with `//` for exact quotients, and `/` for those of numbers."""
 
     def _print_Mul(self, expr: sympy.Mul) -> str:
         numerator, denominator = expr.as_numer_denom()
-        if denominator == 1:
+        if denominator == 1 or expr.atoms(sympy.Float):
             return super()._print_Mul(expr)
         return self._floor(numerator, denominator)
 
@@ -215,8 +215,10 @@ _AS_FUNCTION = frozenset(
 
 
 def _operand(text: Any) -> str:
-    """Return an operand, in parentheses if its operator binds loosely."""
+    """Return an operand, in parentheses if its operator binds loosely, and a size with any operator."""
     source = value_text(text)
+    if isinstance(text, sympy.Basic) and not text.is_Atom:
+        return source if source.startswith("(") and source.endswith(")") and source.count("(") == 1 else f"({source})"
     return f"({source})" if " " in source and not source.endswith(")") else source
 
 
@@ -386,6 +388,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     **{method: _of_experts(name) for name, method in EXPERT_OPS.items()},
     convert: _convert,
     ops.cross_entropy: _cross_entropy,
+    ops.sum_over_dp: lambda x: f"dp.sum({x})",
     ops.valid_count: _valid_count,
     ring: _over_tokens("ring_attention"),
     ulysses: _over_tokens("ulysses_attention"),

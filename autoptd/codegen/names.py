@@ -17,7 +17,8 @@ from autoptd.passes.sharding.context_parallel_graph import convert
 from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, route
 
 GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # read by lines of forward
-TAKEN = GLOBALS | {"tp", "cp", "ep", "self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
+AXIS_NAMES = frozenset({"tp", "cp", "ep", "dp"})
+TAKEN = GLOBALS | AXIS_NAMES | {"self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
 
 
 class Names:

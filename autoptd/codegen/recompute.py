@@ -3,6 +3,7 @@
 selective   def core(q, k, v): …               a function within forward for each run of recomputed ops
             out = recompute(core, q, k, v)
 ops         x = keep(F.linear, x, w)           the whole block is recomputed, except for kept results
+full        _, chosen = keep(torch.topk, x, 2)     the whole block is recomputed, except for decisions
 regather    def core(x): …                     a run of ops that read a tensor gathered by tp: re-gather in backward
                 x = tp.all_gather(x, …)        recomputes the all-gather, but not the ops
                 return spare(F.linear, x, w)
@@ -19,12 +20,13 @@ from itertools import groupby
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.analysis.activations import recomputed_steps
+from autoptd.passes.analysis.activations import decides, recomputed_steps
 from autoptd.passes.analysis.dataflow import DataflowStep, Flow, flow
 from autoptd.passes.analysis.overwriting import losses_in_place
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import operands
 from autoptd.passes.sharding.context_parallel_graph import convert
+from autoptd.passes.sharding.expert_parallel_graph import route
 from autoptd.passes.sharding.sharding import Sharding
 
 Converted = tuple[str, str]  # a tensor's name and the placement that it is brought into
@@ -53,7 +55,8 @@ class Recomputation:
         A reader of a gathered tensor that is not a function call (a sum, a cast) is recomputed, which costs little.
         """
         by = "spare" if node in self.spare else "keep" if node in self.kept else ""
-        return kept_text(text, by) if by and (node in self.products or _is_function(text)) else text
+        called = node in self.products and _is_call(text)
+        return kept_text(text, by) if by and (called or _is_function(text)) else text
 
 
 def recomputation_of(
@@ -78,16 +81,19 @@ def in_place_of(
 
 
 def _of_policy(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Recomputation:
-    if policy not in ("selective", "ops"):
+    if policy == "none":
         return Recomputation()
     steps = flow_of(segments, sharding).steps
     repeated = recomputed_steps(steps, policy)
+    if policy == "full":
+        nodes = _nodes([s for s in steps if decides(s)], segments) | _routes(segments)
+        return Recomputation(kept=nodes, products=nodes)
     if policy == "selective":
         core = _with_tokens(segments, _nodes(repeated, segments))
         return Recomputation(core=core, core_conversions=_conversions(repeated))
     ids = set(map(id, repeated))
     kept = [s for s in steps if id(s) not in ids and not s.view]
-    nodes = _nodes(kept, segments)
+    nodes = _nodes(kept, segments) | _routes(segments)
     return Recomputation(kept=nodes, kept_conversions=_conversions(kept), products=nodes)
 
 
@@ -124,6 +130,11 @@ def flow_of(segments: Sequence[Segment], sharding: Sharding) -> Flow:
 def _nodes(steps: Sequence[DataflowStep], segments: Sequence[Segment]) -> frozenset[fx.Node]:
     names = {s.node.name for s in steps if s.node is not None and not s.view}
     return frozenset(n for s in segments for n in s.nodes if n.name in names)
+
+
+def _routes(segments: Sequence[Segment]) -> frozenset[fx.Node]:
+    """Return the ops that tell ranks which rows go to whose experts; the graph before has none."""
+    return frozenset(n for s in segments for n in s.nodes if n.target is route)
 
 
 def _with_tokens(segments: Sequence[Segment], core: frozenset[fx.Node]) -> frozenset[fx.Node]:
@@ -202,11 +213,21 @@ def _reads(lines: Sequence[str], known: Collection[str]) -> list[str]:
 
 def _is_function(text: str) -> bool:
     """Return whether a text is a call of a library function, which takes all its tensors as arguments."""
+    return _called(text) in ("F", "ops", "torch")
+
+
+def _is_call(text: str) -> bool:
+    """Return whether a text is a call of a function or method that a dotted name gives."""
+    return bool(_called(text))
+
+
+def _called(text: str) -> str:
+    """Return the first part of the dotted name that a text calls; "" if it is no such call."""
     called = ast.parse(text, mode="eval").body
     function = called.func if isinstance(called, ast.Call) else None
     while isinstance(function, ast.Attribute):
         function = function.value
-    return isinstance(function, ast.Name) and function.id in ("F", "ops", "torch")
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def kept_text(call: str, by: str = "keep") -> str:

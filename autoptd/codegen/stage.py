@@ -39,7 +39,7 @@ from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, 
 from autoptd.passes.graph import info
 from autoptd.passes.losses.loss_form import is_count
 from autoptd.passes.sharding.sharding import Sharding
-from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.passes.trace.traced import SEQUENCE, Averaging
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def _assemble(
     lines += axis_lines(body.lines)
     lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]
     if is_last:
-        lines += ["        # averaged over microbatches, each weighted by its samples"] * traced.averaged
+        lines += [f"        # {line}" for line in _AVERAGED.get(traced.averaging, ())]
         lines.append(f"        return {body.read(folded.loss, B, B)}")
     else:
         texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
@@ -334,6 +334,14 @@ def _assemble(
     arrived = [(text, n, placement_of(sharding, folded, n)) for n, text in given.items()]
     made = {**writer.made, "": (*arrived, *body.made)}
     return StageSource("\n".join(lines) + "\n", blocks, dropout, made)
+
+
+_AVERAGED: Mapping[Averaging, tuple[str, ...]] = {
+    "per-microbatch": ("terms that are no sums are computed from this microbatch, and averaged by samples",),
+    "per-microbatch-over-dp": (
+        "terms that are no sums are computed from the microbatches of all dp ranks, and averaged by samples",
+    ),
+}
 
 
 def _wire(node: fx.Node, index: int, folded: Folded, sharding: Sharding, symbols: Sequence[str]) -> str:

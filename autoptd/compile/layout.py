@@ -109,6 +109,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         precision=plan.precision,
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
+        sums_over_dp=plan.loss_averaging == "per-microbatch-over-dp",
         sums_ahead=plan.method.sums == "ahead",
         one_microbatch=bool(folded.loss_form.refused),
         zigzag=zigzag,

@@ -50,7 +50,7 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
         folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
     folded = own_tokens(folded, sharding)
     if plan.mesh.ep > 1:
-        folded, sharding = split_experts(folded, plan.mesh.ep, sharding)
+        folded, sharding = split_experts(folded, plan.mesh.ep, sharding, plan.mesh.etp)
     program = emit_program(
         folded,
         sharding,

@@ -15,13 +15,12 @@ from autoptd.passes.fold import Folded, fold, graph_hash
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
 from autoptd.passes.trace.trace import trace
-from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
 from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
 from autoptd.progress import Progress
 from autoptd.search.sharding.cache import ShardingCache
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
-AVERAGINGS = ("global", "per-microbatch")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class TracedModel:
 
     @property
     def loss_averaging(self) -> str:
-        """The requested averaging of a loss that microbatches cannot compute exactly: "global" or "per-microbatch"."""
+        """The samples that a loss which is no sum over samples is computed from, one of `AVERAGINGS`."""
         return self.folded.traced.averaging
 
     @property

@@ -129,8 +129,9 @@ def method(plan: PlanData) -> str:
         parts.append("an extra forward pass over the batch for the sums in the loss")
     elif options.sums == "held":
         parts.append("sums in the loss added up before the first backward pass")
-    if plan.loss_averaging == "per-microbatch":
-        parts.append("loss averaged over microbatches")
+    if plan.loss_averaging != "global":
+        over = " over all dp ranks" if plan.loss_averaging == "per-microbatch-over-dp" else " and dp rank"
+        parts.append(f"terms of the loss that are no sums averaged over microbatches, each from one microbatch{over}")
     text = f"execution: {', '.join(parts)}"
     return f"{text}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else text
 

@@ -70,12 +70,6 @@ def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
     """
     if plan.precision == "fp64":
         raise PlanError("Megatron-LM trains in bf16, fp16 or fp32, not in fp64", where="precision", fix="plan in bf16")
-    if plan.mesh.ep > 1:
-        raise PlanError(
-            f"experts on {plan.mesh.ep} ranks of their own are not exported",
-            where="mesh.ep",
-            fix="plan with fix={'ep': 1}, and set --expert-model-parallel-size by hand",
-        )
     layers = read_layers(plan)
     sizes: list[Argument] = []
     differs = ["no model was given: placements are not compared, and the model's sizes are left to you"]
@@ -287,12 +281,16 @@ def _padded(sizes: list[Argument], tp: int) -> Iterator[str]:
 
 
 def _experts(plan: Plan, model: nn.Module | None) -> Items:
-    """Yield expert parallelism: parameters [expert, …, …] that are split by their first dim."""
+    """Yield expert parallelism: that of the plan, and parameters [expert, …, …] that tp splits by their first dim."""
+    mesh = plan.mesh
     shapes = {} if model is None else {name: p.shape for name, p in model.named_parameters()}
     texts = {text for name, text in plan.splits.parameters.items() if len(shapes.get(name, ())) == 3}
-    if plan.mesh.tp > 1 and "S0" in texts:
-        yield "--expert-model-parallel-size", str(plan.mesh.tp)
-        yield "--expert-tensor-parallel-size", "1"
+    over_tp = mesh.tp > 1 and "S0" in texts and not mesh.etp
+    if mesh.ep > 1 or over_tp:
+        yield "--expert-model-parallel-size", str(mesh.ep * mesh.tp if over_tp else mesh.ep)
+        yield "--expert-tensor-parallel-size", str(1 if over_tp else mesh.etp or mesh.tp)
+    if over_tp:
+        yield "tp ranks share out experts and each has all rows: Megatron-LM's tp ranks send their own tokens' rows"
 
 
 def _environment(plan: Plan) -> tuple[tuple[str, str | None], ...]:

@@ -86,6 +86,7 @@ class Layout:
     precision: str = "fp32"
     schedule: str = "1f1b"
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
+    sums_over_dp: bool = False  # forward passes sum over dp ranks, for terms of the loss that are no sums
     sums_ahead: bool = False  # run the batch's forward passes first, for the sums that the loss is a function of
     one_microbatch: bool = False  # the loss is only defined for one microbatch on one dp rank
     gather_later: bool = False  # all-gather updated parameters while the next step begins

@@ -136,6 +136,16 @@ def valid_count(labels: Tensor, ignore_index: int = -100, weight: Tensor | None 
     return (weight.to(torch.float64)[labels.masked_fill(~valid, 0)] * valid).sum()
 
 
+def sum_by_index(source: Tensor, index: Tensor, size: int) -> Tensor:
+    """Sum elements with equal indices along the last dim: source and index [..., n] -> [..., size]."""
+    return source.new_zeros(*source.shape[:-1], size).scatter_add(-1, index, source)
+
+
+def sum_over_dp(x: Tensor) -> Tensor:
+    """Mark a sum over a microbatch, to be summed over those of the dp ranks: `dp.sum(x)` in an emitted program."""
+    return x
+
+
 def dropout(
     x: Tensor,
     p: float,

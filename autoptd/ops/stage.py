@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout
 from autoptd.ops.cp_axis import Tokens
+from autoptd.ops.dp_axis import Replicas
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.expert_axis import Experts
 from autoptd.ops.group import Group
@@ -66,7 +67,12 @@ class Stage(nn.Module):
     partial_sums: ClassVar[int] = 0  # number of sums that the loss is a function of; 0: it is a sum itself
 
     def __init__(
-        self, tp: Axis, dropout: DropoutKey | None = None, cp: Tokens | None = None, ep: Experts | None = None
+        self,
+        tp: Axis,
+        dropout: DropoutKey | None = None,
+        cp: Tokens | None = None,
+        ep: Experts | None = None,
+        dp: Replicas | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -74,6 +80,8 @@ class Stage(nn.Module):
             self.cp = cp
         if ep is not None:
             self.ep = ep
+        if dp is not None:
+            self.dp = dp
         self.dropout = dropout
 
     def loss_counts(self, **inputs: Any) -> tuple[Tensor, ...]:
@@ -91,10 +99,16 @@ class Stage(nn.Module):
     forward: Callable[..., Any]
 
 
-def stage_axes(layout: Layout, cp: Group, ep: Group) -> dict[str, Tokens | Experts]:
-    """Return the keywords of a stage for its axes besides tp: only those over which something is split."""
-    found: dict[str, Tokens | Experts] = {"cp": Tokens(cp, layout.zigzag), "ep": Experts(ep)}
-    return {axis: made for axis, made in found.items() if getattr(layout.mesh, axis) > 1}
+def stage_axes(layout: Layout, cp: Group, ep: Group, dp: Group) -> dict[str, Tokens | Experts | Replicas]:
+    """Return the keywords of a stage for its axes besides tp: only those that its ops communicate over."""
+    found: dict[str, Tokens | Experts | Replicas] = {}
+    if layout.mesh.cp > 1:
+        found["cp"] = Tokens(cp, layout.zigzag)
+    if layout.mesh.ep > 1:
+        found["ep"] = Experts(ep)
+    if layout.sums_over_dp:
+        found["dp"] = Replicas(dp)
+    return found
 
 
 def parameter(

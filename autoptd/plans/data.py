@@ -167,7 +167,8 @@ class PlanData(Part):
     mesh: MeshSizes
     schedule: Schedule
     zero: Annotated[int, Field(ge=0, le=3)]
-    loss_averaging: Literal["global", "per-microbatch"] = "global"  # the samples that the loss is a mean over
+    # the samples that terms of the loss which are no sums are computed from
+    loss_averaging: Literal["global", "per-microbatch", "per-microbatch-over-dp"] = "global"
     method: ExecutionOptions = ExecutionOptions()
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1, max_length=STAGES)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]

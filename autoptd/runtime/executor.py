@@ -253,6 +253,8 @@ class _StepState:
         if stage.is_last or stage.reads_counts:
             given["counts"] = self.counts()
         received = self.received.get((i, chunk), ())
+        if (replicas := getattr(stage, "dp", None)) is not None:
+            replicas.counted = i < self.counted
         if stage.is_last:
             share = stage(*received, **given)
             if i < self.counted:

@@ -94,5 +94,5 @@ def meter_of(plan: PlanData) -> Meter:
     peak = sum(
         n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
     )
-    averaged = plan.loss_averaging == "per-microbatch"
+    averaged = plan.loss_averaging != "global"
     return Meter(plan.batch * plan.sizes.get("s", 1), plan.predicted.model_flops_per_step, peak, averaged)

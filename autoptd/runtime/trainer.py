@@ -187,8 +187,8 @@ class Trainer:
         return summed[0].to(self.layout.main_dtype)
 
     def _most_microbatches(self, own: int) -> int:
-        """Return the maximum of `own` over dp ranks with ZeRO 3 or ep, whose passes communicate; else `own`."""
-        if self.layout.zero < 3 and self.layout.mesh.ep == 1:
+        """Return the maximum of `own` over dp ranks if forward passes communicate over them; else `own`."""
+        if self.layout.zero < 3 and self.layout.mesh.ep == 1 and not self.layout.sums_over_dp:
             return own
         return int(self.communicators.dp.all_reduce(torch.tensor([own], device=self.communicators.device), "max"))
 

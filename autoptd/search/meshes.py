@@ -152,8 +152,8 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
             for shards in groups or limits.shards[:1]:
                 for ep, etp in _experts(limits, c, shards):
                     for pools in _placed(limits, c):
-                        found = {"schedule": schedule, "virtual": virtual, "shards": shards, "pools": pools}
-                        yield replace(c, **found, ep=ep, etp=etp)
+                        option = replace(c, ep=ep, etp=etp, pools=pools, shards=shards)
+                        yield replace(option, schedule=schedule, virtual=virtual)
 
 
 def _experts(limits: MeshLimits, c: Candidate, shards: int) -> Iterator[tuple[int, int]]:

@@ -381,8 +381,7 @@ def _distance(a: Candidate, b: Candidate) -> int:
 
 def _plain(c: Candidate) -> Candidate:
     """Return the same mesh with every other option at its default."""
-    usual = {"zero": c.zero and 1, "cp": 1, "schedule": "1f1b", "virtual": 1, "shards": 0, "memory_saving": False}
-    return replace(c, **usual)
+    return replace(c, zero=c.zero and 1, cp=1, schedule="1f1b", virtual=1, shards=0, memory_saving=False)
 
 
 def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:

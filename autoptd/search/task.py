@@ -81,7 +81,11 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
                 where="fix['ep']",
                 fix="leave out shards or ep",
             )
-    apart = task.constraints.sequence_parallel and rows_stay_apart(task.folded, Sizes(task.sizes, BATCH))
+    apart = (
+        task.constraints.sequence_parallel
+        and experts_of(task.folded) > 1
+        and rows_stay_apart(task.folded, Sizes(task.sizes, BATCH))
+    )
     if "etp" in fixed:
         _check_etp(task, method.etp, apart)
     node = task.cluster.gpus_per_node or task.world

@@ -7,6 +7,9 @@
                 program order; recomputes the rest (torchtitan's `selective` with option `op`, parallelize_llama.py)
     full        saves the block's inputs (Chen et al. 2016)
 
+None recomputes a decision: an op that makes integers of floating-point numbers, or sorts, as the choice of experts. A
+second run might decide a tie in another way, and rows would meet other experts in backward than in forward.
+
 Neither parameters nor prelude tensors (masks, rotary tables), computed once for all blocks, count as activations. The
 emitted program saves a tensor gathered over tp in gathered form. With `regather` a rank saves its own part and
 re-gathers in backward, as Megatron does (Korthikanti et al. 2022, section 4.2.2).
@@ -18,12 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
 from autoptd.passes.analysis.dataflow import RANKS, DataflowStep, Flow, Number, Storage, Value, flow
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.saved_tensors import ATTENTION
 from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.graph import is_float, op_name
 from autoptd.passes.opcall import Size
 from autoptd.passes.sharding.sharding import KindSharding
 
@@ -71,12 +76,15 @@ def saved_in_flow(region: Flow, policy: str = "none", *, regather: bool = False)
     recomputed_ids = set(map(id, recomputed_steps(region.steps, policy)))
     found: dict[Storage, str] = {}
     if policy == "full":
-        return tuple(SavedActivations(v.storage, "block") for v in _distinct(region.received) if v.info.requires_grad)
+        found = {v.storage: "block" for v in _distinct(region.received) if v.info.requires_grad}
+        found |= {v.storage: step.name for step in region.steps if decides(step) for v in step.outputs}
+        return tuple(SavedActivations(storage, op) for storage, op in found.items())
     if policy == "ops":
         found = {v.storage: "block" for v in region.received if v.info.requires_grad}
         for step in region.steps:
             if id(step) not in recomputed_ids and not step.view:
-                results = [v.storage for v in step.outputs if any(t.info.requires_grad for t in step.outputs)]
+                wanted = decides(step) or any(v.info.requires_grad for v in step.outputs)
+                results = [v.storage for v in step.outputs if wanted]
                 extra = [s for s in step.saved if s.name.startswith(f"{step.outputs[0].name}:")]
                 for storage in (*results, *extra):
                     found.setdefault(storage, step.name)
@@ -126,7 +134,7 @@ def recomputed(
         last = saving[-1] if saving else 0
         results = {v.storage for v in steps[last].outputs} if steps else set()
         own = any(s in results or s not in {v.storage for v in steps[last].operands} for s in steps[last].saved)
-        found = list(steps[: last + 1 if own else last])
+        found = [s for s in steps[: last + 1 if own else last] if not decides(s)]
     return [s.node for s in found if s.node is not None and not s.view]
 
 
@@ -136,14 +144,25 @@ def recomputed_steps(steps: Sequence[DataflowStep], policy: str) -> list[Dataflo
         case "none":
             return []
         case "full":
-            return list(steps)
+            return [s for s in steps if not decides(s)]
         case "selective":
-            return [s for s in steps if _is_core(s)]
+            return [s for s in steps if _is_core(s) and not decides(s)]
         case "ops":
             saved_products = [s for s in steps if _reads_weight(s)][::2]
             saved_ids = {id(s) for s in saved_products} | {id(s) for s in steps if _is_fused(s) or _is_scatter(s)}
-            return [s for s in steps if id(s) not in saved_ids]
+            return [s for s in steps if id(s) not in saved_ids and not decides(s)]
     raise ValueError(f"unknown recompute policy {policy!r}; known: {', '.join(POLICIES)}")
+
+
+def decides(step: DataflowStep) -> bool:
+    """Return whether an op decides something: it makes integers of floating-point numbers, or an order by a sort."""
+    if step.node is None or step.call is None or step.view:
+        return False
+    if op_name(step.node) in ("sort", "argsort"):
+        return True
+    of_floats = any(t.dtype.is_floating_point for t in step.call.operands)
+    kinds = [t.dtype for t in step.call.outputs]
+    return of_floats and any(not is_float(kind) and kind != torch.bool for kind in kinds)
 
 
 def _is_core(step: DataflowStep) -> bool:

@@ -29,7 +29,9 @@ from autoptd.passes.rules.table import RULES
 aten = torch.ops.aten
 WIDE = (torch.float32, torch.float64)  # in which losses are computed
 
-_OURS = frozenset({ops.cross_entropy, ops.attention, ops.grouped_mm, ops.valid_count, ops.element_count})
+_OURS = frozenset(
+    {ops.cross_entropy, ops.attention, ops.grouped_mm, ops.sum_by_index, ops.valid_count, ops.element_count}
+)
 # ops that may return their operand, or a view of it, although their schemas do not say so
 _MUTE = frozenset({aten.dropout.default, aten.type_as.default, aten._unsafe_view.default})
 _ONE_TO_ONE = frozenset(

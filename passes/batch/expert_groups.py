@@ -62,10 +62,9 @@ def counted(node: fx.Node, states: Sequence[State]) -> Tally | None:
             return _tally(node.all_input_nodes[0], call.arg(1, "bins"), signed=True)
         case "sum":
             return _of_one_hot(node)
-        case "scatter_add" | "index_add" if call.operands[0].ndim == 1:
-            base_node, index, source = operands(node)
-            plain = _is_made(base_node, "zeros") and _is_made(source, "ones") and not call.kwargs
-            return _tally(index, call.operands[0].shape[0]) if plain else None
+        case "sum_by_index" if call.outputs[0].ndim == 1:
+            source, index = operands(node)
+            return _tally(index, call.outputs[0].shape[0]) if _is_made(source, "ones") else None
     return None
 
 

@@ -60,7 +60,7 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
         state = over_batch(node, states)
         states[node] = Over.MIXED if isinstance(state, Mixes) else state
         combine = _combine(node, states)
-        if combine is None or is_getitem(node):
+        if combine is None or is_getitem(node) or (traced.averaging != "global" and not _is_fixed(node)):
             continue
         key = (node.target, str(node.args), str(node.kwargs))
         if key not in seen:
@@ -92,7 +92,7 @@ def _combine(node: fx.Node, states: States) -> Combine | None:
 
 def _placeholder(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     shape = info(node).shape
-    if not all(isinstance(n, int) for n in shape):
+    if not _is_fixed(node):
         raise UnsupportedOp(
             f"{user_op_name(node)} sums over samples to a shape that varies from batch to batch, {tuple(shape)}",
             where=source_line(node),
@@ -103,6 +103,25 @@ def _placeholder(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
         found = graph.placeholder(f"{COUNT}_{index}")
     found.meta["info"] = TensorInfo(shape, torch.float64, False)
     return found
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    return all(isinstance(n, int) for n in info(node).shape)
+
+
+def drop_unread_counts(graph: fx.Graph, traced: Traced) -> None:
+    """Remove counts that nothing reads, since the terms that did are averaged, and number the others anew."""
+    form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
+    if form.outer is not None:
+        return
+    read = {count_index(n): n for n in graph.nodes if is_count(n) and n.users}
+    for node in [n for n in graph.nodes if is_count(n) and not n.users]:
+        graph.erase_node(node)
+    loss, *counted = output.args
+    for new, old in enumerate(sorted(read)):
+        read[old].name = read[old].target = f"{COUNT}_{new}"
+    form.combines, form.rounds = ([values[i] for i in sorted(read)] for values in (form.combines, form.rounds))  # type: ignore[assignment]
+    output.args = (loss, *(counted[i] for i in sorted(read)))
 
 
 def _typed(graph: fx.Graph, node: fx.Node, count: fx.Node) -> fx.Node:

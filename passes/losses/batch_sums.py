@@ -21,7 +21,15 @@ import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import SamplePlace, counts_in, counts_samples, grows, makes_new, sample_place
+from autoptd.passes.batch.batch_dims import (
+    SamplePlace,
+    counts_in,
+    counts_samples,
+    grows,
+    makes_new,
+    place_anywhere,
+    sample_place,
+)
 from autoptd.passes.custom_grad.proof import ADDS
 from autoptd.passes.graph import infos, is_float, is_getitem, op_call, operands
 from autoptd.passes.rules.discover import adds_up
@@ -99,7 +107,7 @@ def _reduced(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
     if node.meta.get(ADDS):
         return Over.ADDED
     call = op_call(node)
-    places = {i: sample_place(o) for i, o in enumerate(operands(node)) if states[o] is Over.APART and infos(o)}
+    places = {i: _place(o) for i, o in enumerate(operands(node)) if states[o] is Over.APART and infos(o)}
     if any(place is None for place in places.values()):
         return Mixes("reads a tensor whose batch dim is unknown")
     known = {i: place for i, place in places.items() if place is not None}
@@ -116,6 +124,11 @@ def _reduced(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
     if adds_up(call, {i: place.dim for i, place in known.items()}):
         return Over.ADDED
     return Mixes("needs all samples of the batch at once")
+
+
+def _place(node: fx.Node) -> SamplePlace | None:
+    """Return the position of the samples; of several that fit a tensor that holds one value everywhere, any."""
+    return sample_place(node) or (place_anywhere(infos(node)[0]) if makes_new(node) else None)
 
 
 def _factors(loops: Loops, operand: int, place: SamplePlace) -> list[str]:

@@ -9,6 +9,8 @@ has one of three forms, determined by `batch_sums.py`:
                                              their gradients are the derivatives of f at the sums over the batch
     neither           max, median, sort …    refused, with the op and possible fixes
 
+The last two may instead be averaged over microbatches, if the user names how (`averaged_terms.py`).
+
 Gradients are summed, never averaged: only the division by a count scales them. A value that is the same for every
 microbatch must count once: each microbatch has a share of it in proportion to its samples, b / Σ b.
 """
@@ -21,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.errors import TraceError, UnsupportedOp
+from autoptd.errors import InputsError, TraceError, UnsupportedOp
 from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples
 from autoptd.passes.graph import (
@@ -36,6 +38,7 @@ from autoptd.passes.graph import (
     user_op_name,
     write_op,
 )
+from autoptd.passes.losses.averaged_terms import ADDITIONS, OwnTerms, terms_of
 from autoptd.passes.losses.batch_counts import take_count
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
@@ -44,7 +47,6 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
 LARGEST = 1 << 20  # elements of all sums that an outer function reads
-_WITH_NUMBER = frozenset({aten.add.Scalar, aten.add.Tensor, aten.rsub.Scalar, aten.sub.Scalar, aten.sub.Tensor})
 
 
 def check_loss(graph: fx.Graph, traced: Traced) -> None:
@@ -74,6 +76,8 @@ class _Rewriter:
             if node in wanted:
                 self._decide(node)
         loss = loss_node(self.graph)
+        if self.traced.averaging != "global":
+            loss = self._averaged(loss)
         match self.states[loss]:
             case Over.ADDED:
                 pass
@@ -96,7 +100,7 @@ class _Rewriter:
         if any(counts_samples(t) for t in infos(node)):  # samples are independent: `batch_independence.py` proved it
             self.states[node] = Over.APART
             return
-        if node.target in _WITH_NUMBER and self._adds_number(node):
+        if node.target in ADDITIONS and self._adds_number(node):
             return
         state = over_batch(node, self.states)
         if state is Over.OUTER and (as_sum := self._as_sum(node)) is not None:
@@ -162,6 +166,38 @@ class _Rewriter:
                 self.share = write_op(self.graph, like, aten.div.Tensor, (own, whole), (), torch.float64)
             self.states |= {own: Over.ADDED, whole: Over.SAME, self.share: Over.ADDED}
         return self.share
+
+    # ---- terms that are averaged ----
+
+    def _averaged(self, loss: fx.Node) -> fx.Node:
+        """Average the terms that are no sums over microbatches. Raises InputsError if there is none."""
+        averaging = self.traced.averaging
+        found = terms_of(self.graph, loss, self.states)
+        if not found.terms:
+            raise InputsError(
+                f"loss_averaging={averaging!r} has no effect: this loss is a sum over samples, which is the same "
+                "however a batch is divided",
+                where="loss_averaging",
+                fix="leave it out",
+            )
+        own = OwnTerms(self.graph, self.form, self.states, averaging == "per-microbatch-over-dp")
+        for term in found.terms:
+            value = own.write(term)
+            average = self._share_of(value, value.next)
+            for node in found.adding:
+                node.replace_input_with(term, average)
+            loss = average if term is loss else loss
+        for node in found.adding:
+            self._decide(node)
+        assert self.states[loss] is Over.ADDED, loss
+        part = "of all dp ranks together" if own.over_dp else "of one dp rank, whichever tp, cp and ep ranks hold it"
+        places = ", ".join(dict.fromkeys(map(source_line, found.terms)))
+        self.form.notes.append(
+            f"terms of the loss that are no sums over samples are averaged, as loss_averaging={averaging!r} requests: "
+            f"each is computed from a microbatch {part}, and weighted by its samples, so the result depends on how a "
+            f"batch is divided ({places})"
+        )
+        return loss
 
     # ---- functions of sums ----
 
@@ -285,24 +321,8 @@ class _Outer:
 _FIX = (
     "write the loss as a sum over the samples ÷ a count, or as a function of a few such sums; or use one microbatch "
     'per step, fix={"dp": 1, "micro": batch}; or train with loss_averaging="per-microbatch", if you want the mean of '
-    "the microbatches' losses"
+    "what each microbatch gives"
 )
-
-
-def average_over_microbatches(graph: fx.Graph, traced: Traced) -> None:
-    """Average the losses of microbatches, weighted by their samples, as `loss_averaging="per-microbatch"` requests."""
-    form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
-    rewriter = _Rewriter(graph, traced)
-    loss = loss_node(graph)
-    place = source_line(loss)
-    output.args = (loss, *output.args[1:])
-    average = rewriter._share_of(loss)
-    output.args = (average, *output.args[1:])
-    form.notes.append(
-        "the loss is averaged over microbatches, as loss_averaging='per-microbatch' requests: each one's loss is "
-        f"weighted by its number of samples, so the result depends on how a batch is divided ({place})"
-    )
-    graph.lint()
 
 
 def _refused(node: fx.Node, reason: str) -> UnsupportedOp:

@@ -5,11 +5,14 @@ Grouped matrix products (mixture of experts) become `ops.grouped_mm`, whichever 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.graph import info, infos, op_name, write_op
+from autoptd.passes.graph import WRITTEN_FOR, info, infos, op_name, write_op
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.trace.traced import Traced
 
@@ -68,6 +71,66 @@ def write_masked_put_as_where(graph: fx.Graph, traced: Traced) -> None:
                 value = write_op(graph, node, aten.to.dtype, (value, info(x).dtype), info(value).shape, info(x).dtype)
             made = write_op(graph, node, aten.where.self, (wide, value, x), info(node).shape, info(x).dtype)
         node.replace_all_uses_with(made)
+
+
+def write_sums_by_index(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite `scatter_add`, `index_add` and accumulating `index_put` on zeros of a fixed size to `ops.sum_by_index`.
+
+    These count, or sum, what belongs to each of a few classes, such as tokens to experts.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _ADDS_BY_INDEX:
+            continue
+        found = _ADDS_BY_INDEX[node.target](*node.args, **node.kwargs)
+        if found is None or op_name(node.args[0]).removeprefix("new_").removesuffix("_like") != "zeros":
+            continue
+        source, index = found
+        size, like = info(node).shape[-1], info(node)
+        if not isinstance(size, int) or info(source).shape != info(index).shape or info(source).dtype != like.dtype:
+            continue
+        if info(source).shape[:-1] == like.shape[:-1]:
+            with graph.inserting_before(node):
+                made = write_op(graph, node, ops.sum_by_index, (source, index, size), like.shape, like.dtype)
+                made.meta[WRITTEN_FOR] = op_name(node)
+            node.replace_all_uses_with(made)
+
+
+def write_bincount_as_sum(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite `bincount` to `ops.sum_by_index` if its size is fixed: the model adds its result to such a tensor."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.bincount.default:
+            continue
+        index, weights, (size,) = node.args[0], (*node.args, None)[1], info(node).shape
+        assert isinstance(index, fx.Node)
+        if isinstance(size, int):
+            with graph.inserting_before(node):
+                shape, dtype = info(index).shape, info(node).dtype
+                if not isinstance(weights, fx.Node):
+                    weights = write_op(graph, node, aten.ones_like.default, (index,), shape, info(index).dtype)
+                if info(weights).dtype != dtype:
+                    weights = write_op(graph, node, aten.to.dtype, (weights, dtype), shape, dtype)
+                made = write_op(graph, node, ops.sum_by_index, (weights, index, size), (size,), dtype)
+                made.meta[WRITTEN_FOR] = op_name(node)
+            node.replace_all_uses_with(made)
+
+
+def _scatter_add(x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    return (source, index) if dim % info(x).ndim == info(x).ndim - 1 else None
+
+
+def _index_add(x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **options: Any) -> tuple[fx.Node, fx.Node] | None:
+    return (source, index) if info(x).ndim == 1 and not options else None
+
+
+def _index_put(x: fx.Node, index: list[Any], source: fx.Node, add: bool = False) -> tuple[fx.Node, fx.Node] | None:
+    return (source, index[0]) if info(x).ndim == 1 and add and isinstance(index[0], fx.Node) else None
+
+
+_ADDS_BY_INDEX: Mapping[Any, Callable[..., tuple[fx.Node, fx.Node] | None]] = {
+    aten.scatter_add.default: _scatter_add,
+    aten.index_add.default: _index_add,
+    aten.index_put.default: _index_put,
+}
 
 
 def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:

@@ -13,6 +13,10 @@ from autoptd.passes.graph import op_name, source_line, substitute
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
+KEEP_STATE = (
+    "compute a new tensor instead; forward runs once per microbatch on every rank, so it may not change the model's "
+    "state. Experts can be balanced by a loss, with a constant bias of their scores"
+)
 
 
 def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
@@ -29,8 +33,8 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
         if not node.target._schema.is_mutable:
             continue
         written = _written(node)
-        if written.name in state:
-            raise written_state(node, state[written.name])
+        if written.op == "placeholder":
+            raise written_state(node, state.get(written.name, "x.data of a tensor"))
         if written is not node.args[0]:
             raise UnsupportedOp(
                 f"{node.target} writes to the tensor passed as out=",
@@ -52,7 +56,7 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
 
 def written_state(node: fx.Node, name: str) -> UnsupportedOp:
     """Return the error of a write to a parameter, buffer or input."""
-    return UnsupportedOp(f"{node.target} writes to {name}", where=source_line(node), fix="compute a new tensor instead")
+    return UnsupportedOp(f"{node.target} writes to {name}", where=source_line(node), fix=KEEP_STATE)
 
 
 def _written(node: fx.Node) -> fx.Node:

@@ -9,29 +9,29 @@ functional ATen op or an op of `autoptd.ops.library`; sizes in arguments are int
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from torch import fx, nn
+from torch import fx
 
-from autoptd.errors import TraceError, UnsupportedOp
+from autoptd.errors import TraceError
 from autoptd.passes.batch.batch_independence import refuse_mixed_samples
 from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
 from autoptd.passes.graph import source_line
-from autoptd.passes.losses.batch_counts import take_counts_over_batch
-from autoptd.passes.losses.loss_form import loss_form
+from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
 from autoptd.passes.losses.loss_spellings import write_sums_over_samples
-from autoptd.passes.losses.reduce_loss import average_over_microbatches, check_loss, rewrite_loss
+from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
 from autoptd.passes.normalise.annotate import annotate
 from autoptd.passes.normalise.canonicalize import (
     merge_reshapes,
     write_addmm_as_linear,
+    write_bincount_as_sum,
     write_casts_with_their_type,
     write_copy_as_source,
     write_equal_splits_as_chunk,
     write_grouped_mm,
     write_masked_put_as_where,
     write_native_dropout_as_dropout,
+    write_sums_by_index,
     write_views_as_reshape,
 )
 from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
@@ -50,9 +50,7 @@ Pass = Callable[[fx.Graph, Traced], None]
 def normalise(traced: Traced) -> Traced:
     """Run every pass over the graph, checking it after each. Changes `traced.graph` in place."""
     _run(PREPARE, traced)
-    averaged = traced.averaging == "per-microbatch" and not _is_exact(traced)
-    traced.averaged = averaged
-    _run(AVERAGED_LOSS if averaged else EXACT_LOSS, traced)
+    _run(LOSS, traced)
     _run(FINISH, traced)
     _check(traced.graph.graph)
     return traced
@@ -64,19 +62,6 @@ def _run(steps: Sequence[Pass], traced: Traced) -> None:
         step(graph, traced)
         _drop_dead(graph)
         graph.lint()
-
-
-def _is_exact(traced: Traced) -> bool:
-    """Return whether the loss of the whole batch can be computed exactly; tried on a copy of the graph."""
-    copied: fx.Graph = fx.Graph()
-    made = copied.graph_copy(traced.graph.graph, {})
-    copied.output(made)
-    trial = replace(traced, graph=fx.GraphModule(nn.Module(), copied))
-    try:
-        _run(EXACT_LOSS, trial)
-    except UnsupportedOp:
-        return False
-    return not loss_form(trial.graph).refused
 
 
 def _drop_dead(graph: fx.Graph) -> None:
@@ -117,6 +102,8 @@ PREPARE: list[Pass] = [
     write_native_dropout_as_dropout,
     write_copy_as_source,
     write_masked_put_as_where,
+    write_sums_by_index,
+    write_bincount_as_sum,
     write_casts_with_their_type,
     drop_identities,
     write_views_as_reshape,
@@ -132,13 +119,13 @@ PREPARE: list[Pass] = [
     check_loss,
     refuse_sparse,
 ]
-EXACT_LOSS: list[Pass] = [
+LOSS: list[Pass] = [
     write_sums_over_samples,
     take_counts_over_batch,
     refuse_mixed_samples,
     rewrite_loss,
+    drop_unread_counts,
 ]
-AVERAGED_LOSS: list[Pass] = [refuse_mixed_samples, average_over_microbatches]
 FINISH: list[Pass] = [
     settle_scalar_types,
     share_repeated,

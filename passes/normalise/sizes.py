@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import sympy
 import torch
 from torch import fx
@@ -53,13 +55,25 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
 
 
 def _clean(expr: sympy.Expr) -> sympy.Expr:
-    """Rewrite torch's FloorDiv and CleanDiv, of positive integers, in sympy's functions."""
-    return expr.replace(lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv"), lambda e: _divide(e.args[0], e.args[1]))
+    """Rewrite torch's functions of sizes, of positive integers, in sympy's.
+
+    A size as a floating-point number has a factor 1.0, which tells the quotient s / 2 of numbers from that of sizes.
+    """
+    for names, ours in _FUNCTIONS.items():
+        expr = expr.replace(lambda e, names=names: type(e).__name__ in names, lambda e, ours=ours: ours(*e.args))
+    return expr
 
 
 def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
     exact = sympy.simplify(a / b)
     return exact if exact.is_integer else sympy.floor(a / b)
+
+
+_FUNCTIONS: Mapping[tuple[str, ...], Callable[..., sympy.Expr]] = {
+    ("FloorDiv", "CleanDiv"): _divide,
+    ("IntTrueDiv", "FloatTrueDiv"): lambda a, b: sympy.Float(1) * a / b,
+    ("ToFloat",): lambda a: sympy.Float(1) * a,
+}
 
 
 def _shapes(value: object, traced: Traced, node: fx.Node) -> object:

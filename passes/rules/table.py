@@ -234,7 +234,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.hardswish.default: POINTWISE,
     aten.hardtanh.default: POINTWISE,
     aten.hinge_embedding_loss.default: Rule(n.loss(3)),
-    aten.histc.default: Rule(n.whole),
+    aten.histc.default: Rule(lambda c: "... -> ." if c.arg(2, "min", 0) < c.arg(3, "max", 0) else n.whole(c)),
     aten.huber_loss.default: Rule(n.loss(2)),
     aten.index.Tensor: Rule(n.index, first),
     aten.index_add.default: Rule(n.index_add, first_and_third),
@@ -390,5 +390,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.cross_entropy: Rule("... v, ... -> ", implementations=(VOCABULARY_LOSS,)),
     ops.dropout: POINTWISE,
     ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
+    ops.sum_by_index: Rule("... n, ... n -> ... .", first),
+    ops.sum_over_dp: Rule("... -> ...", first),
     ops.valid_count: Rule(n.counted),
 }

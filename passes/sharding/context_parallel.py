@@ -100,7 +100,7 @@ def own_token_strategies(segment: Segment, ranks: int, sizes: Sizes) -> dict[fx.
         shape = infos(node)[0].shape
         decider.given[node] = Split(shape.index(SEQUENCE)) if SEQUENCE in shape else B
     decider.segment(segment)
-    found = {n: s for n, s in decider.strategies.items() if O in (*s.needs, *s.gives) and n.target not in DROPOUT}
+    found = {n: s for n, s in decider.strategies.items() if n in decider.by_rows and n.target not in DROPOUT}
     rows = [o for n, s in found.items() for o, p in zip(operands(n), s.needs, strict=True) if p == O]
     return {} if any(n in segment.prelude and reads_inputs(n) for n in rows) else found
 
@@ -126,6 +126,7 @@ class _Decider:
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     seen: dict[tuple[str, tuple[Placement, ...]], Segment] = field(default_factory=dict)
     rows: TokenRows = field(default_factory=TokenRows)
+    by_rows: set[fx.Node] = field(default_factory=set)  # ops whose strategies `rows` gave
 
     def segment(self, segment: Segment) -> None:
         """Decide for one segment; repeat the decisions for one of its kind with the same received placements."""
@@ -140,6 +141,9 @@ class _Decider:
         self.given |= {node: self.given[known] for known, node in here.items() if known in self.given}
         self.strategies |= {node: self.strategies[known] for known, node in here.items() if known in self.strategies}
         self.shifted |= {here[loss]: here[part] for loss, part in self.shifted.items() if loss in here}
+        for known in first.sends:
+            if known in here:
+                self.rows.repeat(known, here[known])
 
     def _decide(self, segment: Segment) -> None:
         for node in segment.nodes:
@@ -179,6 +183,9 @@ class _Decider:
     def _choose(self, node: fx.Node, segment: Segment) -> Strategy:
         call = op_of(node).call
         given = [self.given[o] for o in operands(node)]
+        if P in given and (of_counts := self.rows.strategy(node, self.given, segment.prelude, self.ranks)) is not None:
+            self.by_rows.add(node)
+            return of_counts
         options = [] if O in given else self._options(node, call)
         costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
         (cost, *_), best = min(costs, default=((math.inf, 0, 0), 0))
@@ -198,6 +205,7 @@ class _Decider:
                 where=source_line(node),
                 fix="leave cp out: it supports only scaled_dot_product_attention and ops that pick or sum tokens",
             )
+        self.by_rows.add(node)
         return strategy
 
     def _options(self, node: fx.Node, call: OpCall) -> list[Strategy]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.errors import PlanError
-from autoptd.layout.placements import B, Placement, Split
+from autoptd.layout.placements import B, O, Placement, Split
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import info, is_getitem, op_name, operands, source_line
 from autoptd.passes.opcall import Sizes, TensorInfo
@@ -86,9 +86,12 @@ def _given(node: fx.Node, strategy: Strategy) -> dict[fx.Node, Placement]:
     return found | {user: strategy.gives[user.args[1]] for user in node.users if is_getitem(user)}  # type: ignore[index,misc]
 
 
-def split_experts(folded: Folded, ep: int, sharding: Sharding) -> tuple[Folded, Sharding]:
-    """Return the graph of one of `ep` ranks, and the tp sharding carried over to it. Raises PlanError."""
-    return _Splitter(folded, ep, sharding).run()
+def split_experts(folded: Folded, ep: int, sharding: Sharding, etp: int = 0) -> tuple[Folded, Sharding]:
+    """Return the graph of one of `ep` ranks, and the tp sharding carried over to it.
+
+    `etp`: tp ranks that share each expert, 1 or 0 for all. Raises PlanError if the sharding's rows are others.
+    """
+    return _Splitter(folded, ep, sharding, own_rows=etp == 1 and sharding.ranks > 1).run()
 
 
 @dataclass
@@ -96,6 +99,7 @@ class _Splitter:
     folded: Folded
     ep: int
     sharding: Sharding
+    own_rows: bool  # whether tp ranks send rows of their own tokens each, to experts that no other tp rank shares
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     strategies: dict[str, dict[int, Strategy]] = field(default_factory=dict)  # by kind
@@ -211,11 +215,13 @@ class _RegionWriter:
         if node not in region.rows or isinstance(node.meta["info"], tuple):
             return
         self.there[region][node] = made
-        if isinstance(self.tp[node], Split) and self.tp[node].dim == 0:  # type: ignore[union-attr]
+        split_rows = isinstance(self.tp[node], Split) and self.tp[node].dim == 0  # type: ignore[union-attr]
+        if split_rows or (self.tp[node] == O) != self.splitter.own_rows:
+            etp, rows = (1, "own") if self.splitter.own_rows else (0, "all")
             raise PlanError(
-                f"tp splits the rows of experts in {op_name(node)}, and ep sends rows as a whole",
+                f"{op_name(node)} gives rows {self.tp[node]} on tp, but with etp {etp} each tp rank sends {rows} rows",
                 where=source_line(node),
-                fix="leave ep or tp out",
+                fix="plan again, or leave ep or tp out",
             )
         if node in self.leaving:
             self.splitter.new[node] = self._move(combine, node, made, region)

@@ -18,10 +18,10 @@ import sympy
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
-from autoptd.layout.placements import BP, Broadcast, O, Placement, Split
+from autoptd.layout.placements import BP, Broadcast, O, P, Placement, Split
 from autoptd.passes.batch.batch_dims import SamplePlace
 from autoptd.passes.batch.batch_independence import SUMS, Propagation, input_state
-from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows, State
+from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Rows, State
 from autoptd.passes.graph import infos, is_getitem, operands, substitute
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy, split_factor
@@ -63,11 +63,19 @@ class TokenRows:
         if None in gives:
             summed = all(isinstance(s, Across) and s.reason == SUMS for s in states)
             return self._sum_of_rows(node, ranks) if summed else None
-        return Strategy(tuple(needs), tuple(gives), ranks) if O in {*needs, *gives} else None  # type: ignore[arg-type]
+        own = O in {*needs, *gives} or P in needs
+        return Strategy(tuple(needs), tuple(gives), ranks) if own else None  # type: ignore[arg-type]
+
+    def repeat(self, known: fx.Node, node: fx.Node) -> None:
+        """Take over what is known of a tensor's rows for the same tensor of an equal segment, if in batch order."""
+        if known in self.copies and node not in self.copies:
+            states = self.found.states.get(self.copies[known], (None,) * len(infos(node)))
+            if all(state is None or (isinstance(state, Rows) and state.order == BATCH_ORDER) for state in states):
+                self._leaf(node, *states)
 
     def _sum_of_rows(self, node: fx.Node, ranks: int) -> Strategy | None:
         """Return the strategy that gives each rank the sum over its rows, a partial value of the sum over all."""
-        op, rows = op_of(node), [isinstance(self._state(o), Rows) for o in operands(node)]
+        op, rows = op_of(node), [isinstance(self._state(o), Rows) or self._is_filled(o) for o in operands(node)]
         loops = op.loops
         for places in () if loops is None else loops.places.values():
             if [place is not None for place in places] == [*rows, *(False for _ in infos(node))]:
@@ -75,6 +83,9 @@ class TokenRows:
                 if found is not None:
                     return replace(found, needs=tuple(O if isinstance(p, Split) else p for p in found.needs))
         return None
+
+    def _is_filled(self, node: fx.Node) -> bool:
+        return self._state(node) is FILLED and any(_counts_tokens(t) for t in infos(node))
 
     def _state(self, node: fx.Node) -> State:
         return self.found.states.get(self.copies[node], (None,))[0]
@@ -124,7 +135,7 @@ def _placement(state: State, tensor: TensorInfo) -> Placement | None:
     if state is None:
         return BP
     if isinstance(state, Across):
-        return O if state.tally is not None else None
+        return P if state.tally is not None else None  # a rank counts its own rows: a part of the count of all
     plain = isinstance(state, Rows) and state.order == BATCH_ORDER and state.points is None
     if plain and state.place == SamplePlace(state.place.dim) and tensor.shape[state.place.dim] == SEQUENCE:  # type: ignore[union-attr]
         return Split(state.place.dim)  # type: ignore[union-attr]

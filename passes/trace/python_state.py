@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.normalise.functionalize import KEEP_STATE
 
 T = TypeVar("T")
 _NUMBERS = (bool, int, float)
@@ -62,6 +63,30 @@ def refuse_counters(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -
                 fix="pass it as an input, or count outside forward",
             )
     return found
+
+
+@contextmanager
+def refuse_new_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
+    """Wrap a trace of `root`, which wraps `model`. Raises UnsupportedOp if forward assigns another tensor to a buffer.
+
+    The tensors are those that a trace puts in their place, so they are compared at the two ends of forward.
+    """
+    before: dict[str, Tensor] = {}
+
+    def end(*_: object) -> None:
+        for name, x in model.named_buffers(remove_duplicate=False):
+            if name in before and x is not before[name]:
+                raise UnsupportedOp(f"forward assigns a new tensor to the buffer {name}", where=name, fix=KEEP_STATE)
+
+    hooks = [
+        root.register_forward_pre_hook(lambda *_: before.update(model.named_buffers(remove_duplicate=False))),
+        root.register_forward_hook(end),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _traced(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> tuple[T, Mapping[tuple[str, str], object]]:

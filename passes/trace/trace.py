@@ -21,6 +21,7 @@ from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
+from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_views_functionally, writes_through_view
@@ -28,7 +29,7 @@ from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
-from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws
+from autoptd.passes.trace.python_state import refuse_counters, refuse_new_buffers, refuse_own_draws
 from autoptd.passes.trace.quiet_export import silent_export
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import skeleton, without_caches
@@ -74,7 +75,10 @@ def trace(
         if _to_decompose(program.graph):
             written = program.graph
             with silent_export():
-                program = program.run_decompositions({})
+                try:
+                    program = program.run_decompositions({})
+                except RuntimeError as error:
+                    raise _not_functional(error) from error
             refuse_writes_to_state(written, _changed(program, list(inputs)))
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, batch, objective)
@@ -169,7 +173,13 @@ class _Exporter:
         refuse_recording_hooks(model)
         found = Repeats(model) if repeats else None
         try:
-            with without_collector(), without_shape_cache(), silent_export(), refuse_own_draws(self.model):
+            with (
+                without_collector(),
+                without_shape_cache(),
+                silent_export(),
+                refuse_own_draws(self.model),
+                refuse_new_buffers(model, root),
+            ):
                 program = refuse_counters(
                     model, root, lambda: torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
                 )
@@ -177,10 +187,17 @@ class _Exporter:
             raise placed(error) from None
         except Exception as error:  # anything that the model's code or a library raises
             raise explain(error) from error
+        inline_regions(program.graph, program.graph_module)  # writes within them are looked for next
         if found is not None:
-            inline_regions(program.graph, program.graph_module)
             expand_repeats(program.graph, found.captures, found.paths)
         return program
+
+
+def _not_functional(error: RuntimeError) -> TraceError:
+    """Return the error of a write that torch cannot make functional, such as one to x.data."""
+    if "is mutated in the forward method" in str(error):
+        return UnsupportedOp("forward writes to x.data of a tensor", fix=KEEP_STATE)
+    return explain(error)
 
 
 def _to_decompose(graph: fx.Graph) -> bool:

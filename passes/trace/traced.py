@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import sympy
 import torch
@@ -19,7 +19,10 @@ PRECISIONS: dict[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 
-Averaging = Literal["global", "per-microbatch"]
+# samples that a loss which is no sum is computed from: the whole batch, a microbatch of one dp rank, or those of all dp
+# ranks that are computed at a time
+Averaging = Literal["global", "per-microbatch", "per-microbatch-over-dp"]
+AVERAGINGS: tuple[Averaging, ...] = get_args(Averaging)
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
@@ -46,8 +49,7 @@ class Traced:
     frozen: frozenset[str] = frozenset()  # parameters with requires_grad=False
     resolved: dict[sympy.Expr, Any] = field(default_factory=dict)  # cache: size in torch's symbols -> in ours
     transient: frozenset[str] = frozenset()  # buffers that are not part of the state dict
-    averaging: Averaging = "global"  # the user's option: may the loss be averaged over microbatches?
-    averaged: bool = False  # True if the loss is averaged over microbatches, because it cannot be exact
+    averaging: Averaging = "global"  # the user's option
     objective: Objective = field(default_factory=Objective)
     own: OwnCalls = field(default_factory=OwnCalls)  # calls with a user-defined backward pass
 

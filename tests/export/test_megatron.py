@@ -259,6 +259,13 @@ def test_zero_as_arguments():
         assert said.environment == (("CUDA_DEVICE_MAX_CONNECTIONS", None),)
 
 
+@pytest.mark.parametrize(("etp", "share"), [(0, "2"), (1, "1")])
+def test_the_mesh_of_experts_as_arguments(etp: int, share: str):
+    given = arguments(llama_plan(mesh=MeshSizes(dp=4, tp=2, pp=1, ep=4, etp=etp)))
+    assert (given["--expert-model-parallel-size"], given["--expert-tensor-parallel-size"]) == ("4", share)
+    assert "--expert-model-parallel-size" not in arguments(llama_plan(mesh=TP2))
+
+
 def test_buckets_are_counted_in_gradients():
     mesh, method = MeshSizes(dp=2, tp=1, pp=1), ExecutionOptions(overlap=("dp",), bucket_bytes=400)
     assert arguments(llama_plan(mesh=mesh, method=method))["--ddp-bucket-size"] == "100"

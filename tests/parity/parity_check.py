@@ -100,8 +100,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "loss": variant.loss,
         "gathers": variant.gathers,
         **({"shards": variant.shards} if variant.shards else {}),
-        **({"ep": mesh.ep} if mesh.ep > 1 or mesh.etp else {}),
-        **({"etp": mesh.etp} if mesh.etp else {}),
+        **({"ep": mesh.ep, "etp": mesh.sharers} if mesh.ep > 1 or mesh.etp else {}),
     }
     cluster = Cluster.load("dgx-h100")
     return make_plan(
@@ -173,6 +172,7 @@ def check(name: str, mesh: Mesh, variant: Variant, optimizer: str, steps: int = 
     """Train both ways and return the differences."""
     plan = planned(name, mesh, variant)
     assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) == (mesh.dp, mesh.tp, mesh.pp, mesh.cp)
+    assert mesh.ep == 1 or (plan.mesh.ep, plan.mesh.etp) == (mesh.ep, mesh.etp)
     made = parallel(name, plan, optimizer, variant.clip_norm)
     found = train_in_lockstep(made, batches(name, steps))
     return complaints(name, found, alone(name, optimizer, variant.clip_norm, steps))

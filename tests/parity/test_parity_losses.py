@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -15,7 +15,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import autoptd
 from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
 from autoptd.parallel import Parallel
+from autoptd.passes.losses import reduce_loss
+from autoptd.passes.losses.loss_form import loss_node
 from autoptd.passes.normalise import normalise
+from autoptd.passes.trace.traced import Traced
 from autoptd.runtime.batch_counts import LossOfSums
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
@@ -166,7 +169,7 @@ def test_one_microbatch_is_a_way_out(name: str) -> None:
 def test_averaged_over_microbatches_where_asked_for(name: str) -> None:
     model, batch = model_of(REFUSED[name][0]), ragged()
     parallel = made(model, batch, loss_averaging="per-microbatch")
-    (note,) = [note for note in parallel.plan.notes if "averaged over microbatches" in note]
+    (note,) = [note for note in parallel.plan.notes if "are averaged" in note]
     assert "per-microbatch" in note and parallel.plan.loss_averaging == "per-microbatch"
     found = train_in_lockstep(parallel, [batch]).losses[0]
     parts = [{n: x[a:b] for n, x in batch.items()} for a, b in ((0, 2), (2, 3), (3, 5), (5, 6))]
@@ -174,10 +177,17 @@ def test_averaged_over_microbatches_where_asked_for(name: str) -> None:
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_loss_that_is_exact_is_so_whatever_may_be_averaged() -> None:
-    model, batch = model_of(EXACT["cross_entropy"]), ragged()
-    parallel = made(model, batch, loss_averaging="per-microbatch")
-    assert parallel.plan.loss_averaging == "global" and off(parallel, model, batch) <= TOLERANCE
+@pytest.mark.parametrize("averaging", ["per-microbatch", "per-microbatch-over-dp"])
+def test_an_averaging_without_effect_is_refused(averaging: str) -> None:
+    with pytest.raises(InputsError, match="has no effect") as caught:
+        made(model_of(EXACT["cross_entropy"]), ragged(), loss_averaging=averaging)
+    assert caught.value.where == "loss_averaging"
+
+
+def test_what_no_sums_give_cannot_be_averaged_over_dp() -> None:
+    with pytest.raises(UnsupportedOp, match="max needs all samples of a microbatch at once") as caught:
+        made(model_of(REFUSED["max"][0]), ragged(), loss_averaging="per-microbatch-over-dp")
+    assert "per-microbatch" in caught.value.fix
 
 
 def test_an_unknown_averaging_is_refused() -> None:
@@ -197,8 +207,16 @@ def test_no_valid_label_is_no_number_as_in_torch() -> None:
 @pytest.mark.parametrize("name", ["class_weights", "eps", "mean_over_mean", "weights_by_label", "root", "dice", "norm"])
 def test_losses_weighed_by_samples_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = model_of(LOSSES[name]), ragged()
-    monkeypatch.setattr(normalise, "EXACT_LOSS", normalise.AVERAGED_LOSS)
+    monkeypatch.setattr(normalise, "LOSS", [normalise.refuse_mixed_samples, weigh_by_samples])
     assert off(made(model, batch), model, batch) > 1e-3
+
+
+def weigh_by_samples(graph: fx.Graph, traced: Traced) -> None:
+    """Make the loss the mean of what microbatches give, weighted by their samples."""
+    rewriter, output = reduce_loss._Rewriter(graph, traced), next(n for n in graph.nodes if n.op == "output")
+    output.args = (loss_node(graph),)
+    average = rewriter._share_of(loss_node(graph))
+    output.args = (average, *output.args[1:])
 
 
 @pytest.mark.fault("sums of a rank")

@@ -78,10 +78,10 @@ class WholeTokens(Tensors):
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
         return tuple(p for p in super()._edge_placements(tensor) if isinstance(p, Broadcast))
 
-    def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement) -> bool:
+    def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement, in_prelude: bool) -> bool:
         cuts = isinstance(source, Split) or (isinstance(source, PartialSum) and isinstance(target, Split))
         counts = any(counts_tokens(n) for n in tensor.shape)
-        return super()._convertible(tensor, source, target) and not (cuts and counts)
+        return super()._convertible(tensor, source, target, in_prelude) and not (cuts and counts)
 
 
 def solved(folded: Folded, tp: int, sequence_parallel: bool = True) -> tuple[Tensors, Sharded]:

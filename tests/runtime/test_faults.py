@@ -183,7 +183,7 @@ def clipped_by_its_own_norm(patch: Patch) -> None:
     patch.setattr(trainer, "squared_norm", lambda pieces: whole(pieces) * MESH.world)
 
 
-tied_copies_in_the_norm = norm_of(lambda b, stage, dp, tp: b.split or tp == 0)
+tied_copies_in_the_norm = norm_of(lambda b, stage, dp, tp: b.counts(tp))
 replicas_in_the_norm = norm_of(lambda b, stage, dp, tp: b.first_rank == stage)
 shards_out_of_the_norm = norm_of(lambda b, stage, dp, tp: tp == 0 and b.first_rank == stage)
 
@@ -225,7 +225,7 @@ def test_planted_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Pa
 @pytest.mark.fault("dp replicas in the norm")
 def test_norm_over_all_dp_ranks_without_sharding_is_caught(monkeypatch: Patch) -> None:
     parity(zero=0)
-    norm_of(lambda b, stage, dp, tp: (b.split or tp == 0) and b.first_rank == stage)(monkeypatch)
+    norm_of(lambda b, stage, dp, tp: b.counts(tp) and b.first_rank == stage)(monkeypatch)
     with pytest.raises(AssertionError):
         parity(zero=0)
 

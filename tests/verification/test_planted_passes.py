@@ -50,7 +50,7 @@ def weigh_by_samples(graph: fx.Graph, traced: Traced) -> None:
 
 
 def plant(monkeypatch: Patch, fault: Callable[[fx.Graph, Traced], None]) -> None:
-    monkeypatch.setattr(normalise, "EXACT_LOSS", [*normalise.EXACT_LOSS, fault])
+    monkeypatch.setattr(normalise, "LOSS", [*normalise.LOSS, fault])
 
 
 @pytest.mark.parametrize("case", [Case(perceptron(lambda out, y: F.cross_entropy(out, y)), CLASSES, PAIR)], ids=["mlp"])
@@ -89,8 +89,8 @@ class Ranked(Neighbour):
 
 
 def test_an_index_move_over_the_batch_is_found(monkeypatch: Patch) -> None:
-    trusting = [step for step in normalise.EXACT_LOSS if not step.__module__.endswith("batch_independence")]
-    monkeypatch.setattr(normalise, "EXACT_LOSS", trusting)
+    trusting = [step for step in normalise.LOSS if not step.__module__.endswith("batch_independence")]
+    monkeypatch.setattr(normalise, "LOSS", trusting)
     for build in (Neighbour, Ranked):
         found = verified(Case(build, CLASSES, PAIR))
         assert not found.agrees

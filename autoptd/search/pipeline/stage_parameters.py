@@ -18,6 +18,7 @@ from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
 from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.sharding.fp8 import saved_in_fp8
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 
@@ -53,6 +54,7 @@ def block_peak(
         method.gathers,
         method.loss,
         method.kernels,
+        method.fp8,
         method.ep,
         method.routing,
     )
@@ -60,6 +62,9 @@ def block_peak(
         shares = expert_shares(segments, method.ep, method.routing)
         if method.kernels == "fused":
             shares |= dict.fromkeys(inside_kernels(segments), 0.0)
+        if method.fp8:
+            halved = (name for segment in segments for name in saved_in_fp8(segment))
+            shares |= {name: shares.get(name, 1.0) / 2 for name in halved}
         found = tensors.workbook.walk(
             segments,
             sharded.sharding.kinds,

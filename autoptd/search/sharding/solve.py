@@ -169,7 +169,8 @@ class Splitter:
             if isinstance(solved, AutoptdError):
                 if not isinstance(solved, (InfeasibleSplit, PlanError)):
                     raise solved
-                if self.task.constraints.mesh.get("tp") == c.tp:
+                constraints = self.task.constraints
+                if constraints.mesh.get("tp") == c.tp and (c.etp == 0 or "etp" in constraints.fixed):
                     raise solved
             self.tensors[key], self.sharded[key] = tensors, solved
             self.solutions += 1

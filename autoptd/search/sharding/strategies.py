@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, P, Split
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.fold import Folded
-from autoptd.passes.graph import infos, op_call
+from autoptd.passes.graph import infos, op_call, op_name, source_line
 from autoptd.passes.opcall import OpCall, Size, Sizes
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.context_parallel import own_token_strategies
@@ -32,26 +33,27 @@ def legal_strategies(
     (a norm or a loss in float32) then get no strategies with partial values, which would be rounded before the sum.
     """
     found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
-    if etp == 1:
-        for kind, segment in folded.representatives.items():
-            own = own_token_strategies(segment, ranks, sizes) if expert_regions(segment) else {}
+    exact = torch.float64 in {infos(n)[0].dtype for s in folded.segments for n in s.parameters}
+    for kind, segment in folded.representatives.items():
+        calls = {i: op_call(node) for i, node in ops_of(segment)}
+        if not sequence_parallel:
+            found[kind] = {i: [s for s in each if not _splits_tokens(calls[i], s)] for i, each in found[kind].items()}
+        if exact:
+            found[kind] = {i: [s for s in each if _keeps_digits(calls[i], s)] for i, each in found[kind].items()}
+        if etp == 1 and expert_regions(segment):
+            own = own_token_strategies(segment, ranks, sizes)
             found[kind] |= {i: [own[node]] for i, node in ops_of(segment) if node in own}
-    if not sequence_parallel:
-        found = {
-            k: {
-                i: [s for s in each if not _splits_tokens(op_call(folded.representatives[k].nodes[i]), s)]
-                for i, each in o.items()
-            }
-            for k, o in found.items()
-        }
-    parameters = [infos(n)[0].dtype for s in folded.segments for n in s.parameters]
-    if torch.float64 not in parameters:
-        return found
-    return {
-        kind: {i: [s for s in each if _keeps_digits(op_call(nodes[i]), s)] for i, each in options.items()}
-        for kind, options in found.items()
-        for nodes in [folded.representatives[kind].nodes]
-    }
+            for node, strategy in own.items() if exact else ():
+                _check_digits(node, strategy)
+    return found
+
+
+def _check_digits(node: fx.Node, strategy: Strategy) -> None:
+    """Raise PlanError for an op on own tokens with partial values in lower precision, other than counts of rows."""
+    if any(t.requires_grad for t in infos(node)) and not _keeps_digits(op_call(node), strategy):
+        raise PlanError(
+            f"etp 1 in fp64: {op_name(node)} would round partial values", where=source_line(node), fix="leave etp out"
+        )
 
 
 def _splits_tokens(call: OpCall, strategy: Strategy) -> bool:

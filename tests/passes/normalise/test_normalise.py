@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import info, is_getitem
-from autoptd.passes.normalise.normalise import EXACT_LOSS, FINISH, PREPARE, normalise
+from autoptd.passes.normalise.normalise import FINISH, LOSS, PREPARE, normalise
 from autoptd.passes.trace.trace import trace
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from tests.passes.interpret import assert_unchanged, names_of, normalised
@@ -218,7 +218,7 @@ def test_value_and_gradient_stay(case: Case) -> None:
 
 
 def test_order_of_passes_is_checked_after_each() -> None:
-    passes = [*PREPARE, *EXACT_LOSS, *FINISH]
+    passes = [*PREPARE, *LOSS, *FINISH]
     assert len({p.__name__ for p in passes}) >= len(passes) - 2
     assert all(p.__doc__ for p in passes)
 

@@ -171,7 +171,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.glu.default: [(real(4, 8), -1)],
     aten.group_norm.default: [(real(4, 8, 3), 2, real(8), real(8))],
     aten.hinge_embedding_loss.default: [(real(4, 8), signs(4, 8), 1.0, 2)],
-    aten.histc.default: [(fixed(8).abs(), 4, 0, 3)],
+    aten.histc.default: [(fixed(8).abs(), 4, 0, 3), (fixed(4, 8).abs(), 4, 0, 4), (fixed(8).abs(), 4)],
     aten.huber_loss.default: [(real(4, 8), real(4, 8)), (real(4, 8), real(4, 8), 2)],
     aten.index.Tensor: [
         (real(8, 6, 4), [whole(8, 4)]),
@@ -342,6 +342,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(12, 8), real(4, 8, 6), torch.tensor([2, 2, 9, 12], dtype=torch.int32)),
         (real(12, 4), real(8, 4, 8), torch.arange(1, 9, dtype=torch.int32)),
     ],
+    ops.sum_by_index: [(real(8), whole(4, 8), 4), (real(4, 8), whole(6, 4, 8), 6)],
+    ops.sum_over_dp: [(real(*X),)],
     ops.valid_count: [(labels(4, 4, 8),), (labels(8, 4, 8), -100, weights(8))],
 }
 

@@ -83,6 +83,12 @@ def test_fp8_that_is_not_possible_is_refused() -> None:
         planned(fp8="mxfp8")
 
 
+def test_products_in_fp8_save_less() -> None:
+    usual, found = planned(), planned({"fp8": "mxfp8"})
+    assert found.predicted.memory[0]["activations"] < usual.predicted.memory[0]["activations"]
+    assert found.predicted.memory[0]["parameters"] == usual.predicted.memory[0]["parameters"]
+
+
 def test_natural_routing_takes_more_time_and_memory() -> None:
     balanced, natural = planned(), planned(routing="natural")
     assert natural.method.routing == "natural" and not natural.not_runnable

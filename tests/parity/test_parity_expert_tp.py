@@ -1,0 +1,128 @@
+"""Experts that no tp ranks share (etp 1): each tp rank computes and sends the rows of its own tokens."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.layout.layout import Layout
+from autoptd.layout.mesh import Mesh
+from autoptd.ops.expert_axis import Experts
+from autoptd.passes.sharding import expert_parallel_graph
+from autoptd.runtime.zero import flat_buffer
+from autoptd.testing.parity import train_in_lockstep
+from autoptd.verification.verdict import verify_plan
+from tests.parity.parity_check import Variant, batches, case, check, parallel, planned, source
+
+BULK = Variant(bulk=True, micro=4)
+WAYS = [
+    ("mixtral", Mesh(tp=2, dp=2, pp=2, ep=4, etp=1), BULK, "adamw"),
+    ("mixtral", Mesh(tp=2, cp=2, dp=2, ep=4, etp=1), replace(BULK, zero=3), "adamw"),
+    ("mixtral", Mesh(tp=4, dp=2, ep=2, etp=1), replace(BULK, zero=2, micro=2, clip_norm=0.05), "sgd"),
+    (
+        "mixtral",
+        Mesh(tp=2, dp=2, pp=2, ep=4, etp=1),
+        replace(BULK, zero=0, recompute="ops", schedule="interleaved", virtual=2, micro=2),
+        "sgd",
+    ),
+    ("mixtral", Mesh(tp=2, dp=2, pp=2, ep=2, etp=1), replace(BULK, schedule="zero-bubble", zero=3), "adamw"),
+    ("mixtral_ties", Mesh(tp=2, dp=2, pp=2, ep=4, etp=1), replace(BULK, recompute="selective"), "adamw"),
+    ("deepseek", Mesh(tp=2, cp=2, pp=2, ep=2, etp=1), replace(BULK, zero=3), "sgd"),
+    ("gpt_oss", Mesh(tp=2, dp=4, ep=4, etp=1), replace(BULK, zero=2, recompute="full"), "adamw"),
+    ("gpt_oss", Mesh(tp=2, dp=2, pp=2, ep=1, etp=1), BULK, "adamw"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "variant", "optimizer"), WAYS, ids=[f"{n}-{m}-{i}" for i, (n, m, *_) in enumerate(WAYS)]
+)
+def test_experts_train_like_one_process(name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
+    assert not check(name, mesh, variant, optimizer)
+
+
+FOUR = Mesh(dp=2, tp=2, ep=2, etp=1)
+CLIPPED = replace(BULK, zero=0, clip_norm=0.05)
+
+
+def _summed_twice(patch: pytest.MonkeyPatch) -> None:
+    made = flat_buffer.Buffer.__init__
+
+    def partial(self: Any, specs: Any, *rest: Any) -> None:
+        made(self, specs, *rest)
+        self.partial_over_tp |= next(iter(specs.values())).over_tp
+
+    patch.setattr(flat_buffer.Buffer, "__init__", partial)
+
+
+def _first_tp_rank_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Layout, "counts", lambda self, spec, tp_rank: tp_rank == 0)
+
+
+PLANTED = {
+    "an expert over tp summed twice": _summed_twice,
+    "experts over tp out of the norm": _first_tp_rank_alone,
+}
+
+
+@pytest.mark.fault("an expert over tp summed twice", "experts over tp out of the norm")
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[name](monkeypatch)
+    assert check("mixtral", FOUR, CLIPPED, "sgd")
+
+
+@pytest.mark.fault("rows sent once per tp rank")
+def test_rows_sent_by_every_tp_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planned("mixtral", Mesh(dp=2, tp=2, ep=2), replace(CLIPPED, splits=(("*experts*", "B"),)))
+    claimed = whole.model_copy(update={"mesh": whole.mesh.model_copy(update={"etp": 1})})
+    with pytest.raises(PlanError, match="with etp 1 each tp rank sends own rows"):
+        parallel("mixtral", claimed, "sgd")
+    made = expert_parallel_graph._Splitter.__init__
+    monkeypatch.setattr(
+        expert_parallel_graph._Splitter,
+        "__init__",
+        lambda self, *args, own_rows: made(self, *args, own_rows=False),
+    )
+    with pytest.raises(RuntimeFault, match="disagree"):  # each has the others' rows
+        train_in_lockstep(parallel("mixtral", claimed, "sgd", 0.05), batches("mixtral"))
+
+
+def test_each_row_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token's rows are dispatched by one rank: tokens × experts chosen × layers × microbatches in all."""
+    sent: list[int] = []
+    known = Experts.route
+
+    def counted(self: Experts, ends: torch.Tensor) -> torch.Tensor:
+        found = known(self, ends)
+        sent.append(int(found[0].sum()))
+        return found
+
+    monkeypatch.setattr(Experts, "route", counted)
+    assert not check("mixtral", FOUR, BULK, "sgd")
+    tokens = case("mixtral").batch["input_ids"].numel()
+    config = case("mixtral").model.config
+    assert sum(sent) == 2 * tokens * config.num_experts_per_tok * config.num_hidden_layers  # two steps
+
+
+@pytest.mark.parametrize(
+    ("mesh", "variant", "says"),
+    [
+        (Mesh(dp=2, tp=2, ep=2, etp=1), replace(BULK, sequence_parallel=False), "sequence_parallel is off"),
+        (Mesh(dp=4, tp=2, ep=1, etp=1), replace(BULK, micro=2), "they may depend on each other"),
+    ],
+)
+def test_what_etp_cannot_do_is_refused(mesh: Mesh, variant: Variant, says: str) -> None:
+    name = "mixtral" if mesh.ep > 1 else "nanogpt"
+    with pytest.raises(PlanError, match=says):
+        planned(name, mesh, variant)
+
+
+def test_verify_runs_such_a_plan() -> None:
+    inputs = {n: x[:2] for n, x in case("mixtral").batch.items()}
+    found = verify_plan(planned("mixtral", FOUR, BULK), copy.deepcopy(source("mixtral").model), inputs=inputs)
+    assert found.agrees
