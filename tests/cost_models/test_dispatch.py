@@ -15,7 +15,7 @@ H100 = Cluster.load("dgx-h100")
 
 
 def test_a_token_reaches_the_ranks_of_its_experts() -> None:
-    """By hand: 2 of 4 experts on 2 ranks. The second expert is on the first one's rank with probability 1/3."""
+    """Two of 4 experts on 2 ranks, by hand. The second expert is on the first one's rank with probability 1/3."""
     assert reached(2, 4, 2) == pytest.approx(1 + 2 / 3)
     assert reached(4, 4, 2) == pytest.approx(2)  # an expert a rank
     assert reached(1, 4, 2) == 1
@@ -23,7 +23,7 @@ def test_a_token_reaches_the_ranks_of_its_experts() -> None:
 
 
 def test_merged_rows_within_a_node_and_between_nodes() -> None:
-    """By hand: all 8 experts of 8 ranks, so that each token goes to each rank: 7 of 8 copies leave it over NVLink."""
+    """All 8 experts of 8 ranks by hand, so that each token goes to each rank: 7 of 8 copies leave it over NVLink."""
     tokens, nbytes = 4096, 14336.0
     inner, outer = H100.levels
     alone = merged_s(tokens, nbytes, 8, 8, H100, 8)
@@ -47,7 +47,7 @@ def test_measured_dispatch() -> None:
 
 
 def test_the_fullest_rank() -> None:
-    """By hand: the median of the larger of two normal variables is the quantile sqrt(1/2) of one: 0.545."""
+    """The median by hand: that of the larger of two normal variables is the quantile sqrt(1/2) of one: 0.545."""
     assert fullest(8, 64, "balanced") == fullest(1, 64, "natural") == 1
     assert fullest(2, 2, "natural") == pytest.approx(1 + 0.545 * SPREAD, rel=1e-3)
     assert fullest(2, 8, "natural") - 1 == pytest.approx((fullest(2, 2, "natural") - 1) / sqrt(4))

@@ -30,7 +30,7 @@ def planned(assume: dict | None = None, **fix: object) -> Plan:
 
 
 def test_fewer_experts_have_more_rows_each() -> None:
-    """By hand: of 8 matrices of 4 × 6 in bf16 one of 4 ranks reads 2; its experts have 4 × 5 rows each."""
+    """Numbers by hand: of 8 matrices of 4 × 6 in bf16 one of 4 ranks reads 2; its experts have 4 × 5 rows each."""
     nbytes = 2 * (8 * 4 * 6 + 40 * 4 + 40 * 6)
     forward = OpWork("matmul", 100.0, nbytes, "bf16", 5, 6, 4, 8, groups="m", launches=8)
     weight = OpWork("matmul", 100.0, nbytes, "bf16", 4, 6, 5, 8, groups="k", launches=8, backward=True)
