@@ -14,7 +14,7 @@ from autoptd.codegen.quoting import plain_name
 from autoptd.passes.fold import owner
 from autoptd.passes.graph import info, is_getitem, module_path
 from autoptd.passes.sharding.context_parallel_graph import convert
-from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, route
+from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, batch_route, route
 
 GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # read by lines of forward
 TAKEN = GLOBALS | {"tp", "cp", "ep", "self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
@@ -59,7 +59,7 @@ def hint(node: fx.Node) -> str:
     if node.target is convert:
         return f"{hint(node.all_input_nodes[0])}_own"
     if node.target in EXPERT_OPS.values():
-        return hint(node.all_input_nodes[0]) if node.target is not route else "route"
+        return hint(node.all_input_nodes[0]) if node.target not in (route, batch_route) else "route"
     assigned = assigned_names(node)
     if is_getitem(node):
         index = node.args[1]
