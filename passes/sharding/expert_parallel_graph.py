@@ -182,6 +182,9 @@ class _RegionWriter:
         self.there: dict[ExpertRegion, dict[fx.Node, fx.Node]] = {region: {} for region in regions}  # dispatched
 
     def write(self) -> list[fx.Node]:
+        for region in self.regions:
+            for node in region.weights:
+                self._check_tp(node, region)
         positions = {n: i for i, n in ops_of(self.segment)}
         for node in self.segment.nodes:
             region = next((r for r in self.regions if node in r.ops), None)
@@ -208,6 +211,17 @@ class _RegionWriter:
         self.tp |= _given(node, strategy)
         if before_cut(node) is None:
             made.meta[BEFORE] = Before(position, B)
+
+    def _check_tp(self, node: fx.Node, region: ExpertRegion) -> None:
+        """Raise PlanError if tp cannot split the experts of each ep rank as the plan says."""
+        placement, ep, tp = self.tp.get(node), self.splitter.ep, self.splitter.sharding.ranks
+        if isinstance(placement, Split) and placement.dim == region.weights[node]:
+            if region.count % (ep * tp * placement.groups):
+                raise PlanError(
+                    f"ep {ep} leaves {region.count // ep} experts on a rank, which tp {tp} cannot split",
+                    where=source_line(region.product),
+                    fix="leave ep or tp out, or let tp split the widths of experts",
+                )
 
     def _enter(self, region: ExpertRegion, node: fx.Node) -> None:
         """Dispatch the rows that an op of a region is the first to read."""
@@ -251,7 +265,7 @@ class _RegionWriter:
             )
         if isinstance(inside, Split) and inside.dim == dims.experts and not dims.copied:
             # tp splits the experts of each ep rank, so the experts of all ranks are split in ep groups
-            outside = Split(inside.dim, self.splitter.ep)
+            outside = Split(inside.dim, self.splitter.ep * inside.groups)
         needs, gives = (inside, outside) if method is combine else (outside, inside)
         options = {} if region.ends else {"rows": dims.rows}
         options |= {} if dims.experts is None else {"experts": dims.experts}

@@ -50,6 +50,16 @@ def expert_parameters(folded: Folded) -> frozenset[str]:
     )
 
 
+def expert_dims(segment: Segment) -> dict[fx.Node, int]:
+    """Return the tensors of a segment that have a dim for experts, with that dim."""
+    found: dict[fx.Node, int] = {}
+    for region in expert_regions(segment):
+        found |= region.weights
+        tensors = {**region.reads, **region.rows}.items()
+        found |= {node: dims.experts for node, dims in tensors if dims.experts is not None}
+    return found
+
+
 def experts_of(folded: Folded) -> int:
     """Return the greatest number of ranks that a model's experts can be split over; 1 if they cannot be."""
     try:

@@ -20,6 +20,7 @@ from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.expert_regions import expert_dims
 from autoptd.passes.sharding.sharding import (
     ops_of,
     output_names,
@@ -49,6 +50,7 @@ class SplitNumbers(Prices):
         static_bytes: float = 16.0,
         pins: Mapping[str, str] | None = None,
         whole: Iterable[str] = (),
+        experts_whole: bool = False,
         legal: Mapping[str, dict[int, list[Strategy]]] | None = None,
         sequence_parallel: bool = True,
         policies: Iterable[str] = PARTIAL,
@@ -59,14 +61,15 @@ class SplitNumbers(Prices):
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
         `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement; `whole`: names
-        of parameters that are not split. Both apply to all equal segments if they name a parameter of one.
+        of parameters that are not split. Both apply to all equal segments if they name a parameter of one. With
+        `experts_whole` the dims that count experts are not split.
         `programs`: cache of programs built before.
         """
         super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
-        self.pins, self.whole = pins or {}, tuple(whole)
+        self.pins, self.whole, self.experts_whole = pins or {}, tuple(whole), experts_whole
         self.sequence_parallel = sequence_parallel
         self.policies = tuple(policies)
         self.programs = programs or SplitPrograms()
@@ -124,9 +127,10 @@ class SplitNumbers(Prices):
         times = self.folded.multiplicity(kind)
         offers = self.workbook.facts.offers[kind]
         scope = Scope(kind, segment)
+        experts = expert_dims(segment) if self.experts_whole else {}
         for i, node in enumerate(segment.parameters):
             info = infos(node)[0]
-            choices = tuple(self._parameter_choices(scope(node), info, times, offers, node, (kind, i)))
+            choices = tuple(self._parameter_choices(scope(node), info, times, offers, node, (kind, i), experts))
             yield Node(scope.parameter(i), choices), {scope(node): (info, times, True)}
         for i, node in enumerate(segment.prelude):
             name = scope(node)
@@ -163,6 +167,7 @@ class SplitNumbers(Prices):
         offers: Mapping[tuple[str, int], frozenset[int]],
         node: fx.Node,
         slot: tuple[str, int],
+        experts: Mapping[fx.Node, int],
     ) -> Iterator[Choice]:
         static = times * self.static_bytes / tensor.dtype.itemsize
         splits = [
@@ -170,6 +175,7 @@ class SplitNumbers(Prices):
             for dim, size in enumerate(tensor.shape)
             for groups in sorted({1} | offers.get((tensor_name(node), dim), frozenset()))
             if self.ranks > 1 and slot not in self._whole_slots and self.sizes.divisible(size, self.ranks, groups)
+            if experts.get(node) != dim
         ]
         whole = not splits or node not in self.workbook.facts.weights or slot in self._pinned_slots
         if whole:

@@ -51,6 +51,7 @@ class ShardingQuery:
     context: str = "ring"  # used if cp is more than 1
     pins: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()  # parameters that tp does not split
+    experts_whole: bool = False  # whether tp may not split the experts among its ranks
     sequence_parallel: bool = True
     policies: tuple[str, ...] = PARTIAL
     second_per_byte: float = 0.0  # price of a byte saved for backward, per microbatch
@@ -64,7 +65,7 @@ class ShardingCache:
         self.folded = folded
         self.facts = GraphFacts(folded)
         self._workbooks: dict[tuple[str, str], Workbook] = {}
-        self._legal: dict[tuple[int, Values, bool], Legal] = {}
+        self._legal: dict[tuple[int, Values, bool, bool], Legal] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
         self._programs = SplitPrograms()
@@ -81,12 +82,14 @@ class ShardingCache:
             self._workbooks[kernels, attention] = Workbook(self.folded, kernels, attention, self.facts)
         return self._workbooks[kernels, attention]
 
-    def legal(self, tp: int, values: Values, sequence_parallel: bool) -> Legal:
+    def legal(self, tp: int, values: Values, sequence_parallel: bool, experts_whole: bool = False) -> Legal:
         """Return the legal strategies of every op."""
-        key = tp, values, sequence_parallel
+        key = tp, values, sequence_parallel, experts_whole
         if key not in self._legal:
             sizes = Sizes({BATCH: 1, **dict(values)}, BATCH)
-            self._legal[key] = legal_strategies(self.folded, tp, sizes, sequence_parallel=sequence_parallel)
+            self._legal[key] = legal_strategies(
+                self.folded, tp, sizes, sequence_parallel=sequence_parallel, experts_whole=experts_whole
+            )
         return self._legal[key]
 
     def tensors(self, query: ShardingQuery) -> Tensors:
@@ -106,7 +109,8 @@ class ShardingCache:
             static_bytes=q.static_bytes,
             pins=dict(q.pins),
             whole=q.whole,
-            legal=self.legal(q.tp, q.values, q.sequence_parallel),
+            legal=self.legal(q.tp, q.values, q.sequence_parallel, q.experts_whole),
+            experts_whole=q.experts_whole,
             sequence_parallel=q.sequence_parallel,
             policies=q.policies,
             world=q.world,

@@ -6,21 +6,24 @@ which have axes of their own, with their own memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
 from autoptd.layout.placements import BP, P, Split
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.fold import Folded
-from autoptd.passes.graph import infos, op_call
+from autoptd.passes.graph import infos, op_call, operands
 from autoptd.passes.opcall import OpCall, Size, Sizes
 from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.expert_regions import expert_dims
 from autoptd.passes.sharding.sharding import expand_kind
 from autoptd.passes.trace.traced import SEQUENCE
 
 
 def legal_strategies(
-    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True
+    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True, experts_whole: bool = False
 ) -> dict[str, dict[int, list[Strategy]]]:
     """Return the strategies that the search may choose from, per kind and op.
 
@@ -36,6 +39,11 @@ def legal_strategies(
             }
             for k, o in found.items()
         }
+    if experts_whole:
+        for kind, segment in folded.representatives.items():
+            dims = expert_dims(segment)
+            for i, each in found[kind].items():
+                found[kind][i] = [s for s in each if not _splits_experts(segment.nodes[i], s, dims)]
     parameters = [infos(n)[0].dtype for s in folded.segments for n in s.parameters]
     if torch.float64 not in parameters:
         return found
@@ -49,6 +57,13 @@ def legal_strategies(
 def _splits_tokens(call: OpCall, strategy: Strategy) -> bool:
     tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
     return any(isinstance(p, Split) and counts_tokens(t.shape[p.dim]) for t, p in tensors)
+
+
+def _splits_experts(node: fx.Node, strategy: Strategy, dims: Mapping[fx.Node, int]) -> bool:
+    placed = [*zip(operands(node), strategy.needs, strict=True)]
+    if node in dims:
+        placed += [(node, placement) for placement in strategy.gives]
+    return any(isinstance(p, Split) and dims.get(n) == p.dim for n, p in placed)
 
 
 def counts_tokens(size: Size) -> bool:
