@@ -10,7 +10,7 @@ its mask is keyed by the positions of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import sympy
@@ -36,7 +36,7 @@ from autoptd.passes.sharding.expert_rows import (
 from autoptd.passes.trace.traced import BATCH
 
 aten = torch.ops.aten
-Places = Sequence[FactorPlace | None]
+Places = tuple[FactorPlace | None, ...]
 
 
 @dataclass

@@ -182,9 +182,9 @@ class _RegionWriter:
         self.there: dict[ExpertRegion, dict[fx.Node, fx.Node]] = {region: {} for region in regions}  # dispatched
 
     def write(self) -> list[fx.Node]:
-        for region in self.regions:
-            for node in region.weights:
-                self._check_tp(node, region)
+        for each in self.regions:
+            for weight in each.weights:
+                self._check_tp(weight, each)
         positions = {n: i for i, n in ops_of(self.segment)}
         for node in self.segment.nodes:
             region = next((r for r in self.regions if node in r.ops), None)
@@ -215,13 +215,14 @@ class _RegionWriter:
     def _check_tp(self, node: fx.Node, region: ExpertRegion) -> None:
         """Raise PlanError if tp cannot split the experts of each ep rank as the plan says."""
         placement, ep, tp = self.tp.get(node), self.splitter.ep, self.splitter.sharding.ranks
-        if isinstance(placement, Split) and placement.dim == region.weights[node]:
-            if region.count % (ep * tp * placement.groups):
-                raise PlanError(
-                    f"ep {ep} leaves {region.count // ep} experts on a rank, which tp {tp} cannot split",
-                    where=source_line(region.product),
-                    fix="leave ep or tp out, or let tp split the widths of experts",
-                )
+        if not isinstance(placement, Split) or placement.dim != region.weights[node]:
+            return
+        if region.count % (ep * tp * placement.groups):
+            raise PlanError(
+                f"ep {ep} leaves {region.count // ep} experts on a rank, which tp {tp} cannot split",
+                where=source_line(region.product),
+                fix="leave ep or tp out, or let tp split the widths of experts",
+            )
 
     def _enter(self, region: ExpertRegion, node: fx.Node) -> None:
         """Dispatch the rows that an op of a region is the first to read."""
@@ -248,7 +249,9 @@ class _RegionWriter:
         if ends is None:
             x, options = self.splitter.new[first], {"rows": region.reads[first].rows}
             counts = TensorInfo((2, ep, 1), torch.int64, False)
-            self.routes[region] = self._made(batch_route, first, counts, Strategy((self.tp[first],), (B,)), x, **options)
+            self.routes[region] = self._made(
+                batch_route, first, counts, Strategy((self.tp[first],), (B,)), x, **options
+            )
             return
         of_all, counts = self.splitter.new[ends], TensorInfo((2, ep, region.count // ep), torch.int64, False)
         sent = self.routes[region] = self._made(route, ends, counts, Strategy((B,), (B,)), of_all)
@@ -276,7 +279,7 @@ class _RegionWriter:
         self, method: Any, node: fx.Node, found: TensorInfo, strategy: Strategy, *args: fx.Node, **options: int
     ) -> fx.Node:
         name = f"{method.__name__}_{node.name}"
-        made = self.splitter.graph.create_node("call_function", method, args, options, name=name)
+        made = self.splitter.graph.create_node("call_function", method, args, {**options}, name=name)
         made.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
         made.meta["info"] = found
         self._add(made, strategy)

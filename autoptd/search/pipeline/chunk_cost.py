@@ -164,7 +164,9 @@ class ChunkCosts(ChunkParameters):
         """Return the local bytes of each tensor that is dispatched or combined, by kind."""
         kinds = self.sharded.sharding.kinds
         return {
-            kind: [(self.tensors.nbytes(x, placement), copied) for x, placement, copied in dispatched(segment, kinds[kind])]
+            kind: [
+                (self.tensors.nbytes(x, placement), copied) for x, placement, copied in dispatched(segment, kinds[kind])
+            ]
             for kind, segment in self.folded.representatives.items()
         }
 
