@@ -55,7 +55,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "scores of other rows": "rows that are sent to experts are weighted by the scores of other rows",
         "gradients of one rank's experts": "rows that all experts read get the gradient of one rank's experts alone",
         "batches of other experts": "equal parts of rows come back as those of other experts",
-        "capacity of a rank": "slots of experts are counted per rank: what is dropped depends on the mesh (it is refused)",
+        "capacity of a rank": "an expert's slots are counted per rank, so the mesh says what is lost (it is refused)",
         "a rank without rows": "a rank without tokens leaves out an exchange, and the others wait for it",
         "the same experts everywhere": "every rank starts with the first rank's experts",
         "rows of no expert": "rows past the last expert's are read uninitialised, or lost (they are refused)",

@@ -110,7 +110,8 @@ class Body:
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.recomputation.core, self.recomputation.views)
         last_use = {o: i for _, run in runs for i, n in run for o in read_by(n)}
-        local = set(segment.nodes) - set(segment.sends)
+        sent = {*segment.sends, *(o for n in segment.sends if reads_in_place(n) for o in read_by(n))}
+        local = set(segment.nodes) - sent
 
         def write(i: int, node: fx.Node) -> None:
             self.at = (segment.index, i)

@@ -51,12 +51,12 @@ class _Part:
     weights: dict[fx.Node, int] = field(default_factory=dict)
     chained: bool = False
 
-    def add(self, other: _Part) -> None:
+    def put_after(self, other: _Part) -> None:
         self.product = other.product
         self.ops |= other.ops
-        self.rows |= other.rows
-        self.reads |= other.reads
-        self.weights |= other.weights
+        self.rows = other.rows | self.rows
+        self.reads = other.reads | self.reads
+        self.weights = other.weights | self.weights
         self.chained |= other.chained
 
 
@@ -132,7 +132,7 @@ class _Search:
     def _join(self, node: fx.Node, part: _Part, others: list[_Part], experts: Places, rows: Places) -> None:
         for other in others:
             if other is not part:
-                part.add(other)
+                part.put_after(other)
         for known, owner in self.parts.items():
             if any(owner is other for other in others):
                 self.parts[known] = part

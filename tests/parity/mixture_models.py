@@ -219,8 +219,8 @@ class Plain(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.table(ids)
-        for norm, mixture in zip(self.norms, self.mixtures, strict=True):
-            x = x + mixture(norm(x))
+        for norm, layer in zip(self.norms, self.mixtures, strict=True):
+            x = x + layer(norm(x))
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -341,6 +341,7 @@ def family(name: str) -> Case:
 
 MIXTURES: dict[str, Callable[[], Case]] = {
     "grouped_one": all_to_one,
+    "four": lambda: by_hand(Four, Four),
     "four_and_six": lambda: by_hand(Four, Six),
     **{name: lambda kind=kind: by_hand(kind, kind) for name, kind in {**WIRINGS, **OTHERS}.items()},  # type: ignore[misc]
     **{name: lambda name=name: family(name) for name in FAMILIES},  # type: ignore[misc]

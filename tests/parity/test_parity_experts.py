@@ -128,6 +128,16 @@ def test_numbers_of_experts_that_differ_by_layer() -> None:
     assert not check("four_and_six", FOUR, BULK, "adamw")
 
 
+def test_tp_splits_widths_where_a_rank_has_one_expert() -> None:
+    """With two experts on a rank of ep, the cheapest splits are of experts."""
+    both = Mesh(dp=2, tp=2, ep=2), Mesh(dp=4, tp=2, ep=4)
+    placed = [planned("four", mesh, BULK).splits.parameters["mixtures.0.up"] for mesh in both]
+    assert placed == ["S0", "S2"]
+    assert not check("four", both[1], BULK, "sgd")
+    with pytest.raises(PlanError, match="cannot be placed as S0 on tp 2"):
+        planned("four", both[1], replace(BULK, splits=(("*.up", "S0"),)))
+
+
 def faulty() -> list[str]:
     return check("mixtral", FOUR, replace(BULK, zero=0, clip_norm=0.05), "sgd")
 
