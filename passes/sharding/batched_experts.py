@@ -17,8 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.ops import library as ops
-from autoptd.passes.analysis.flops import work
+from autoptd.passes.analysis.flops import PRODUCTS
 from autoptd.passes.analysis.saved_tensors import DROPOUT
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, operands
@@ -90,8 +89,7 @@ class _Search:
     def _follow(self, node: fx.Node) -> None:
         """Add an op to the regions whose rows it reads, or begin one, if it works on each row of each expert."""
         known = [o for o in operands(node) if o in self.dims]
-        product = node.target is not ops.grouped_mm and any(infos(o)[0].ndim > 2 for o in operands(node))
-        product = product and work(op_of(node).call).kind == "matmul"
+        product = node.target in PRODUCTS and any(map(_may_be_weight, operands(node)))
         if not (known or product) or has_sizes(node) or (loops := op_of(node).loops) is None:
             return
         every = list(loops.places.values())
@@ -159,6 +157,11 @@ def _pairs(node: fx.Node, every: list[Places]) -> Iterator[tuple[Places, Places]
         for rows, m in zip(shared, sizes, strict=True):
             if isinstance(n, int) and n > 1 and isinstance(m, sympy.Basic) and BATCH in m.free_symbols:
                 yield experts, rows
+
+
+def _may_be_weight(node: fx.Node) -> bool:
+    shape = infos(node)[0].shape
+    return len(shape) > 2 and all(isinstance(n, int) for n in shape)
 
 
 def _is_matrix(position: int, every: list[Places], experts: Places, count: int) -> bool:

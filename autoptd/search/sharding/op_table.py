@@ -27,7 +27,7 @@ from autoptd.passes.opcall import OpCall
 from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
-from autoptd.passes.sharding.expert_regions import expert_regions
+from autoptd.passes.sharding.expert_regions import expert_parameters, expert_regions
 from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
 from autoptd.search.sharding.strategies import is_weight
 
@@ -107,6 +107,11 @@ class GraphFacts:
         """Parameters that are operands of products or tables of lookups."""
         segments = self.folded.representatives.values()
         return frozenset(node for s in segments for node in s.parameters if is_weight(node))
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """The parameters that ep splits."""
+        return expert_parameters(self.folded)
 
     @cached_property
     def expert_counts(self) -> frozenset[int]:
