@@ -1,7 +1,8 @@
 """Expert regions: the ops of a graph that may run on the ranks that hold the experts.
 
-A region is the grouped products that share their ends, and every op between them and after them that works row by row
-on their results: whatever the model calls it, it gives the same rows wherever they are computed. What a region reads of
+A region is the grouped products that share their ends, or a chain of batched products (`batched_experts.py`), and every
+op between them and after them that works row by row on their results: whatever the model calls it, it gives the same
+rows wherever they are computed. What a region reads of
 other rows (its input, the weights of the router) is dispatched, what others read of it is combined. The experts'
 parameters are split over ep along their first dim, and so is what is computed from them alone.
 """

@@ -72,7 +72,7 @@ def has_sizes(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class NoWeight:
-    """Why a tensor is not computed from one experts' parameter alone, and where."""
+    """The reason for which a tensor is not computed from one parameter of experts alone, and its node."""
 
     node: fx.Node
     why: str

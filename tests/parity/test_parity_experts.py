@@ -129,7 +129,7 @@ def test_numbers_of_experts_that_differ_by_layer() -> None:
 
 
 def test_tp_splits_widths_where_a_rank_has_one_expert() -> None:
-    """With two experts on a rank of ep, the cheapest splits are of experts."""
+    """The cheapest splits are of experts, where each rank of ep has two."""
     both = Mesh(dp=2, tp=2, ep=2), Mesh(dp=4, tp=2, ep=4)
     placed = [planned("four", mesh, BULK).splits.parameters["mixtures.0.up"] for mesh in both]
     assert placed == ["S0", "S2"]
@@ -313,7 +313,7 @@ def test_what_depends_on_the_rows_of_a_rank_is_refused(name: str, says: str) -> 
 
 
 def test_sequences_of_different_lengths_are_refused() -> None:
-    """In batches, the rows of different ranks must have one shape; sorted rows need not."""
+    """Rows in batches must have one shape on all ranks; sorted rows need not."""
     for name in ("einsum", "grouped"):
         made = parallel(name, planned(name, FOUR, BULK), "sgd")
         data, values = case(name).batch, made.initial_values()

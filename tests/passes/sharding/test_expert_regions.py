@@ -1,4 +1,4 @@
-"""What is an expert region in a graph, whatever its ops are called, and what only looks like one."""
+"""Expert regions of graphs, whatever their ops are called, and parts that only look like one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plain(m: Layer, x: Tensor, scores: Tensor) -> Tensor:
 
 
 def in_batches(m: Layer, x: Tensor, scores: Tensor) -> Tensor:
-    """As `plain`, with rows copied for each expert, and the scores inside the region."""
+    """Copy the rows for each expert, and weight the results inside the region."""
     rows = x.reshape(1, -1, H).expand(E, -1, -1)
     y = torch.bmm(F.silu(torch.bmm(rows, m.up)), m.down)
     return (y * scores.flatten(0, 1).t().unsqueeze(-1)).sum(0).view_as(x)
