@@ -61,10 +61,10 @@ class _Part:
 
 def batched_regions(segment: Segment) -> list[ExpertRegion]:
     """Return the regions of a segment's batched products, in program order."""
-    return _Search(segment).run()
+    return _Finder(segment).run()
 
 
-class _Search:
+class _Finder:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.parts: dict[fx.Node, _Part] = {}  # of each tensor whose dims are known
