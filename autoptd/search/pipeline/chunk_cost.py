@@ -156,13 +156,17 @@ class ChunkCosts(ChunkParameters):
         if ranks == 1:
             return 0.0
         moved = self._memoised("dispatched bytes", self._count_dispatched)[kind]
-        return sum(self._collective_s("all_to_all", n * ranks, ranks, self.candidate.sharers) for n in moved)
+        # a tensor that all experts read goes to each rank as a whole
+        sent = [nbytes * (ranks if copied else 1) for nbytes, copied in moved]
+        return sum(self._collective_s("all_to_all", n * ranks, ranks, self.candidate.sharers) for n in sent)
 
-    def _count_dispatched(self) -> dict[str, list[int]]:
+    def _count_dispatched(self) -> dict[str, list[tuple[int, bool]]]:
         """Return the local bytes of each tensor that is dispatched or combined, by kind."""
         kinds = self.sharded.sharding.kinds
         return {
-            kind: [self.tensors.nbytes(tensor, placement) for tensor, placement in dispatched(segment, kinds[kind])]
+            kind: [
+                (self.tensors.nbytes(x, placement), copied) for x, placement, copied in dispatched(segment, kinds[kind])
+            ]
             for kind, segment in self.folded.representatives.items()
         }
 
