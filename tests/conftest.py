@@ -40,6 +40,8 @@ SAMPLED = {
     "parity/test_parity_dropout.py::test_cut_tokens_play_no_part": 2,
     "parity/test_parity_dropout.py::test_every_mesh_drops_what_one_process_drops": 3,
     "parity/test_parity_experts.py::test_experts_train_like_one_process": 4,
+    "parity/test_parity_experts.py::test_families_train_like_one_process": 4,
+    "parity/test_parity_experts.py::test_wirings_train_like_one_process": 8,
     "parity/test_parity_gathers.py::test_gathering_again_changes_no_number": 2,
     "parity/test_parity_gathers.py::test_kept_bytes_are_those_predicted": 2,
     "parity/test_parity_logits.py::test_no_reader_of_logits_finds_them_overwritten": 4,

@@ -15,13 +15,14 @@ from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.evaluate import StageSolution, simulated, timed
 from autoptd.search.sharding.cache import ShardingQuery
 from autoptd.search.sharding.kind_cost import PARTIAL
+from autoptd.search.sharding.strategies import experts_on_tp
 
 
 def sharding_query_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None) -> ShardingQuery:
     """Return the query of the splits problem that a plan's splits answer, for its own cluster or another."""
-    sizes = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
+    mesh, sizes = plan.mesh, {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
     if SEQUENCE in sizes:
-        sizes[SEQUENCE] //= plan.mesh.cp
+        sizes[SEQUENCE] //= mesh.cp
     return ShardingQuery(
         cluster=cluster or plan.cluster,
         tp=plan.mesh.tp,
@@ -30,7 +31,7 @@ def sharding_query_of(plan: Plan, traced: TracedModel, cluster: Cluster | None =
         microbatches=plan.schedule.microbatches,
         static_bytes=COMPUTE_BYTES[plan.precision] + 4 * MAIN_BYTES[plan.precision],
         cp=plan.mesh.cp,
-        etp=plan.mesh.etp,
+        experts=experts_on_tp(mesh.tp, mesh.ep, mesh.etp, traced.known.facts.expert_counts if mesh.ep > 1 else ()),
         kernels=plan.method.kernels,
         attention=plan.method.attention,
         context=plan.method.context,

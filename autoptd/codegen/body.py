@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import SourceText, expression, size_text, value_text
-from autoptd.codegen.names import TAKEN, Names, ends_line, hint
+from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
 from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs_of
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
@@ -109,12 +109,13 @@ class Body:
         self.wanted = _wanted(segment, decided)
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.recomputation.core, self.recomputation.views)
-        last_use = {o: i for _, run in runs for i, n in run for o in operands(n)}
-        local = set(segment.nodes) - set(segment.sends)
+        last_use = {o: i for _, run in runs for i, n in run for o in read_by(n)}
+        sent = {*segment.sends, *(o for n in segment.sends if reads_in_place(n) for o in read_by(n))}
+        local = set(segment.nodes) - sent
 
         def write(i: int, node: fx.Node) -> None:
             self.at = (segment.index, i)
-            done = [o for o in dict.fromkeys(operands(node)) if o in local and last_use[o] == i]
+            done = [o for o in dict.fromkeys(read_by(node)) if o in local and last_use[o] == i]
             self._op(node, decided.strategies[i], given, done)
 
         for is_core, run in runs:
@@ -170,7 +171,7 @@ class Body:
                 given[output] = placement
         for operand in done:
             self._forget(operand)
-        if _reads_in_place(node):
+        if reads_in_place(node):
             self.held[node, _plain(node, strategy.gives[0])] = text
             return
         names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
@@ -314,21 +315,6 @@ def _wanted(segment: Segment, decided: KindSharding) -> dict[fx.Node, set[Placem
         if node in found:
             found[node].add(_plain(node, placement))
     return found
-
-
-def _reads_in_place(node: fx.Node) -> bool:
-    """Return whether a transposed weight, or a view within one line of the user's, is inlined into its reader."""
-    if node.target is aten.t.default:
-        return operands(node)[0].op == "placeholder" and len(node.users) == 1
-    if node.target not in _VIEWS or len(node.users) != 1:
-        return False
-    (reader,) = node.users
-    return reader.target in _VIEWS and not ends_line(node)
-
-
-_VIEWS = frozenset(
-    {aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
-)
 
 
 def _with_texts(value: Any, texts: Iterator[SourceText]) -> Any:

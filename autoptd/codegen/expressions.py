@@ -275,7 +275,7 @@ def _convert(x: Any, method: str, dim: int | None = None) -> str:
 
 def _of_experts(name: str) -> Callable[..., str]:
     """Return a printer of a method of the ep axis."""
-    return lambda *tensors: f"ep.{name}({', '.join(tensors)})"
+    return lambda *tensors, **dims: call_text(f"ep.{name}", tensors, dims)
 
 
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
 
 from autoptd.codegen.quoting import plain_name
 from autoptd.passes.fold import owner
-from autoptd.passes.graph import info, is_getitem, module_path
+from autoptd.passes.graph import info, is_getitem, module_path, operands
 from autoptd.passes.sharding.context_parallel_graph import convert
-from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, route
+from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, batch_route, route
 
+aten = torch.ops.aten
 GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # read by lines of forward
 AXIS_NAMES = frozenset({"tp", "cp", "ep", "dp"})
 TAKEN = GLOBALS | AXIS_NAMES | {"self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
@@ -60,7 +61,7 @@ def hint(node: fx.Node) -> str:
     if node.target is convert:
         return f"{hint(node.all_input_nodes[0])}_own"
     if node.target in EXPERT_OPS.values():
-        return hint(node.all_input_nodes[0]) if node.target is not route else "route"
+        return hint(node.all_input_nodes[0]) if node.target not in (route, batch_route) else "route"
     assigned = assigned_names(node)
     if is_getitem(node):
         index = node.args[1]
@@ -129,6 +130,29 @@ def ends_line(node: fx.Node) -> bool:
     """Return whether the node is the last of its line, which the line assigns."""
     place = node.meta.get("stack_trace")
     return all(u.meta.get("stack_trace") != place or module_path(u) != module_path(node) for u in node.users)
+
+
+def read_by(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the tensors that the line of an op reads: its operands, and those of views written into it."""
+    for operand in operands(node):
+        yield operand
+        if reads_in_place(operand):
+            yield from read_by(operand)
+
+
+def reads_in_place(node: fx.Node) -> bool:
+    """Return whether a transposed weight, or a view within one line of the user's, is inlined into its reader."""
+    if node.target is aten.t.default:
+        return operands(node)[0].op == "placeholder" and len(node.users) == 1
+    if node.target not in _VIEWS or len(node.users) != 1:
+        return False
+    (reader,) = node.users
+    return reader.target in _VIEWS and not ends_line(node)
+
+
+_VIEWS = frozenset(
+    {aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+)
 
 
 def _is_weight(node: fx.Node) -> bool:

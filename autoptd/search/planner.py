@@ -33,7 +33,7 @@ from autoptd.search.pipeline.exact import Effort, refine
 from autoptd.search.pipeline.lower_bounds import CandidateBounds, cut_bound_s
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
-from autoptd.search.sharding.solve import CLOSE, Splitter, key_of
+from autoptd.search.sharding.solve import CLOSE, Splitter
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
@@ -120,7 +120,7 @@ class Planner:
         gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._splitter.is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
             prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
-        tensors = self._splitter.tensors[key_of(c)]
+        tensors = self._splitter.tensors[self._splitter.key_of(c)]
         return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known)
 
     def predict(self, candidate: Candidate) -> Staged:
@@ -332,26 +332,26 @@ class Planner:
 
     def _solved(self, c: Candidate) -> Sharded | AutoptdError:
         """Return its split tensors, or why they cannot be split. Raises errors that concern every candidate."""
-        if key_of(c) not in self._splitter.sharded:
+        if self._splitter.key_of(c) not in self._splitter.sharded:
             self._splitter.solve_between((c,) if self.task.effort is None else self._microbatches_like(c))
-        return self._splitter.sharded[key_of(c)]
+        return self._splitter.sharded[self._splitter.key_of(c)]
 
     def _microbatches_like(self, c: Candidate) -> Sequence[Candidate]:
         """Return one candidate for each microbatch size, in order, whose tensors may still be worth splitting."""
-        found = {c.micro: c}
+        found, key = {c.micro: c}, self._splitter.key_of(c)
         for e in self._entries:
             other = e.candidate
-            alike = key_of(replace(other, micro=c.micro)) == key_of(c)
+            alike = self._splitter.key_of(replace(other, micro=c.micro)) == key
             if alike and self._bound_by_work(e) < self._best_s:
                 found.setdefault(other.micro, other)
         return [found[micro] for micro in sorted(found)]
 
     def _stages(self, c: Candidate) -> Stages:
-        task, sharded = self.task, self._splitter.sharded[key_of(c)]
+        task, sharded = self.task, self._splitter.sharded[self._splitter.key_of(c)]
         assert isinstance(sharded, Sharded)
         chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
         method = replace(self._method, **chosen)
-        tensors = self._splitter.tensors[key_of(c)]
+        tensors = self._splitter.tensors[self._splitter.key_of(c)]
         return Stages(tensors, sharded, c, method, task.precision, task.optimizer, task.cluster)
 
     def _nothing_fits(self, considered: int) -> AutoptdError:

@@ -147,3 +147,30 @@ def test_emitted_calls_of_unknown_ops_are_spelled_in_full() -> None:
     source = source_of(Unknown())
     assert re.search(r"torch\.ops\.aten\.special_erfcx\.default\(", source)
     assert re.search(r"torch\.ops\.aten\.\w*fft\w*\.\w+\(", source)
+
+
+class Views(nn.Module):
+    """A view that is read some ops after it is made: in its segment, and in the next."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.a, self.b = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = ((x * self.a).sin() if self.inside else x @ self.a).transpose(1, 2)
+        second = (x * self.b).sin() if self.inside else x @ self.b
+        return (first.unsqueeze(1) * second.sum((1, 2))[:, None, None, None]).mean()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_name_is_taken_until_a_view_written_into_another_line_is_read(inside: bool) -> None:
+    found = folded_of(Views(inside), {"x": torch.ones(4, WIDTH, WIDTH)})
+    for node in found.traced.graph.graph.nodes:  # like those of a kernel's fallback: all on one line of no module
+        node.meta.pop("stack_trace", None)
+    lines = "\n".join(program_of(found, "views", tp=1, pp=1, length=WIDTH).files.values()).splitlines()
+    (reader,) = [i for i, line in enumerate(lines) if ".transpose(1, 2).unsqueeze(1)" in line]
+    base = re.search(r"(\w+)\.transpose", lines[reader])
+    assert base
+    assigned = [line for line in lines[:reader] if line.strip().startswith(f"{base[1]} = ")]
+    assert len(assigned) == 1, assigned

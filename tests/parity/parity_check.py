@@ -27,6 +27,7 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
+from tests.parity.mixture_models import MIXTURES
 from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, ONCE, SKEWED, Case
 
 TOLERANCE = 1e-10
@@ -70,7 +71,7 @@ def bulk(cluster: Cluster) -> Cluster:
 
 @cache
 def case(name: str) -> Case:
-    return {**MODELS, **DROPOUT, **FEW_MESHES, **ONCE, **SKEWED}[name]()
+    return {**MODELS, **DROPOUT, **FEW_MESHES, **ONCE, **SKEWED, **MIXTURES}[name]()
 
 
 @cache

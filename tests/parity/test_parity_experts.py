@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from autoptd.errors import PlanError, RuntimeFault
+from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.layout.layout import TensorSpec
 from autoptd.layout.mesh import Mesh
 from autoptd.ops import expert_axis
@@ -21,10 +22,14 @@ from autoptd.runtime import trainer
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.zero import param_buffers
+from autoptd.testing.parity import train_in_lockstep
 from autoptd.verification.verdict import verify_plan
-from tests.parity.parity_check import Variant, case, check, parallel, planned
+from tests.pairwise import pairwise
+from tests.parity.mixture_models import FAMILIES, WIRINGS
+from tests.parity.parity_check import Variant, batches, case, check, parallel, planned, source
 
 BULK = Variant(bulk=True, micro=4)
+FOUR = Mesh(dp=4, ep=2)
 WAYS = [
     ("mixtral", Mesh(dp=2, ep=2), BULK, "adamw"),
     ("mixtral", Mesh(dp=8, ep=4), replace(BULK, zero=0, micro=2), "sgd"),
@@ -50,6 +55,61 @@ WAYS = [
 ]
 
 
+# The families besides those above, each once: (mesh, variant) by turns.
+TURNS = [
+    (Mesh(dp=4, ep=4), replace(BULK, zero=3)),
+    (Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, zero=2)),
+    (Mesh(dp=2, cp=2, pp=2, ep=4), BULK),
+    (Mesh(dp=4, pp=2, ep=2), replace(BULK, schedule="zero-bubble", recompute="full")),
+]
+ONE_EACH = [(name, *TURNS[i % len(TURNS)]) for i, name in enumerate(FAMILIES)]
+ONE_EACH = [  # the scan of Jamba needs all tokens
+    (name, replace(mesh, dp=mesh.dp * mesh.cp, cp=1) if name == "jamba" else mesh, variant)
+    for name, mesh, variant in ONE_EACH
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "variant"), ONE_EACH, ids=[name for name, *_ in ONE_EACH])
+def test_families_train_like_one_process(name: str, mesh: Mesh, variant: Variant) -> None:
+    assert not check(name, mesh, variant, "adamw")
+
+
+MESHES = [
+    Mesh(dp=2),
+    Mesh(dp=2, ep=2),
+    Mesh(dp=4, ep=4),
+    Mesh(dp=8, ep=8),
+    Mesh(dp=8, ep=2),
+    Mesh(dp=4, tp=2, ep=2),
+    Mesh(dp=4, tp=2, ep=4),
+    Mesh(dp=2, tp=2, pp=2, ep=2),
+    Mesh(dp=2, cp=2, pp=2, ep=4),
+    Mesh(dp=4, pp=2, ep=4),
+]
+SCHEDULES = [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)]
+
+
+def drawn() -> list[tuple[str, Mesh, int, tuple[str, int], str]]:
+    """Return cases in which any two values occur together."""
+    every = product(WIRINGS, MESHES, range(4), SCHEDULES, ("none", "full", "ops"))
+    chosen = [
+        c
+        for i, c in enumerate(every)
+        if i % 3 == 0 and (c[1].pp > 1 or c[3][0] == "1f1b") and not (c[0] == "capacity" and c[1].cp > 1)
+    ]
+    return pairwise(chosen)
+
+
+@pytest.mark.parametrize(("name", "mesh", "zero", "schedule", "recompute"), drawn())
+def test_wirings_train_like_one_process(
+    name: str, mesh: Mesh, zero: int, schedule: tuple[str, int], recompute: str
+) -> None:
+    kind, virtual = schedule
+    micro = 16 // mesh.dp // (4 if mesh.pp > 1 else 1) or 1
+    variant = Variant(bulk=True, micro=micro, zero=zero, schedule=kind, virtual=virtual, recompute=recompute)
+    assert not check(name, mesh, variant, "adamw" if zero % 2 else "sgd")
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "variant", "optimizer"), WAYS, ids=[f"{n}-{m}-{i}" for i, (n, m, *_) in enumerate(WAYS)]
 )
@@ -59,12 +119,24 @@ def test_experts_train_like_one_process(name: str, mesh: Mesh, variant: Variant,
 
 @pytest.mark.fault("experts without tokens")
 @pytest.mark.parametrize("mesh", [Mesh(dp=4, ep=4), Mesh(dp=2, tp=2, pp=2, ep=2)], ids=str)
-def test_all_rows_to_two_experts(mesh: Mesh) -> None:
-    """Ties are decided alike on all ranks; two experts, and with ep 4 two ranks, get no rows."""
-    assert not check("mixtral_ties", mesh, BULK, "adamw")
+@pytest.mark.parametrize("name", ["mixtral_ties", "grouped_one"])
+def test_few_experts_take_all_rows(name: str, mesh: Mesh) -> None:
+    """Ties are decided alike on all ranks; two experts or one take all rows, and whole ranks of experts get none."""
+    assert not check(name, mesh, BULK, "adamw")
 
 
-FOUR = Mesh(dp=4, ep=2)
+def test_numbers_of_experts_that_differ_by_layer() -> None:
+    assert not check("four_and_six", FOUR, BULK, "adamw")
+
+
+def test_tp_splits_widths_where_a_rank_has_one_expert() -> None:
+    """The cheapest splits are of experts, where each rank of ep has two."""
+    both = Mesh(dp=2, tp=2, ep=2), Mesh(dp=4, tp=2, ep=4)
+    placed = [planned("four", mesh, BULK).splits.parameters["mixtures.0.up"] for mesh in both]
+    assert placed == ["S0", "S2"]
+    assert not check("four", both[1], BULK, "sgd")
+    with pytest.raises(PlanError, match="cannot be placed as S0 on tp 2"):
+        planned("four", both[1], replace(BULK, splits=(("*.up", "S0"),)))
 
 
 def faulty() -> list[str]:
@@ -122,7 +194,12 @@ def _wrong_experts(patch: pytest.MonkeyPatch) -> None:
 
 def _wrong_places(patch: pytest.MonkeyPatch) -> None:
     known = Experts.combine
-    patch.setattr(Experts, "combine", lambda self, y, route: known(self, y, route).flip(0))
+    patch.setattr(Experts, "combine", lambda self, y, route, **dims: known(self, y, route, **dims).flip(0))
+
+
+def _other_scores(patch: pytest.MonkeyPatch) -> None:
+    known = Experts.dispatch
+    patch.setattr(Experts, "dispatch", lambda self, x, route: known(self, x.flip(0) if x.shape[-1] == 1 else x, route))
 
 
 def _same_everywhere(patch: pytest.MonkeyPatch) -> None:
@@ -138,6 +215,7 @@ PLANTED = {
     "a router without gradient": _without_gradient,
     "rows of the wrong experts": _wrong_experts,
     "rows in the wrong places": _wrong_places,
+    "scores of other rows": _other_scores,
     "the same experts everywhere": _same_everywhere,
 }
 
@@ -150,6 +228,7 @@ PLANTED = {
     "a router without gradient",
     "rows of the wrong experts",
     "rows in the wrong places",
+    "scores of other rows",
     "the same experts everywhere",
 )
 @pytest.mark.parametrize("name", PLANTED)
@@ -160,6 +239,36 @@ def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_a_fault_nothing_is_seen() -> None:
     assert not faulty()
+
+
+def _one_rank_alone(patch: pytest.MonkeyPatch) -> None:
+    known = Tensor.expand
+
+    def expand(x: Tensor, *sizes: int) -> Tensor:
+        """Copy rows for each rank, with the gradient of one of them."""
+        found = known(x, *sizes)
+        return torch.cat((found[:1], found[1:].detach())) if len(sizes) == x.ndim + 1 else found
+
+    patch.setattr(expert_axis.Tensor, "expand", expand)
+
+
+def _swapped(patch: pytest.MonkeyPatch) -> None:
+    known = Experts._batch
+    flipped = lambda self, x, route, rows, experts, back: known(  # noqa: E731
+        self, x.flip(experts) if back else x, route, rows, experts, back
+    )
+    patch.setattr(Experts, "_batch", flipped)
+
+
+IN_BATCHES = {"gradients of one rank's experts": _one_rank_alone, "batches of other experts": _swapped}
+
+
+@pytest.mark.fault("gradients of one rank's experts", "batches of other experts")
+@pytest.mark.parametrize("name", IN_BATCHES)
+def test_a_fault_planted_in_batches_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not check("einsum", FOUR, replace(BULK, zero=0), "sgd")
+    IN_BATCHES[name](monkeypatch)
+    assert check("einsum", FOUR, replace(BULK, zero=0), "sgd")
 
 
 @pytest.mark.fault("rows of no expert")
@@ -174,8 +283,14 @@ def test_rows_of_no_expert_are_refused() -> None:
 @pytest.mark.parametrize(
     ("mesh", "name", "says"),
     [
-        (Mesh(dp=2, ep=2), "nanogpt", "ep 2: the model has no grouped products of experts"),
+        (Mesh(dp=2, ep=2), "nanogpt", "ep 2: no experts are found in the model"),
+        (Mesh(dp=2, ep=2), "modules", "ep 2: no experts are found in the model"),
         (Mesh(dp=8, ep=8), "mixtral", "4 experts are not divisible by ep 8"),
+        (
+            Mesh(dp=4, ep=4),
+            "four_and_six",
+            r"6 experts are not divisible by ep 4\n +where +mixtures.1 .*\n.*divisor of 2",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(mesh: Mesh, name: str, says: str) -> None:
@@ -183,10 +298,53 @@ def test_what_cannot_be_split_is_refused(mesh: Mesh, name: str, says: str) -> No
         planned(name, mesh, replace(BULK, micro=2))
 
 
-def test_evaluation_with_unequal_shares() -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        pytest.param("capacity_of_batch", "cumsum works across samples", marks=pytest.mark.fault("capacity of a rank")),
+        ("where", "where.default has a size that depends on data"),
+        ("mask", "index.Tensor has a size that depends on data"),
+        ("old_mixtral", "a loop depends on data"),
+    ],
+)
+def test_what_depends_on_the_rows_of_a_rank_is_refused(name: str, says: str) -> None:
+    with pytest.raises(AutoptdError, match=says) as caught:
+        source(name)
+    assert "mixtures.0" in caught.value.where and caught.value.fix
+
+
+def test_sequences_of_different_lengths_are_refused() -> None:
+    """Rows in batches must have one shape on all ranks; sorted rows need not."""
+    for name in ("einsum", "grouped"):
+        made = parallel(name, planned(name, FOUR, BULK), "sgd")
+        data, values = case(name).batch, made.initial_values()
+
+        def body(communicators: Communicators, made: Any = made, data: Any = data, values: Any = values) -> float:
+            mine, rank = copy.copy(made), communicators.dp.rank
+            mine.start(communicators, values)
+            return float(mine.eval_step({n: x[4 * rank : 4 * rank + 4, : 8 - rank % 2] for n, x in data.items()}))
+
+        if name == "grouped":
+            run_lockstep(made.layout.mesh, body)
+        else:
+            with pytest.raises(RuntimeFault, match=r"tensors of different sizes: \[\[4, 8, 32\], \[4, 7, 32\]\]"):
+                run_lockstep(made.layout.mesh, body)
+
+
+@pytest.mark.fault("a rank without rows")
+def test_a_rank_that_leaves_out_an_exchange_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = parallel("grouped_one", planned("grouped_one", Mesh(dp=4, ep=4), BULK), "sgd")
+    known = expert_axis._move
+    monkeypatch.setattr(expert_axis, "_move", lambda x, *others: known(x, *others) if x.shape[0] else x)
+    with pytest.raises(RuntimeFault):
+        train_in_lockstep(made, batches("grouped_one", 1), timeout_s=1)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "einsum"])
+def test_evaluation_with_unequal_shares(name: str) -> None:
     """A rank with fewer microbatches takes part in the exchanges of the others."""
-    made = parallel("mixtral", planned("mixtral", FOUR, BULK), "sgd")
-    data, values = case("mixtral").batch, made.initial_values()
+    made = parallel(name, planned(name, FOUR, BULK), "sgd")
+    data, values = case(name).batch, made.initial_values()
     shares = [slice(0, 1), slice(1, 9), slice(9, 11), slice(11, 16)]
 
     def body(communicators: Communicators) -> float:
@@ -195,9 +353,9 @@ def test_evaluation_with_unequal_shares() -> None:
         return float(mine.eval_step({n: x[shares[communicators.dp.rank]] for n, x in data.items()}))
 
     found = run_lockstep(made.layout.mesh, body)
-    model, loss = case("mixtral").model, case("mixtral").loss
-    assert loss is None
-    assert found == pytest.approx([float(model(**data).loss)] * 4, rel=1e-12)
+    given = case(name).model(**data)
+    loss = given if isinstance(given, Tensor) else given.loss
+    assert found == pytest.approx([loss.item()] * 4, rel=1e-12)
 
 
 def test_verify_sees_what_training_would(monkeypatch: pytest.MonkeyPatch) -> None:

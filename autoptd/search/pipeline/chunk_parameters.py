@@ -14,7 +14,6 @@ from autoptd.layout.state_bytes import Unit
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
-from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
@@ -41,7 +40,7 @@ class ChunkParameters:
     @property
     def _experts(self) -> Container[str]:
         """The parameters that are split over ep ranks."""
-        return self._memoised("experts", lambda: expert_parameters(self.folded)) if self.candidate.ep > 1 else ()
+        return self.tensors.workbook.facts.experts if self.candidate.ep > 1 else ()
 
     @property
     def names(self) -> tuple[int, ...]:

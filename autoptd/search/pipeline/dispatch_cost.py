@@ -21,8 +21,8 @@ def spread_over(sharded: Sharded, c: Candidate, method: SearchOptions, cluster: 
 
 
 def experts_of(sharded: Sharded) -> int:
-    """Return the least number of experts that a grouped product has."""
-    return min((w.batch for _, cost in sharded.every_kind for w in cost.work.forward if w.groups), default=1)
+    """Return the least number of experts that a layer has."""
+    return min((moved.experts for _, cost in sharded.every_kind for moved in cost.work.moved), default=1)
 
 
 def dispatched_s(works: Iterable[KindWork], c: Candidate, method: SearchOptions, cluster: Cluster) -> float:
@@ -44,6 +44,9 @@ def exchange_s(moved: Moved, how: str, routing: str, cluster: Cluster, c: Candid
 def _parts_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> Iterator[float]:
     parts = c.sharers if how != "rows" else 1
     tokens = moved.rows / moved.chosen / parts
+    if moved.copied:
+        yield collective_s("all_to_all", moved.rows * moved.row_bytes * c.ep**2, cluster, c.ep, c.sharers, c.world)
+        return
     yield dispatch_s(how, tokens, moved.row_bytes, moved.experts, moved.chosen, cluster, c.ep, c.sharers, c.world)
     nbytes = moved.rows * moved.row_bytes
     if parts > 1:

@@ -14,7 +14,7 @@ from autoptd.passes.analysis.flops import CASTS, LOOKUPS, work
 from autoptd.passes.analysis.fusion import is_row_op
 from autoptd.passes.analysis.liveness import Peak, cuts_logits
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
+from autoptd.passes.graph import infos, is_getitem, op_call, operands
 from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.search.constraints.options import SearchOptions
@@ -84,7 +84,7 @@ def expert_shares(segments: Sequence[Segment], ep: int, routing: str) -> dict[st
     found: dict[str, float] = {}
     for region in (r for s in segments for r in expert_regions(s)) if ep > 1 else ():
         found |= dict.fromkeys((n.name for n in region.weights), 1 / ep)
-        rows = fullest(ep, int(info(region.ends).shape[0]), routing, QUANTILE)
+        rows = fullest(ep, region.count, routing, QUANTILE)
         found |= dict.fromkeys((n.name for n in (*region.rows, *region.reads)), rows)
     return found
 

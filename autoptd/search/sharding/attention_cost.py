@@ -78,8 +78,8 @@ def attention_works(
         one = passes_of(form)[backward]
         merged, launches = (_MERGED_BYTES, 1) if by_hand else (one.nbytes, one.launches)
         times = (2 if backward else 1) if by_hand else 1  # results; gradients of queries, and of keys and values
-        nbytes = tiles * shape.heads * rows * shape.width * merged * times
-        yield OpWork("memory", 0, nbytes, "fp32", launches=tiles * launches * times, part=_PART)
+        added = round(tiles * shape.heads * rows * shape.width * merged * times)
+        yield OpWork("memory", 0, added, "fp32", launches=tiles * launches * times, part=_PART)
 
 
 def _tiles(form: AttentionForm, shape: Shape) -> tuple[int, int, float]:

@@ -20,7 +20,7 @@ from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
-from autoptd.passes.sharding.expert_regions import expert_regions
+from autoptd.passes.sharding.expert_regions import expert_dims, expert_regions
 from autoptd.passes.sharding.sharding import (
     ops_of,
     output_names,
@@ -31,7 +31,7 @@ from autoptd.search.sharding.ilp import SplitPrograms
 from autoptd.search.sharding.kind_cost import PARTIAL
 from autoptd.search.sharding.op_table import Workbook
 from autoptd.search.sharding.problem import Choice, Node, SplitProblem
-from autoptd.search.sharding.strategies import counts_tokens, legal_strategies
+from autoptd.search.sharding.strategies import ExpertsOnTp, counts_tokens, legal_strategies
 
 
 class SplitNumbers(Prices):
@@ -50,6 +50,7 @@ class SplitNumbers(Prices):
         static_bytes: float = 16.0,
         pins: Mapping[str, str] | None = None,
         whole: Iterable[str] = (),
+        experts: ExpertsOnTp = "any",
         legal: Mapping[str, dict[int, list[Strategy]]] | None = None,
         sequence_parallel: bool = True,
         policies: Iterable[str] = PARTIAL,
@@ -67,7 +68,7 @@ class SplitNumbers(Prices):
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
-        self.pins, self.whole = pins or {}, tuple(whole)
+        self.pins, self.whole, self.experts = pins or {}, tuple(whole), experts
         self.sequence_parallel = sequence_parallel
         self.policies = tuple(policies)
         self.programs = programs or SplitPrograms()
@@ -131,9 +132,10 @@ class SplitNumbers(Prices):
         times = self.folded.multiplicity(kind)
         offers = self.workbook.facts.offers[kind]
         scope = Scope(kind, segment)
+        experts = expert_dims(segment) if self.experts == "widths" else {}
         for i, node in enumerate(segment.parameters):
             info = infos(node)[0]
-            choices = tuple(self._parameter_choices(scope(node), info, times, offers, node, (kind, i)))
+            choices = tuple(self._parameter_choices(scope(node), info, times, offers, node, (kind, i), experts))
             yield Node(scope.parameter(i), choices), {scope(node): (info, times, False)}
         for i, node in enumerate(segment.prelude):
             name = scope(node)
@@ -170,6 +172,7 @@ class SplitNumbers(Prices):
         offers: Mapping[tuple[str, int], frozenset[int]],
         node: fx.Node,
         slot: tuple[str, int],
+        experts: Mapping[fx.Node, int],
     ) -> Iterator[Choice]:
         static = times * self.static_bytes / tensor.dtype.itemsize
         splits = [
@@ -179,6 +182,7 @@ class SplitNumbers(Prices):
             if self.ranks > 1
             and slot not in self._whole_slots
             and node not in self._of_own_tokens
+            and experts.get(node) != dim
             and self.sizes.divisible(size, self.ranks, groups)
         ]
         whole = not splits or node not in self.workbook.facts.weights or slot in self._pinned_slots

@@ -26,7 +26,7 @@ from autoptd.passes.trace.traced import BATCH
 from autoptd.search.sharding.ilp import SplitPrograms
 from autoptd.search.sharding.kind_cost import PARTIAL
 from autoptd.search.sharding.op_table import GraphFacts, Workbook
-from autoptd.search.sharding.strategies import legal_strategies
+from autoptd.search.sharding.strategies import ExpertsOnTp, legal_strategies
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 _ENTRIES = 128  # sharded models that are kept, some hundred kilobytes each
@@ -46,13 +46,13 @@ class ShardingQuery:
     microbatches: int
     static_bytes: float
     cp: int = 1
-    etp: int = 0  # tp ranks that share each expert: 1, or 0 for all
     kernels: str = "eager"
     attention: str = ""
     fp8: str = ""
     context: str = "ring"  # used if cp is more than 1
     pins: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()  # parameters that tp does not split
+    experts: ExpertsOnTp = "any"
     sequence_parallel: bool = True
     policies: tuple[str, ...] = PARTIAL
     second_per_byte: float = 0.0  # price of a byte saved for backward, per microbatch
@@ -66,7 +66,7 @@ class ShardingCache:
         self.folded = folded
         self.facts = GraphFacts(folded)
         self._workbooks: dict[tuple[str, str, str], Workbook] = {}
-        self._legal: dict[tuple[int, Values, bool, int], Legal] = {}
+        self._legal: dict[tuple[int, Values, bool, ExpertsOnTp], Legal] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
         self._programs = SplitPrograms()
@@ -83,12 +83,14 @@ class ShardingCache:
             self._workbooks[kernels, attention, fp8] = Workbook(self.folded, kernels, attention, self.facts, fp8)
         return self._workbooks[kernels, attention, fp8]
 
-    def legal(self, tp: int, values: Values, sequence_parallel: bool, etp: int = 0) -> Legal:
+    def legal(self, tp: int, values: Values, sequence_parallel: bool, experts: ExpertsOnTp = "any") -> Legal:
         """Return the legal strategies of every op."""
-        key = tp, values, sequence_parallel, etp
+        key = tp, values, sequence_parallel, experts
         if key not in self._legal:
             sizes = Sizes({BATCH: 1, **dict(values)}, BATCH)
-            self._legal[key] = legal_strategies(self.folded, tp, sizes, sequence_parallel=sequence_parallel, etp=etp)
+            self._legal[key] = legal_strategies(
+                self.folded, tp, sizes, sequence_parallel=sequence_parallel, experts=experts
+            )
         return self._legal[key]
 
     def tensors(self, query: ShardingQuery) -> Tensors:
@@ -108,7 +110,8 @@ class ShardingCache:
             static_bytes=q.static_bytes,
             pins=dict(q.pins),
             whole=q.whole,
-            legal=self.legal(q.tp, q.values, q.sequence_parallel, q.etp),
+            legal=self.legal(q.tp, q.values, q.sequence_parallel, q.experts),
+            experts=q.experts,
             sequence_parallel=q.sequence_parallel,
             policies=q.policies,
             world=q.world,

@@ -18,7 +18,8 @@ from autoptd.passes.analysis.flops import LOOKUPS
 from autoptd.passes.analysis.flops import work as work_of
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import op_call
-from autoptd.passes.sharding.expert_regions import expert_regions, leaving
+from autoptd.passes.sharding.expert_regions import expert_regions
+from autoptd.passes.sharding.expert_rows import leaving
 from autoptd.search.sharding.kind_cost import KindWork, Works
 
 # Launches of an expert's product by hand-written layers, relative to those of another op: one loop in C++ launches the

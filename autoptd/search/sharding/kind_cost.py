@@ -20,12 +20,14 @@ PARTIAL = ("selective", "ops")  # policies that recompute a part of a segment
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor of rows that is sent to experts, or back. `rows`: of one tp rank; `chosen`: rows of a token."""
+    """A tensor of rows that is sent to experts, or back. `rows`: of one tp rank; `chosen`: rows of a token;
+    `copied`: all ranks get all of them."""
 
     row_bytes: float
     rows: int
     chosen: float
     experts: int
+    copied: bool = False
 
 
 @dataclass(frozen=True)

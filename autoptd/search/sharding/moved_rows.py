@@ -5,7 +5,6 @@ from __future__ import annotations
 from autoptd.errors import PlanError
 from autoptd.layout.placements import Placement
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import info
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.sharding.expert_parallel_graph import dispatched
 from autoptd.passes.sharding.expert_regions import expert_regions
@@ -23,13 +22,13 @@ def moved_rows(prices: Prices, segment: Segment, decided: KindSharding) -> tuple
         return ()
     if not regions:
         return ()
-    experts = min(int(info(region.ends).shape[0]) for region in regions)
+    experts = min(region.count for region in regions)
     tokens = prices.number(BATCH) * (prices.number(SEQUENCE) if SEQUENCE in prices.values else 1)
     return tuple(_moved(prices, *each, experts, tokens) for each in dispatched(segment, decided))
 
 
-def _moved(prices: Prices, tensor: TensorInfo, placement: Placement, experts: int, tokens: int) -> Moved:
-    whole = prices.number(tensor.shape[0])
-    row_bytes = prices.nbytes(tensor) / whole
-    rows = round(prices.nbytes(tensor, placement) / row_bytes)
-    return Moved(row_bytes, rows, min(experts, max(1.0, whole / tokens)), experts)
+def _moved(prices: Prices, tensor: TensorInfo, placement: Placement, copied: bool, experts: int, tokens: int) -> Moved:
+    width = prices.number(tensor.shape[-1]) if tensor.ndim > 1 else 1
+    row_bytes = float(width * tensor.dtype.itemsize)
+    whole, rows = (round(n / row_bytes) for n in (prices.nbytes(tensor), prices.nbytes(tensor, placement)))
+    return Moved(row_bytes, rows, min(experts, max(1.0, whole / tokens)), experts, copied)

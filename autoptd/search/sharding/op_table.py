@@ -27,6 +27,7 @@ from autoptd.passes.opcall import OpCall
 from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
+from autoptd.passes.sharding.expert_regions import expert_parameters, expert_regions
 from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
 from autoptd.search.sharding.expert_work import places as places_of
 from autoptd.search.sharding.fp8 import fp8_products
@@ -109,6 +110,16 @@ class GraphFacts:
         """Parameters that are operands of products or tables of lookups."""
         segments = self.folded.representatives.values()
         return frozenset(node for s in segments for node in s.parameters if is_weight(node))
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """The parameters that ep splits."""
+        return expert_parameters(self.folded)
+
+    @cached_property
+    def expert_counts(self) -> frozenset[int]:
+        """The numbers of experts of the model's mixtures."""
+        return frozenset(region.count for s in self.folded.representatives.values() for region in expert_regions(s))
 
     def hits(self, pattern: str) -> tuple[tuple[str, int, str], ...]:
         """Return (kind, position, name) of the parameters that match a pattern."""

@@ -23,18 +23,19 @@ from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.meshes import Candidate, divisors
 from autoptd.search.sharding.cache import Legal, ShardingCache, ShardingQuery
 from autoptd.search.sharding.kind_cost import PARTIAL
+from autoptd.search.sharding.strategies import ExpertsOnTp, experts_on_tp
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import Task
 
 CLOSE = 1e-3  # relative: how far splits for a microbatch between two others may be from the best
 _UNLIMITED_BYTES = 2**62
-Key = tuple[int, int, int, int, bool]  # tp, samples of a microbatch, cp, etp, memory-saving
+Key = tuple[int, int, int, bool, ExpertsOnTp]  # tp, samples of a microbatch, cp, memory-saving, experts
 
 
 class Splitter:
     """The split tensors of a task's candidates, found on demand.
 
-    `sharded`: the solutions, by `key_of` a candidate; `tensors`: the problems that they solve.
+    `sharded`: the solutions, by the `key_of` a candidate; `tensors`: the problems that they solve.
     """
 
     def __init__(self, task: Task, known: ShardingCache, pins: NamedConstraints, method: SearchOptions) -> None:
@@ -92,6 +93,13 @@ class Splitter:
         values = tuple(self._sizes(self._method.cp).items())
         return self.known.legal(tp, values, self.task.constraints.sequence_parallel)
 
+    def key_of(self, c: Candidate) -> Key:
+        """Return everything about a candidate that its splits depend on."""
+        return c.tp, c.micro, c.cp, c.memory_saving, self._experts(c)
+
+    def _experts(self, c: Candidate) -> ExpertsOnTp:
+        return experts_on_tp(c.tp, c.ep, c.etp, self.known.facts.expert_counts if c.ep > 1 else ())
+
     def question(self, c: Candidate) -> ShardingQuery:
         task = self.task
         wanted = task.constraints.mesh.get("recompute")
@@ -103,12 +111,12 @@ class Splitter:
             microbatches=max(1, task.batch * c.tp * c.cp // (task.world * c.micro)),
             static_bytes=COMPUTE_BYTES[task.precision] + 4 * MAIN_BYTES[task.precision],
             cp=c.cp,
-            etp=c.etp,
             kernels=self._method.kernels,
             attention=self._method.attention,
             fp8=self._method.fp8,
             context=self._method.context if c.cp > 1 else "ring",
             pins=tuple(task.constraints.splits.items()),
+            experts=self._experts(c),
             whole=self._pins.whole,
             sequence_parallel=task.constraints.sequence_parallel,
             second_per_byte=self._byte_s(c),
@@ -136,7 +144,7 @@ class Splitter:
             return
         for c in between:
             tensors = self.known.tensors(self.question(c))
-            self.tensors[key_of(c)], self.sharded[key_of(c)] = tensors, tensors.priced(common)
+            self.tensors[self.key_of(c)], self.sharded[self.key_of(c)] = tensors, tensors.priced(common)
 
     def _common(
         self, grid: Sequence[Candidate], first: Sharded | AutoptdError, last: Sharded | AutoptdError
@@ -147,7 +155,7 @@ class Splitter:
         for one, other, at in ((first, last, grid[-1]), (last, first, grid[0])):
             if one.sharding == other.sharding:
                 return one.sharding
-            byte_s, moved = self.question(at).second_per_byte, self.tensors[key_of(at)].priced(one.sharding)
+            byte_s, moved = self.question(at).second_per_byte, self.tensors[self.key_of(at)].priced(one.sharding)
             tried, best = (x.seconds + byte_s * x.kept_bytes for x in (moved, other))
             if tried <= best * (1 + CLOSE):
                 return one.sharding
@@ -163,7 +171,7 @@ class Splitter:
         return forward_s / saved if saved > 0 else 0.0
 
     def solve(self, c: Candidate) -> Sharded | AutoptdError:
-        key = key_of(c)
+        key = self.key_of(c)
         if key not in self.sharded:
             tensors, solved = self.known.sharded(self.question(c))
             if isinstance(solved, AutoptdError):
@@ -182,10 +190,6 @@ class Splitter:
         if not errors:
             return PlanError("no mesh can be split as was asked for", fix="fix fewer dimensions")
         return max(errors, key=lambda e: e[0])[1]
-
-
-def key_of(c: Candidate) -> Key:
-    return c.tp, c.micro, c.cp, c.etp, c.memory_saving
 
 
 @lru_cache(maxsize=64)

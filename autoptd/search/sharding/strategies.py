@@ -6,6 +6,9 @@ which have axes of their own, with their own memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias
+
 import torch
 from torch import fx
 
@@ -13,21 +16,34 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, P, Split
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.fold import Folded
-from autoptd.passes.graph import infos, op_call, op_name, source_line
+from autoptd.passes.graph import infos, op_call, op_name, operands, source_line
 from autoptd.passes.opcall import OpCall, Size, Sizes
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.context_parallel import own_token_strategies
-from autoptd.passes.sharding.expert_regions import expert_regions
+from autoptd.passes.sharding.expert_regions import expert_dims, expert_regions
 from autoptd.passes.sharding.sharding import expand_kind, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 
+# How tp splits experts: in any way, by widths alone, or not at all, with rows of its own tokens on each rank (etp 1).
+ExpertsOnTp: TypeAlias = Literal["any", "widths", "none"]
+
+
+def experts_on_tp(tp: int, ep: int, etp: int, counts: Iterable[int]) -> ExpertsOnTp:
+    """Return how tp may split experts: by widths alone where an ep rank's number of them cannot be split.
+
+    `counts`: experts of each layer; `etp`: tp ranks that share each expert, 1 or 0 for all.
+    """
+    if tp > 1 and etp == 1:
+        return "none"
+    return "widths" if tp > 1 and ep > 1 and any(n % (ep * tp) for n in counts) else "any"
+
 
 def legal_strategies(
-    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True, etp: int = 0
+    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True, experts: ExpertsOnTp = "any"
 ) -> dict[str, dict[int, list[Strategy]]]:
     """Return the strategies that the search may choose from, per kind and op.
 
-    `etp` 1: experts are not split, and each rank computes the rows of its own tokens for them.
+    `experts`: how tp may split experts.
 
     fp64 plans serve to compare results with one process to the last digits. Ops that the model runs in lower precision
     (a norm or a loss in float32) then get no strategies with partial values, which would be rounded before the sum.
@@ -40,7 +56,10 @@ def legal_strategies(
             found[kind] = {i: [s for s in each if not _splits_tokens(calls[i], s)] for i, each in found[kind].items()}
         if exact:
             found[kind] = {i: [s for s in each if _keeps_digits(calls[i], s)] for i, each in found[kind].items()}
-        if etp == 1 and expert_regions(segment):
+        if experts == "widths" and (dims := expert_dims(segment)):
+            for i, each in found[kind].items():
+                found[kind][i] = [s for s in each if not _splits_experts(segment.nodes[i], s, dims)]
+        if experts == "none" and expert_regions(segment):
             own = own_token_strategies(segment, ranks, sizes)
             found[kind] |= {i: [own[node]] for i, node in ops_of(segment) if node in own}
             for node, strategy in own.items() if exact else ():
@@ -59,6 +78,13 @@ def _check_digits(node: fx.Node, strategy: Strategy) -> None:
 def _splits_tokens(call: OpCall, strategy: Strategy) -> bool:
     tensors = [*zip(call.operands, strategy.needs, strict=True), *zip(call.outputs, strategy.gives, strict=True)]
     return any(isinstance(p, Split) and counts_tokens(t.shape[p.dim]) for t, p in tensors)
+
+
+def _splits_experts(node: fx.Node, strategy: Strategy, dims: Mapping[fx.Node, int]) -> bool:
+    placed = [*zip(operands(node), strategy.needs, strict=True)]
+    if node in dims:
+        placed += [(node, placement) for placement in strategy.gives]
+    return any(isinstance(p, Split) and dims.get(n) == p.dim for n, p in placed)
 
 
 def counts_tokens(size: Size) -> bool:
