@@ -57,7 +57,7 @@ def time_verdicts(name: str, time: Errors | None) -> list[Verdict]:
 
 def memory_verdicts(line: Line) -> list[Verdict]:
     """Judge the median memory error of a group of dense models, or of all mixtures; the rest has no bar."""
-    if line.memory is None or line.name == "all rows" or line.name.endswith("(moe)"):
+    if line.memory is None or line.name in ("all rows", "all mixtures") or line.name.endswith("(moe)"):
         return []
     return [at_most(line.memory.median, MEMORY_MIXTURES if line.name in MIXTURES else MEMORY)]
 

@@ -127,13 +127,14 @@ def compare(outcomes: Sequence[Outcome]) -> Report:
     lines: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         lines.setdefault(line_name(outcome.row), []).append(outcome)
+    dense = [o for o in outcomes if not is_mixture(o.row)]
     fit = [o for o in outcomes if is_mixture(o.row) and (o.used or not _unfit(o.row))]
     by_precision = {word: [o for o in fit if (o.row.precision == "fp8") == (word == "fp8")] for word in ("bf16", "fp8")}
     return Report(
         outcomes=tuple(outcomes),
         lines=tuple(_line(name, members) for name, members in lines.items()),
         mixtures=tuple(_line(f"mixtures in {word}", members) for word, members in by_precision.items() if members),
-        everything=_line("all rows", [o for o in outcomes if not is_mixture(o.row)] or outcomes),
+        everything=_line("all rows", dense) if dense else _line("all mixtures", outcomes),
         sets=tuple(_sets(outcomes)),
         fitting=_fitting(outcomes),
     )

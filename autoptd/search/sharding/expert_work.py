@@ -23,7 +23,7 @@ from autoptd.passes.sharding.expert_rows import leaving
 from autoptd.search.sharding.kind_cost import KindWork, Works
 
 # Launches of an expert's product by hand-written layers, relative to those of another op: one loop in C++ launches the
-# products of all experts. Fitted on simumax_b200, xtuner_megatron_h800, megatron_bridge_moe_fp8; docs/accuracy.md
+# products of all experts. Fitted on simumax_b200, bridge_skills_moe, megatron_bridge_moe_fp8; docs/accuracy.md
 LAUNCHES = 0.85
 _SUMS = frozenset({torch.ops.aten.sum.dim_IntList})
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
