@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -71,9 +72,9 @@ class Experts:
         """
         if experts is not None:
             return self._batch(x, route, rows, experts, back=False)
-        if x.shape[0] != int(route[0].sum()):
+        if x.shape[0] != (taken := int(route[0].sum())):
             raise RuntimeFault(
-                f"{x.shape[0]} rows are sorted by expert, but the experts take {int(route[0].sum())} of them",
+                f"{x.shape[0]} rows are sorted by expert, but the experts take {taken} of them",
                 fix="give every row to an expert, or train without ep",
             )
         return self._moved(x, route, back=False)
@@ -127,14 +128,16 @@ class _Moved(torch.autograd.Function):
 
 
 def _move(x: Tensor, group: Group, route: Tensor, back: bool) -> Tensor:
-    here, there = (counts.sum(1).tolist() for counts in route)
-    order = _by_expert(route[1]).to(x.device)
+    counts = route.numpy()  # several times as fast as torch on a few numbers
+    here, there = counts.sum(2).tolist()
+    order = _by_expert(counts[1]).to(x.device)
     if back:
         return group.exchange(torch.empty_like(x).index_copy_(0, order, x), there, here)
     return group.exchange(x.contiguous(), here, there)[order]
 
 
-def _by_expert(counts: Tensor) -> Tensor:
+def _by_expert(counts: np.ndarray) -> Tensor:
     """Return the order that sorts rows by expert, given by rank and then expert: counts [ranks, e] -> [rows]."""
-    experts = torch.arange(counts.shape[1]).repeat(counts.shape[0])
-    return experts.repeat_interleave(counts.flatten()).argsort(stable=True)
+    ranks, experts = counts.shape
+    each = np.tile(np.arange(experts), ranks).repeat(counts.ravel())
+    return torch.from_numpy(each.argsort(kind="stable"))
