@@ -33,7 +33,8 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
         if not node.target._schema.is_mutable:
             continue
         written = _written(node)
-        if written.op == "placeholder":
+        constant = written.name not in state and node.target is aten.detach_.default  # of torch.arange, for one
+        if written.op == "placeholder" and not constant:
             raise written_state(node, state.get(written.name, "x.data of a tensor"))
         if written is not node.args[0]:
             raise UnsupportedOp(
