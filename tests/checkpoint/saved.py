@@ -81,7 +81,7 @@ def made(name: str) -> Made:
 
 def trainer_of(c: Communicators, job: Made) -> Trainer:
     with torch.device("meta"):
-        cut = stage_axes(job.layout, c.cp, c.ep)
+        cut = stage_axes(job.layout, c.cp, c.ep, c.dp)
         stages = [load_stage(job.program, k)(Axis(c.tp), **cut) for k in c.mesh.stages_of(c.stage)]
     trainer = Trainer(stages, job.layout, c, "adamw", **OPTIONS)
     trainer.load_parameters(job.values)

@@ -265,7 +265,7 @@ def rank_bytes(
     """Return (pipeline rank, bytes of the storages alive after a step), in a worker."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
-        cut = stage_axes(layout, communicators.cp, communicators.ep)
+        cut = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
         stages = [load_stage(program, index)(Axis(communicators.tp), **cut) for index in held]
     trainer = Trainer(stages, layout, communicators, optimizer)
     trainer.load_parameters(values)

@@ -55,7 +55,7 @@ def train_rank(
     """Do what `Parallel` does, from files, layout and values only, so that no worker traces a model."""
     with torch.device("meta"):
         held = layout.mesh.stages_of(communicators.stage)
-        cut = stage_axes(layout, communicators.cp, communicators.ep)
+        cut = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
         stages = [load_stage(program, index)(Axis(communicators.tp), **cut) for index in held]
     trainer = Trainer(stages, layout, communicators, optimizer, clip_norm=clip_norm, **OPTIONS[optimizer])
     trainer.load_parameters(values)
