@@ -66,6 +66,16 @@ class UsageError(AutoptdError, ValueError):
     """A mistake in the command line itself."""
 
 
+class Together(argparse.Action):
+    """An option whose values add up where it is given several times."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        before, given = getattr(namespace, self.dest) or {}, dict(values)  # type: ignore[call-overload]
+        if twice := sorted(before.keys() & given.keys()):
+            raise argparse.ArgumentError(self, f"{', '.join(twice)} given twice")
+        setattr(namespace, self.dest, {**before, **given})
+
+
 def read_fix(text: str) -> dict[str, object]:
     """Parse `tp=8,overlap=dp,p2p` to {"tp": 8, "overlap": ("dp", "p2p")}. Raises argparse.ArgumentTypeError."""
     fixed = _read_choices(text, FIXABLE, "fixed")

@@ -25,6 +25,7 @@ from autoptd.cli.arguments import (
     INCLUDABLE,
     SCHEDULE_KINDS,
     SWEPT,
+    Together,
     UsageError,
     count,
     module_name,
@@ -264,9 +265,10 @@ def _parser() -> _Parser:
         "over microbatches, of one dp rank or of all together",
     )
     plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: %(default)s")
-    plan.add_argument("--fix", type=read_fix, metavar="K=V,…", help=f"fix options, as tp=8,zero=2: {', '.join(FIXED)}")
+    fixed = f"fix options, as tp=8,zero=2: {', '.join(FIXED)}"
+    plan.add_argument("--fix", type=read_fix, action=Together, metavar="K=V,…", help=fixed)
     assumed = f"predict only, with options that no generated program can run: {', '.join(ASSUMABLE)}"
-    plan.add_argument("--assume", type=read_assume, metavar="K=V,…", help=assumed)
+    plan.add_argument("--assume", type=read_assume, action=Together, metavar="K=V,…", help=assumed)
     _add_constraints(plan)
     _add_answers(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")

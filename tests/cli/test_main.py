@@ -252,6 +252,15 @@ def test_what_fix_reads(text: str, fix: dict[str, Any]):
     assert cli.read_fix(text) == fix
 
 
+def test_several_fixes_add_up_and_none_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    found = argparse.ArgumentParser()
+    found.add_argument("--fix", type=cli.read_fix, action=cli.Together)
+    assert found.parse_args(["--fix", "tp=2,zero=0", "--fix", "pp=2"]).fix == {"tp": 2, "zero": 0, "pp": 2}
+    with pytest.raises(SystemExit):
+        found.parse_args(["--fix", "tp=2", "--fix", "tp=4"])
+    assert "tp given twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "assumed"),
     [
