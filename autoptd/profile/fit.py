@@ -114,8 +114,9 @@ def _with_matmul(device: Device, record: ProfileRecord, known: Device | None) ->
             peaks[dtype] = rounded(found / sustained.fraction)
     for dtype in ITEMSIZE:
         peaks.setdefault(dtype, peaks.get(_LIKE[dtype], peaks[main]))
+    fp8 = known.matmul_flops_per_s.fp8 if known else None  # not measured
     return device.model_copy(
-        update={"matmul_flops_per_s": Peaks(**peaks), "matmul_sustained": sustained, "k_overhead": overhead}
+        update={"matmul_flops_per_s": Peaks(**peaks, fp8=fp8), "matmul_sustained": sustained, "k_overhead": overhead}
     )
 
 

@@ -26,23 +26,13 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
     """
     _refuse_running_statistics(graph)
     state = {**traced.buffers, **traced.parameters, **traced.inputs}
+    refuse_writes_to_out(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if not node.target._schema.is_mutable:
-            continue
+    for node in _writes(graph):
         written = _written(node)
         constant = written.name not in state and node.target is aten.detach_.default  # of torch.arange, for one
         if written.op == "placeholder" and not constant:
             raise written_state(node, state.get(written.name, "x.data of a tensor"))
-        if written is not node.args[0]:
-            raise UnsupportedOp(
-                f"{node.target} writes to the tensor passed as out=",
-                where=source_line(node),
-                fix="use the returned tensor; a module that updates its buffers this way in training, such as a "
-                "spectral norm, can be put in eval mode",
-            )
         functional = functional_form(node.target)
         if functional is None:
             raise UnsupportedOp(
@@ -53,6 +43,23 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
         result = keep_dtype(graph, node, written)
         for user in later:
             user.replace_input_with(written, result)
+
+
+def refuse_writes_to_out(graph: fx.Graph) -> None:
+    """Raise UnsupportedOp for an op that writes to a tensor passed as `out`."""
+    for node in _writes(graph):
+        if _written(node) is not node.args[0] and _written(node).op != "placeholder":
+            raise UnsupportedOp(
+                f"{node.target} writes to the tensor passed as out=",
+                where=source_line(node),
+                fix="use the returned tensor; a module that updates its buffers this way in training, such as a "
+                "spectral norm, can be put in eval mode",
+            )
+
+
+def _writes(graph: fx.Graph) -> list[fx.Node]:
+    calls = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)]
+    return [node for node in calls if node.target._schema.is_mutable]  # type: ignore[union-attr]
 
 
 def written_state(node: fx.Node, name: str) -> UnsupportedOp:

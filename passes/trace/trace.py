@@ -21,7 +21,7 @@ from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
-from autoptd.passes.normalise.functionalize import KEEP_STATE
+from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_views_functionally, writes_through_view
@@ -74,6 +74,7 @@ def trace(
             program = exporter.run(repeats=False)
         if _to_decompose(program.graph):
             written = program.graph
+            refuse_writes_to_out(written)
             with silent_export():
                 try:
                     program = program.run_decompositions({})

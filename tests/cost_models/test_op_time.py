@@ -123,7 +123,7 @@ def test_a_gpt3_layer_is_bound_by_compute(name: str):
 
 @given(
     st.sampled_from(KINDS),
-    st.sampled_from(sorted(Peaks.model_fields)),
+    st.sampled_from(sorted(Peaks.model_fields.keys() - {"fp8"})),  # which an A100 lacks
     st.floats(0, 1e15),
     st.floats(0, 1e12),
     st.floats(1, 10),

@@ -117,7 +117,7 @@ def test_shape_reads_heads_that_do_not_make_the_width_and_dropout() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"arch": "moe(MLA)"}, "mixture of experts"),
+        ({"arch": "moe(MLA)"}, "does not state n_experts, moe_top_k"),
         ({"arch": "mamba"}, "'mamba' is not modelled"),
         ({"arch": None, "n_layers": None}, "does not state arch, n_layers"),
     ],

@@ -83,7 +83,7 @@ def constants(cluster: Cluster) -> dict[str, float]:
         "dispatch": device.dispatch_s,
         "k": device.k_overhead,
         "head": device.head_overhead,
-        **{dtype: peak.of(dtype) * device.matmul_sustained.fraction for dtype in type(peak).model_fields},
+        **{dtype: peak.of(dtype) * device.matmul_sustained.fraction for dtype in ("fp64", "fp32", "bf16", "fp16")},
         "attention": peak.bf16 * device.attention_sustained.fraction,
     }
     assert device.attention_backward_sustained is not None
