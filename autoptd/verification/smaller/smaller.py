@@ -25,6 +25,7 @@ from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel, read_model
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.loss import Targets
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.passes.trace.unwrap import copy_modes
@@ -99,7 +100,7 @@ def subject_of(
             except AutoptdError:
                 if (which, ranks) == tried[-1]:
                     raise
-    _refuse_large(small.model, carried)
+    _refuse_large(small, carried)
     _set_values(small.model)
     return Subject(small, carried, planned, (*_shown(plan, carried), *_depth(planned, which), *changed))
 
@@ -251,9 +252,12 @@ def _examples(planned: TracedModel, sizes: Mapping[str, int]) -> dict[str, Tenso
     return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in inputs_of(planned, values)}
 
 
-def _refuse_large(model: nn.Module, plan: Plan) -> None:
-    elements = sum(p.numel() for p in model.parameters())
-    needed = elements * 8 * 4 * plan.mesh.dp * plan.mesh.cp
+def _refuse_large(small: TracedModel, plan: Plan) -> None:
+    sizes = {name: p.numel() for name, p in small.model.named_parameters()}
+    elements, mesh = sum(sizes.values()), plan.mesh
+    experts = sum(sizes[name] for name in expert_parameters(small.folded)) if mesh.ep > 1 else 0
+    spread = mesh.ep if mesh.etp == 0 else mesh.ep / mesh.tp  # ranks that hold different experts, of dp × cp
+    needed = (elements - experts + experts / spread) * 8 * 4 * mesh.dp * mesh.cp
     if needed > MOST_BYTES:
         raise PlanError(
             f"all ranks together would take about {needed / 2**30:.0f} GiB: the model has {elements:,} parameters "
