@@ -55,10 +55,10 @@ def congruent(size: int, floor: int, modulus: int) -> int:
     return min(size, floor + (size - floor) % modulus)
 
 
-def same_divisors(count: int, floor: int, ranks: int, step: int = 1) -> int:
-    """Return the smallest of floor, floor + step, … with the same gcd with `ranks` as `count`, but at most `count`."""
+def same_divisors(count: int, floor: int, ranks: int) -> int:
+    """Return the smallest number ≥ `floor` with the same gcd with `ranks` as `count`, but at most `count`."""
     wanted = math.gcd(count, ranks)
-    return next((n for n in range(min(floor, count), count, step) if math.gcd(n, ranks) == wanted), count)
+    return next((n for n in range(min(floor, count), count) if math.gcd(n, ranks) == wanted), count)
 
 
 def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
     groups = max(given(_GROUPS).values(), default=1)  # of experts, at least two in each
     least = max(-(-max(4, *chosen.values(), 0) // groups), 2 if groups > 1 else 1)
     found |= chosen | {
-        n: same_divisors(x, groups * least, ranks.all * ranks.ep, groups) for n, x in given(_EXPERTS).items()
+        n: groups * same_divisors(x // groups, least, ranks.all * ranks.ep) for n, x in given(_EXPERTS).items()
     }
     found |= {n: congruent(x, tokens + 1, ranks.all) for n, x in given(_POSITIONS).items()}
     words = min((found[n] for n in _VOCABULARY if n in found), default=0)
