@@ -10,7 +10,7 @@ from torch import nn
 
 from autoptd.api import Parallel
 from autoptd.compile.program import make_program, read_sharding
-from autoptd.errors import RuntimeFault
+from autoptd.errors import CannotVerify, RuntimeFault
 from autoptd.plans.certificate import program_digest, versions
 from autoptd.plans.data import Certificate
 from autoptd.plans.model import Plan
@@ -64,9 +64,15 @@ def verify_plan(plan: Plan, model: nn.Module, *, progress: Progress | None = Non
     """Run all ranks of a plan in this process in float64 beside the plain model, and report where they differ first.
 
     options: further keywords of `subject_of`. Raises what `subject_of` raises, and CannotVerify if the plain model
-    computes nothing to compare with.
+    computes nothing to compare with, or has the loss of whole batches where the plan averages.
     """
     progress = progress or Silent()
+    if plan.loss_averaging != "global":
+        raise CannotVerify(
+            f"the plan averages its loss ({plan.loss_averaging}), which the plain model computes over whole batches",
+            where="loss_averaging",
+            fix="verify a plan of the same mesh with the loss of whole batches (--loss-averaging global)",
+        )
     subject = subject_of(plan, model, progress=progress, **options)
     found = judge(make_trial(subject, progress=progress), plan, progress)
     if not found.agrees:

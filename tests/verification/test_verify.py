@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 import autoptd
 from autoptd.cli.main import main
-from autoptd.errors import PlanFileError
+from autoptd.errors import CannotVerify, PlanFileError
 from autoptd.models.load import load_model
 from autoptd.ops import library as ops
 from autoptd.plans.model import Plan
@@ -49,6 +49,12 @@ def test_a_plan_that_was_changed_after_it_was_verified_is_refused() -> None:
     data["zero"] = 0
     with pytest.raises(PlanFileError, match="changed after it was verified"):
         autoptd.parallelize(model(), plan=Plan.from_json(json.dumps(data)))
+
+
+def test_a_plan_that_averages_its_loss_has_no_answer() -> None:
+    averaged = plan("tensors").model_copy(update={"loss_averaging": "per-microbatch"})
+    with pytest.raises(CannotVerify, match="which the plain model computes over whole batches"):
+        verify_plan(averaged, model())
 
 
 def test_other_versions_are_a_warning() -> None:
