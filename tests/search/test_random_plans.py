@@ -63,7 +63,7 @@ def slow_devices(rng: random.Random) -> Cluster:
     """Return a cluster slow enough that a toy can be as much work as a large model, so that all meshes occur."""
     cluster, slower = random_cluster(rng), 10 ** rng.uniform(0, 5)
     own = cluster.device
-    rates = {name: rate / slower for name, rate in own.matmul_flops_per_s.model_dump().items()}
+    rates = {name: rate / slower for name, rate in own.matmul_flops_per_s.model_dump().items() if rate}
     device = own.model_copy(
         update={
             "matmul_flops_per_s": own.matmul_flops_per_s.model_copy(update=rates),
