@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import product
 from typing import Literal, TypeAlias
 
 from autoptd.schedule.stage_map import Shape, StageMap
@@ -118,7 +119,16 @@ class Mesh:
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
         """Return all groups of an axis, sorted by their first rank."""
-        return sorted({self.group_of(rank, axis) for rank in range(self.world)})
+        return list(_groups(self, axis))
+
+    @cached_property
+    def channels(self) -> tuple[tuple[int, str, int, int], ...]:
+        """All channels between ranks of neighbouring stages, in order: edge, direction, source and target."""
+        found = []
+        for (edge, ends), dp, cp, tp in product(self.route.edges().items(), *map(range, (self.dp, self.cp, self.tp))):
+            below, above = (self.rank(end, dp, tp, cp) for end in ends)
+            found += [(edge, "forward", below, above), (edge, "backward", above, below)]
+        return tuple(found)
 
     def __str__(self) -> str:
         turned = " as a V" if self.stage_order == "v" else ""
@@ -127,3 +137,8 @@ class Mesh:
         experts = f" × ep{self.ep}" if self.ep > 1 else ""
         experts += f" × etp{self.etp}" if self.sharers < self.tp else ""
         return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{experts}{chunks}"
+
+
+@cache  # every rank asks for them, and ranks can be threads of one process
+def _groups(mesh: Mesh, axis: AxisName) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted({mesh.group_of(rank, axis) for rank in range(mesh.world)}))

@@ -213,22 +213,25 @@ class _GroupedMM(torch.autograd.Function):
         to_x = _per_group(grad, weight.transpose(1, 2), ends) if wanted_x else None
         to_weight = torch.zeros_like(weight) if wanted_weight else None
         if to_weight is not None:
-            for i, rows in enumerate(_groups(ends)):
-                to_weight[i] = x[rows].t() @ grad[rows]
+            for rows, to_rows, out in zip(_groups(x, ends), _groups(grad, ends), to_weight.unbind(), strict=False):
+                if rows.shape[0]:
+                    torch.mm(rows.t(), to_rows, out=out)
         return to_x, to_weight, None
 
 
 def _per_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     result = x.new_zeros(x.shape[0], weight.shape[2])
-    for i, rows in enumerate(_groups(ends)):
-        result[rows] = x[rows] @ weight[i]
+    for rows, own, out in zip(_groups(x, ends), weight.unbind(), _groups(result, ends), strict=False):
+        if rows.shape[0]:
+            torch.mm(rows, own, out=out)
     return result
 
 
-def _groups(ends: Tensor) -> list[slice]:
+def _groups(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     """Return the rows of each group; none on meta, where they are unknown and only shapes matter."""
     last = [] if ends.is_meta else ends.tolist()
-    return [slice(a, b) for a, b in zip([0, *last], last, strict=False)]
+    sizes = [b - a for a, b in zip([0, *last], last, strict=False)]
+    return x.split_with_sizes([*sizes, x.shape[0] - sum(sizes)])[:-1]
 
 
 def _aligned(x: Tensor) -> bool:

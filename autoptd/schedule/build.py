@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 from autoptd.errors import PlanError
 from autoptd.schedule.actions import STEP_END, Action, Schedule, chunks_of
@@ -44,6 +44,7 @@ def with_step_end(schedule: Schedule) -> Schedule:
     return tuple(actions + end for actions in schedule)
 
 
+@lru_cache(maxsize=1)  # ranks that are threads of one process have one schedule
 def training_step(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
     """Return `step_lists`, proved to finish. Raises PlanError as it does, and StuckSchedule for a deadlock."""
     schedule = step_lists(kind, stages, microbatches, virtual)

@@ -15,6 +15,7 @@ from autoptd.plans.certificate import program_digest, versions
 from autoptd.plans.data import Certificate
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
+from autoptd.runtime.comm.threaded import one_thread
 from autoptd.schedule import StuckSchedule, prove, step_lists
 from autoptd.verification.compare import TOLERANCE, Compared, compare
 from autoptd.verification.inputs import USER_ERRORS
@@ -60,6 +61,7 @@ class Verdict:
         return max(off.difference for off in offs)
 
 
+@one_thread()
 def verify_plan(plan: Plan, model: nn.Module, *, progress: Progress | None = None, **options: Any) -> Verdict:
     """Run all ranks of a plan in this process in float64 beside the plain model, and report where they differ first.
 

@@ -157,12 +157,10 @@ def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Commu
     world = backend.group(tuple(range(mesh.world)))
     assert world is not None
     edges: dict[tuple[int, str], Channel] = {}
-    for (edge, ends), dp, cp, tp in product(mesh.route.edges().items(), range(mesh.dp), range(mesh.cp), range(mesh.tp)):
-        below, above = (mesh.rank(end, dp, tp, cp) for end in ends)
-        for direction, source, target in (("forward", below, above), ("backward", above, below)):
-            channel = backend.channel(source, target)
-            if channel is not None:
-                edges[edge, direction] = channel
+    for edge, direction, source, target in mesh.channels:
+        channel = backend.channel(source, target)
+        if channel is not None:
+            edges[edge, direction] = channel
     communicators = Communicators(
         mesh=mesh,
         rank=rank,

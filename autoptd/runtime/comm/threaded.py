@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -366,21 +367,28 @@ def run_lockstep(
         world.leave(rank, error)
         world.end_turn(rank)
 
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         ranks = [
             threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.world)
         ]
         for thread in ranks:
             thread.start()
         _join(ranks, world)
-    finally:
-        torch.set_num_threads(threads_before)
     if world.failure is not None:
         rank, error = world.failure
         raise RuntimeFault(f"rank {rank} failed: {type(error).__name__}: {error}", where=str(mesh)) from error
     return results
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Turn torch's intra-op parallelism off: on small tensors its threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _join(threads: list[threading.Thread], world: _World) -> None:

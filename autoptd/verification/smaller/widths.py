@@ -74,11 +74,8 @@ def narrow(config: Mapping[str, Any], ranks: Ranks, tokens: int) -> dict[str, An
     found |= {n: congruent(x, 2 * width + 4, rest) for n, x in given(_INNER).items()}
     found |= {n: congruent(x, 24 * ranks.scale, ranks.all) for n, x in given(_VOCABULARY).items()}
     chosen = {n: min(x, 2) for n, x in given(_CHOSEN).items()}
-    groups = max(given(_GROUPS).values(), default=1)  # of experts, at least two in each
-    least = max(-(-max(4, *chosen.values(), 0) // groups), 2 if groups > 1 else 1)
-    found |= chosen | {
-        n: groups * same_divisors(x // groups, least, ranks.all * ranks.ep) for n, x in given(_EXPERTS).items()
-    }
+    groups = max(given(_GROUPS).values(), default=1)
+    found |= chosen | {n: _experts(x, groups, max(4, *chosen.values(), 0), ranks) for n, x in given(_EXPERTS).items()}
     found |= {n: congruent(x, tokens + 1, ranks.all) for n, x in given(_POSITIONS).items()}
     words = min((found[n] for n in _VOCABULARY if n in found), default=0)
     found |= {n: words - 1 for n, x in given(_TOKENS).items() if x >= words > 0}
@@ -111,6 +108,19 @@ def _attention(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks,
     found[width_name] = found[head_name] * each
     parts = given(_HEAD_WIDTH)  # equal ones stay equal, others keep their ratio: a split into equal parts is another op
     return found | {n: each * x // min(parts.values()) for n, x in parts.items()}
+
+
+def _experts(count: int, groups: int, least: int, ranks: Ranks) -> int:
+    """Return fewer experts in as many groups: at least two on each rank, and two in each group of several."""
+    each, split = count // groups, ranks.all * ranks.ep
+    floor = max(-(-max(least, 2 * ranks.all, 2 * ranks.ep) // groups), 2 if groups > 1 else 1)
+
+    def splits_alike(n: int) -> bool:
+        """Return whether groups of n experts split over tp as the planned ones, and all experts over ep."""
+        pairs = ((n, each, ranks.all), (groups * n, count, split))
+        return all(math.gcd(new, by) == math.gcd(old, by) for new, old, by in pairs)
+
+    return groups * next((n for n in range(min(floor, each), each) if splits_alike(n)), each)
 
 
 def _image(given: Callable[[tuple[str, ...]], dict[str, int]], ranks: Ranks) -> dict[str, int]:
