@@ -2,18 +2,25 @@
 
 A window has as many segments as one repetition of a unit. If two neighbouring windows of a stage are equal in kinds and
 in recomputation, one of them is dropped. Each stage thus keeps its first segment, its last one, and every recompute
-policy. At least `LEAST` repetitions of each unit are kept: with fewer, a block would not become a class of its own, and
-an encoder's result would have one reader instead of many.
+policy. A stage that is then equal to an earlier one runs no more than each kind between equal ends, as the earlier one
+runs the rest. With * for a recomputed segment:
 
-    stage 1   m a m a m a m a      ->   m a          (begins and ends within a layer, as before)
+    stage 1   m* a* m* a* m* a* m a     ->   m* a* m a      (begins and ends within a layer, as before)
+    stage 2   m* a* m* a* m a m a       ->   m a
+
+At least `LEAST` repetitions of each unit are kept: with fewer, a block would not become a class of its own, and an
+encoder's result would have one reader instead of many.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TypeAlias
 
 from torch import nn
 
@@ -22,6 +29,8 @@ from autoptd.passes.fold import Folded, RepeatedUnit
 from autoptd.plans.model import Plan
 
 LEAST = 3
+Label: TypeAlias = tuple[str, str | None]  # kind of a segment, and its recompute policy
+Drops: TypeAlias = Callable[[Sequence[int], Sequence[int], Sequence[int]], bool]  # segments before, window, after it
 
 
 @dataclass(frozen=True)
@@ -36,31 +45,52 @@ def keep_segments(folded: Folded, plan: Plan) -> KeptSegments:
     """Return the fewest segments that keep every decision of the plan."""
     unit_of = {i: unit for unit in folded.units if unit.count > 1 for i in range(unit.first, unit.last + 1)}
     dropped: Counter[int] = Counter()
+    seen: set[tuple[Label, ...]] = set()
     kept: list[int] = []
     for stage in plan.stages:
         policies = plan.policies(stage)
-        mine = list(range(stage.first, stage.last + 1))
-        at = 0
-        while at < len(mine):
-            unit = unit_of.get(mine[at])
-            if unit is not None and _repeats(folded, policies, unit, mine[at : at + 2 * unit.length], dropped):
-                del mine[at : at + unit.length]
-                dropped[unit.first] += 1
-            else:
-                at += 1
+        labels = {i: (folded.segments[i].kind, policies.get(i)) for i in range(stage.first, stage.last + 1)}
+        mine = _shorten(list(labels), unit_of, dropped, partial(_repeats, labels))
+        if (alike := tuple(labels[i] for i in mine)) in seen:
+            mine = _shorten(mine, unit_of, dropped, partial(_is_spare, labels))
+        seen.add(alike)
         kept += mine
     return KeptSegments(tuple(kept), dict(dropped))
 
 
-def _repeats(
-    folded: Folded, policies: dict[int, str], unit: RepeatedUnit, window: Sequence[int], dropped: Counter[int]
+def _shorten(
+    segments: Sequence[int], unit_of: Mapping[int, RepeatedUnit], dropped: Counter[int], drops: Drops
+) -> list[int]:
+    """Return a stage's segments without the windows that can be dropped; count them by the unit's first segment."""
+    left, at = list(segments), 0
+    while at < len(left):
+        unit = unit_of.get(left[at])
+        if unit is not None and unit.count - dropped[unit.first] > LEAST:
+            window, rest = left[at : at + unit.length], [i for i in left[at + unit.length :] if i <= unit.last]
+            if drops(left[:at], window, rest):
+                del left[at : at + unit.length]
+                dropped[unit.first] += 1
+                continue
+        at += 1
+    return left
+
+
+def _repeats(labels: Mapping[int, Label], _: Sequence[int], window: Sequence[int], rest: Sequence[int]) -> bool:
+    """Return whether a window equals the next one."""
+    return [labels[i] for i in window] == [labels[i] for i in rest[: len(window)]]
+
+
+def _is_spare(
+    labels: Mapping[int, Label], before: Sequence[int], window: Sequence[int], rest: Sequence[int]
 ) -> bool:
-    """Return whether both halves of a double window are equal, so that the first can be dropped."""
-    length = unit.length
-    if len(window) < 2 * length or window[-1] > unit.last or unit.count - dropped[unit.first] <= LEAST:
+    """Return whether a stage without a window has its kinds, and next to each other only what the plan has so.
+
+    A block has one policy, so a recomputed half of a layer cannot stand before one that is not.
+    """
+    kinds = {labels[i][0] for i in (*before, *rest)}
+    if not rest or labels[rest[0]][0] != labels[window[0]][0] or not {labels[i][0] for i in window} <= kinds:
         return False
-    labels = [(folded.segments[i].kind, policies.get(i)) for i in window]
-    return labels[:length] == labels[length:]
+    return not before or (labels[before[-1]], labels[rest[0]]) in pairwise(labels.values())
 
 
 def drop_layers(model: nn.Module, folded: Folded, kept: KeptSegments) -> None:
