@@ -125,7 +125,8 @@ class Mesh:
     def channels(self) -> tuple[tuple[int, str, int, int], ...]:
         """All channels between ranks of neighbouring stages, in order: edge, direction, source and target."""
         found = []
-        for (edge, ends), dp, cp, tp in product(self.route.edges().items(), *map(range, (self.dp, self.cp, self.tp))):
+        copies = product(range(self.dp), range(self.cp), range(self.tp))
+        for (edge, ends), (dp, cp, tp) in product(self.route.edges().items(), copies):
             below, above = (self.rank(end, dp, tp, cp) for end in ends)
             found += [(edge, "forward", below, above), (edge, "backward", above, below)]
         return tuple(found)

@@ -116,6 +116,16 @@ def test_what_is_carried_over_is_the_plan() -> None:
             Ranks(4),
             {"n_routed_experts": 32, "num_experts_per_tok": 2},
         ),
+        (  # a group of experts on each rank, as planned
+            {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+            Ranks(ep=8),
+            {"n_routed_experts": 16, "num_experts_per_tok": 2},
+        ),
+        # a quarter of a group on each rank
+        ({"n_routed_experts": 256, "n_group": 8}, Ranks(ep=32), {"n_routed_experts": 64}),
+        ({"num_experts": 128}, Ranks(ep=8), {"num_experts": 16}),  # on each rank several
+        ({"num_experts": 128}, Ranks(4), {"num_experts": 8}),
+        ({"num_local_experts": 8}, Ranks(2, ep=8), {}),
     ],
 )
 def test_narrower_sizes_split_as_the_planned_ones(

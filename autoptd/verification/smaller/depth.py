@@ -70,7 +70,7 @@ def _shorten(
             if drops(left[:at], window, rest):
                 del left[at : at + unit.length]
                 dropped[unit.first] += 1
-                continue
+                at = -1  # what is now side by side may fit before
         at += 1
     return left
 
@@ -80,9 +80,7 @@ def _repeats(labels: Mapping[int, Label], _: Sequence[int], window: Sequence[int
     return [labels[i] for i in window] == [labels[i] for i in rest[: len(window)]]
 
 
-def _is_spare(
-    labels: Mapping[int, Label], before: Sequence[int], window: Sequence[int], rest: Sequence[int]
-) -> bool:
+def _is_spare(labels: Mapping[int, Label], before: Sequence[int], window: Sequence[int], rest: Sequence[int]) -> bool:
     """Return whether a stage without a window has its kinds, and next to each other only what the plan has so.
 
     A block has one policy, so a recomputed half of a layer cannot stand before one that is not.

@@ -4,7 +4,7 @@ With T tp ranks, C cp ranks and M = T·C (of experts T·C·E, with E ep ranks), 
 that splits as n does:
 
     n' ≡ n (mod M)                           vocabulary, width of the MLP, positions
-    gcd(n', M) = gcd(n, M)                   heads, key-value heads, experts
+    gcd(n', M) = gcd(n, M)                   heads, key-value heads, experts; two experts on each rank of several
     model width = heads × head width         the head width is even (rotary embeddings rotate pairs)
 
 In a mixture of experts, widths are also multiples of 16 bytes in 16-bit types, as grouped matmuls need them. Sizes that
