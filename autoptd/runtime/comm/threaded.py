@@ -368,9 +368,7 @@ def run_lockstep(
         world.end_turn(rank)
 
     with one_thread():
-        ranks = [
-            threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.world)
-        ]
+        ranks = [threading.Thread(target=body, args=(i,), name=f"rank {i}", daemon=True) for i in range(mesh.world)]
         for thread in ranks:
             thread.start()
         _join(ranks, world)
