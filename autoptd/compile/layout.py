@@ -63,7 +63,12 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             tensor = infos(node)[0]
             stages = (*(buffers[name].stages if name in buffers else ()), index)
             buffers[name] = TensorSpec(
-                parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
+                parse_placement("B"),
+                tuple(map(int, tensor.shape)),
+                stages,
+                trainable=False,
+                dtype=tensor.dtype,
+                updated=node.name in folded.updates.values,
             )
     indices = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
     recomputed = {traced.parameters[p.name] for i in indices for p in folded.segments[i].parameters}
@@ -110,6 +115,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
         sums_over_dp=plan.loss_averaging == "per-microbatch-over-dp",
+        sums=folded.updates.width,
         sums_ahead=plan.method.sums == "ahead",
         one_microbatch=bool(folded.loss_form.refused),
         zigzag=zigzag,

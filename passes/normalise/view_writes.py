@@ -1,4 +1,5 @@
-"""Functional forms of writes through slices: `y[:, 0] = x` becomes a `slice_scatter`, and later readers of y read that.
+"""Functional forms of writes to buffers and through slices: `y[:, 0] = x` becomes a `slice_scatter`, and later readers
+of y read that. The last value of a buffer becomes a result of the graph.
 
 torch functionalises any write through a view, but only by tracing the whole graph again, layer by layer. The writes
 that models contain (a key filled half by half, a class token, one column) need no more than the inverse of each view.
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoptd.passes.graph import output_of
 from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, written_state
 
 aten = torch.ops.aten
@@ -33,17 +35,21 @@ _INVERSES: dict[Any, Callable[[fx.Node], Inverse]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: lambda view: (aten.select_scatter.default, view.args[1:]),
 }
+_INVERSES_IN_BUFFERS = {**_INVERSES, aten.detach.default: lambda view: None}  # which have no gradient to lose
 
 
-def write_views_functionally(graph: fx.Graph) -> None:
-    """Rewrite all writes through views. Leaves the graph as it is if any of them is not known here."""
+def write_views_functionally(graph: fx.Graph, buffers: Collection[str] = ()) -> None:
+    """Rewrite all writes through views and to `buffers`, placeholders, whose new values become keyword results.
+
+    Leaves the graph as it is if any of these writes is not known here.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    groups = [
-        _Group(graph, root, order) for root in dict.fromkeys(map(_root, filter(writes_through_view, graph.nodes)))
-    ]
+    writes = [n for n in graph.nodes if writes_through_view(n) or (_is_write(n) and _root(n).name in buffers)]
+    groups = [_Group(graph, root, order, root.name in buffers) for root in dict.fromkeys(map(_root, writes))]
     if all(group.is_known() for group in groups):
         for group in groups:
             group.rewrite()
+        output_of(graph).kwargs = {group.root.name: group.now[group.root] for group in groups if group.is_buffer}
 
 
 def refuse_writes_to_state(graph: fx.Graph, changed: Mapping[str, str]) -> None:
@@ -83,8 +89,9 @@ def _root(node: fx.Node) -> fx.Node:
 class _Group:
     """A tensor with everything that shares its memory."""
 
-    def __init__(self, graph: fx.Graph, root: fx.Node, order: dict[fx.Node, int]) -> None:
-        self.graph, self.root, self.order = graph, root, order
+    def __init__(self, graph: fx.Graph, root: fx.Node, order: dict[fx.Node, int], is_buffer: bool) -> None:
+        self.graph, self.root, self.order, self.is_buffer = graph, root, order, is_buffer
+        self.inverses = _INVERSES_IN_BUFFERS if is_buffer else _INVERSES
         self.members = {root: root}  # node -> the view that it is: a write's result is the view written to
         self.sources: dict[fx.Node, fx.Node] = {}  # view -> the view it is taken of
         for node in _sorted(order, _sharing(root)):
@@ -101,9 +108,9 @@ class _Group:
         last = max(self.order[node] for node in self.writes)
         early = [n for n in self.members if n is not self.root and self.order[n] < last and not _is_write(n)]
         return (
-            self.root.op == "call_function"
+            (self.root.op == "call_function" or self.is_buffer)
             and all(_writes_first(node) and functional_form(node.target) is not None for node in self.writes)
-            and all(node.target in _INVERSES for node in early)
+            and all(node.target in self.inverses for node in early)
             and not any(isinstance(u.target, torch._ops.HigherOrderOperator) for n in self.members for u in n.users)
         )
 
@@ -138,7 +145,7 @@ class _Group:
         self.members[new] = view
         self.now = {view: new}
         for inner, source, old in zip(chain, chain[1:], olds[1:], strict=False):
-            if inverse := _INVERSES[inner.target](inner):
+            if inverse := self.inverses[inner.target](inner):
                 op, rest = inverse
                 with self.graph.inserting_after(new):
                     made = self.graph.call_function(op, (old, new, *rest))

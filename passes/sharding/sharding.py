@@ -100,11 +100,11 @@ class Contradiction(ValueError):
 
 
 def sends_of(folded: Folded, receives: Mapping[str, tuple[Placement, ...]]) -> dict[str, tuple[Placement, ...]]:
-    """Return each kind's send placements, those in which later kinds receive; the loss is Broadcast.
+    """Return each kind's send placements, those in which later kinds receive; the loss and sums for buffers are Broadcast.
 
     Raises Contradiction.
     """
-    wanted: dict[fx.Node, Placement] = {folded.loss: B}
+    wanted: dict[fx.Node, Placement] = dict.fromkeys(folded.results, B)
     for segment in folded.segments:
         for node, placement in zip(segment.receives, receives[segment.kind], strict=True):
             known = wanted.setdefault(node, placement)

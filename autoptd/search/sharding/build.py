@@ -154,7 +154,7 @@ class SplitNumbers(Prices):
             yield Node(f"{kind}/{node.name}", choices), {t: (info, times, False) for t, info in outputs.items()}
         for i, node in enumerate(segment.sends):
             name = scope(node)
-            options = (B,) if node is self.folded.loss else self._edge_placements(infos(node)[0])
+            options = (B,) if node in self.folded.results else self._edge_placements(infos(node)[0])
             yield Node(scope.send(i), tuple(Choice(str(p), needs=((name, p),)) for p in options)), {}
 
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
