@@ -59,12 +59,11 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
 
 def update_notes(source: TracedModel) -> list[str]:
     """Return a note on the buffers that a step updates, if there are any."""
-    folded = source.folded
-    names = fold_names(folded.traced.buffers[name] for name in folded.updates.values)
+    names = fold_names(source.updates)
     if not names:
         return []
     return [
-        f"forward updates buffers ({', '.join(names)}): once per step, from {folded.updates.width:,} sums over the whole "
+        f"forward updates buffers ({', '.join(names)}): once per step, from {source.folded.updates.width:,} sums over the whole "
         "batch, after all forward passes have read the old values"
     ]
 

@@ -97,8 +97,9 @@ def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Pla
         for name, x in one.state.items():
             if name in step.state:
                 full = step.state[name]
-                wanted = own_part(full, layout.parameters[name], layout.mesh, rank)
-                found.state.setdefault(name, Deviation()).add(difference(x, wanted, full.norm().item(), whole), rank)
+                spec = layout.parameters.get(name) or layout.buffers[name]
+                wanted = own_part(full, spec, layout.mesh, rank)
+                found.state.setdefault(name, Deviation()).add(difference(x, wanted, full.double().norm().item(), whole), rank)
 
 
 def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:
@@ -117,4 +118,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return float(sum(x.norm().item() ** 2 for x in tensors.values())) ** 0.5
+    return float(sum(x.double().norm().item() ** 2 for x in tensors.values())) ** 0.5

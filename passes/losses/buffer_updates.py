@@ -91,7 +91,7 @@ class _States:
         wanted = ancestors(values)
         for node in graph.nodes:
             if node in wanted:
-                state = placeholder_state(node, traced) if node.op == "placeholder" else _state(node, self.found)
+                state = _state(node, traced, self.found)
                 if isinstance(state, Mixes):
                     self.reasons[node], state = state, Over.MIXED
                 self.found[node] = state
@@ -113,8 +113,12 @@ class _States:
             )
 
 
-def _state(node: fx.Node, states: States) -> State:
-    """Return the state of an op: that of `over_batch`, with every function of sums that need not be a sum as outer."""
+def _state(node: fx.Node, traced: Traced, states: States) -> State:
+    """Return the state of a node: that of `over_batch`, with every function of sums that need not be a sum as outer."""
+    if node.op == "placeholder":
+        return placeholder_state(node, traced)
+    if any(counts_samples(t) for t in infos(node)):  # samples are independent: `batch_independence.py` proved it
+        return Over.APART
     state = over_batch(node, states)
     sums = [o for o in operands(node) if states[o] is Over.ADDED]
     if state is not Over.ADDED or not sums or op_name(node) in SUMMING:
