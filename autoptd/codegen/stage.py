@@ -39,7 +39,7 @@ from autoptd.layout.placements import B, Placement
 from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, reads_counts
 from autoptd.passes.graph import info
 from autoptd.passes.losses.loss_form import is_count
-from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.sharding.sharding import Sharding, sum_placement
 from autoptd.passes.trace.traced import SEQUENCE, Averaging
 
 
@@ -323,8 +323,9 @@ def _assemble(
     lines += [f"        super().__init__(tp, dropout{hands})", *(f"        {line}" for line in writer.setup)]
     arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]
     arguments += ["counts: tuple[Tensor, ...]"] if counts else []
+    summed = sum_placement(sharding.ranks)
     result = "Tensor" if is_last and not updating.own else "tuple[Tensor, ...]"
-    sums = [body.read(n, B, B) for n in updating.own]
+    sums = [body.read(n, summed, summed) for n in updating.own]
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
     lines += axis_lines(body.lines)
     lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]

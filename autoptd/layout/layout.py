@@ -125,6 +125,10 @@ class Layout:
         """Number of dp ranks that share one copy of sharded state; 1 without ZeRO."""
         return (self.shards or self.mesh.copies) if self.zero else 1
 
+    def spec(self, name: str) -> TensorSpec:
+        """Return the spec of a parameter or buffer."""
+        return self.parameters.get(name) or self.buffers[name]
+
     def copies(self, spec: TensorSpec) -> int:
         """Return the number of ranks that hold the same part of a tensor: of dp × cp, for experts of edp."""
         return self.mesh.copies * (self.mesh.tp if spec.over_tp else 1) // spec.ep

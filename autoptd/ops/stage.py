@@ -53,7 +53,7 @@ class Stage(nn.Module):
     also takes `counts` and returns this microbatch's share of the global loss, 0-dim and equal on all tp ranks. If the
     loss is a function of sums over the batch, it returns the microbatch's terms, [partial_sums], and `loss_of` is the
     function. After these, forward returns the microbatch's sums of which buffers' new values are functions: `summed` has
-    the positions of each among the sums of all stages. Parameters have local shapes and the original model's dotted names; the class is built on meta.
+    the positions of each among the sums of all stages; they are partial values on tp and cp. Parameters have local shapes and the original model's dotted names; the class is built on meta.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that forward reads

@@ -13,24 +13,19 @@ import torch
 from torch import Tensor
 
 from autoptd.ops.stage import Stage
-from autoptd.runtime.comm.interfaces import Communicators
 
 
 class BatchSums:
     """The sums of one step, float64 [width], over this rank's microbatches."""
 
-    def __init__(self, width: int, communicators: Communicators) -> None:
-        self._own = torch.zeros(width, dtype=torch.float64, device=communicators.device)
-        self._communicators = communicators
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.own = torch.zeros(width, dtype=torch.float64, device=device)
 
     def add(self, stage: Stage, sums: Sequence[Tensor]) -> None:
-        """Add the sums of one microbatch, which are equal on all tp ranks."""
+        """Add the sums of one microbatch, partial values on tp and cp."""
         for (start, stop), x in zip(stage.summed, sums, strict=True):
-            self._own[start:stop] += x.detach().reshape(-1).to(torch.float64)
+            self.own[start:stop] += x.detach().reshape(-1).to(torch.float64)
 
-    def share(self) -> Tensor:
-        """Return this rank's addend of the sums over the batch."""
-        return self._own if self._communicators.tp.rank == 0 else torch.zeros_like(self._own)
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ class Trainer:
         counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
         share, loss_of_sums = self._zero_loss(), self._loss_of_sums(counts)
-        sums = BatchSums(self.layout.sums, self.communicators)
+        sums = BatchSums(self.layout.sums, self.communicators.device)
         if self.layout.sums_ahead:
             ahead = self._forward(microbatches, counts)
             if loss_of_sums is not None:
@@ -128,7 +128,7 @@ class Trainer:
 
         def finish() -> None:
             loss = share if loss_of_sums is None else loss_of_sums.share()
-            outcome.append(self._finish(loss, sums.share(), counts))
+            outcome.append(self._finish(loss, sums.own, counts))
             if self.finite.fatal:  # before GATHER, which overwrites each rank's own copy of the parameters
                 origins.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
 

@@ -57,7 +57,7 @@ class OuterFunction:
         read |= dict.fromkeys(n for n in values if n not in inside)
         for node in read:
             if self.states[node] is Over.ADDED:
-                self._take(node, self._wide(node))
+                self._take(node, self._cast(self._wide(node)))
             elif info(node).requires_grad or self._from_parameters(node):
                 self._take(node, self._shared(node))
         for node in read:
@@ -90,6 +90,14 @@ class OuterFunction:
         self.new[node] = made
         self.sums.append(partial)
         self.placeholders.append(made)
+
+    def _cast(self, node: fx.Node) -> fx.Node:
+        if is_float(info(node).dtype):
+            return node
+        with self.main.inserting_after(node):
+            return write_op(
+                self.main, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64
+            )
 
     def _wide(self, node: fx.Node) -> fx.Node:
         """Return a sum of whole numbers as one of float64, of which a rank may have a part; other sums as they are."""

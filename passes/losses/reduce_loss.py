@@ -205,8 +205,6 @@ class _Rewriter:
     def _flat(self, node: fx.Node) -> fx.Node:
         size = prod(map(int, info(node).shape))
         dtype = info(node).dtype
-        if not is_float(dtype):  # a count that depends on the model's outputs
-            node = write_op(self.graph, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64)
         return write_op(self.graph, node, aten.reshape.default, (node, [size]), (size,), info(node).dtype)
 
 

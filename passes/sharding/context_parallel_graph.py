@@ -258,7 +258,8 @@ class _SegmentWriter:
         """Convert a result of the graph to a partial value."""
         have = self.cutter.splits.given[node]
         if have != O and conversion(have, P).function:  # a sum over a rank's own rows is partial
-            self.cutter.results[node] = self._convert(node, have, P, B)
+            on_tp = P if self.tp.get(node) == P and node is not self.cutter.folded.loss else B
+            self.cutter.results[node] = self._convert(node, have, P, on_tp)
 
     def _padded_labels(self, node: fx.Node) -> fx.Node:
         """Return labels for all tokens, padded with `ignore_index` for the last ones."""
