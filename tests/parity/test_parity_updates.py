@@ -43,6 +43,7 @@ WAYS = [
     ("updating_tables", Mesh(dp=2, cp=2, pp=2), BULK),
     ("updating_tables", Mesh(tp=2, dp=2, pp=2), replace(BULK, schedule="interleaved", virtual=2, micro=4)),
     ("updating_tables", Mesh(dp=4, pp=2), replace(BULK, zero=2, recompute="selective")),
+    ("updating_views", Mesh(dp=2, tp=2, cp=2), replace(BULK, recompute="full")),
     ("updating_shared", Mesh(dp=2, tp=4), replace(BULK, recompute="full")),
     ("updating_shared", Mesh(dp=4, tp=2), replace(BULK, zero=3)),
 ]
@@ -136,7 +137,7 @@ def _adds(change: Callable[[BatchSums, Stage, Callable[[], None]], None]) -> Cal
 
 def _at_once(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
     add()
-    trainer.update_buffers([stage], sums.own, tuple)
+    trainer.update_buffers([stage], sums.own, lambda: (torch.ones(()),) * 4)
 
 
 def _last_alone(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:

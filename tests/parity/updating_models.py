@@ -3,6 +3,7 @@
     bias       DeepSeek-V3's bias of scores, from counts of the batch; grouped products
     tables     one table of all layers, of which each layer reads and updates its row; einsum
     averages   moving averages of means and variances over tokens, assigned; counts that are read later; a counter
+    views      writes through views that only torch can make functional
     shared     a layer that runs twice in a pass, and updates its buffers twice
 """
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.mixture_models import CHOSEN, EXPERTS, Einsum, Grouped, Mixture, by_hand, parameter
+from tests.parity.mixture_models import CHOSEN, EXPERTS, Einsum, Grouped, by_hand, parameter
 from tests.parity.parity_models import VOCAB, WIDTH, Case, randomised, tokens
 
 RATE = 1e-2
@@ -127,6 +128,26 @@ class Shared(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Views(nn.Module):
+    """Buffers that are written to through views, of which torch alone knows the inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.register_buffer("mean", torch.zeros(WIDTH // 4, 4))
+        self.register_buffer("steps", torch.zeros(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        logits = self.head(x + self.mean.flatten())
+        with torch.no_grad():
+            self.mean.t().reshape(4, -1).transpose(0, 1).copy_(x.mean((0, 1)).view(-1, 4))
+            self.mean.view(-1)[2:6].mul_(0.5)
+            self.mean[:, 1] += (labels == 3).sum() / labels.numel()
+            self.steps[1] += 1
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def case_of(model: nn.Module) -> Case:
     ids, labels = tokens()
     return Case(randomised(model), {"ids": ids, "labels": labels})
@@ -142,5 +163,5 @@ UPDATING: Mapping[str, Callable[[], Case]] = {
     "updating_averages": lambda: by_hand(Averages, Averages),
     "updating_tables": lambda: made(Tables),
     "updating_shared": lambda: made(Shared),
+    "updating_views": lambda: made(Views),
 }
-__all__ = ["UPDATING", "Averages", "Biased", "Mixture", "Shared", "Tables"]
