@@ -43,7 +43,7 @@ def write_sums_over_samples(graph: fx.Graph, traced: Traced) -> None:
                 made = SPELLINGS[node.target](_SumWriter(graph, node))
             if made is not None:
                 node.replace_all_uses_with(made)
-        elif node.target in _NUMBERS and is_float(info(node).dtype):
+        elif node.target in _NUMBERS:
             _write_sizes(graph, node)
 
 
@@ -319,7 +319,8 @@ def _write_sizes(graph: fx.Graph, node: fx.Node) -> None:
             return
         if not any(map(counts_in, node.args)):
             return
-        node.args = tuple(_counted(w, a) if counts_in(a) else a for a in node.args)
+        dtype = torch.float64 if is_float(info(node).dtype) else torch.int64
+        node.args = tuple(w.to(_counted(w, a), dtype) if counts_in(a) else a for a in node.args)
     node.target = _AS_TENSORS.get(node.target, node.target)
 
 

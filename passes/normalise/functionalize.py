@@ -96,8 +96,10 @@ def keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
 def _result_dtype(node: fx.Node) -> torch.dtype | None:
     """Return the dtype that an op gives, found by running it on tensors of one element; None if it refuses them."""
 
-    def tiny(operand: fx.Node) -> torch.Tensor:
+    def tiny(operand: fx.Node) -> torch.Tensor | int:
         value = operand.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return 1  # a size
         return torch.ones((1,) * value.ndim, dtype=value.dtype, device="cpu")
 
     try:
