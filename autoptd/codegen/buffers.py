@@ -9,8 +9,9 @@ from autoptd.codegen.expressions import value_text
 from autoptd.codegen.loss import buffer_text, count_text, names_of, part_text
 from autoptd.codegen.quoting import literal
 from autoptd.layout.placements import B
-from autoptd.passes.fold import Folded, updated_buffers
+from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors
+from autoptd.passes.held_tensors import updated_buffers
 from autoptd.passes.losses.loss_form import is_count, partial_slices
 from autoptd.passes.losses.update_form import SUM
 from autoptd.passes.sharding.sharding import Sharding
@@ -41,9 +42,7 @@ class BufferFunctions:
         for node in (n for n in nodes if n.op == "placeholder"):
             body.bind(node, B, self._given(node))
         body.prelude([n for n in nodes if n.op == "call_function"])
-        new = [
-            f"{literal(traced.buffers[name])}: {body.held[updates.values[name], B]}," for name in self.buffers
-        ]
+        new = [f"{literal(traced.buffers[name])}: {body.held[updates.values[name], B]}," for name in self.buffers]
         lines = ["def update_buffers(self, sums: Tensor, counts: tuple[Tensor, ...]) -> dict[str, Tensor]:"]
         lines.append('    """Return the new values of buffers, from sums over all samples of the whole batch."""')
         lines += ["    device = sums.device"] if body.uses_device else []

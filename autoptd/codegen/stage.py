@@ -27,17 +27,18 @@ from autoptd.codegen.block import (
     wire_line,
     write_block,
 )
-from autoptd.codegen.buffers import BufferFunctions
 from autoptd.codegen.blocks import BlockNames, BlockSegments, pieces_of
 from autoptd.codegen.body import Body, Made
+from autoptd.codegen.buffers import BufferFunctions
 from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, names_of, size_source
 from autoptd.codegen.names import hint
 from autoptd.codegen.quoting import literal, numbered
 from autoptd.codegen.recompute import in_place_of, recomputation_of
 from autoptd.layout.placements import B, Placement
-from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, reads_counts
+from autoptd.passes.fold import Folded, crossing, needed_prelude
 from autoptd.passes.graph import info
+from autoptd.passes.held_tensors import held_tensors, reads_counts
 from autoptd.passes.losses.loss_form import is_count
 from autoptd.passes.sharding.sharding import Sharding, sum_placement
 from autoptd.passes.trace.traced import SEQUENCE, Averaging

@@ -14,8 +14,8 @@ from autoptd.layout.layout import InputSpec, Layout, TensorSpec
 from autoptd.layout.mesh import Mesh as RankMesh
 from autoptd.layout.placements import parse_placement
 from autoptd.layout.state_bytes import elements_of
-from autoptd.passes.fold import held_tensors
 from autoptd.passes.graph import infos
+from autoptd.passes.held_tensors import held_tensors
 from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
 from autoptd.plans.model import Plan

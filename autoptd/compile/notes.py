@@ -19,8 +19,8 @@ from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.pipeline.dispatch_cost import experts_of
 from autoptd.search.pipeline.evaluate import Staged
-from autoptd.text import fold_names
 from autoptd.search.planner import Answer, alternatives
+from autoptd.text import fold_names
 
 if TYPE_CHECKING:
     from autoptd.compile.traced import TracedModel
@@ -63,8 +63,8 @@ def update_notes(source: TracedModel) -> list[str]:
     if not names:
         return []
     return [
-        f"forward updates buffers ({', '.join(names)}): once per step, from {source.folded.updates.width:,} sums over the whole "
-        "batch, after all forward passes have read the old values"
+        f"forward updates buffers ({', '.join(names)}): once per step, from {source.folded.updates.width:,} sums over "
+        "the whole batch, after all forward passes have read the old values"
     ]
 
 

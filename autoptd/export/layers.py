@@ -69,8 +69,8 @@ def read_layers(plan: Plan) -> Layers:
         )
     if plan.updates:
         raise PlanError(
-            f"forward updates {plan.updates[0]}{' and other buffers' * (len(plan.updates) > 1)} from sums over the whole "
-            "batch, which no exported program computes",
+            f"forward updates {plan.updates[0]}{' and other buffers' * (len(plan.updates) > 1)} from sums over the "
+            "whole batch, which no exported program computes",
             where="updates",
             fix="run the program that autoptd emits",
         )

@@ -52,8 +52,9 @@ class Stage(nn.Module):
     `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`. On the last stage it
     also takes `counts` and returns this microbatch's share of the global loss, 0-dim and equal on all tp ranks. If the
     loss is a function of sums over the batch, it returns the microbatch's terms, [partial_sums], and `loss_of` is the
-    function. After these, forward returns the microbatch's sums of which buffers' new values are functions: `summed` has
-    the positions of each among the sums of all stages; they are partial values on tp and cp. Parameters have local shapes and the original model's dotted names; the class is built on meta.
+    function. The microbatch's sums that new values of buffers are functions of come last, partial values on tp and cp;
+    `summed` has the positions of each among the sums of all stages. Parameters have local shapes and the original
+    model's dotted names; the class is built on meta.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that forward reads

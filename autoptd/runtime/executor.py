@@ -21,8 +21,7 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.group import Handle
 from autoptd.ops.stage import Stage, Wire
 from autoptd.runtime.batch import Microbatch, sample_count
-from autoptd.runtime.batch_counts import LossOfSums
-from autoptd.runtime.buffer_updates import BatchSums
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums
 from autoptd.runtime.comm.handshake import exchange
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait

@@ -25,8 +25,7 @@ from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement
-from autoptd.runtime.batch_counts import LossOfSums, start_counts
-from autoptd.runtime.buffer_updates import BatchSums, update_buffers
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums, start_counts, update_buffers
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
@@ -293,7 +292,7 @@ class Trainer:
         self._loaded = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all parameters, and the buffers that steps update, full, by original name, on every rank. A collective."""
+        """Return all parameters, and buffers that steps update, full, by original name, on every rank. A collective."""
         result = {}
         for name, spec in self.layout.parameters.items():
             with self._buffers.whole([name]):

@@ -98,7 +98,9 @@ def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Pla
             if name in step.state:
                 full = step.state[name]
                 wanted = own_part(full, layout.spec(name), layout.mesh, rank)
-                found.state.setdefault(name, Deviation()).add(difference(x, wanted, full.double().norm().item(), whole), rank)
+                found.state.setdefault(name, Deviation()).add(
+                    difference(x, wanted, full.double().norm().item(), whole), rank
+                )
 
 
 def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:

@@ -1,7 +1,7 @@
 """Functions of sums over the batch, moved out of the graph of a microbatch into a graph of their own.
 
-    main graph     sums S_1, S_2 … of a microbatch       added up over microbatches and ranks
-    own graph      f(S_1, S_2, …, counts, buffers)       computed once per step
+main graph     sums S_1, S_2 … of a microbatch       added up over microbatches and ranks
+own graph      f(S_1, S_2, …, counts, buffers)       computed once per step
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ class OuterFunction:
         if is_float(info(node).dtype):
             return node
         with self.main.inserting_after(node):
-            return write_op(
-                self.main, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64
-            )
+            return write_op(self.main, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64)
 
     def _wide(self, node: fx.Node) -> fx.Node:
         """Return a sum of whole numbers as one of float64, of which a rank may have a part; other sums as they are."""

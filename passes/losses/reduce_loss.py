@@ -24,27 +24,22 @@ import torch
 from torch import fx
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
-from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples
 from autoptd.passes.graph import (
     ancestors,
     info,
     infos,
     is_float,
-    op_name,
     operands,
     source_line,
-    substitute,
     user_op_name,
     write_op,
 )
 from autoptd.passes.losses.averaged_terms import ADDITIONS, OwnTerms, terms_of
-from autoptd.passes.losses.batch_counts import take_count
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
 from autoptd.passes.losses.outer_function import OuterFunction
 from autoptd.passes.losses.shares import Shares
-from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
@@ -204,7 +199,6 @@ class _Rewriter:
 
     def _flat(self, node: fx.Node) -> fx.Node:
         size = prod(map(int, info(node).shape))
-        dtype = info(node).dtype
         return write_op(self.graph, node, aten.reshape.default, (node, [size]), (size,), info(node).dtype)
 
 

@@ -77,7 +77,8 @@ def write_masked_put_as_where(graph: fx.Graph, traced: Traced) -> None:
 def write_sums_by_index(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite `scatter_add`, `index_add` and accumulating `index_put` on zeros of a fixed size to `ops.sum_by_index`.
 
-    On another tensor without samples, such as a buffer, it is added to that. These count, or sum, what belongs to each of a few classes, such as tokens to experts.
+    On another tensor without samples, such as a buffer, it is added to that. These count, or sum, what belongs to each
+    of a few classes, such as tokens to experts.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _ADDS_BY_INDEX:

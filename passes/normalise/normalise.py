@@ -17,8 +17,8 @@ from autoptd.passes.batch.batch_independence import refuse_mixed_samples
 from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
 from autoptd.passes.graph import source_line
-from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates
 from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
+from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates
 from autoptd.passes.losses.loss_spellings import write_sums_over_samples
 from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
 from autoptd.passes.normalise.annotate import annotate

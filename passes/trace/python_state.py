@@ -66,8 +66,8 @@ def refuse_counters(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -
 
 @contextmanager
 def write_assigned_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
-    """Wrap a trace of `root`, which wraps `model`. At the end of forward, tensors that it assigned to buffers are written
-    into these, which torch.export does for the root's own buffers alone.
+    """Wrap a trace of `root`, which wraps `model`: at the end of forward, write the tensors that it assigned to buffers
+    into these. torch.export does so for the root's own buffers alone.
 
     Raises UnsupportedOp for a tensor of another shape or dtype, or one whose memory is also that of other state. The
     tensors are those that a trace puts in their place, so they are compared at the two ends of forward.
@@ -88,7 +88,7 @@ def write_assigned_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
                     where=name,
                     fix=f"assign a new tensor of its shape and dtype, or write into it: self.{name}.copy_(…)",
                 )
-            owner, _, leaf = name.rpartition(".")
+            owner, leaf = name.rpartition(".")[::2]
             model.get_submodule(owner)._buffers[leaf] = old.copy_(x)
 
     hooks = [

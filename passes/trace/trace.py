@@ -242,11 +242,12 @@ def _changed(program: torch.export.ExportedProgram, inputs: list[str]) -> dict[s
 
 def _name_new_buffers(program: torch.export.ExportedProgram) -> None:
     """Make the new buffers of a decomposed program, its first results, keyword results, as for other programs."""
-    signature, output = program.graph_signature, output_of(program.graph)
+    signature = program.graph_signature
+    output: Any = output_of(program.graph)
     placeholders = {name: arg for arg, name in signature.inputs_to_buffers.items()}
-    (*new, loss) = output.args[0]  # type: ignore[misc]
-    values = dict(zip(map(str, new), new, strict=True))  # type: ignore[has-type]
-    output.args = ((loss,),)  # type: ignore[has-type]
+    *new, loss = output.args[0]
+    values = {node.name: node for node in new}
+    output.args = ((loss,),)
     output.kwargs = {placeholders[name]: values[made] for made, name in signature.buffers_to_mutate.items()}
 
 

@@ -20,12 +20,12 @@ from autoptd.layout.mesh import Mesh
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime import trainer
-from autoptd.runtime.buffer_updates import BatchSums
+from autoptd.runtime.batch_counts import BatchSums
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.trainer import Trainer
 from autoptd.verification.verdict import verify_plan
-from tests.parity.parity_check import Variant, batches, case, check, parallel, planned, source
+from tests.parity.parity_check import Variant, batches, case, check, parallel, planned
 from tests.parity.parity_models import WIDTH
 
 BULK = Variant(bulk=True, micro=2)
@@ -62,8 +62,10 @@ def test_the_plan_and_the_program_name_what_is_updated() -> None:
     assert "buffers updated at the end of a step" in method(plan)
     text = parallel("updating_bias", plan, "sgd").program.files["stage_0.py"]
     assert "def update_buffers(self, sums: Tensor" in text and "summed = ((0, 8), (8, 16))" in text
-    with pytest.raises(PlanError, match="forward updates mixtures.0.bias and other buffers from sums"):
-        torch_program(plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"ep": 1})}), case("updating_bias").model)
+    with pytest.raises(PlanError, match=r"forward updates mixtures\.0\.bias and other buffers from sums"):
+        torch_program(
+            plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"ep": 1})}), case("updating_bias").model
+        )
 
 
 def test_evaluation_and_failed_steps_update_nothing() -> None:
@@ -128,7 +130,7 @@ def _whole_on_tp(patch: pytest.MonkeyPatch) -> None:
 
 
 def _adds(change: Callable[[BatchSums, Stage, Callable[[], None]], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a fault in which `change` is called in place of adding a microbatch's sums, with the function that does."""
+    """Return a fault in which `change` is called in place of adding a microbatch's sums, with what adds them."""
     known = BatchSums.add
     return lambda patch: patch.setattr(
         BatchSums, "add", lambda self, stage, sums: change(self, stage, lambda: known(self, stage, sums))
@@ -153,9 +155,7 @@ def _twice(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
 
 def _one_stage(patch: pytest.MonkeyPatch) -> None:
     known = trainer.update_buffers
-    patch.setattr(
-        trainer, "update_buffers", lambda stages, *rest: known([s for s in stages if s.is_last], *rest)
-    )
+    patch.setattr(trainer, "update_buffers", lambda stages, *rest: known([s for s in stages if s.is_last], *rest))
 
 
 def _forgotten(patch: pytest.MonkeyPatch) -> None:

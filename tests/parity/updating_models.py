@@ -1,10 +1,10 @@
 """Tiny models whose forward updates buffers, in the ways that people write it.
 
-    bias       DeepSeek-V3's bias of scores, from counts of the batch; grouped products
-    tables     one table of all layers, of which each layer reads and updates its row; einsum
-    averages   moving averages of means and variances over tokens, assigned; counts that are read later; a counter
-    views      writes through views that only torch can make functional
-    shared     a layer that runs twice in a pass, and updates its buffers twice
+bias       DeepSeek-V3's bias of scores, from counts of the batch; grouped products
+tables     one table of all layers, of which each layer reads and updates its row; einsum
+averages   moving averages of means and variances over tokens, assigned; counts that are read later; a counter
+views      writes through views that only torch can make functional
+shared     a layer that runs twice in a pass, and updates its buffers twice
 """
 
 from __future__ import annotations
