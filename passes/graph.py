@@ -119,6 +119,18 @@ def ancestors(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lam
     return seen
 
 
+def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that are computed from any of these, without the output."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        for user in stack.pop().users:
+            if user not in seen and user.op != "output":
+                seen.add(user)
+                stack.append(user)
+    return seen
+
+
 def module_path(node: fx.Node) -> str:
     """Return the dotted path of the innermost module that made the node, without the name of the tracing wrapper."""
     stack = node.meta.get("nn_module_stack")

@@ -22,6 +22,7 @@ from autoptd.errors import UnsupportedOp
 from autoptd.passes.batch.batch_dims import counts_samples
 from autoptd.passes.graph import (
     ancestors,
+    descendants,
     info,
     infos,
     op_name,
@@ -49,10 +50,10 @@ def refuse_reads_of_updates(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp if samples read a value that forward computed for a buffer from sums over samples."""
     sampled = {n for n in graph.nodes if n.op != "output" and any(counts_samples(t) for t in infos(n))}
     for name, value in updated_values(graph).items():
-        before = ancestors([value])
-        if value in sampled or sampled.isdisjoint(before):
+        if value in sampled or sampled.isdisjoint(ancestors([value])):
             continue
-        after = next((n for n in graph.nodes if n in sampled and n not in before and value in ancestors([n])), None)
+        read = descendants([value])
+        after = next((n for n in graph.nodes if n in sampled and n in read), None)
         if after is not None:
             raise UnsupportedOp(
                 f"forward reads the buffer {traced.buffers[name]} after updating it from the samples of the batch, of "

@@ -479,7 +479,19 @@ class Replacing(Statistics):
         return Block.forward(self, x)
 
 
-@pytest.mark.parametrize("kind", [Statistics, Replacing])
+class Rows(Statistics):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen[1] += x.sum()
+            self.seen.mul_(0.5)
+        return Block.forward(self, x)
+
+
+@pytest.mark.parametrize("kind", [Statistics, Replacing, Rows])
 def test_every_block_updates_its_own_buffer(kind: type[Block], calls: Calls) -> None:
     assert_as_in_full(stack(kind), batch())
     traced = normalise(trace(stack(kind), batch()))
