@@ -124,21 +124,23 @@ class LossOfSums:
 
 
 class BatchSums:
-    """The sums of one step, float64 [width], over this rank's microbatches."""
+    """The sums of one step for buffers: `own`, float64 [width], has those of this rank's microbatches."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], width: int, counts: Callable[[], tuple[Tensor, ...]], device: torch.device
+    ) -> None:
         self.own = torch.zeros(width, dtype=torch.float64, device=device)
+        self._stages, self._counts = stages, counts
 
     def add(self, stage: Stage, sums: Sequence[Tensor]) -> None:
         """Add the sums of one microbatch, partial values on tp and cp."""
         for (start, stop), x in zip(stage.summed, sums, strict=True):
             self.own[start:stop] += x.detach().reshape(-1).to(torch.float64)
 
-
-@torch.no_grad()
-def update_buffers(stages: Sequence[Stage], sums: Tensor, counts: Callable[[], tuple[Tensor, ...]]) -> None:
-    """Write the new values of all buffers, computed from the old ones and from sums over the batch."""
-    found = [(stage, stage.update_buffers(sums, counts())) for stage in stages]
-    for stage, values in found:
-        for name, value in values.items():
-            stage.get_buffer(name).copy_(value)
+    @torch.no_grad()
+    def update_buffers(self, whole: Tensor) -> None:
+        """Write the new values of all buffers, computed from the old ones and from the sums of all ranks."""
+        found = [(stage, stage.update_buffers(whole, self._counts())) for stage in self._stages]
+        for stage, values in found:
+            for name, value in values.items():
+                stage.get_buffer(name).copy_(value)

@@ -25,7 +25,7 @@ from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement
-from autoptd.runtime.batch_counts import BatchSums, LossOfSums, start_counts, update_buffers
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
@@ -118,7 +118,7 @@ class Trainer:
         counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
         share, loss_of_sums = self._zero_loss(), self._loss_of_sums(counts)
-        sums = BatchSums(self.layout.sums, self.communicators.device)
+        sums = BatchSums(self.stages, self.layout.sums, counts, self.communicators.device)
         if self.layout.sums_ahead:
             ahead = self._forward(microbatches, counts)
             if loss_of_sums is not None:
@@ -127,7 +127,7 @@ class Trainer:
 
         def finish() -> None:
             loss = share if loss_of_sums is None else loss_of_sums.share()
-            outcome.append(self._finish(loss, sums.own, counts))
+            outcome.append(self._finish(loss, sums))
             if self.finite.fatal:  # before GATHER, which overwrites each rank's own copy of the parameters
                 origins.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
 
@@ -209,7 +209,7 @@ class Trainer:
         return start_counts(self.stages, microbatches, self.communicators.dp, self.communicators.device)
 
     @torch.no_grad()
-    def _finish(self, share: Tensor, sums: Tensor, counts: Callable[[], tuple[Tensor, ...]]) -> Tensor:
+    def _finish(self, share: Tensor, sums: BatchSums) -> Tensor:
         """Reduce loss, norm, used parameters and sums for buffers over the world; clip and step unless not finite.
 
         Buffers are updated in steps that are skipped too, since the forward pass has run. Returns the loss.
@@ -221,9 +221,10 @@ class Trainer:
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = torch.tensor([name in own_used for name in self._trainable], dtype=torch.float64, device=device)
         norm = squared_norm(self._pieces).to(device)
-        parts = (loss.view(1), norm.view(1), self._inputs.row(), flags, sums)
+        parts = (loss.view(1), norm.view(1), self._inputs.row(), flags, sums.own)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
-        whole, _, *rest = agreed[: len(agreed) - len(sums)].tolist()
+        agreed, summed = agreed.split((len(agreed) - len(sums.own), len(sums.own)))
+        whole, _, *rest = agreed.tolist()
         self._agreed, users = rest[:NUMBERS], rest[NUMBERS:]
         if not self._inputs.holds(self._agreed):  # `train_step` raises
             return agreed[0].to(self.layout.main_dtype)
@@ -231,7 +232,7 @@ class Trainer:
         self.grad_norm = agreed[1].sqrt()
         steps = self.finite.steps(whole, float(self.grad_norm))
         if not self.finite.fatal:
-            update_buffers(self.stages, agreed[len(agreed) - len(sums) :], counts)
+            sums.update_buffers(summed)
         if not steps:
             return agreed[0].to(self.layout.main_dtype)
         if self.clip_norm is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ from autoptd.export.torch_program import torch_program
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import Axis
-from autoptd.runtime import trainer
 from autoptd.runtime.batch_counts import BatchSums
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
@@ -108,21 +106,19 @@ def _of_ranks(counts: Callable[[Communicators], bool]) -> Callable[[pytest.Monke
     """Return a fault in which ranks add their sums to those of the batch as `counts` says."""
     known = Trainer._finish
 
-    def finish(self: Trainer, share: Tensor, sums: Tensor, counted: Any) -> Tensor:
-        return known(self, share, sums * counts(self.communicators), counted)
+    def finish(self: Trainer, share: Tensor, sums: BatchSums) -> Tensor:
+        sums.own *= counts(self.communicators)
+        return known(self, share, sums)
 
     return lambda patch: patch.setattr(Trainer, "_finish", finish)
 
 
-def _own_sums(patch: pytest.MonkeyPatch) -> None:
-    here, known, update = threading.local(), Trainer._finish, trainer.update_buffers
-
-    def finish(self: Trainer, share: Tensor, sums: Tensor, counts: Any) -> Tensor:
-        here.own = sums
-        return known(self, share, sums, counts)
-
-    patch.setattr(Trainer, "_finish", finish)
-    patch.setattr(trainer, "update_buffers", lambda stages, sums, counts: update(stages, here.own, counts))
+def _updates(change: Callable[[BatchSums, Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return a fault in which new values are computed from what `change` makes of the sums."""
+    known = BatchSums.update_buffers
+    return lambda patch: patch.setattr(
+        BatchSums, "update_buffers", lambda self, whole: known(self, change(self, whole))
+    )
 
 
 def _whole_on_tp(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +135,7 @@ def _adds(change: Callable[[BatchSums, Stage, Callable[[], None]], None]) -> Cal
 
 def _at_once(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
     add()
-    trainer.update_buffers([stage], sums.own, lambda: (torch.ones(()),) * 4)
+    sums.update_buffers(sums.own)
 
 
 def _last_alone(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
@@ -154,8 +150,13 @@ def _twice(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
 
 
 def _one_stage(patch: pytest.MonkeyPatch) -> None:
-    known = trainer.update_buffers
-    patch.setattr(trainer, "update_buffers", lambda stages, *rest: known([s for s in stages if s.is_last], *rest))
+    known = BatchSums.update_buffers
+
+    def update(self: BatchSums, whole: Tensor) -> None:
+        self._stages = [stage for stage in self._stages if stage.is_last]
+        known(self, whole)
+
+    patch.setattr(BatchSums, "update_buffers", update)
 
 
 def _forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -163,8 +164,9 @@ def _forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trainer, "state_dict", lambda self: {n: x for n, x in whole(self).items() if "bias" not in n})
 
 
+_OWN_SUMS = _updates(lambda sums, whole: sums.own)
 PLANTED = [
-    ("a bias of some samples", _own_sums),
+    ("a bias of some samples", _OWN_SUMS),
     ("a bias of some samples", _of_ranks(lambda c: c.dp.rank == 0)),
     ("a bias updated per microbatch", _adds(_at_once)),
     ("a bias updated per microbatch", _adds(_last_alone)),
@@ -194,7 +196,7 @@ def test_without_a_fault_nothing_is_seen() -> None:
     assert not faulty()
 
 
-@pytest.mark.parametrize("plant", [_own_sums, _whole_on_tp])
+@pytest.mark.parametrize("plant", [_OWN_SUMS, _whole_on_tp])
 def test_verify_compares_updated_buffers(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
