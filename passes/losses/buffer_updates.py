@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
@@ -31,14 +32,16 @@ from autoptd.passes.graph import (
     source_line,
     updated_values,
     user_op_name,
+    write_op,
 )
 from autoptd.passes.losses.averaged_terms import ADDITIONS
 from autoptd.passes.losses.batch_sums import Mixes, Over, State, States, over_batch, placeholder_state
 from autoptd.passes.losses.outer_function import SUMMING, OuterFunction
 from autoptd.passes.losses.shares import Shares
-from autoptd.passes.losses.update_form import SUM, BufferUpdates, store
+from autoptd.passes.losses.update_form import SUM, BufferUpdates, store, sums_of
 from autoptd.passes.trace.traced import Traced
 
+aten = torch.ops.aten
 _WAY_OUT = "or update the buffer outside forward, between steps"
 _FIX = (
     "write the new value as a function of the buffers and of sums over samples, such as counts; use fewer of them, "
@@ -81,6 +84,18 @@ def rewrite_updates(graph: fx.Graph, traced: Traced) -> None:
     moved = {name: outer.new[value] for name, value in values.items()}
     output_of(graph).kwargs = {"sums": tuple(outer.sums)}
     store(traced.graph, BufferUpdates(new, moved, tuple(outer.placeholders)))
+
+
+def separate_sums(graph: fx.Graph, traced: Traced) -> None:
+    """Give each sum a node that nothing else reads: between ops it may be placed otherwise than as a result."""
+    done: list[fx.Node] = []
+    for node in sums_of(graph):
+        if node in done or any(user.op != "output" for user in node.users):
+            with graph.inserting_after(node):
+                node = write_op(graph, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64)
+        done.append(node)
+    if done:
+        output_of(graph).kwargs = {"sums": tuple(done)}
 
 
 class _States:

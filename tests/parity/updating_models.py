@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.mixture_models import CHOSEN, EXPERTS, Einsum, Grouped, by_hand, parameter
+from tests.parity.mixture_models import CHOSEN, EXPERTS, Einsum, Grouped, Plain, by_hand, parameter
 from tests.parity.parity_models import VOCAB, WIDTH, Case, randomised, tokens
 
 RATE = 1e-2
@@ -50,6 +50,29 @@ class Biased(Grouped):
         self.chosen_by += counts
         counts = counts.to(self.bias)
         self.bias.add_(RATE * torch.sign(counts.mean() - counts))
+
+
+class Switched(Biased):
+    """The same counts, and means that are detached once they are summed, serve a loss and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(self.count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        chosen = (scores + self.bias).topk(self.chosen, -1)[1]
+        counts = F.one_hot(chosen, self.count).to(scores).sum((0, 1, 2))
+        mean = scores.mean((0, 1))
+        self.lost = self.count * (counts / counts.sum() * mean).sum()
+        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
+        self.bias.add_(RATE * torch.sign(counts.mean() - counts))
+        return Einsum.mix(self, x, torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen)))  # type: ignore[arg-type]
+
+
+class Balanced(Plain):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(ids, labels) + 0.1 * sum(layer.lost for layer in self.mixtures)
 
 
 class Averages(Einsum):
@@ -153,13 +176,14 @@ def case_of(model: nn.Module) -> Case:
     return Case(randomised(model), {"ids": ids, "labels": labels})
 
 
-def made(kind: type[nn.Module]) -> Case:
+def made(kind: Callable[[], nn.Module]) -> Case:
     torch.manual_seed(0)
     return case_of(kind())
 
 
 UPDATING: Mapping[str, Callable[[], Case]] = {
     "updating_bias": lambda: by_hand(Biased, Biased),
+    "updating_balanced": lambda: made(lambda: Balanced(Switched(), Switched())),
     "updating_averages": lambda: by_hand(Averages, Averages),
     "updating_tables": lambda: made(Tables),
     "updating_shared": lambda: made(Shared),
