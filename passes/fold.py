@@ -23,7 +23,7 @@ import sympy
 from torch import fx
 
 from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, output_of, substitute
-from autoptd.passes.losses.loss_form import LossForm, loss_form
+from autoptd.passes.losses.loss_form import LossForm, loss_form, loss_node
 from autoptd.passes.losses.update_form import BufferUpdates, buffer_updates, sums_of
 from autoptd.passes.segment_names import common_prefix, name_kinds, segment_name
 from autoptd.passes.signature import Unquoted, shapes_text, signature_of, structures
@@ -162,14 +162,18 @@ def fold(traced: Traced) -> Folded:
 
 
 def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
-    """Return inputs, buffers, constants, and the nodes computed from them without gradient or heavy work."""
+    """Return inputs, buffers, constants, and the nodes computed from them without gradient or heavy work.
+
+    Heavy work that counts alone need is done before the forward pass, not in a segment.
+    """
     found: set[fx.Node] = set()
+    needed = ancestors((loss_node(graph), *sums_of(graph)))
     for node in graph.nodes:
         if node.op == "placeholder" and node.name not in traced.parameters:
             found.add(node)
         elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             name = getattr(getattr(node.target, "_schema", None), "name", "::").split("::")[1]
-            if name not in _HEAVY and not any(t.requires_grad for t in infos(node)):
+            if (name not in _HEAVY or node not in needed) and not any(t.requires_grad for t in infos(node)):
                 found.add(node)
     return found
 
