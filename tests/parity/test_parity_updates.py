@@ -56,12 +56,12 @@ def test_buffers_as_on_one_process(name: str, mesh: Mesh, variant: Variant) -> N
 
 def test_the_plan_and_the_program_name_what_is_updated() -> None:
     plan = planned("updating_bias", Mesh(dp=4, tp=2), BULK)
-    assert plan.updates == tuple(f"mixtures.{i}.{name}" for i in range(2) for name in ("bias", "chosen_by"))
+    assert plan.updates == tuple(f"mixtures.{i}.{name}" for i in range(3) for name in ("bias", "chosen_by"))
     (note,) = [text for text in plan.notes if "forward updates buffers" in text]
-    assert "mixtures.{0..1}.bias" in note and "from 16 sums" in note and "forward updates buffers" in plan.explain()
+    assert "mixtures.{0..2}.bias" in note and "from 24 sums" in note and "forward updates buffers" in plan.explain()
     assert "buffers updated at the end of a step" in method(plan)
     text = parallel("updating_bias", plan, "sgd").program.files["stage_0.py"]
-    assert "def update_buffers(self, sums: Tensor" in text and "summed = ((0, 8), (8, 16))" in text
+    assert "def update_buffers(self, sums: Tensor" in text and "summed = ((0, 8), (8, 16), (16, 24))" in text
     with pytest.raises(PlanError, match=r"forward updates mixtures\.0\.bias and other buffers from sums"):
         torch_program(
             plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"ep": 1})}), case("updating_bias").model

@@ -46,7 +46,7 @@ class Biased(Grouped):
 
     @torch.no_grad()
     def balance(self, experts: Tensor) -> None:
-        counts = torch.bincount(experts.flatten(), minlength=self.count)
+        counts = F.one_hot(experts, self.count).sum((0, 1))
         self.chosen_by += counts
         counts = counts.to(self.bias)
         self.bias.add_(RATE * torch.sign(counts.mean() - counts))
@@ -192,7 +192,7 @@ def made(kind: type[nn.Module]) -> Case:
 
 
 UPDATING: Mapping[str, Callable[[], Case]] = {
-    "updating_bias": lambda: by_hand(Biased, Biased),
+    "updating_bias": lambda: by_hand(Biased, Biased, Biased),
     "updating_balanced": lambda: made(Balanced),
     "updating_averages": lambda: by_hand(Averages, Averages),
     "updating_tables": lambda: made(Tables),
