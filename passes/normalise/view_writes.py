@@ -103,10 +103,12 @@ class _Group:
         self.now: dict[fx.Node, fx.Node] = {}  # view -> a node with its present value
 
     def is_known(self) -> bool:
-        """Return whether each write has a functional form, and each view read or written before the last one an
-        inverse."""
-        last = max(self.order[node] for node in self.writes)
-        early = [n for n in self.members if n is not self.root and self.order[n] < last and not _is_write(n)]
+        """Return whether each write has a functional form, and each view made before the last one an inverse, unless
+        it is only read before the first: what may be a copy, such as a cast, does not matter then."""
+        first, last = (extreme(self.order[node] for node in self.writes) for extreme in (min, max))
+        late = (n for n in self.members if n in self.writes or any(self.order[u] > first for u in n.users))
+        changing = {view for n in late for view in self._chain(self.members[n])}
+        early = [n for n in self.members if n in changing - {self.root} and self.order[n] < last]
         return (
             (self.root.op == "call_function" or self.is_buffer)
             and all(_writes_first(node) and functional_form(node.target) is not None for node in self.writes)
@@ -134,11 +136,16 @@ class _Group:
             self.now[view].meta = dict(view.meta)
         return self.now[view]
 
-    def _write(self, node: fx.Node) -> None:
-        view = self.members[node]
+    def _chain(self, view: fx.Node) -> list[fx.Node]:
+        """Return a view, the view that it is taken of, and so on to the root."""
         chain = [view]
         while chain[-1] is not self.root:
             chain.append(self.sources[chain[-1]])
+        return chain
+
+    def _write(self, node: fx.Node) -> None:
+        view = self.members[node]
+        chain = self._chain(view)
         olds = [self._value(v, node) for v in chain]
         node.target = functional_form(node.target)  # type: ignore[assignment]
         new = keep_dtype(self.graph, node, olds[0])

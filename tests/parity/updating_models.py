@@ -35,7 +35,7 @@ class Biased(Grouped):
         product = torch.ops.transformers.grouped_mm_fallback
         rows = x.flatten(0, 1)
         scores = self.gate(rows).sigmoid()
-        experts = (scores + self.bias).topk(self.chosen, -1, sorted=False)[1]
+        experts = (scores + self.bias.to(scores.dtype).view(1, -1)).topk(self.chosen, -1, sorted=False)[1]
         best = scores.gather(-1, experts)
         self.balance(experts)
         keys, order = experts.flatten().sort(stable=True)
