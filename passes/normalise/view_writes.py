@@ -35,7 +35,8 @@ _INVERSES: dict[Any, Callable[[fx.Node], Inverse]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: lambda view: (aten.select_scatter.default, view.args[1:]),
 }
-_INVERSES_IN_BUFFERS = {**_INVERSES, aten.detach.default: lambda view: None}  # which have no gradient to lose
+# of buffers, which have no gradient to lose; a cast to the type that a tensor has already is the tensor
+_INVERSES_IN_BUFFERS = {**_INVERSES, **dict.fromkeys((aten.detach.default, aten.to.dtype), lambda view: None)}
 
 
 def write_views_functionally(graph: fx.Graph, buffers: Collection[str] = ()) -> None:
@@ -112,7 +113,7 @@ class _Group:
         return (
             (self.root.op == "call_function" or self.is_buffer)
             and all(_writes_first(node) and functional_form(node.target) is not None for node in self.writes)
-            and all(node.target in self.inverses for node in early)
+            and all(node.target in self.inverses and not _copies(node) for node in early)
             and not any(isinstance(u.target, torch._ops.HigherOrderOperator) for n in self.members for u in n.users)
         )
 
@@ -159,6 +160,15 @@ class _Group:
                 made.meta = {**node.meta, "val": source.meta["val"]}
                 new = made
             self.now[source] = new
+
+
+def _copies(view: fx.Node) -> bool:
+    """Return whether an op that may return its operand makes a copy."""
+    if view.target is not aten.to.dtype:
+        return False
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    return bool(view.args[3:4] == (True,) or view.kwargs.get("copy") or view.args[1] != source.meta["val"].dtype)
 
 
 def _sharing(root: fx.Node) -> set[fx.Node]:
