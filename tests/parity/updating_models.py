@@ -53,7 +53,7 @@ class Biased(Grouped):
 
 
 class Switched(Biased):
-    """The same counts, and means that are detached once they are summed, serve a loss and buffers."""
+    """A router whose counts, and means detached after their sum, serve a loss and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
