@@ -35,6 +35,7 @@ WAYS = [
     ("updating_bias", Mesh(dp=2, tp=2, cp=2, ep=4, etp=1), replace(BULK, recompute="ops")),
     ("updating_bias", Mesh(dp=4, pp=2, ep=2), replace(BULK, schedule="zero-bubble", recompute="ops")),
     ("updating_bias", Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, zero=0, schedule="interleaved", virtual=2)),
+    ("updating_bias", Mesh(dp=4, pp=2, ep=2), replace(BULK, schedule="zero-bubble-v", virtual=2, zero=2)),
     ("updating_balanced", Mesh(dp=2, tp=2, pp=2), replace(BULK, recompute="full")),
     ("updating_balanced", Mesh(dp=2, cp=2, pp=2), replace(BULK, schedule="zero-bubble", zero=3)),
     ("updating_averages", Mesh(dp=2, tp=2, pp=2, ep=2), replace(BULK, recompute="full")),
