@@ -15,15 +15,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
 from torch import fx
 
-from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, substitute
-from autoptd.passes.losses.loss_form import LossForm, is_count, loss_form
+from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, output_of, substitute
+from autoptd.passes.losses.loss_form import LossForm, loss_form, loss_node
+from autoptd.passes.losses.update_form import BufferUpdates, buffer_updates, sums_of
 from autoptd.passes.segment_names import common_prefix, name_kinds, segment_name
 from autoptd.passes.signature import Unquoted, shapes_text, signature_of, structures
 from autoptd.passes.trace.traced import Traced
@@ -50,7 +51,8 @@ class Segment:
     """A run of consecutive main nodes.
 
     `parameters`, `prelude` and `receives` are the outside nodes that it reads, in order of first use. `sends` are its
-    own nodes that later segments read, and the loss. Position i of each corresponds across all segments of a kind.
+    own nodes that later segments read, the loss, and sums over samples for buffers. Position i of each corresponds
+    across all segments of a kind.
     """
 
     index: int
@@ -96,6 +98,7 @@ class Folded:
     loss: fx.Node
     counts: tuple[fx.Node, ...]
     unused_parameters: tuple[fx.Node, ...]
+    sums: tuple[fx.Node, ...] = ()  # over samples, that new values of buffers are computed from
     cut: Cut | None = None
     ep: int = 1
     representatives: dict[str, Segment] = field(default_factory=dict)
@@ -116,6 +119,16 @@ class Folded:
         """The loss as a function of the counts and sums over a batch."""
         return loss_form(self.traced.graph)
 
+    @property
+    def results(self) -> frozenset[fx.Node]:
+        """The nodes that are added up over microbatches: the loss, or its partial sums, and `sums`."""
+        return frozenset((self.loss, *self.sums))
+
+    @property
+    def updates(self) -> BufferUpdates:
+        """The buffers that a step updates."""
+        return buffer_updates(self.traced.graph)
+
     def multiplicity(self, kind: str) -> int:
         return sum(s.kind == kind for s in self.segments)
 
@@ -123,14 +136,16 @@ class Folded:
 def fold(traced: Traced) -> Folded:
     """Split a normalised graph into prelude and segments, name the kinds and find the units."""
     graph = traced.graph.graph
-    output = next(n for n in graph.nodes if n.op == "output")
+    output: Any = output_of(graph)
     loss, *counts = output.args
+    sums = sums_of(graph)
+    results = {loss, *sums}
     prelude = find_prelude(graph, traced)
     main = [n for n in graph.nodes if n.op == "call_function" and n not in prelude]
     pieces = _cut(main, traced)
     known = structures(n for n in graph.nodes if n in prelude)
-    pieces = _merge_light(pieces, [s.kind for s in _segments(pieces, traced, known, loss)], traced)
-    segments = _segments(pieces, traced, known, loss)
+    pieces = _merge_light(pieces, [s.kind for s in _segments(pieces, traced, known, results)], traced)
+    segments = _segments(pieces, traced, known, results)
     used = {traced.parameters[p.name] for s in segments for p in s.parameters}
     return Folded(
         traced=traced,
@@ -139,6 +154,7 @@ def fold(traced: Traced) -> Folded:
         units=_aligned(list(find_units(_wired(segments))), _wired(segments), segments, traced),
         loss=loss,
         counts=tuple(counts),
+        sums=sums,
         unused_parameters=tuple(
             n for n in graph.nodes if n.op == "placeholder" and traced.parameters.get(n.name, "") not in {*used, ""}
         ),
@@ -146,14 +162,18 @@ def fold(traced: Traced) -> Folded:
 
 
 def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
-    """Return inputs, buffers, constants, and the nodes computed from them without gradient or heavy work."""
+    """Return inputs, buffers, constants, and the nodes computed from them without gradient or heavy work.
+
+    Heavy work that counts alone need is done before the forward pass, not in a segment.
+    """
     found: set[fx.Node] = set()
+    needed = ancestors((loss_node(graph), *sums_of(graph)))
     for node in graph.nodes:
         if node.op == "placeholder" and node.name not in traced.parameters:
             found.add(node)
         elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             name = getattr(getattr(node.target, "_schema", None), "name", "::").split("::")[1]
-            if name not in _HEAVY and not any(t.requires_grad for t in infos(node)):
+            if (name not in _HEAVY or node not in needed) and not any(t.requires_grad for t in infos(node)):
                 found.add(node)
     return found
 
@@ -223,7 +243,7 @@ def _is_heavy(node: fx.Node, traced: Traced) -> bool:
 
 
 def _segments(
-    pieces: list[list[fx.Node]], traced: Traced, prelude: Mapping[fx.Node, str], loss: fx.Node
+    pieces: list[list[fx.Node]], traced: Traced, prelude: Mapping[fx.Node, str], results: Collection[fx.Node]
 ) -> tuple[Segment, ...]:
     """Return the segments of the pieces, with their kinds. `prelude`: node -> its structure."""
     signatures: list[str] = []
@@ -234,7 +254,7 @@ def _segments(
         parameters = tuple(n for n in reads if n.op == "placeholder" and n.name in traced.parameters)
         outside = tuple(n for n in reads if n in prelude)
         receives = tuple(n for n in reads if n not in prelude and n not in parameters)
-        sends = tuple(n for n in nodes if n is loss or any(u not in inside and u.op != "output" for u in n.users))
+        sends = tuple(n for n in nodes if n in results or any(u not in inside and u.op != "output" for u in n.users))
         signature = signature_of(nodes, parameters, outside, receives, sends, prelude)
         signatures.append(signature)
         segments.append(Segment(index, "", segment_name(nodes), tuple(nodes), parameters, outside, receives, sends))
@@ -321,6 +341,8 @@ def graph_hash(traced: Traced) -> str:
     lines = _hashed(traced, traced.graph.graph)
     if form.outer is not None:
         lines += ["outer", *_hashed(traced, form.outer)]
+    if updates := buffer_updates(traced.graph).values:
+        lines += ["updates", *updates, *_hashed(traced, buffer_updates(traced.graph).graph)]
     if set(form.combines) - {"sum"} or form.notes:
         lines += [f"counts {form.combines}", *form.notes]
     return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -345,26 +367,6 @@ def needed_prelude(folded: Folded, segments: Iterable[Segment]) -> list[fx.Node]
     """Return, in program order, the prelude nodes that these segments read, and all that those are computed from."""
     wanted = ancestors(n for s in segments for n in s.prelude)
     return [n for n in folded.traced.graph.graph.nodes if n in wanted]
-
-
-def reads_counts(folded: Folded, first: int, last: int) -> bool:
-    """Return whether a stage of these segments receives the counts of the batch: if it reads one or is the last."""
-    segments = folded.segments[first : last + 1]
-    return last == len(folded.segments) - 1 or any(map(is_count, needed_prelude(folded, segments)))
-
-
-def held_tensors(folded: Folded, first: int, last: int) -> list[fx.Node]:
-    """Return the placeholders of buffers and constants that a stage reads: in its segments, its counts and its loss."""
-    wanted = set(needed_prelude(folded, folded.segments[first : last + 1]))
-    if reads_counts(folded, first, last):
-        wanted |= ancestors(folded.counts)
-    names = {n.name for n in wanted if n.op == "placeholder"}
-    if last == len(folded.segments) - 1 and folded.loss_form.outer is not None:
-        names |= {n.name for n in folded.loss_form.outer.nodes if n.op == "placeholder"}
-    traced = folded.traced
-    known = {*traced.inputs, *traced.parameters}
-    graph = traced.graph.graph.nodes
-    return [n for n in graph if n.op == "placeholder" and n.name in names - known and not is_count(n)]
 
 
 def crossing(folded: Folded, place: int) -> list[fx.Node]:

@@ -97,6 +97,16 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def output_of(graph: fx.Graph) -> fx.Node:
+    """Return the node of a graph's results: its args, and by keyword those that are no part of the loss."""
+    return next(n for n in graph.nodes if n.op == "output")
+
+
+def updated_values(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return the new values of buffers that forward updates, by placeholder, before they are moved out of the graph."""
+    return {name: value for name, value in output_of(graph).kwargs.items() if isinstance(value, fx.Node)}
+
+
 def ancestors(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
     """Return the nodes and all that they are computed from, following only nodes that satisfy `through`."""
     seen: set[fx.Node] = set()
@@ -106,6 +116,18 @@ def ancestors(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lam
         if node not in seen and through(node):
             seen.add(node)
             stack.extend(node.all_input_nodes)
+    return seen
+
+
+def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that are computed from any of these, without the output."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        for user in stack.pop().users:
+            if user not in seen and user.op != "output":
+                seen.add(user)
+                stack.append(user)
     return seen
 
 

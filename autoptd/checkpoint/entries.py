@@ -43,7 +43,7 @@ def model_entries(trainer: Trainer, untrained: Collection[str]) -> Iterator[Entr
     c, shared = trainer.communicators, trainer.layout.parameters if trainer.layout.zero == 3 else {}
     for name, local in trainer.tensors.items():
         if name in untrained and name not in shared:
-            spec = trainer.layout.parameters.get(name) or trainer.layout.buffers[name]
+            spec = trainer.layout.spec(name)
             copies = c.edp if spec.ep > 1 else c.data
             first = c.stage == c.mesh.holder(spec.stages[0]) and copies.rank == 0
             owned = first and trainer.layout.counts(spec, c.tp.rank)

@@ -41,6 +41,8 @@ _STAGE_NAMES = _BLOCK_NAMES | {
     "loss_counts",
     "loss_of",
     "reads_counts",
+    "summed",
+    "update_buffers",
 }
 # names that emitted files use, which no block class may have
 _READ = TAKEN | {
@@ -90,10 +92,11 @@ class BlockSegments:
         return _unique(n for s in self.segments for n in s.receives if n not in inside)
 
     def sends(self, folded: Folded) -> tuple[fx.Node, ...]:
-        """Return the tensors that other pieces read, and the loss."""
+        """Return the tensors that other pieces read and the loss, then sums over samples."""
         inside = {s.index for s in self.segments}
         outside = {n for s in folded.segments if s.index not in inside for n in s.receives}
-        return tuple(n for s in self.segments for n in s.sends if n in outside or n is folded.loss)
+        sent = [n for s in self.segments for n in s.sends]
+        return (*(n for n in sent if n in outside or n is folded.loss), *(n for n in sent if n in folded.sums))
 
 
 def _unique(nodes: Iterator[fx.Node]) -> tuple[fx.Node, ...]:

@@ -149,7 +149,7 @@ class LossFunctions:
             if node.op != "placeholder":
                 continue
             if node.name.startswith(PARTIAL):
-                body.bind(node, B, _part(*slices[int(node.name.rpartition("_")[2])]))
+                body.bind(node, B, part_text(*slices[int(node.name.rpartition("_")[2])]))
             else:
                 body.bind(node, B, count_text(node) if is_count(node) else buffer_text(self.traced, node))
         body.prelude([n for n in graph.nodes if n.op == "call_function"])
@@ -163,7 +163,7 @@ class LossFunctions:
         return "\n".join(lines) + "\n"
 
 
-def _part(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def part_text(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Return the text of one partial sum from the vector of all."""
     text = f"sums[{start}]" if not shape else f"sums[{start}:{stop}]"
     text += f".view{value_text(shape)}" if len(shape) > 1 else ""

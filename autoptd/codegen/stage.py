@@ -29,16 +29,18 @@ from autoptd.codegen.block import (
 )
 from autoptd.codegen.blocks import BlockNames, BlockSegments, pieces_of
 from autoptd.codegen.body import Body, Made
+from autoptd.codegen.buffers import BufferFunctions
 from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, names_of, size_source
 from autoptd.codegen.names import hint
 from autoptd.codegen.quoting import literal, numbered
 from autoptd.codegen.recompute import in_place_of, recomputation_of
 from autoptd.layout.placements import B, Placement
-from autoptd.passes.fold import Folded, crossing, held_tensors, needed_prelude, reads_counts
+from autoptd.passes.fold import Folded, crossing, needed_prelude
 from autoptd.passes.graph import info
+from autoptd.passes.held_tensors import held_tensors, reads_counts
 from autoptd.passes.losses.loss_form import is_count
-from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.sharding.sharding import Sharding, sum_placement
 from autoptd.passes.trace.traced import SEQUENCE, Averaging
 
 
@@ -205,7 +207,8 @@ def _results(
     free = [text for text in free if text.isidentifier()]
     names = []
     for node in piece.sends(writer.folded):
-        name = free.pop(0) if free else body.names.fresh("x")
+        summed = node in writer.folded.sums
+        name = free.pop(0) if free and not summed else body.names.fresh("summed" if summed else "x")
         placement = placement_of(writer.sharding, writer.folded, node)
         for key in [k for k, text in body.held.items() if text == name]:
             del body.held[key]
@@ -298,7 +301,7 @@ def _assemble(
         _add_input(writer, inputs, next(iter(traced.inputs.values())))
     if body.uses_device:
         size_lines.append(f"device = {body.held[inputs[0], B]}.device")
-    functions = LossFunctions(folded, sharding)
+    functions, updating = LossFunctions(folded, sharding), BufferFunctions(folded, sharding, *run)
     lines = []
     lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
     for word, wires in (("receives", received), ("sends", sent)):
@@ -314,22 +317,26 @@ def _assemble(
     where = ", ".join(f"{literal(str(s))}: ({literal(name)}, {dim})" for s, (name, dim) in traced.sizes.items())
     lines.append(f"    sizes = {{{where}}}")
     lines += functions.attributes(is_last) if counts else []
+    lines += updating.attributes()
     takes = "".join(f", {axis}: {AXES[axis]} | None = None" for axis in folded.axes)
     hands = "".join(", cp" if axis == "cp" else f", {axis}={axis}" for axis in folded.axes)
     lines += ["", f"    def __init__(self, tp: Axis, dropout: DropoutKey | None = None{takes}) -> None:"]
     lines += [f"        super().__init__(tp, dropout{hands})", *(f"        {line}" for line in writer.setup)]
     arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]
     arguments += ["counts: tuple[Tensor, ...]"] if counts else []
-    result = "Tensor" if is_last else "tuple[Tensor, ...]"
+    summed = sum_placement(sharding.ranks)
+    result = "Tensor" if is_last and not updating.own else "tuple[Tensor, ...]"
+    sums = [body.read(n, summed, summed) for n in updating.own]
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
     lines += axis_lines(body.lines)
     lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]
     if is_last:
         lines += [f"        # {line}" for line in _AVERAGED.get(traced.averaging, ())]
-        lines.append(f"        return {body.read(folded.loss, B, B)}")
+        lines.append(f"        return {', '.join([body.read(folded.loss, B, B), *sums])}")
     else:
         texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
-        lines.append(f"        return ({', '.join(texts)},)")
+        lines.append(f"        return ({', '.join([*texts, *sums])},)")
+    lines += updating.method()
     blocks = {**writer.blocks, **(functions.sources(is_last) if counts else {})}
     arrived = [(text, n, placement_of(sharding, folded, n)) for n, text in given.items()]
     made = {**writer.made, "": (*arrived, *body.made)}

@@ -14,8 +14,8 @@ from autoptd.layout.layout import InputSpec, Layout, TensorSpec
 from autoptd.layout.mesh import Mesh as RankMesh
 from autoptd.layout.placements import parse_placement
 from autoptd.layout.state_bytes import elements_of
-from autoptd.passes.fold import held_tensors
 from autoptd.passes.graph import infos
+from autoptd.passes.held_tensors import held_tensors
 from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
 from autoptd.plans.model import Plan
@@ -63,7 +63,12 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             tensor = infos(node)[0]
             stages = (*(buffers[name].stages if name in buffers else ()), index)
             buffers[name] = TensorSpec(
-                parse_placement("B"), tuple(map(int, tensor.shape)), stages, trainable=False, dtype=tensor.dtype
+                parse_placement("B"),
+                tuple(map(int, tensor.shape)),
+                stages,
+                trainable=False,
+                dtype=tensor.dtype,
+                updated=node.name in folded.updates.values,
             )
     indices = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
     recomputed = {traced.parameters[p.name] for i in indices for p in folded.segments[i].parameters}
@@ -110,6 +115,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
         sums_over_dp=plan.loss_averaging == "per-microbatch-over-dp",
+        sums=folded.updates.width,
         sums_ahead=plan.method.sums == "ahead",
         one_microbatch=bool(folded.loss_form.refused),
         zigzag=zigzag,

@@ -20,6 +20,7 @@ from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.pipeline.dispatch_cost import experts_of
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Answer, alternatives
+from autoptd.text import fold_names
 
 if TYPE_CHECKING:
     from autoptd.compile.traced import TracedModel
@@ -44,6 +45,7 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
     if unused:
         notes.append(f"parameters that do not reach the loss are not trained: {', '.join(sorted(unused))}")
+    notes += update_notes(source)
     notes += attention_notes(source, answer.staged)
     notes += _embedding_notes(source, answer)
     notes += _context_notes(source, answer)
@@ -53,6 +55,17 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
         f"by this cost model none is faster by more than {answer.gap:.1%}"
     )
     return notes
+
+
+def update_notes(source: TracedModel) -> list[str]:
+    """Return a note on the buffers that a step updates, if there are any."""
+    names = fold_names(source.updates)
+    if not names:
+        return []
+    return [
+        f"forward updates buffers ({', '.join(names)}): once per step, from {source.folded.updates.width:,} sums over "
+        "the whole batch, after all forward passes have read the old values"
+    ]
 
 
 def attention_notes(source: TracedModel, staged: Staged) -> list[str]:

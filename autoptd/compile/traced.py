@@ -51,6 +51,11 @@ class TracedModel:
         return self.folded.traced.averaging
 
     @property
+    def updates(self) -> tuple[str, ...]:
+        """The buffers that a step updates, sorted."""
+        return tuple(sorted(self.folded.traced.buffers[name] for name in self.folded.updates.values))
+
+    @property
     def seq(self) -> int | None:
         """Tokens of a sample; None if the model has no sequence."""
         return self.sizes.get(SEQUENCE)

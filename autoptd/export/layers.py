@@ -67,6 +67,13 @@ def read_layers(plan: Plan) -> Layers:
             where="schedule.kind",
             fix="plan with the schedule 'interleaved' or 'zero-bubble', or run the program that autoptd emits",
         )
+    if plan.updates:
+        raise PlanError(
+            f"forward updates {plan.updates[0]}{' and other buffers' * (len(plan.updates) > 1)} from sums over the "
+            "whole batch, which no exported program computes",
+            where="updates",
+            fix="run the program that autoptd emits",
+        )
     found = [_LAYER.match(name) for name in plan.segments]
     stacks = Counter(m["stack"] for m in found if m)
     if not stacks:

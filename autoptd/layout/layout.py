@@ -28,6 +28,7 @@ class TensorSpec:
     block: str = ""  # path of the only emitted block that reads it; "": the stage itself does
     idle: bool = False  # no gradient reaches it
     ep: int = 1  # ranks of the expert mesh that dim 0, the experts, is split over; outside a split on tp
+    updated: bool = False  # a buffer that gets a new value in each step
     over_tp: bool = False  # of experts that no tp ranks share: ep and its copies extend over tp
 
     @property
@@ -87,6 +88,7 @@ class Layout:
     schedule: str = "1f1b"
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
     sums_over_dp: bool = False  # forward passes sum over dp ranks, for terms of the loss that are no sums
+    sums: int = 0  # numbers of the whole batch that new values of buffers are computed from
     sums_ahead: bool = False  # run the batch's forward passes first, for the sums that the loss is a function of
     one_microbatch: bool = False  # the loss is only defined for one microbatch on one dp rank
     gather_later: bool = False  # all-gather updated parameters while the next step begins
@@ -122,6 +124,10 @@ class Layout:
     def sharing(self) -> int:
         """Number of dp ranks that share one copy of sharded state; 1 without ZeRO."""
         return (self.shards or self.mesh.copies) if self.zero else 1
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return the spec of a parameter or buffer."""
+        return self.parameters.get(name) or self.buffers[name]
 
     def copies(self, spec: TensorSpec) -> int:
         """Return the number of ranks that hold the same part of a tensor: of dp × cp, for experts of edp."""

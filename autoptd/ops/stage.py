@@ -52,7 +52,9 @@ class Stage(nn.Module):
     `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`. On the last stage it
     also takes `counts` and returns this microbatch's share of the global loss, 0-dim and equal on all tp ranks. If the
     loss is a function of sums over the batch, it returns the microbatch's terms, [partial_sums], and `loss_of` is the
-    function. Parameters have local shapes and the original model's dotted names; the class is built on meta.
+    function. The microbatch's sums that new values of buffers are functions of come last, partial values on tp and cp;
+    `summed` has the positions of each among the sums of all stages. Parameters have local shapes and the original
+    model's dotted names; the class is built on meta.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that forward reads
@@ -64,6 +66,7 @@ class Stage(nn.Module):
     reads_counts: ClassVar[bool] = False  # whether forward takes `counts`; that of the last stage always does
     count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
     counted: ClassVar[tuple[Count, ...]] = ()  # (): all counts are single numbers, summed in one round
+    summed: ClassVar[tuple[tuple[int, int], ...]] = ()  # (start, stop) of each sum for buffers that forward returns
     partial_sums: ClassVar[int] = 0  # number of sums that the loss is a function of; 0: it is a sum itself
 
     def __init__(
@@ -94,6 +97,10 @@ class Stage(nn.Module):
     def loss_of(self, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:
         """Return the loss, 0-dim, from sums over the batch, float64 [partial_sums]."""
         raise NotImplementedError("this loss is a sum itself")
+
+    def update_buffers(self, sums: Tensor, counts: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Return the new values of buffers, by name, from the sums of all stages over the batch, float64."""
+        return {}
 
     # emitted classes declare arguments of their own
     forward: Callable[..., Any]

@@ -42,6 +42,7 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
     strategies, boundaries = to_text(folded, sharding)
     wanted = {
         "segments": [segment.name for segment in folded.segments],
+        "updates": sorted(folded.traced.buffers[name] for name in folded.updates.values),
         "stages": [{"modules": modules(folded, stage.first, stage.last)} for stage in plan.stages],
         "splits": {
             "parameters": parameter_splits(folded, sharding),
@@ -53,6 +54,7 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
     }
     found: dict[str, Any] = {
         "segments": list(plan.segments),
+        "updates": list(plan.updates),
         "stages": [{"modules": stage.modules} for stage in plan.stages],
         "splits": {"parameters": plan.splits.parameters, "activations": plan.splits.activations},
         "strategies": plan.strategies,

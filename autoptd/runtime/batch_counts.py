@@ -10,6 +10,10 @@ A loss that is not a sum over microbatches k but a function f(S) of sums S_i = Î
 so S must be known before the first backward pass. If the last stage finishes all its forward passes before its first
 backward pass, one small all-reduce suffices. With other schedules, extra forward passes of the whole batch precede the
 step.
+
+The new value of a buffer that forward updates is a function of sums too. All forward passes of a step, recomputed ones
+too, read the old value. The sums of a rank's microbatches are added up in float64, and over ranks by the all-reduce at
+the end of the step: every rank has the sums of all stages, and ranks that hold copies of a buffer compute equal values.
 """
 
 from __future__ import annotations
@@ -117,3 +121,26 @@ class LossOfSums:
             self.take(own)
         assert self._gradient is not None
         return self._gradient
+
+
+class BatchSums:
+    """The sums of one step for buffers: `own`, float64 [width], has those of this rank's microbatches."""
+
+    def __init__(
+        self, stages: Sequence[Stage], width: int, counts: Callable[[], tuple[Tensor, ...]], device: torch.device
+    ) -> None:
+        self.own = torch.zeros(width, dtype=torch.float64, device=device)
+        self._stages, self._counts = stages, counts
+
+    def add(self, stage: Stage, sums: Sequence[Tensor]) -> None:
+        """Add the sums of one microbatch, partial values on tp and cp."""
+        for (start, stop), x in zip(stage.summed, sums, strict=True):
+            self.own[start:stop] += x.detach().reshape(-1).to(torch.float64)
+
+    @torch.no_grad()
+    def update_buffers(self, whole: Tensor) -> None:
+        """Write the new values of all buffers, computed from the old ones and from the sums of all ranks."""
+        found = [(stage, stage.update_buffers(whole, self._counts())) for stage in self._stages]
+        for stage, values in found:
+            for name, value in values.items():
+                stage.get_buffer(name).copy_(value)

@@ -21,7 +21,7 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.group import Handle
 from autoptd.ops.stage import Stage, Wire
 from autoptd.runtime.batch import Microbatch, sample_count
-from autoptd.runtime.batch_counts import LossOfSums
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums
 from autoptd.runtime.comm.handshake import exchange
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
@@ -81,14 +81,16 @@ class Executor:
         counted: int | None = None,
         scale: float = 1.0,
         loss_of_sums: LossOfSums | None = None,
+        sums: BatchSums | None = None,
     ) -> None:
         """Run every action in order. The last stage adds its losses, or their partial sums, to `loss`, float64.
 
         `end`: functions for REDUCE, STEP and GATHER. `gradients`: hooks of backward passes. `counted`: the losses of
         that many first microbatches are added, by default of all. `scale`: the loss scale, by which all gradients are
-        multiplied. `loss_of_sums`: the loss as a function of the partial sums, if it is one. Raises RuntimeFault.
+        multiplied. `loss_of_sums`: the loss as a function of the partial sums, if it is one. `sums`: takes the sums for
+        buffers, in training only. Raises RuntimeFault.
         """
-        run = _StepState(self, actions, microbatches, counts, loss, gradients, counted, scale, loss_of_sums)
+        run = _StepState(self, actions, microbatches, counts, loss, gradients, counted, scale, loss_of_sums, sums)
         lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
         if not self._handshaken and lasts:
             run.handshake()
@@ -147,8 +149,9 @@ class _StepState:
         counted: int | None,
         scale: float,
         loss_of_sums: LossOfSums | None,
+        sums: BatchSums | None,
     ) -> None:
-        self.loss_of_sums = loss_of_sums
+        self.loss_of_sums, self.sums = loss_of_sums, sums
         self.hooks = gradients
         self.counted = len(microbatches) if counted is None else counted
         self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
@@ -255,14 +258,16 @@ class _StepState:
         received = self.received.get((i, chunk), ())
         if (replicas := getattr(stage, "dp", None)) is not None:
             replicas.counted = i < self.counted
-        if stage.is_last:
-            share = stage(*received, **given)
-            if i < self.counted:
-                self.loss += share.detach()
-            self.outputs[i, chunk] = (share,)
-        else:
-            self.outputs[i, chunk] = stage(*received, **given)
+        made: Tensors = stage(*received, **given) if stage.summed or not stage.is_last else (stage(*received, **given),)
+        if stage.summed:
+            made, sums = made[: -len(stage.summed)], made[-len(stage.summed) :]
+            if self.sums is not None:
+                self.sums.add(stage, sums)
+        self.outputs[i, chunk] = made
+        if not stage.is_last:
             self._check_outputs(i, chunk)
+        elif i < self.counted:
+            self.loss += made[0].detach()
         if not self.training:
             self.received.pop((i, chunk), None)
             if own is not None:

@@ -25,7 +25,7 @@ from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement
-from autoptd.runtime.batch_counts import LossOfSums, start_counts
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
@@ -118,6 +118,7 @@ class Trainer:
         counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
         share, loss_of_sums = self._zero_loss(), self._loss_of_sums(counts)
+        sums = BatchSums(self.stages, self.layout.sums, counts, self.communicators.device)
         if self.layout.sums_ahead:
             ahead = self._forward(microbatches, counts)
             if loss_of_sums is not None:
@@ -125,7 +126,8 @@ class Trainer:
         origins: list[str] = []
 
         def finish() -> None:
-            outcome.append(self._finish(share if loss_of_sums is None else loss_of_sums.share()))
+            loss = share if loss_of_sums is None else loss_of_sums.share()
+            outcome.append(self._finish(loss, sums))
             if self.finite.fatal:  # before GATHER, which overwrites each rank's own copy of the parameters
                 origins.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
 
@@ -135,7 +137,9 @@ class Trainer:
             "GATHER": self._buffers.gather_parameters,
         }
         scale = self.finite.scale
-        self._executor.run(self._actions, microbatches, counts, share, end, self._buffers, None, scale, loss_of_sums)
+        self._executor.run(
+            self._actions, microbatches, counts, share, end, self._buffers, None, scale, loss_of_sums, sums
+        )
         if not self._inputs.holds(self._agreed):
             self._inputs.refuse(self._agreed)
         if self.finite.fatal:
@@ -205,8 +209,11 @@ class Trainer:
         return start_counts(self.stages, microbatches, self.communicators.dp, self.communicators.device)
 
     @torch.no_grad()
-    def _finish(self, share: Tensor) -> Tensor:
-        """Reduce loss, norm and used parameters over the world; clip and step unless not finite. Returns the loss."""
+    def _finish(self, share: Tensor, sums: BatchSums) -> Tensor:
+        """Reduce loss, norm, used parameters and sums for buffers over the world; clip and step unless not finite.
+
+        Buffers are updated in steps that are skipped too, since the forward pass has run. Returns the loss.
+        """
         if self.finite.scale != 1:
             self._buffers.scale_gradients(torch.tensor(1 / self.finite.scale))
         device = self.communicators.device
@@ -214,15 +221,19 @@ class Trainer:
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = torch.tensor([name in own_used for name in self._trainable], dtype=torch.float64, device=device)
         norm = squared_norm(self._pieces).to(device)
-        parts = (loss.view(1), norm.view(1), self._inputs.row(), flags)
+        parts = (loss.view(1), norm.view(1), self._inputs.row(), flags, sums.own)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
+        agreed, summed = agreed.split((len(agreed) - len(sums.own), len(sums.own)))
         whole, _, *rest = agreed.tolist()
         self._agreed, users = rest[:NUMBERS], rest[NUMBERS:]
         if not self._inputs.holds(self._agreed):  # `train_step` raises
             return agreed[0].to(self.layout.main_dtype)
         self._used = {name for name, n in zip(self._trainable, users, strict=True) if n}
         self.grad_norm = agreed[1].sqrt()
-        if not self.finite.steps(whole, float(self.grad_norm)):
+        steps = self.finite.steps(whole, float(self.grad_norm))
+        if not self.finite.fatal:
+            sums.update_buffers(summed)
+        if not steps:
             return agreed[0].to(self.layout.main_dtype)
         if self.clip_norm is not None:
             self._buffers.scale_gradients((self.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
@@ -282,10 +293,13 @@ class Trainer:
         self._loaded = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all parameters of the model, full, under their original names, on every rank. A collective."""
+        """Return all parameters, and buffers that steps update, full, by original name, on every rank. A collective."""
         result = {}
         for name, spec in self.layout.parameters.items():
             with self._buffers.whole([name]):
+                result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
+        for name, spec in self.layout.buffers.items():
+            if spec.updated:
                 result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
         return result
 

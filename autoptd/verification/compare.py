@@ -97,8 +97,10 @@ def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: Pla
         for name, x in one.state.items():
             if name in step.state:
                 full = step.state[name]
-                wanted = own_part(full, layout.parameters[name], layout.mesh, rank)
-                found.state.setdefault(name, Deviation()).add(difference(x, wanted, full.norm().item(), whole), rank)
+                wanted = own_part(full, layout.spec(name), layout.mesh, rank)
+                found.state.setdefault(name, Deviation()).add(
+                    difference(x, wanted, full.double().norm().item(), whole), rank
+                )
 
 
 def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:
@@ -106,7 +108,7 @@ def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: in
     first: dict[tuple[str, tuple[int, int]], int] = {}
     for rank, run in enumerate(runs):
         for name, x in run.steps[step].state.items():
-            spec = layout.parameters.get(name) or layout.buffers[name]
+            spec = layout.spec(name)
             other = first.setdefault((name, spec.part(layout.mesh, rank)), rank)
             if name not in found.diverged and not _same(runs[other].steps[step].state[name], x):
                 found.diverged[name] = (other, rank)
@@ -117,4 +119,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return float(sum(x.norm().item() ** 2 for x in tensors.values())) ** 0.5
+    return float(sum(x.double().norm().item() ** 2 for x in tensors.values())) ** 0.5

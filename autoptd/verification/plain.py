@@ -39,7 +39,7 @@ class PlainStep:
     loss: float
     norm: float  # before clipping
     gradients: dict[str, Tensor]  # before clipping; only of parameters that have one
-    state: dict[str, Tensor]  # parameters after the step
+    state: dict[str, Tensor]  # parameters, and buffers that forward updates, after the step
 
 
 def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
@@ -114,7 +114,8 @@ def train_plain(
         clip = clip or whole / 2
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         stepper.step()
-        state = {n: p.detach().clone() for n, p in model.named_parameters()}
+        held = {**dict(model.named_parameters()), **{n: model.get_buffer(n) for n in source.updates}}
+        state = {n: x.detach().clone() for n, x in held.items()}
         steps.append(PlainStep(value, whole, gradients, state))
     return steps, clip
 

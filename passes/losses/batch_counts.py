@@ -30,6 +30,7 @@ from autoptd.passes.graph import (
 )
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import COUNT, Combine, LossForm, count_index, is_count, loss_form, loss_node
+from autoptd.passes.losses.update_form import buffer_updates
 from autoptd.passes.opcall import TensorInfo, is_random
 from autoptd.passes.trace.traced import Traced
 
@@ -69,6 +70,7 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
         for user in list(node.users):
             if user is not whole and user is not output:
                 user.replace_input_with(node, whole)
+        output.kwargs = {name: whole if value is node else value for name, value in output.kwargs.items()}
         states[seen[key]] = states[whole] = Over.SAME
 
 
@@ -112,7 +114,7 @@ def _is_fixed(node: fx.Node) -> bool:
 def drop_unread_counts(graph: fx.Graph, traced: Traced) -> None:
     """Remove counts that nothing reads, since the terms that did are averaged, and number the others anew."""
     form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
-    if form.outer is not None:
+    if form.outer is not None or any(map(is_count, buffer_updates(traced.graph).graph.nodes)):
         return
     read = {count_index(n): n for n in graph.nodes if is_count(n) and n.users}
     for node in [n for n in graph.nodes if is_count(n) and not n.users]:

@@ -43,8 +43,13 @@ def write_sums_over_samples(graph: fx.Graph, traced: Traced) -> None:
                 made = SPELLINGS[node.target](_SumWriter(graph, node))
             if made is not None:
                 node.replace_all_uses_with(made)
-        elif node.target in _NUMBERS and is_float(info(node).dtype):
+        elif node.target in _NUMBERS and (is_float(info(node).dtype) or _is_counter(node)):
             _write_sizes(graph, node)
+
+
+def _is_counter(node: fx.Node) -> bool:
+    """Return whether an op computes whole numbers without samples, such as a buffer that counts them."""
+    return node.target not in _FILLED and node.target not in _INEXACT and not counts_samples(info(node))
 
 
 def _reduces_samples(node: fx.Node) -> bool:
@@ -298,6 +303,7 @@ _NUMBERS = _FILLED | frozenset(
         aten.sub.Tensor,
     }
 )
+_INEXACT = frozenset({aten.pow.Tensor_Scalar})  # of whole numbers
 _AS_TENSORS: Mapping[Any, Any] = {
     aten.add.Scalar: aten.add.Tensor,
     aten.div.Scalar: aten.div.Tensor,
@@ -319,7 +325,8 @@ def _write_sizes(graph: fx.Graph, node: fx.Node) -> None:
             return
         if not any(map(counts_in, node.args)):
             return
-        node.args = tuple(_counted(w, a) if counts_in(a) else a for a in node.args)
+        dtype = torch.float64 if is_float(info(node).dtype) else torch.int64
+        node.args = tuple(w.to(_counted(w, a), dtype) if counts_in(a) else a for a in node.args)
     node.target = _AS_TENSORS.get(node.target, node.target)
 
 

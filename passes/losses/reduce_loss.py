@@ -24,29 +24,25 @@ import torch
 from torch import fx
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
-from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples
 from autoptd.passes.graph import (
     ancestors,
     info,
     infos,
     is_float,
-    op_name,
     operands,
     source_line,
-    substitute,
     user_op_name,
     write_op,
 )
 from autoptd.passes.losses.averaged_terms import ADDITIONS, OwnTerms, terms_of
-from autoptd.passes.losses.batch_counts import take_count
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.losses.outer_function import OuterFunction
+from autoptd.passes.losses.shares import Shares
 from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
-LARGEST = 1 << 20  # elements of all sums that an outer function reads
 
 
 def check_loss(graph: fx.Graph, traced: Traced) -> None:
@@ -66,7 +62,7 @@ class _Rewriter:
         self.graph, self.traced, self.form = graph, traced, loss_form(traced.graph)
         self.output = next(n for n in graph.nodes if n.op == "output")
         self.states: States = {}
-        self.share: fx.Node | None = None  # a microbatch's share of the batch's samples, b / Σ b
+        self.shares = Shares(graph, traced, self.states)
         self.mixed: dict[fx.Node, UnsupportedOp] = {}  # ops that need the whole batch in one microbatch
 
     def run(self) -> None:
@@ -82,7 +78,7 @@ class _Rewriter:
             case Over.ADDED:
                 pass
             case Over.SAME:
-                loss = self._share_of(loss)
+                loss = self.shares.of(loss)
             case Over.OUTER:
                 loss = self._partial_sums(loss)
             case Over.MIXED:
@@ -126,7 +122,7 @@ class _Rewriter:
         if isinstance(number, sympy.Basic) and BATCH in number.free_symbols:
             return False
         with self.graph.inserting_before(node):
-            share = self._sample_share(node)
+            share = self.shares.of_samples(node)
             part = write_op(self.graph, node, aten.mul.Tensor, (share, number), (), torch.float64)
         target = aten.add.Tensor if "add" in str(node.target) else aten.sub.Tensor
         node.args = (part, total) if node.target is aten.rsub.Scalar or node.args[0] is not total else (total, part)
@@ -143,29 +139,9 @@ class _Rewriter:
             return None
         same = next(o for o in operands(node) if self.states[o] is Over.SAME)
         with self.graph.inserting_before(node):
-            part = self._share_of(same, node)
+            part = self.shares.of(same, node)
         node.replace_input_with(same, part)
         return Over.ADDED
-
-    def _share_of(self, value: fx.Node, before: fx.Node | None = None) -> fx.Node:
-        """Write a microbatch's share of a value that is the same for all."""
-        with self.graph.inserting_before(before or self.output):
-            share = self._sample_share(value)
-            part = write_op(self.graph, value, aten.mul.Tensor, (value, share), info(value).shape, info(value).dtype)
-        self.states[part] = Over.ADDED
-        return part
-
-    def _sample_share(self, like: fx.Node) -> fx.Node:
-        """Write b / Σ b, once, before the first op of the graph."""
-        if self.share is None:
-            first = next(n for n in self.graph.nodes if n.op == "call_function")
-            with self.graph.inserting_before(first):
-                own = write_op(self.graph, like, ops.element_count, (BATCH,), (), torch.float64)
-            whole = take_count(self.graph, self.traced, own)
-            with self.graph.inserting_after(own):
-                self.share = write_op(self.graph, like, aten.div.Tensor, (own, whole), (), torch.float64)
-            self.states |= {own: Over.ADDED, whole: Over.SAME, self.share: Over.ADDED}
-        return self.share
 
     # ---- terms that are averaged ----
 
@@ -183,7 +159,7 @@ class _Rewriter:
         own = OwnTerms(self.graph, self.form, self.states, averaging == "per-microbatch-over-dp")
         for term in found.terms:
             value = own.write(term)
-            average = self._share_of(value, value.next)
+            average = self.shares.of(value, value.next)
             for node in found.adding:
                 node.replace_input_with(term, average)
             loss = average if term is loss else loss
@@ -203,16 +179,8 @@ class _Rewriter:
 
     def _partial_sums(self, loss: fx.Node) -> fx.Node:
         """Move the outer function into its own graph; return its arguments, the partial sums, concatenated."""
-        outer = _Outer(self, loss)
-        outer.write()
-        too_many = sum(prod(map(int, info(n).shape)) for n in outer.sums) > LARGEST
-        if too_many:
-            raise UnsupportedOp(
-                f"the loss is a function of sums of more than {LARGEST:,} numbers over the batch",
-                where=source_line(loss),
-                fix=_FIX,
-            )
-        self.form.outer, self.form.partial_sums = outer.graph, tuple(outer.partial_sums)
+        outer = OuterFunction(self.graph, self.traced, self.states, self.shares, "the loss is", PARTIAL, _FIX)
+        self.form.outer, self.form.partial_sums = outer.write([loss]), tuple(outer.placeholders)
         with self.graph.inserting_before(self.output):
             flat = [self._flat(n) for n in outer.sums]
             dtype = info(flat[0]).dtype
@@ -231,91 +199,7 @@ class _Rewriter:
 
     def _flat(self, node: fx.Node) -> fx.Node:
         size = prod(map(int, info(node).shape))
-        dtype = info(node).dtype
-        if not is_float(dtype):  # a count that depends on the model's outputs
-            node = write_op(self.graph, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64)
         return write_op(self.graph, node, aten.reshape.default, (node, [size]), (size,), info(node).dtype)
-
-
-class _Outer:
-    """The outer function of a loss, copied into its own graph."""
-
-    def __init__(self, rewriter: _Rewriter, loss: fx.Node) -> None:
-        self.rewriter, self.loss = rewriter, loss
-        self.graph = fx.Graph()
-        self.new: dict[fx.Node, fx.Node] = {}
-        self.sums: list[fx.Node] = []  # in the main graph
-        self.partial_sums: list[fx.Node] = []  # their placeholders here
-
-    def write(self) -> None:
-        states = self.rewriter.states
-        inside = {n for n in ancestors([self.loss]) if states.get(n) is Over.OUTER}
-        read = dict.fromkeys(
-            o for n in self.rewriter.graph.nodes if n in inside for o in operands(n) if o not in inside
-        )
-        for node in read:
-            if states[node] is Over.ADDED:
-                self._take(node, node)
-            elif info(node).requires_grad or self._from_parameters(node):
-                self._take(node, self._shared(node))
-        for node in read:
-            if node not in self.new:
-                self._copy_known(node)
-        for node in self.rewriter.graph.nodes:
-            if node in inside:
-                self._copy(node)
-        self.graph.output(self.new[self.loss])
-        self.graph.lint()
-
-    def _take(self, node: fx.Node, partial: fx.Node) -> None:
-        shape = info(partial).shape
-        if not all(isinstance(n, int) for n in shape):
-            raise UnsupportedOp(
-                f"the loss is a function of sums over the batch whose size varies from batch to batch, {tuple(shape)}",
-                where=source_line(node),
-                fix=_FIX,
-            )
-        made = self.graph.placeholder(f"{PARTIAL}_{len(self.sums)}")
-        made.meta["info"] = TensorInfo(shape, info(node).dtype, True)
-        self.new[node] = made
-        self.sums.append(partial)
-        self.partial_sums.append(made)
-
-    def _shared(self, node: fx.Node) -> fx.Node:
-        if not is_float(info(node).dtype):
-            raise UnsupportedOp(
-                f"{op_name(node)} gives the loss numbers that are no floats and cannot be summed over the batch",
-                where=source_line(node),
-                fix=_FIX,
-            )
-        return self.rewriter._share_of(node)
-
-    def _from_parameters(self, node: fx.Node) -> bool:
-        parameters = self.rewriter.traced.parameters
-        return any(n.op == "placeholder" and n.name in parameters for n in ancestors([node]))
-
-    def _copy_known(self, node: fx.Node) -> None:
-        """Copy a node that depends on counts, buffers and constants only, with its ancestors."""
-        wanted = ancestors([node])
-        for n in self.rewriter.graph.nodes:
-            if n in wanted and n not in self.new:
-                self._copy(n)
-
-    def _copy(self, node: fx.Node) -> None:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise UnsupportedOp(
-                f"{user_op_name(node)} draws random numbers for the whole batch, but each rank would draw its own",
-                where=source_line(node),
-                fix="draw them for every sample, or pass them as an input",
-            )
-        if node.op == "placeholder":
-            made = self.graph.placeholder(node.name)
-        else:
-            args = substitute(node.args, self.new.__getitem__)
-            kwargs = {k: substitute(v, self.new.__getitem__) for k, v in node.kwargs.items()}
-            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = dict(node.meta)
-        self.new[node] = made
 
 
 _FIX = (

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autoptd.ops import library as ops
+from autoptd.passes.batch.batch_dims import counts_samples
 from autoptd.passes.graph import WRITTEN_FOR, info, infos, op_name, write_op
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.trace.traced import Traced
@@ -76,15 +77,19 @@ def write_masked_put_as_where(graph: fx.Graph, traced: Traced) -> None:
 def write_sums_by_index(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite `scatter_add`, `index_add` and accumulating `index_put` on zeros of a fixed size to `ops.sum_by_index`.
 
-    These count, or sum, what belongs to each of a few classes, such as tokens to experts.
+    On another tensor without samples, such as a buffer, it is added to that. These count, or sum, what belongs to each
+    of a few classes, such as tokens to experts.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _ADDS_BY_INDEX:
             continue
         found = _ADDS_BY_INDEX[node.target](*node.args, **node.kwargs)
-        if found is None or op_name(node.args[0]).removeprefix("new_").removesuffix("_like") != "zeros":
+        if found is None:
             continue
-        source, index = found
+        (source, index), x = found, node.args[0]
+        on_zeros = op_name(x).removeprefix("new_").removesuffix("_like") == "zeros"
+        if not on_zeros and (counts_samples(info(node)) or not counts_samples(info(source))):
+            continue
         size, like = info(node).shape[-1], info(node)
         if not isinstance(size, int) or info(source).shape != info(index).shape or info(source).dtype != like.dtype:
             continue
@@ -92,6 +97,8 @@ def write_sums_by_index(graph: fx.Graph, traced: Traced) -> None:
             with graph.inserting_before(node):
                 made = write_op(graph, node, ops.sum_by_index, (source, index, size), like.shape, like.dtype)
                 made.meta[WRITTEN_FOR] = op_name(node)
+                if not on_zeros:
+                    made = write_op(graph, node, aten.add.Tensor, (x, made), like.shape, like.dtype)
             node.replace_all_uses_with(made)
 
 

@@ -14,8 +14,8 @@ from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
 KEEP_STATE = (
-    "compute a new tensor instead; forward runs once per microbatch on every rank, so it may not change the model's "
-    "state. Experts can be balanced by a loss, with a constant bias of their scores"
+    "compute a new tensor instead; forward runs once per microbatch on every rank, so it may change no parameter and "
+    "no input. It may update a buffer (register_buffer), by a plain write such as self.seen.add_(…) under no_grad"
 )
 
 
@@ -96,8 +96,10 @@ def keep_dtype(graph: fx.Graph, node: fx.Node, written: fx.Node) -> fx.Node:
 def _result_dtype(node: fx.Node) -> torch.dtype | None:
     """Return the dtype that an op gives, found by running it on tensors of one element; None if it refuses them."""
 
-    def tiny(operand: fx.Node) -> torch.Tensor:
+    def tiny(operand: fx.Node) -> torch.Tensor | int:
         value = operand.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return 1  # a size
         return torch.ones((1,) * value.ndim, dtype=value.dtype, device="cpu")
 
     try:

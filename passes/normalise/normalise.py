@@ -18,6 +18,7 @@ from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
 from autoptd.passes.graph import source_line
 from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
+from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates, separate_sums
 from autoptd.passes.losses.loss_spellings import write_sums_over_samples
 from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
 from autoptd.passes.normalise.annotate import annotate
@@ -122,12 +123,15 @@ PREPARE: list[Pass] = [
 LOSS: list[Pass] = [
     write_sums_over_samples,
     take_counts_over_batch,
+    refuse_reads_of_updates,
     refuse_mixed_samples,
+    rewrite_updates,
     rewrite_loss,
     drop_unread_counts,
 ]
 FINISH: list[Pass] = [
     settle_scalar_types,
     share_repeated,
+    separate_sums,
     refuse_random,
 ]

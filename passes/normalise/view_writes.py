@@ -1,4 +1,5 @@
-"""Functional forms of writes through slices: `y[:, 0] = x` becomes a `slice_scatter`, and later readers of y read that.
+"""Functional forms of writes to buffers and through slices: `y[:, 0] = x` becomes a `slice_scatter`, and later readers
+of y read that. The last value of a buffer becomes a result of the graph.
 
 torch functionalises any write through a view, but only by tracing the whole graph again, layer by layer. The writes
 that models contain (a key filled half by half, a class token, one column) need no more than the inverse of each view.
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoptd.passes.graph import output_of
 from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, written_state
 
 aten = torch.ops.aten
@@ -33,17 +35,22 @@ _INVERSES: dict[Any, Callable[[fx.Node], Inverse]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: lambda view: (aten.select_scatter.default, view.args[1:]),
 }
+# of buffers, which have no gradient to lose; a cast to the type that a tensor has already is the tensor
+_INVERSES_IN_BUFFERS = {**_INVERSES, **dict.fromkeys((aten.detach.default, aten.to.dtype), lambda view: None)}
 
 
-def write_views_functionally(graph: fx.Graph) -> None:
-    """Rewrite all writes through views. Leaves the graph as it is if any of them is not known here."""
+def write_views_functionally(graph: fx.Graph, buffers: Collection[str] = ()) -> None:
+    """Rewrite all writes through views and to `buffers`, placeholders, whose new values become keyword results.
+
+    Leaves the graph as it is if any of these writes is not known here.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    groups = [
-        _Group(graph, root, order) for root in dict.fromkeys(map(_root, filter(writes_through_view, graph.nodes)))
-    ]
+    writes = [n for n in graph.nodes if writes_through_view(n) or (_is_write(n) and _root(n).name in buffers)]
+    groups = [_Group(graph, root, order, root.name in buffers) for root in dict.fromkeys(map(_root, writes))]
     if all(group.is_known() for group in groups):
         for group in groups:
             group.rewrite()
+        output_of(graph).kwargs = {group.root.name: group.now[group.root] for group in groups if group.is_buffer}
 
 
 def refuse_writes_to_state(graph: fx.Graph, changed: Mapping[str, str]) -> None:
@@ -83,8 +90,9 @@ def _root(node: fx.Node) -> fx.Node:
 class _Group:
     """A tensor with everything that shares its memory."""
 
-    def __init__(self, graph: fx.Graph, root: fx.Node, order: dict[fx.Node, int]) -> None:
-        self.graph, self.root, self.order = graph, root, order
+    def __init__(self, graph: fx.Graph, root: fx.Node, order: dict[fx.Node, int], is_buffer: bool) -> None:
+        self.graph, self.root, self.order, self.is_buffer = graph, root, order, is_buffer
+        self.inverses = _INVERSES_IN_BUFFERS if is_buffer else _INVERSES
         self.members = {root: root}  # node -> the view that it is: a write's result is the view written to
         self.sources: dict[fx.Node, fx.Node] = {}  # view -> the view it is taken of
         for node in _sorted(order, _sharing(root)):
@@ -96,14 +104,16 @@ class _Group:
         self.now: dict[fx.Node, fx.Node] = {}  # view -> a node with its present value
 
     def is_known(self) -> bool:
-        """Return whether each write has a functional form, and each view read or written before the last one an
-        inverse."""
-        last = max(self.order[node] for node in self.writes)
-        early = [n for n in self.members if n is not self.root and self.order[n] < last and not _is_write(n)]
+        """Return whether each write has a functional form, and each view made before the last one an inverse, unless
+        it is only read before the first: what may be a copy, such as a cast, does not matter then."""
+        first, last = (extreme(self.order[node] for node in self.writes) for extreme in (min, max))
+        late = (n for n in self.members if n in self.writes or any(self.order[u] > first for u in n.users))
+        changing = {view for n in late for view in self._chain(self.members[n])}
+        early = [n for n in self.members if n in changing - {self.root} and self.order[n] < last]
         return (
-            self.root.op == "call_function"
+            (self.root.op == "call_function" or self.is_buffer)
             and all(_writes_first(node) and functional_form(node.target) is not None for node in self.writes)
-            and all(node.target in _INVERSES for node in early)
+            and all(node.target in self.inverses and not _copies(node) for node in early)
             and not any(isinstance(u.target, torch._ops.HigherOrderOperator) for n in self.members for u in n.users)
         )
 
@@ -127,24 +137,38 @@ class _Group:
             self.now[view].meta = dict(view.meta)
         return self.now[view]
 
-    def _write(self, node: fx.Node) -> None:
-        view = self.members[node]
+    def _chain(self, view: fx.Node) -> list[fx.Node]:
+        """Return a view, the view that it is taken of, and so on to the root."""
         chain = [view]
         while chain[-1] is not self.root:
             chain.append(self.sources[chain[-1]])
+        return chain
+
+    def _write(self, node: fx.Node) -> None:
+        view = self.members[node]
+        chain = self._chain(view)
         olds = [self._value(v, node) for v in chain]
         node.target = functional_form(node.target)  # type: ignore[assignment]
         new = keep_dtype(self.graph, node, olds[0])
         self.members[new] = view
         self.now = {view: new}
         for inner, source, old in zip(chain, chain[1:], olds[1:], strict=False):
-            if inverse := _INVERSES[inner.target](inner):
+            if inverse := self.inverses[inner.target](inner):
                 op, rest = inverse
                 with self.graph.inserting_after(new):
                     made = self.graph.call_function(op, (old, new, *rest))
                 made.meta = {**node.meta, "val": source.meta["val"]}
                 new = made
             self.now[source] = new
+
+
+def _copies(view: fx.Node) -> bool:
+    """Return whether an op that may return its operand makes a copy."""
+    if view.target is not aten.to.dtype:
+        return False
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    return bool(view.args[3:4] == (True,) or view.kwargs.get("copy") or view.args[1] != source.meta["val"].dtype)
 
 
 def _sharing(root: fx.Node) -> set[fx.Node]:

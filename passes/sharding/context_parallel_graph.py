@@ -4,7 +4,7 @@
               reads is sliced first, once per stage
     main      `s_local` tokens where `split_tokens` splits them; attention by its own implementation; each all-gather,
               slice or sum over cp is a `convert` before the op that needs it
-    loss      a partial value on every cp rank
+    results   the loss, and sums for buffers, are partial values on every cp rank
 
 Only this graph contains cp. The placements on tp stay those of the plan, within a rank's tokens, and programs are
 emitted from it as from any other graph.
@@ -82,6 +82,7 @@ class _Cutter:
     cuts: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)  # (prelude node, dim) -> its slice
     extra: list[fx.Node] = field(default_factory=list)  # other nodes added to the prelude
     kinds: dict[str, _DecidedKind] = field(default_factory=dict)
+    results: dict[fx.Node, fx.Node] = field(default_factory=dict)  # loss or sum -> its partial value on this rank
 
     def __post_init__(self) -> None:
         self.own = OwnPrelude(
@@ -98,9 +99,8 @@ class _Cutter:
             if node not in inside and node.op != "output":
                 self._copy(node)
         segments = tuple(map(self._segment, folded.segments))
-        loss = segments[-1].sends[-1] if self._loss_conversion() else self.new[folded.loss]
         extra = (*self.cuts.values(), *self.extra, *self.own.made.values())
-        cut = rebuilt(folded, self.graph, self.new, segments, extra, loss)
+        cut = rebuilt(folded, self.graph, self.new, segments, extra, self.results)
         cut.cut = Cut(self.splits.ranks, self.splits.zigzag, LOCAL)
         kinds = {k: replace(d, strategies=self.kinds[k].strategies) for k, d in self.sharding.kinds.items()}
         return cut, Sharding(self.sharding.ranks, kinds, Whole(folded.segments, self.sharding.kinds))
@@ -131,12 +131,8 @@ class _Cutter:
             parameters=tuple(self.new[n] for n in segment.parameters),
             prelude=tuple(n for n in reads if n not in main),
             receives=tuple(self.new[n] for n in segment.receives),
-            sends=tuple(writer.loss if n is self.folded.loss and writer.loss else self.new[n] for n in segment.sends),
+            sends=tuple(self.results.get(n, self.new[n]) for n in segment.sends),
         )
-
-    def _loss_conversion(self) -> str:
-        """Return the conversion of the loss to a partial value; empty if it is one."""
-        return conversion(self.splits.given[self.folded.loss], P).function
 
     def cut(self, node: fx.Node, dim: int) -> fx.Node:
         """Return the slice of a prelude tensor that has this rank's tokens."""
@@ -174,7 +170,6 @@ class _SegmentWriter:
         self.nodes: list[fx.Node] = []
         self.strategies: dict[int, Strategy] = {}  # on the tp axis
         self.decisions: list[str] = []
-        self.loss: fx.Node | None = None
         self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
         self.tp: dict[fx.Node, Placement] = dict(zip(segment.receives, decided.receives, strict=True))
         self.tp |= dict(zip(segment.parameters, decided.parameters, strict=True))
@@ -192,8 +187,9 @@ class _SegmentWriter:
                 self.nodes.append(made)
             else:
                 self._op(node, positions[node], self.decided.strategies[positions[node]])
-        if self.cutter.folded.loss in self.segment.nodes:
-            self._loss()
+        results = self.cutter.folded.results
+        for node in (n for n in self.segment.sends if n in results):
+            self._partial(node)
         return self.nodes
 
     def _op(self, node: fx.Node, position: int, tp: Strategy) -> None:
@@ -258,11 +254,12 @@ class _SegmentWriter:
         self._add(made, Strategy((on_tp,), (on_tp,)))
         return made
 
-    def _loss(self) -> None:
-        loss = self.cutter.folded.loss
-        have = self.cutter.splits.given[loss]
-        if conversion(have, P).function:
-            self.loss = self._convert(loss, have, P, B)
+    def _partial(self, node: fx.Node) -> None:
+        """Convert a result of the graph to a partial value."""
+        have = self.cutter.splits.given[node]
+        if have != O and conversion(have, P).function:  # a sum over a rank's own rows is partial
+            on_tp = P if self.tp.get(node) == P and node is not self.cutter.folded.loss else B
+            self.cutter.results[node] = self._convert(node, have, P, on_tp)
 
     def _padded_labels(self, node: fx.Node) -> fx.Node:
         """Return labels for all tokens, padded with `ignore_index` for the last ones."""

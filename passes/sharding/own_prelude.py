@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from autoptd.layout.placements import O
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import infos, operands, substitute
+from autoptd.passes.graph import infos, operands, output_of, substitute
 from autoptd.passes.rules.factors import of_own_tokens
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of
 from autoptd.passes.trace.traced import LOCAL, SEQUENCE
@@ -117,11 +117,16 @@ def rebuilt(
     new: Mapping[fx.Node, fx.Node],
     segments: tuple[Segment, ...],
     extra: Sequence[fx.Node] = (),
-    loss: fx.Node | None = None,
+    results: Mapping[fx.Node, fx.Node] | None = None,
 ) -> Folded:
-    """Return `folded` on a graph that `new` maps its nodes to, with these segments. `extra`: nodes of its prelude."""
-    loss = new[folded.loss] if loss is None else loss
+    """Return `folded` on a graph that `new` maps its nodes to, with these segments.
+
+    `extra`: nodes of its prelude. `results`: its results where they are others than in `new`.
+    """
+    made = {**new, **(results or {})}
+    loss, sums = made[folded.loss], tuple(made[n] for n in folded.sums)
     graph.output((loss, *(new[n] for n in folded.counts)))
+    output_of(graph).kwargs = {"sums": sums}
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph)
     module.meta = dict(folded.traced.graph.meta)
@@ -131,6 +136,7 @@ def rebuilt(
         prelude=(*(new[n] for n in folded.prelude), *extra),
         segments=segments,
         loss=loss,
+        sums=sums,
         counts=tuple(new[n] for n in folded.counts),
         unused_parameters=tuple(new[n] for n in folded.unused_parameters),
         representatives={},

@@ -18,7 +18,7 @@ from torch import fx
 
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import PlanFileError, nearest
-from autoptd.layout.placements import B, Broadcast, O, OwnRows, PartialSum, Placement, Split, parse_placement
+from autoptd.layout.placements import B, Broadcast, O, OwnRows, P, PartialSum, Placement, Split, parse_placement
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import Sizes
@@ -99,12 +99,19 @@ class Contradiction(ValueError):
         self.kind = kind
 
 
-def sends_of(folded: Folded, receives: Mapping[str, tuple[Placement, ...]]) -> dict[str, tuple[Placement, ...]]:
-    """Return each kind's send placements, those in which later kinds receive; the loss is Broadcast.
+def sum_placement(ranks: int) -> Placement:
+    """Return the placement in which a stage returns sums for buffers: they are added up over all ranks anyway."""
+    return P if ranks > 1 else B
+
+
+def sends_of(
+    folded: Folded, ranks: int, receives: Mapping[str, tuple[Placement, ...]]
+) -> dict[str, tuple[Placement, ...]]:
+    """Return each kind's send placements, those in which later kinds receive; the loss is Broadcast, sums are partial.
 
     Raises Contradiction.
     """
-    wanted: dict[fx.Node, Placement] = {folded.loss: B}
+    wanted: dict[fx.Node, Placement] = {folded.loss: B, **dict.fromkeys(folded.sums, sum_placement(ranks))}
     for segment in folded.segments:
         for node, placement in zip(segment.receives, receives[segment.kind], strict=True):
             known = wanted.setdefault(node, placement)
@@ -177,7 +184,7 @@ def from_text(
             )
     _check_places(folded, ranks, sizes, boundaries, parameters)
     try:
-        sends = sends_of(folded, receives)
+        sends = sends_of(folded, ranks, receives)
     except Contradiction as error:
         raise PlanFileError(str(error), where=f"boundaries[{error.kind!r}]", fix=_REPLAN) from error
     kinds = {}

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.normalise.functionalize import KEEP_STATE
 
 T = TypeVar("T")
 _NUMBERS = (bool, int, float)
@@ -66,17 +65,31 @@ def refuse_counters(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -
 
 
 @contextmanager
-def refuse_new_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
-    """Wrap a trace of `root`, which wraps `model`. Raises UnsupportedOp if forward assigns another tensor to a buffer.
+def write_assigned_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
+    """Wrap a trace of `root`, which wraps `model`: at the end of forward, write the tensors that it assigned to buffers
+    into these. torch.export does so for the root's own buffers alone.
 
-    The tensors are those that a trace puts in their place, so they are compared at the two ends of forward.
+    Raises UnsupportedOp for a tensor of another shape or dtype, or one whose memory is also that of other state. The
+    tensors are those that a trace puts in their place, so they are compared at the two ends of forward.
     """
     before: dict[str, Tensor] = {}
 
     def end(*_: object) -> None:
-        for name, x in model.named_buffers(remove_duplicate=False):
-            if name in before and x is not before[name]:
-                raise UnsupportedOp(f"forward assigns a new tensor to the buffer {name}", where=name, fix=KEEP_STATE)
+        after = dict(model.named_buffers(remove_duplicate=False))
+        for name, x in after.items():
+            if name not in before or x is before[name]:
+                continue
+            old, held = before[name], {**before, **after, **dict(model.named_parameters())}
+            others = [other for other, y in held.items() if other != name and shares_memory(x, y)]
+            if others or x.shape != old.shape or x.dtype != old.dtype:
+                what = f"that is also {others[0]}" if others else f"of {x.dtype} {list(x.shape)}"
+                raise UnsupportedOp(
+                    f"forward assigns a tensor {what} to the buffer {name}, of {old.dtype} {list(old.shape)}",
+                    where=name,
+                    fix=f"assign a new tensor of its shape and dtype, or write into it: self.{name}.copy_(…)",
+                )
+            owner, leaf = name.rpartition(".")[::2]
+            model.get_submodule(owner)._buffers[leaf] = old.copy_(x)
 
     hooks = [
         root.register_forward_pre_hook(lambda *_: before.update(model.named_buffers(remove_duplicate=False))),
@@ -87,6 +100,11 @@ def refuse_new_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def shares_memory(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors share memory."""
+    return x is y or x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def _traced(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> tuple[T, Mapping[tuple[str, str], object]]:

@@ -8,15 +8,16 @@ Two calls are alike if their modules are (see `repeat_state`) and their argument
 values in it, and shape, stride, dtype and requires_grad of its tensors, with sizes as expressions. `given` are the
 tensors among the arguments plus the module's parameters and buffers; `made` are the tensors computed and returned. The
 code around a repeated module still runs for every call, so its inputs (residuals, masks, tied parameters) are wired
-exactly. A call is traced in full if it may depend on anything else: it reads or writes outside tensors, changes its
-arguments or attributes, has hooks, returns something unknown, or its second trace differs from the first.
+exactly. A call is traced in full if it may depend on anything else: it reads outside tensors, writes to any but its
+own buffers, changes its arguments or attributes, has hooks, returns something unknown, or its second trace differs from
+the first.
 
 This uses torch's private tracer (`torch.fx.experimental.proxy_tensor`, seen in 2.13.0); no other file of autoptd does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ class _ModuleCall:
     alike: Hashable  # equal for calls that are alike
     leaves: list[Any]
     nodes: dict[fx.Node, int]  # node of each distinct tensor -> its position in `given`
+    buffers: frozenset[fx.Node]  # of these, the module's own buffers, which the call may write to
 
 
 class Repeats:
@@ -116,8 +118,11 @@ class Repeats:
             for own in (*m._parameters.values(), *m._buffers.values()):
                 if own is not None:
                     described.append(_describe_tensor(tracer, own, nodes))
+        buffers = frozenset(_node_of(tracer, x) for x in base.buffers())
         surroundings = torch.get_default_dtype(), torch.get_default_device()
-        return _ModuleCall((describe(base, self._watch), tuple(described), str(spec), surroundings), leaves, nodes)
+        return _ModuleCall(
+            (describe(base, self._watch), tuple(described), str(spec), surroundings), leaves, nodes, buffers
+        )
 
     def _agrees(self, capture: Capture, base: nn.Module) -> bool:
         return all(_held(base, *name) == value for name, value in capture.reads.items())
@@ -165,7 +170,7 @@ class Repeats:
     ) -> Capture:
         """Return the capture of the nodes traced since `enter`. Raises Unknown if they depend on more than `given`."""
         env: dict[fx.Node, Hashable] = {n: ("given", i) for n, i in call.nodes.items()}
-        form = list(_form(_nodes_after(enter), env, self.captures))
+        form = list(_form(_nodes_after(enter), env, self.captures, call.buffers))
         leaves, spec = pytree.tree_flatten(out)
         made: dict[fx.Node, Tensor] = {}
         sources: list[tuple[str, Any]] = []
@@ -276,11 +281,11 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _form(
-    nodes: Iterator[fx.Node], env: dict[fx.Node, Hashable], captures: Mapping[int, Capture]
+    nodes: Iterator[fx.Node], env: dict[fx.Node, Hashable], captures: Mapping[int, Capture], own: Collection[fx.Node]
 ) -> Iterator[Hashable]:
     """Yield one entry per node, and store each node's reference in `env`. Nested repeats are expanded. Raises Unknown
-    for a node that cannot be repeated, or that reads or writes a tensor from outside."""
-    inside: set[fx.Node] = set()
+    for a node that cannot be repeated, that reads a tensor from outside, or that writes to one besides `own` ones."""
+    inside = set(own)
     count = 0
 
     def refer(value: Any) -> Hashable:

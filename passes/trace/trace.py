@@ -21,6 +21,7 @@ from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
+from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
@@ -29,7 +30,7 @@ from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
-from autoptd.passes.trace.python_state import refuse_counters, refuse_new_buffers, refuse_own_draws
+from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.quiet_export import silent_export
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import skeleton, without_caches
@@ -69,7 +70,8 @@ def trace(
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=bound)
             program = exporter.run(repeats=repeats)
-        write_views_functionally(program.graph)
+        if not _has_transforms(program.graph):
+            write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
         if repeats and _to_decompose(program.graph):
             program = exporter.run(repeats=False)
         if _to_decompose(program.graph):
@@ -81,16 +83,35 @@ def trace(
                 except RuntimeError as error:
                     raise _not_functional(error) from error
             refuse_writes_to_state(written, _changed(program, list(inputs)))
+            _name_new_buffers(program)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, batch, objective)
+    _refuse_shared_updates(model, traced)
     traced.averaging = averaging
     traced.own = own
     values = dict(model.named_buffers(remove_duplicate=False))
     traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
     traced.constants |= {
-        arg: values[name].detach().cpu() for arg, name in traced.buffers.items() if not values[name].is_meta
+        arg: values[name].detach().cpu()
+        for arg, name in traced.buffers.items()
+        if not values[name].is_meta and arg not in updated_values(traced.graph.graph)
     }
     return traced
+
+
+def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
+    """Raise UnsupportedOp for an updated buffer of the loss, or one whose memory another buffer or parameter shares."""
+    held = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters())}
+    for arg in updated_values(traced.graph.graph):
+        name = traced.buffers.get(arg)
+        if name is None:
+            raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
+        if other := next((n for n, x in held.items() if n != name and shares_memory(x, held[name])), ""):
+            raise UnsupportedOp(
+                f"forward updates the buffer {name}, which shares its memory with {other}",
+                where=name,
+                fix="register a tensor of its own under each name, by .clone()",
+            )
 
 
 Specs = Mapping[str, tuple[Any, torch.dtype]]  # example input -> its shape and dtype
@@ -179,7 +200,7 @@ class _Exporter:
                 without_shape_cache(),
                 silent_export(),
                 refuse_own_draws(self.model),
-                refuse_new_buffers(model, root),
+                write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(
                     model, root, lambda: torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
@@ -203,17 +224,31 @@ def _not_functional(error: RuntimeError) -> TraceError:
 
 def _to_decompose(graph: fx.Graph) -> bool:
     """Return whether torch must decompose a graph: it writes through views, or uses transforms of torch.func."""
-    transforms = (getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
-    return any(map(writes_through_view, graph.nodes)) or any(transforms)
+    return any(map(writes_through_view, graph.nodes)) or _has_transforms(graph)
+
+
+def _has_transforms(graph: fx.Graph) -> bool:
+    return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
 
 
 def _changed(program: torch.export.ExportedProgram, inputs: list[str]) -> dict[str, str]:
-    """Return the buffers and inputs that a decomposed program changes: placeholder -> the user's name."""
+    """Return the parameters and inputs that a decomposed program changes: placeholder -> the user's name."""
     signature = program.graph_signature
-    changed = {*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()}
-    buffers = {arg: name.removeprefix("model.") for arg, name in signature.inputs_to_buffers.items() if name in changed}
+    changed = {*signature.parameters_to_mutate.values(), *signature.user_inputs_to_mutate.values()}
+    held = {arg: name.removeprefix("model.") for arg, name in signature.inputs_to_parameters.items() if name in changed}
     given = zip(map(str, signature.user_inputs), inputs, strict=True)
-    return buffers | {arg: name for arg, name in given if arg in changed}
+    return held | {arg: name for arg, name in given if arg in changed}
+
+
+def _name_new_buffers(program: torch.export.ExportedProgram) -> None:
+    """Make the new buffers of a decomposed program, its first results, keyword results, as for other programs."""
+    signature = program.graph_signature
+    output: Any = output_of(program.graph)
+    placeholders = {name: arg for arg, name in signature.inputs_to_buffers.items()}
+    *new, loss = output.args[0]
+    values = {node.name: node for node in new}
+    output.args = ((loss,),)
+    output.kwargs = {placeholders[name]: values[made] for made, name in signature.buffers_to_mutate.items()}
 
 
 def _check_inputs(inputs: Mapping[str, Tensor]) -> None:

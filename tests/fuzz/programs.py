@@ -3,10 +3,12 @@
 
     python -m tests.fuzz.programs --count 2000 --seed 0        print a table of the outcomes
     python -m tests.fuzz.programs --seed 1234 --show           print one of them as a readable program
+    python -m tests.fuzz.programs --updates                    draw programs whose forward updates buffers
 
 A program is drawn line by line: each line reads tensors made before it and makes a new one, by an op of the rule
 table, a move by indices, or a reduction, over samples too. Its last lines are a loss. Programs that mix samples are
-not left out: they must be refused.
+not left out: they must be refused. With updates, lines that write to three buffers, and lines that read them, are drawn
+between the others, and buffers are compared after three steps.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +75,26 @@ _LOSSES = [
     "({z} - {z}.mean(0)).square().mean()", "{z}.amax(1).mean()", "(self.scale.exp() * {z}.square().mean() + self.scale)",
 ]  # fmt: skip
 
+_UPDATES = [
+    "self.mean.lerp_({x}.mean((0, 1)), 0.3)", "self.mean = 0.9 * self.mean + 0.1 * {x}.detach().mean((0, 1))",
+    "self.mean.copy_({x}.var((0, 1)) + self.mean)", "self.seen += ({x} > 0.1).sum((0, 1))",
+    "self.seen.add_(F.one_hot(ids % 8, 8).sum((0, 1)))", "self.seen += torch.bincount({x}.argmax(-1).flatten(), minlength=8)",
+    "self.mean.add_(1e-2 * torch.sign(self.seen.double().mean() - self.seen))", "self.steps += 1", "self.steps += x.shape[0]",
+    "self.mean.index_add_(0, {x}.argmin(-1).flatten(), mask.flatten())", "self.seen.zero_()", "self.mean.sub_(self.mean.mean())",
+    "self.mean[2:5] += {x}.sum((0, 1))[2:5] / mask.sum()", "self.mean.mul_(0.5).add_({x}.flatten(0, 1).std(0), alpha=0.1)",
+    "self.mean.copy_({x}[..., 0].sum().expand(8))", "self.mean.copy_(torch.histc({x}.argmax(-1).to({x}), 8, 0, 7))",
+    "self.mean.add_(({x}.softmax(-1) * mask[..., None]).sum((0, 1)) / (mask.sum() + 1))", "self.mean.clamp_(-1, 1)",
+    "self.mean.copy_(torch.where({x}.sum((0, 1)) > 0, self.mean, -self.mean))", "self.mean.add_({x}.sum(0).sum(0), alpha=1e-3)",
+    "self.mean.div_(1 + self.steps)", "self.mean += {x}.transpose(0, 1).flatten(0, 1).sum(0).flip(0) * 1e-2",
+    "self.mean.lerp_({x}.norm(dim=(0, 1)), 0.1)", "self.mean.add_({x}.square().mean().sqrt())", "self.mean = self.mean.roll(1) + {x}.mean() * 0.1",
+    "self.mean.copy_({x}.amax((0, 1)))", "self.mean.copy_({x}[-1, -1])", "self.mean.copy_({x}[ids[:, 0].argsort()][0, 0])",
+]  # fmt: skip
+_READS = [
+    "{x} + self.mean", "{x} * (1 + 0.1 * self.mean.sigmoid())", "{x} + 1e-3 * self.seen", "{x} / (1 + self.steps)",
+    "{x} + 0.1 * torch.sign(self.mean)",
+]  # fmt: skip
+_BUFFERS = ["mean', torch.linspace(-0.3, 0.4, 8)", "seen', torch.zeros(8, dtype=torch.long)", "steps', torch.zeros(())"]
+
 
 @dataclass
 class Program:
@@ -82,6 +104,7 @@ class Program:
     lines: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)  # statements of __init__
     fix: dict[str, object] = field(default_factory=dict)
+    updates: bool = False
 
     def __str__(self) -> str:
         head = [f"# {self.fix}", *(f"self.{line}" for line in self.layers)]
@@ -125,6 +148,23 @@ def draw(seed: int) -> Program:
     program.lines.append(f"return {' + 0.3 * '.join(f'({t})' if len(terms) > 1 else t for t in terms)}")
     program.fix = _mesh(rng)
     return program
+
+
+def with_updates(program: Program) -> Program:
+    """Draw updates of buffers into a program, and lines that read them."""
+    rng, lines, names = random.Random(program.seed + 10**6), list[str](), ["x"]
+    if rng.random() < 0.6:
+        lines.append(f"x = {rng.choice(_READS).format(x='x')}")
+    for line in program.lines[:-2]:
+        names.append(line.split(" = ")[0])
+        lines.append(line)
+        while rng.random() < 0.4:
+            lines += ["with torch.no_grad():", f"    {rng.choice(_UPDATES).format(x=rng.choice(names))}"]
+        if rng.random() < 0.3:
+            lines.append(f"{names[-1]} = {rng.choice(_READS).format(x=names[-1])}")
+    layers = [*program.layers, *(f"register_buffer('{text})" for text in _BUFFERS)]
+    fix = {**program.fix, **({"cp": 2} if rng.random() < 0.3 else {})}
+    return replace(program, lines=[*lines, *program.lines[-2:]], layers=layers, fix=fix, updates=True)
 
 
 def _mesh(rng: random.Random) -> dict[str, object]:
@@ -174,9 +214,10 @@ def batch_of(seed: int, samples: int = SAMPLES) -> dict[str, Tensor]:
 def outcome(program: Program) -> str:
     """Return `equal`, `refused: …`, `no numbers` (of the plain model), or a fault: `off by …` or `raw: …`."""
     model, batch = model_of(program), batch_of(program.seed)
+    batches = [batch, batch_of(program.seed + 7), batch] if program.updates else [batch]
     options = {"optimizer": "sgd", "optimizer_options": {"lr": 0.01}}
     try:
-        alone = train_alone(model, [batch], **options)  # type: ignore[arg-type]
+        alone = train_alone(model, batches, **options)  # type: ignore[arg-type]
     except RuntimeError as error:
         return f"no program: {str(error).splitlines()[0][:80]}"
     numbers = [*alone.losses, *(float(g.sum()) for g in alone.gradients.values())]
@@ -186,30 +227,31 @@ def outcome(program: Program) -> str:
         return "no gradient but rounding"
     fix = program.fix
     step = int(fix["dp"]) * int(fix["micro"])  # type: ignore[call-overload]
-    world = int(fix["dp"]) * int(fix["tp"]) * int(fix["pp"])  # type: ignore[call-overload]
+    world = int(fix["dp"]) * int(fix["tp"]) * int(fix["pp"]) * int(fix.get("cp", 1))  # type: ignore[call-overload]
     try:
         made = autoptd.parallelize(
             model, world=world, cluster="dgx-h100", batch=-(-SAMPLES // step) * step, precision="fp64",
             inputs={n: x[:2] for n, x in batch.items()}, fix=fix, **options,
         )  # fmt: skip
-        found = train_in_lockstep(made, [batch])
+        found = train_in_lockstep(made, batches)
     except AutoptdError as error:
         if isinstance(error, RuntimeFault) and "is not finite" not in error.what:  # a rank failed
             return f"raw: {error.what.splitlines()[0][:160]}"
         return f"refused: {re.sub(r'[0-9]+', 'N', error.what.splitlines()[0])[:70]}"
     except Exception as error:  # noqa: BLE001  what a user must never see
         return f"raw: {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-    scale = max(abs(alone.losses[0]), 1e-12)
-    off = [abs(found.losses[0] - alone.losses[0]) / scale, *differences(found.gradients, alone.gradients).values()]
+    off = [abs(x - y) / max(abs(y), 1e-12) for x, y in zip(found.losses, alone.losses, strict=True)]
+    off += differences(found.gradients, alone.gradients).values()
+    off += differences(found.state, alone.state).values() if program.updates else ()
     return "equal" if max(off) <= TOLERANCE else f"off by {max(off):.1e}"
 
 
-def run(seeds: Sequence[int], say: Callable[[str], object] = print) -> Counter[str]:
+def run(seeds: Sequence[int], say: Callable[[str], object] = print, *, updates: bool = False) -> Counter[str]:
     """Return counts by outcome of the programs of these seeds; faults are reported as they are found."""
     found: Counter[str] = Counter()
     warnings.simplefilter("ignore")
     for seed in seeds:
-        result = outcome(draw(seed))
+        result = outcome(with_updates(draw(seed)) if updates else draw(seed))
         found[result if result.startswith(("equal", "refused", "no")) else result.split(":")[0].split(" ")[0]] += 1
         if result.startswith(("off", "raw")):
             say(f"seed {seed}: {result}")
@@ -221,14 +263,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--show", action="store_true", help="print the program of the seed, and what becomes of it")
+    parser.add_argument("--updates", action="store_true", help="draw programs that update buffers")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.show:
-        program = draw(arguments.seed)
+        program = with_updates(draw(arguments.seed)) if arguments.updates else draw(arguments.seed)
         print(program, outcome(program), sep="\n")
         return 0
     began = time.perf_counter()
-    found = run(range(arguments.seed, arguments.seed + arguments.count))
+    found = run(range(arguments.seed, arguments.seed + arguments.count), updates=arguments.updates)
     for what, count in found.most_common():
         print(f"{count:6}  {what}")
     print(f"{arguments.count} programs, seeds from {arguments.seed}, {time.perf_counter() - began:.0f} s")

@@ -181,8 +181,9 @@ def test_a_cluster_that_is_a_folder_or_a_loop(tmp_path: Path):
             Cluster.load(tmp_path / name)
 
 
-def test_random_programs_train_as_on_one_process_or_are_refused() -> None:
+@pytest.mark.parametrize(("updates", "count", "equal"), [(False, 40, 15), (True, 16, 3)])
+def test_random_programs_train_as_on_one_process_or_are_refused(updates: bool, count: int, equal: int) -> None:
     """`python -m tests.fuzz.programs --count 2000` draws more of them."""
     faults: list[str] = []
-    ends = programs.run(range(40), faults.append)
-    assert faults == [] and ends["equal"] > 15 and sum(n for end, n in ends.items() if end.startswith("refused")) > 3
+    ends = programs.run(range(count), faults.append, updates=updates)
+    assert faults == [] and ends["equal"] > equal and sum(n for end, n in ends.items() if end.startswith("refused")) > 3

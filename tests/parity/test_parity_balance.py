@@ -18,13 +18,12 @@ import autoptd
 from autoptd.api import Parallel
 from autoptd.codegen import recompute as recompute_source
 from autoptd.compile.traced import TracedModel
-from autoptd.errors import TraceError
 from autoptd.explain.plan import method
 from autoptd.ops import recompute
 from autoptd.ops.cp_axis import Tokens
 from autoptd.ops.dp_axis import Replicas
 from autoptd.passes.analysis import activations
-from autoptd.passes.losses import reduce_loss
+from autoptd.passes.losses.shares import Shares
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.trainer import Trainer
@@ -232,7 +231,7 @@ def test_evaluation_with_unequal_shares() -> None:
 
 
 def _without_share(patch: pytest.MonkeyPatch) -> None:
-    whole = reduce_loss._Rewriter._share_of
+    whole = Shares.of
 
     def unweighted(self: Any, x: Any, before: Any = None) -> Any:
         part = whole(self, x, before)
@@ -240,7 +239,7 @@ def _without_share(patch: pytest.MonkeyPatch) -> None:
             part.target, part.args = torch.ops.aten.mul.Scalar, (x, 1.0)
         return part
 
-    patch.setattr(reduce_loss._Rewriter, "_share_of", unweighted)
+    patch.setattr(Shares, "of", unweighted)
 
 
 def _gradient_of_a_rank(patch: pytest.MonkeyPatch) -> None:
@@ -356,45 +355,3 @@ def test_experts_chosen_anew_are_seen(mixtral: Any, monkeypatch: pytest.MonkeyPa
     parallel = made(source, {"dp": 2, "recompute": "full"})
     flip(monkeypatch)
     assert off(parallel, model, given) > 1e-4
-
-
-# ---- biases of scores ----
-
-
-class Biased(nn.Module):
-    """DeepSeek's bias of scores, updated in forward in one of the ways that people write."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.router, self.head = way, nn.Linear(WIDTH, EXPERTS), nn.Linear(EXPERTS, 1)
-        self.register_buffer("bias", torch.zeros(EXPERTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        p = self.router(x).softmax(-1)
-        chosen = torch.topk(p + self.bias, CHOSEN, dim=-1)[1]
-        with torch.no_grad():
-            count = load(chosen, p).sum((0, 1))
-            change = 1e-3 * (count.mean() - count).sign()
-            match self.way:
-                case "in place":
-                    self.bias.add_(change)
-                case "of data":
-                    self.bias.data += change
-                case "assigned":
-                    self.bias = self.bias + change
-        return self.head(torch.zeros_like(p).scatter(-1, chosen, p.gather(-1, chosen))).square().mean()
-
-
-@pytest.mark.fault("a bias of some samples")
-@pytest.mark.parametrize("way", ["in place", "of data", "assigned"])
-def test_a_bias_that_forward_updates_is_refused(way: str) -> None:
-    with pytest.raises(TraceError, match=r"bias|x\.data|Constant") as caught:
-        autoptd.trace(Biased(way).double(), inputs={"x": torch.randn(2, 8, WIDTH).double()}, precision="fp64")
-    assert "once per microbatch" in caught.value.fix
-
-
-def test_a_bias_that_is_constant_trains() -> None:
-    model = randomised(Biased("none"))
-    given = {"x": torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0)).double()}
-    source = autoptd.trace(model, inputs={"x": given["x"][:2]}, precision="fp64")
-    assert off(made(source, {"dp": 2}), model, given) <= TOLERANCE

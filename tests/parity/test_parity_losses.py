@@ -15,8 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import autoptd
 from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
 from autoptd.parallel import Parallel
-from autoptd.passes.losses import reduce_loss
+from autoptd.passes.graph import output_of
 from autoptd.passes.losses.loss_form import loss_node
+from autoptd.passes.losses.shares import Shares
 from autoptd.passes.normalise import normalise
 from autoptd.passes.trace.traced import Traced
 from autoptd.runtime.batch_counts import LossOfSums
@@ -213,9 +214,9 @@ def test_losses_weighed_by_samples_are_seen(name: str, monkeypatch: pytest.Monke
 
 def weigh_by_samples(graph: fx.Graph, traced: Traced) -> None:
     """Make the loss the mean of what microbatches give, weighted by their samples."""
-    rewriter, output = reduce_loss._Rewriter(graph, traced), next(n for n in graph.nodes if n.op == "output")
+    output = output_of(graph)
     output.args = (loss_node(graph),)
-    average = rewriter._share_of(loss_node(graph))
+    average = Shares(graph, traced, {}).of(loss_node(graph))
     output.args = (average, *output.args[1:])
 
 

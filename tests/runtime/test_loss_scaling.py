@@ -124,11 +124,11 @@ def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
     """Each rank checks its own gradients only."""
     whole = trainer.Trainer._finish
 
-    def alone(self: Trainer, share: Tensor) -> Tensor:
+    def alone(self: Trainer, share: Tensor, sums: Any) -> Tensor:
         kept = self.communicators
         object.__setattr__(self, "communicators", comm.Communicators(**{**vars(kept), "world": SingleRankGroup()}))
         try:
-            return whole(self, share)
+            return whole(self, share, sums)
         finally:
             object.__setattr__(self, "communicators", kept)
 

@@ -120,9 +120,9 @@ def scaled(factor: float) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         whole = trainer.Trainer._finish
 
-        def finish(self: Any, share: Tensor) -> Tensor:
+        def finish(self: Any, share: Tensor, sums: Any) -> Tensor:
             self._buffers.scale_gradients(torch.tensor(factor, dtype=torch.float64))
-            return whole(self, share)
+            return whole(self, share, sums)
 
         patch.setattr(trainer.Trainer, "_finish", finish)
 
@@ -135,8 +135,8 @@ divided_by_dp, multiplied_by_microbatches = scaled(1 / 3), scaled(5)
 def own_share_reported(patch: Patch) -> None:
     whole = trainer.Trainer._finish
 
-    def finish(self: Any, share: Tensor) -> Tensor:
-        whole(self, share)
+    def finish(self: Any, share: Tensor, sums: Any) -> Tensor:
+        whole(self, share, sums)
         return share
 
     patch.setattr(trainer.Trainer, "_finish", finish)

@@ -24,6 +24,7 @@ from autoptd.passes.sharding.expert_regions import expert_dims, expert_regions
 from autoptd.passes.sharding.sharding import (
     ops_of,
     output_names,
+    sum_placement,
     tensor_name,
 )
 from autoptd.search.sharding.cost import Prices
@@ -152,9 +153,10 @@ class SplitNumbers(Prices):
             choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in self.legal[kind][i])
             outputs = dict(zip(output_names(node), infos(node), strict=True))
             yield Node(f"{kind}/{node.name}", choices), {t: (info, times, False) for t, info in outputs.items()}
+        results = {self.folded.loss: (B,), **dict.fromkeys(self.folded.sums, (sum_placement(self.ranks),))}
         for i, node in enumerate(segment.sends):
             name = scope(node)
-            options = (B,) if node is self.folded.loss else self._edge_placements(infos(node)[0])
+            options = results.get(node) or self._edge_placements(infos(node)[0])
             yield Node(scope.send(i), tuple(Choice(str(p), needs=((name, p),)) for p in options)), {}
 
     def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:

@@ -102,7 +102,7 @@ class Tensors(SplitNumbers):
             receives[kind] = tuple(
                 parse_placement(solution.choices[scope.receive(i)]) for i in range(len(segment.receives))
             )
-        sends = sends_of(self.folded, receives)
+        sends = sends_of(self.folded, self.ranks, receives)
         kinds = {k: KindSharding(c, p, receives[k], sends[k]) for k, (c, p) in partial.items()}
         return Sharding(self.ranks, kinds)
 

@@ -37,7 +37,7 @@ def explain(
     if found.norm.rank is not None and not wrong:
         yield "gradient norm", f"{_by(found.norm)}{_counted(runs, expected, step)}{_on(layout, found.norm)}{later}"
     for name, (a, b) in list(found.diverged.items())[:3]:
-        yield name, f"after the steps ranks {a} and {b} hold different copies: {layout.parameters[name].placement}"
+        yield name, f"after the steps ranks {a} and {b} hold different copies: {layout.spec(name).placement}"
     moved = {name: off for name, off in found.state.items() if off.rank is not None}
     if not wrong:
         for name, off in list(moved.items())[:3]:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from autoptd.errors import AutoptdError
 from autoptd.passes.fold import Folded, fold, graph_hash
 from autoptd.passes.graph import module_stack, substitute
+from autoptd.passes.losses.update_form import buffer_updates
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace import trace as tracing
 from autoptd.passes.trace.repeats import REPEAT
@@ -472,25 +473,30 @@ class Statistics(Block):
         return super().forward(x)
 
 
-def test_a_buffer_that_is_written_to_is_refused_alike(calls: Calls) -> None:
-    texts = []
-    for repeats in (True, False):
-        with pytest.raises(AutoptdError) as error:
-            normalise(trace(stack(Statistics), batch(), repeats=repeats))
-        texts.append(str(error.value))
-    assert texts[0] == texts[1]
-
-
 class Replacing(Statistics):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = self.seen + 1.0
         return Block.forward(self, x)
 
 
-def test_blocks_that_replace_a_buffer_are_refused(calls: Calls) -> None:
-    for repeats in (True, False):
-        with pytest.raises(AutoptdError, match=r"assigns a new tensor to the buffer blocks\.\d\.seen"):
-            trace(stack(Replacing), batch(), repeats=repeats)
+class Rows(Statistics):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen[1] += x.sum()
+            self.seen.mul_(0.5)
+        return Block.forward(self, x)
+
+
+@pytest.mark.parametrize("kind", [Statistics, Replacing, Rows])
+def test_every_block_updates_its_own_buffer(kind: type[Block], calls: Calls) -> None:
+    assert_as_in_full(stack(kind), batch())
+    traced = normalise(trace(stack(kind), batch()))
+    updated = [traced.buffers[name] for name in buffer_updates(traced.graph).values]
+    assert sorted(updated) == [f"blocks.{i}.seen" for i in range(len(updated))] and len(updated) > 2
 
 
 def test_hooks_run_for_every_block(calls: Calls) -> None:

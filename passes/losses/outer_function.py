@@ -1,0 +1,150 @@
+"""Functions of sums over the batch, moved out of the graph of a microbatch into a graph of their own.
+
+main graph     sums S_1, S_2 … of a microbatch       added up over microbatches and ranks
+own graph      f(S_1, S_2, …, counts, buffers)       computed once per step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import fx
+
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.graph import (
+    ancestors,
+    info,
+    is_float,
+    op_name,
+    operands,
+    source_line,
+    substitute,
+    user_op_name,
+    write_op,
+)
+from autoptd.passes.losses.batch_sums import Over, States
+from autoptd.passes.losses.shares import Shares
+from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.trace.traced import Traced
+
+aten = torch.ops.aten
+SUMMING = ("sum", "reshape", "squeeze", "unsqueeze", "permute", "transpose")  # ops that add up or move elements
+LARGEST = 1 << 20  # elements of all sums that an outer function reads
+
+
+class OuterFunction:
+    """A function of sums, copied into its own graph.
+
+    `prefix`: of the placeholders of sums. `subject`, such as "the loss is", and `fix` are for errors.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, traced: Traced, states: States, shares: Shares, subject: str, prefix: str, fix: str
+    ) -> None:
+        self.main, self.traced, self.states, self.shares = graph, traced, states, shares
+        self.subject, self.prefix, self.fix = subject, prefix, fix
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.sums: list[fx.Node] = []  # in the main graph
+        self.placeholders: list[fx.Node] = []  # of the sums, here
+
+    def write(self, values: Sequence[fx.Node]) -> fx.Graph:
+        """Return the graph whose outputs are `values`. Raises UnsupportedOp."""
+        inside = {n for n in ancestors(values) if self.states.get(n) is Over.OUTER}
+        read = dict.fromkeys(o for n in self.main.nodes if n in inside for o in operands(n) if o not in inside)
+        read |= dict.fromkeys(n for n in values if n not in inside)
+        for node in read:
+            if self.states[node] is Over.ADDED:
+                self._take(node, self._cast(self._wide(node)))
+            elif info(node).requires_grad or self._from_parameters(node):
+                self._take(node, self._shared(node))
+        for node in read:
+            if node not in self.new:
+                self._copy_known(node)
+        for node in self.main.nodes:
+            if node in inside:
+                self._copy(node)
+        self.graph.output(self.new[values[0]] if len(values) == 1 else tuple(self.new[n] for n in values))
+        self.graph.lint()
+        if sum(prod(map(int, info(n).shape)) for n in self.sums) > LARGEST:
+            raise UnsupportedOp(
+                f"{self.subject} a function of sums of more than {LARGEST:,} numbers over the batch",
+                where=source_line(values[0]),
+                fix=self.fix,
+            )
+        return self.graph
+
+    def _take(self, node: fx.Node, partial: fx.Node) -> None:
+        shape = info(partial).shape
+        if not all(isinstance(n, int) for n in shape):
+            raise UnsupportedOp(
+                f"{self.subject} a function of sums over the batch whose size varies from batch to batch, "
+                f"{tuple(shape)}",
+                where=source_line(node),
+                fix=self.fix,
+            )
+        made = self.graph.placeholder(f"{self.prefix}_{len(self.sums)}")
+        made.meta["info"] = TensorInfo(shape, info(node).dtype, True)
+        self.new[node] = made
+        self.sums.append(partial)
+        self.placeholders.append(made)
+
+    def _cast(self, node: fx.Node) -> fx.Node:
+        if is_float(info(node).dtype):
+            return node
+        with self.main.inserting_after(node):
+            return write_op(self.main, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64)
+
+    def _wide(self, node: fx.Node) -> fx.Node:
+        """Return a sum of whole numbers as one of float64, of which a rank may have a part; other sums as they are."""
+        if is_float(info(node).dtype) or op_name(node) not in SUMMING or len(operands(node)) != 1:
+            return node
+        (source,) = operands(node)
+        with self.main.inserting_before(node):
+            if self.states[source] is not Over.ADDED:
+                wide = write_op(
+                    self.main, node, aten.to.dtype, (source, torch.float64), info(source).shape, torch.float64
+                )
+            elif (wide := self._wide(source)) is source:
+                return node
+            args = substitute(node.args, lambda n: wide)
+            kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}
+            return write_op(self.main, node, node.target, args, info(node).shape, torch.float64, kwargs)  # type: ignore[arg-type]
+
+    def _shared(self, node: fx.Node) -> fx.Node:
+        if not is_float(info(node).dtype):
+            raise UnsupportedOp(
+                f"{self.subject} a function of what {op_name(node)} gives: numbers that are no floats and cannot be "
+                "summed over the batch",
+                where=source_line(node),
+                fix=self.fix,
+            )
+        return self.shares.of(node)
+
+    def _from_parameters(self, node: fx.Node) -> bool:
+        return any(n.op == "placeholder" and n.name in self.traced.parameters for n in ancestors([node]))
+
+    def _copy_known(self, node: fx.Node) -> None:
+        """Copy a node that depends on counts, buffers and constants only, with its ancestors."""
+        wanted = ancestors([node])
+        for n in self.main.nodes:
+            if n in wanted and n not in self.new:
+                self._copy(n)
+
+    def _copy(self, node: fx.Node) -> None:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise UnsupportedOp(
+                f"{user_op_name(node)} draws random numbers for the whole batch, but each rank would draw its own",
+                where=source_line(node),
+                fix="draw them for every sample, or pass them as an input",
+            )
+        if node.op == "placeholder":
+            made = self.graph.placeholder(node.name)
+        else:
+            args = substitute(node.args, self.new.__getitem__)
+            kwargs = {k: substitute(v, self.new.__getitem__) for k, v in node.kwargs.items()}
+            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made.meta = dict(node.meta)
+        self.new[node] = made
