@@ -202,14 +202,15 @@ class Planner:
             if e.candidate == _plain(e.candidate):
                 by_tp.setdefault(e.candidate.tp, []).append(e)
         for _, mine in sorted(by_tp.items(), key=lambda item: (min(e.candidate.pp for e in item[1]), item[0])):
-            for e in mine:
-                while e.step < _CUT and (e.step == 0 or e.bound_s < self._best_s):
-                    self._advance(e)
-            for e in sorted(mine, key=lambda e: e.bound_s)[:_FIRST]:
-                while _CUT <= e.step <= _SIMULATED and e.bound_s < self._best_s:
-                    self._advance(e)
+            queue, tried = [(e.bound_s, -e.step, i) for i, e in enumerate(mine)], 0
+            heapq.heapify(queue)
+            while queue and queue[0][0] < self._best_s and tried <= _FIRST:
+                e = mine[i := heapq.heappop(queue)[-1]]
+                tried += e.step == _CUT
+                self._advance(e)
                 if e.step > _SIMULATED:
                     break
+                heapq.heappush(queue, (e.bound_s, -e.step, i))
 
     def _try_neighbours(self, started: float) -> None:
         """Improve the first plan by candidates that differ from it in one dimension, until none is better.

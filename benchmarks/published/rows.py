@@ -45,6 +45,7 @@ class Row(BaseModel):
     vocab_size: int | None = None
     tied_embeddings: bool | None = None
     seq_len_tokens: int | None = None
+    n_params_billion: float | None = None
     precision: str | None = None
     attention_impl: str = ""
     framework: str = ""

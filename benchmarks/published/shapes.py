@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -15,6 +15,7 @@ from benchmarks.published.transformer import Transformer
 # attention; the fused recipes of later years train without.
 MEGATRON_DROPOUT = 0.1
 _VOCABULARY_MULTIPLE = 128  # of each tp rank's rows: Megatron-LM, --make-vocab-size-divisible-by
+_ALIKE = 0.02  # of the parameters that a stated total has beyond the stated shape: how far from those of an expert
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def shape_of(row: Row) -> Shape:
         raise Unsupported(f"{row.n_heads} heads do not divide width {row.hidden_size}, and no head_dim is stated")
     unfused = row.attention_impl.startswith("unfused")
     learned = family in ("gpt", "mpt")
-    return Shape(
+    shape = Shape(
         layers=row.n_layers,
         width=row.hidden_size,
         ffn=row.ffn_hidden_size,
@@ -74,6 +75,19 @@ def shape_of(row: Row) -> Shape:
         latent=_latent(row),
         ahead=row.mtp_num_layers > 0,
     )
+    return _with_missing_expert(shape, row.n_params_billion)
+
+
+def _with_missing_expert(shape: Shape, stated_billion: float | None) -> Shape:
+    """Return the shape with a shared expert if it lacks exactly the parameters of one in each mixture.
+
+    Some tables of mixtures print no shared experts, but a total that includes them.
+    """
+    if shape.experts is None or shape.experts.shared or stated_billion is None:
+        return shape
+    shared = replace(shape, experts=replace(shape.experts, shared=shape.experts.ffn))
+    plain, more = (sum(p.numel() for p in build(s).parameters()) for s in (shape, shared))
+    return shared if abs(stated_billion * 1e9 - more) <= _ALIKE * (more - plain) else shape
 
 
 def _family(row: Row) -> str:

@@ -52,6 +52,18 @@ def test_networks_are_distinguished() -> None:
     assert network("InfiniBand NDR") == network("not stated") == "infiniband"
 
 
+@pytest.mark.parametrize(("stated", "shared"), [(352.0, 14336), (341.3, 0), (346.0, 0), (None, 0)])
+def test_a_shared_expert_that_only_the_total_has(stated: float | None, shared: int) -> None:
+    """MegaScale-MoE (Jin et al. 2025), table 2: 60 layers of 32 experts are 341.3e9 parameters, printed as 352B."""
+    row = tiny(
+        arch="moe", n_layers=60, hidden_size=4096, ffn_hidden_size=14336, n_heads=32, n_kv_heads=8, head_dim=128,
+        vocab_size=65536, tied_embeddings=False, n_experts=32, moe_top_k=3, moe_ffn_hidden_size=14336, tp=8, dp=1,
+        n_params_billion=stated,
+    )  # fmt: skip
+    experts = shape_of(row).experts
+    assert experts is not None and experts.shared == shared
+
+
 # ---- plans ----
 
 
