@@ -56,6 +56,7 @@ SAMPLED = {
     "parity/test_parity_recompute.py::test_what_runs_again_drops_the_same": 2,
     "parity/test_parity_schedules.py::test_a_schedule_trains_like_one_process": 3,
     "parity/test_parity_schedules.py::test_mixtures_and_encoder_decoders": 2,
+    "parity/test_parity_updates.py::test_buffers_as_on_one_process": 4,
     "passes/losses/test_reduce_loss.py::test_a_function_of_sums_is_exact": 3,
     "passes/losses/test_reduce_loss.py::test_a_sum_over_what_inputs_give_is_exact": 3,
     "passes/losses/test_reduce_loss.py::test_exact": 2,

@@ -39,8 +39,8 @@ from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
 from autoptd.search.task import candidate_space
 
-_CUT = 3  # index of the step `_cut` in `Planner._steps`
-_SIMULATED = _CUT + 2  # steps taken once a candidate is simulated
+_CUT = 3  # steps before the relaxation and the cut, which take longer
+_SIMULATED = _CUT + 2  # steps before the simulation
 _TIGHT = 1.005  # times the bound without memory: from there on, memory limits a candidate
 _FIRST = 8  # candidates of each tp that are tried for a first plan
 _NEIGHBOURS = 30  # candidates that are tried in one round of `_try_neighbours`
@@ -202,8 +202,7 @@ class Planner:
             if e.candidate == _plain(e.candidate):
                 by_tp.setdefault(e.candidate.tp, []).append(e)
         for _, mine in sorted(by_tp.items(), key=lambda item: (min(e.candidate.pp for e in item[1]), item[0])):
-            queue, tried = [(e.bound_s, -e.step, i) for i, e in enumerate(mine)], 0
-            heapq.heapify(queue)
+            queue, tried = sorted((e.bound_s, -e.step, i) for i, e in enumerate(mine)), 0
             while queue and queue[0][0] < self._best_s and tried <= _FIRST:
                 e = mine[i := heapq.heappop(queue)[-1]]
                 tried += e.step == _CUT

@@ -35,6 +35,12 @@ WAYS = [
     ("deepseek", Mesh(tp=2, cp=2, pp=2, ep=2, etp=1), replace(BULK, zero=3), "sgd"),
     ("gpt_oss", Mesh(tp=2, dp=4, ep=4, etp=1), replace(BULK, zero=2, recompute="full"), "adamw"),
     ("gpt_oss", Mesh(tp=2, dp=2, pp=2, ep=1, etp=1), BULK, "adamw"),
+    ("qwen2_moe", Mesh(tp=2, cp=2, dp=2, ep=4, etp=1), replace(BULK, zero=2), "adamw"),
+    ("qwen3_moe", Mesh(tp=2, dp=2, pp=2, ep=2, etp=1), replace(BULK, schedule="zero-bubble", recompute="full"), "sgd"),
+    ("glm4_moe", Mesh(tp=2, dp=4, ep=8, etp=1), replace(BULK, zero=3, micro=2), "adamw"),
+    ("llama4", Mesh(tp=2, dp=2, pp=2, ep=4, etp=1), replace(BULK, zero=3), "sgd"),
+    ("grouped", Mesh(tp=2, dp=4, ep=8, etp=1), replace(BULK, zero=0, micro=2), "sgd"),
+    ("expanded", Mesh(tp=2, dp=2, pp=2, ep=2, etp=1), replace(BULK, recompute="full"), "adamw"),
 ]
 
 
