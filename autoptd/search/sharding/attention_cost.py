@@ -51,11 +51,12 @@ def attention_works(
 ) -> Iterator[OpWork]:
     """Yield the kernels of one pass. `nbytes`: operands, results and their gradients, each moved once.
 
-    `implementation`: of fused kernels, as fixed in the plan's options; empty: by default. `by_hand`: one kernel merges
-    a ring's tile into a tensor (Transformer Engine's context parallelism), rather than torch's ops.
+    `implementation`: of fused kernels, as fixed in the plan's options; empty: by default. `by_hand`: a ring has one
+    kernel for the keys of each rank, and one that merges its result into a tensor (Transformer Engine's context
+    parallelism, quoted from memory), rather than one for each pair of halves and torch's ops.
     """
     kernel = form.kernel(device.kind)
-    tiles, rows, share = _tiles(form, shape)
+    tiles, rows, share = _tiles(form, shape, by_hand and kernel != "written")
     if kernel == "written":
         yield from _written(form, shape, dtype, tiles, rows, share, backward)
         return
@@ -82,13 +83,16 @@ def attention_works(
         yield OpWork("memory", 0, added, "fp32", launches=tiles * launches * times, part=_PART)
 
 
-def _tiles(form: AttentionForm, shape: Shape) -> tuple[int, int, float]:
-    """Return (tiles of a rank, queries of a tile, share of all scores that the tiles cover)."""
+def _tiles(form: AttentionForm, shape: Shape, by_hand: bool = False) -> tuple[int, int, float]:
+    """Return (tiles of a rank, average queries of a tile, share of all scores that the tiles cover)."""
     if not form.ring:
         return 1, shape.queries, 1.0
     if not form.causal:
         return shape.cp, shape.queries, 1.0
-    return 2 * shape.cp + 1, -(-shape.queries // 2), (2 * shape.cp + 1) / (4 * shape.cp)
+    share = (2 * shape.cp + 1) / (4 * shape.cp)
+    if by_hand:  # one for each rank's keys: of its own all queries, of earlier ranks too, of later ones the second half
+        return shape.cp, round(shape.queries * (3 * shape.cp + 1) / (4 * shape.cp)), share
+    return 2 * shape.cp + 1, -(-shape.queries // 2), share
 
 
 def _written(
