@@ -67,7 +67,7 @@ SAMPLED = {
     "profile/test_profile.py::test_single_gpu_runs_tiny_shapes_on_the_cpu": 0,
     "runtime/faults/test_watchdog.py::test_one_fault_of_each_kind_is_met": 0,
     "search/constraints/test_options.py::test_a_pin_leaves_the_best_of_the_plans_that_obey_it": 2,
-    "search/test_optimal.py::test_the_search_finds_the_best_of_all_plans": 3,
+    "search/test_optimal.py::test_the_search_finds_the_best_of_all_plans": 4,
     "search/test_optimal.py::test_the_tasks_are_of_all_kinds": 0,
     "search/test_pools.py::test_no_plan_is_better": 0,
     "search/test_random_plans.py::test_any_plan_trains_as_one_process": 0,
