@@ -16,7 +16,7 @@ from autoptd.codegen.quoting import checked_name, literal
 from autoptd.errors import TraceError
 from autoptd.layout.placements import B
 from autoptd.passes.fold import Folded
-from autoptd.passes.graph import ancestors, info
+from autoptd.passes.graph import ancestors, info, output_of
 from autoptd.passes.losses.loss_form import PARTIAL, count_index, is_count, partial_slices
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import Traced
@@ -153,7 +153,7 @@ class LossFunctions:
             else:
                 body.bind(node, B, count_text(node) if is_count(node) else buffer_text(self.traced, node))
         body.prelude([n for n in graph.nodes if n.op == "call_function"])
-        (loss,) = next(n for n in graph.nodes if n.op == "output").args
+        (loss,) = output_of(graph).args
         lines = ["def loss_of(self: Stage, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:"]
         lines.append('    """Return the loss from sums over all samples of the whole batch."""')
         lines += ["    device = sums.device"] if body.uses_device else []

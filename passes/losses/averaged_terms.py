@@ -25,6 +25,7 @@ from autoptd.passes.graph import (
     is_float,
     op_call,
     operands,
+    output_of,
     source_line,
     substitute,
     user_op_name,
@@ -126,7 +127,7 @@ class OwnTerms:
 
     def _count(self, node: fx.Node) -> fx.Node:
         """Return the microbatch's contribution to a count."""
-        output = next(n for n in self.graph.nodes if n.op == "output")
+        output = output_of(self.graph)
         index = count_index(node)
         own = output.args[1 + index]
         assert isinstance(own, fx.Node)

@@ -24,6 +24,7 @@ from autoptd.passes.graph import (
     is_float,
     is_getitem,
     operands,
+    output_of,
     source_line,
     user_op_name,
     write_op,
@@ -49,7 +50,7 @@ _EXTREMES: Mapping[object, Combine] = {
 
 def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
     """Replace every reduction over samples that depends on inputs only by a placeholder for its global value."""
-    output = next(n for n in graph.nodes if n.op == "output")
+    output = output_of(graph)
     output.args = (loss_node(graph),)
     states: States = {}
     seen: dict[object, fx.Node] = {}
@@ -76,7 +77,7 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
 
 def take_count(graph: fx.Graph, traced: Traced, node: fx.Node, combine: Combine = "sum") -> fx.Node:
     """Return a placeholder for the value of `node` over the batch, and make `node` an output of the graph."""
-    form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
+    form, output = loss_form(traced.graph), output_of(graph)
     found = _placeholder(graph, node, len(form.combines))
     form.rounds.append(_round(node, form))
     form.combines.append(combine)
@@ -113,7 +114,7 @@ def _is_fixed(node: fx.Node) -> bool:
 
 def drop_unread_counts(graph: fx.Graph, traced: Traced) -> None:
     """Remove counts that nothing reads, since the terms that did are averaged, and number the others anew."""
-    form, output = loss_form(traced.graph), next(n for n in graph.nodes if n.op == "output")
+    form, output = loss_form(traced.graph), output_of(graph)
     if form.outer is not None or any(map(is_count, buffer_updates(traced.graph).graph.nodes)):
         return
     read = {count_index(n): n for n in graph.nodes if is_count(n) and n.users}

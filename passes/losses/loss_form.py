@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import AutoptdError
-from autoptd.passes.graph import info
+from autoptd.passes.graph import info, output_of
 
 COUNT = "loss_count"  # prefix of count placeholders: loss_count_0, loss_count_1 …
 PARTIAL = "loss_partial"  # prefix of partial-sum placeholders in the outer function
@@ -59,7 +59,7 @@ def loss_form(graph: fx.GraphModule) -> LossForm:
 
 def loss_node(graph: fx.Graph) -> fx.Node:
     """Return the graph's first output."""
-    total = next(n for n in graph.nodes if n.op == "output").args[0]
+    total = output_of(graph).args[0]
     while isinstance(total, (tuple, list)):
         total = total[0]
     assert isinstance(total, fx.Node)

@@ -31,6 +31,7 @@ from autoptd.passes.graph import (
     infos,
     is_float,
     operands,
+    output_of,
     source_line,
     user_op_name,
     write_op,
@@ -60,7 +61,7 @@ def rewrite_loss(graph: fx.Graph, traced: Traced) -> None:
 class _Rewriter:
     def __init__(self, graph: fx.Graph, traced: Traced) -> None:
         self.graph, self.traced, self.form = graph, traced, loss_form(traced.graph)
-        self.output = next(n for n in graph.nodes if n.op == "output")
+        self.output = output_of(graph)
         self.states: States = {}
         self.shares = Shares(graph, traced, self.states)
         self.mixed: dict[fx.Node, UnsupportedOp] = {}  # ops that need the whole batch in one microbatch

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.graph import info, write_op
+from autoptd.passes.graph import info, output_of, write_op
 from autoptd.passes.losses.batch_counts import take_count
 from autoptd.passes.losses.batch_sums import Over, States
 from autoptd.passes.trace.traced import BATCH, Traced
@@ -23,7 +23,7 @@ class Shares:
 
     def of(self, value: fx.Node, before: fx.Node | None = None) -> fx.Node:
         """Write a microbatch's share of a value that is the same for all."""
-        output = next(n for n in self.graph.nodes if n.op == "output")
+        output = output_of(self.graph)
         with self.graph.inserting_before(before or output):
             share = self.of_samples(value)
             part = write_op(self.graph, value, aten.mul.Tensor, (value, share), info(value).shape, info(value).dtype)

@@ -14,7 +14,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.layout.layout import Layout
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey
-from autoptd.passes.graph import ancestors, concrete, info, substitute
+from autoptd.passes.graph import ancestors, concrete, info, output_of, substitute
 from autoptd.passes.losses.loss_form import COUNT, PARTIAL, partial_slices
 from autoptd.runtime.batch import cut_batch, sample_count
 from autoptd.verification.keyed import Draw, as_float64
@@ -69,7 +69,7 @@ def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor]) -> Tenso
             args = as_float64(concrete(substitute(node.args, values.__getitem__), {}))
             kwargs = as_float64({k: concrete(substitute(v, values.__getitem__), {}) for k, v in node.kwargs.items()})
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    (loss,) = next(n for n in form.outer.nodes if n.op == "output").args
+    (loss,) = output_of(form.outer).args
     made: Tensor = values[loss]  # type: ignore[index]
     return made
 
