@@ -17,9 +17,9 @@ from autoptd.passes.rules.lookup import discovery
 from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
-from autoptd.search.pipeline.dispatch_cost import experts_of
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Answer, alternatives
+from autoptd.search.sharding.dispatch_cost import experts_of
 from autoptd.text import fold_names
 
 if TYPE_CHECKING:

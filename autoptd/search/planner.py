@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from autoptd.errors import AutoptdError, PlanError
@@ -28,6 +28,7 @@ from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import InfeasibleSplit, nothing_fits
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
 from autoptd.search.pipeline.lower_bounds import CandidateBounds, cut_bound_s
@@ -41,7 +42,6 @@ from autoptd.search.task import candidate_space
 
 _CUT = 3  # steps before the relaxation and the cut, which take longer
 _SIMULATED = _CUT + 2  # steps before the simulation
-_TIGHT = 1.005  # times the bound without memory: from there on, memory limits a candidate
 _FIRST = 8  # candidates of each tp that are tried for a first plan
 _NEIGHBOURS = 30  # candidates that are tried in one round of `_try_neighbours`
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
@@ -69,6 +69,7 @@ class _Entry:
     candidate: Candidate
     bound_s: float
     staged: Staged | None = None
+    is_full: bool = False  # whether memory limits the cut of the least bound
     stages: Stages | None = None
     step: int = 0  # into `Planner._steps`
     split_s: float = _NEVER  # the bound by its split tensors, before memory counts
@@ -101,6 +102,7 @@ class Planner:
         )
         self._entries: Sequence[_Entry] = ()
         self._best: Staged | None = None
+        self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
         self._too_large: list[_Entry] = []  # those that do not fit
         self._effort = Effort(task.effort)
         self._visited = 0
@@ -143,7 +145,6 @@ class Planner:
         """Find the best plan; return a lower bound of all candidates."""
         started = time.monotonic()
         self._entries = entries = [_Entry(c, self._bounds.floor_s(c)) for c in options]
-        self._find_first(entries)
         if self.task.constraints.include and self.task.effort is not None:
             self._try_neighbours(started)
         dormant = {
@@ -173,17 +174,10 @@ class Planner:
 
     def _enqueue_variant(self, e: _Entry, dormant: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
         """Enqueue the memory-saving variant of a candidate once memory limits the fast one."""
-        if e.candidate in dormant and (e.step >= _CUT - 1 if self.task.effort is None else self._is_tight(e)):
+        if e.candidate in dormant and (e.is_full or (e.step >= _CUT - 1 and self.task.effort is None)):
             i = dormant.pop(e.candidate)
             self._entries[i].bound_s = max(e.split_s, self._entries[i].bound_s)
             heapq.heappush(queue, (self._priority_s(self._entries[i]), 0, i))
-
-    @staticmethod
-    def _is_tight(e: _Entry) -> bool:
-        """Return whether memory makes a candidate slower, by the relaxation or by its cut."""
-        if e.staged is not None:
-            return any(e.staged.solution.policies)
-        return e.step > _CUT and e.bound_s > e.split_s * _TIGHT
 
     def _priority_s(self, e: _Entry) -> float:
         """Return its bound; for interleaved schedules, whose bounds lack it, with the pipeline fill of even chunks."""
@@ -205,7 +199,7 @@ class Planner:
             queue, tried = sorted((e.bound_s, -e.step, i) for i, e in enumerate(mine)), 0
             while queue and queue[0][0] < self._best_s and tried <= _FIRST:
                 e = mine[i := heapq.heappop(queue)[-1]]
-                tried += e.step == _CUT
+                tried += e.step == _CUT + 1
                 self._advance(e)
                 if e.step > _SIMULATED:
                     break
@@ -265,37 +259,46 @@ class Planner:
         return isinstance(fast, Sharded) and fast.sharding == memory_saving.sharding
 
     def _bound_contiguous(self, e: _Entry) -> float:
-        """Bound all cuts by the slowest stage of the best contiguous one."""
+        """Bound all cuts that respect segments, by the least seconds of each run of them."""
         e.stages = self._stages(e.candidate)
-        return self._raise_bound(e, e.stages, e.stages.contiguous_bound_s)
+        return self._raise_bound(e, e.stages, lambda stages: self._least(e, stages, measured=False))
 
     def _bound_relaxed(self, e: _Entry) -> float:
-        """Bound all cuts by the linear relaxation."""
+        """Bound all cuts by the linear relaxation, where the bounds of paths lack what ranks with several chunks do."""
         assert e.stages is not None
-        return self._raise_bound(e, e.stages, e.stages.relaxed_bound_s)
+        if e.candidate.virtual == 1 and not row_of(e.candidate.schedule).splits_backward:
+            return e.bound_s
+        return self._raise_bound(e, e.stages, Stages.relaxed_bound_s)
 
-    def _raise_bound(self, e: _Entry, stages: Stages, passes_s: Callable[[], float]) -> float:
+    @staticmethod
+    def _least(e: _Entry, stages: Stages, *, measured: bool) -> float:
+        found = stages.least(measured=measured)
+        e.is_full = stages.is_full(found.cuts)
+        return found.value
+
+    def _raise_bound(self, e: _Entry, stages: Stages, passes_s: Callable[[Stages], float]) -> float:
         if e.candidate.pp > 1 and not stages.fixed:
             microbatch_s = self._bounds.microbatch_s(e.candidate, stages.sharded) + 2 * sum(stages.least_sends_s)
-            e.bound_s = max(e.bound_s, self._bounds.with_end_s(e.candidate, passes_s(), microbatch_s))
+            e.bound_s = max(e.bound_s, self._bounds.with_end_s(e.candidate, passes_s(stages), microbatch_s))
             if e.bound_s == _NEVER:
                 self._too_large.append(e)
         return e.bound_s
 
     def _cut(self, e: _Entry) -> float:
-        """Cut it into stages."""
+        """Bound all cuts by the seconds of each run, and cut it into stages unless that excludes it."""
         self._visited += 1
+        assert e.stages is not None
+        return self._raise_bound(e, e.stages, lambda stages: self._least(e, stages, measured=True))
+
+    def _simulate(self, e: _Entry) -> float:
+        """Simulate its cut as it will run, unless a bound excludes it. Only other cuts are left then."""
         assert e.stages is not None
         try:
             e.staged = e.stages.solve()
         except StagesDoNotFit:
             self._too_large.append(e)
             e.bound_s = _NEVER
-        return e.bound_s
-
-    def _simulate(self, e: _Entry) -> float:
-        """Simulate its cut as it will run, unless a bound excludes it. Only other cuts are left then."""
-        assert e.staged is not None
+            return e.bound_s
         c, costs = e.candidate, e.staged.stages
         passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
         if cut_bound_s(*passes, e.staged.method.schedule, c.pp, c.microbatches, e.staged.sends_s) < self._best_s:
@@ -352,7 +355,8 @@ class Planner:
         chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
         method = replace(self._method, **chosen)
         tensors = self._splitter.tensors[self._splitter.key_of(c)]
-        return Stages(tensors, sharded, c, method, task.precision, task.optimizer, task.cluster)
+        blocks = self._blocks.setdefault((self._splitter.key_of(c), c.ep, c.etp, c.recompute), {})
+        return Stages(tensors, sharded, c, method, task.precision, task.optimizer, task.cluster, blocks)
 
     def _nothing_fits(self, considered: int) -> AutoptdError:
         """Return the refusal, explained by the candidate that lacks least."""

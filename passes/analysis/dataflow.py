@@ -67,6 +67,9 @@ class Storage:
     gathered_from: Storage | None = None  # this rank's part before the all-gather that made it
     max_elements: int = 0  # elements that are allocated at once; 0: all
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # hashing a shape of expressions takes far longer
+
     @property
     def elements(self) -> sympy.Expr:
         """Elements on one rank."""

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import sympy
+from numpy.typing import NDArray
 
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import SavedActivations, recomputed_steps, saved_in_flow
@@ -27,6 +29,7 @@ from autoptd.passes.opcall import Chunked, TensorInfo, target_name
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of
 
 _PASSING = ("add", "sub")  # ops that pass the incoming gradient on, unless an operand is broadcast
+Sums = NDArray[np.float64]  # [sum, storage]: how often a storage counts
 _Moment = tuple[str, frozenset[Storage]]  # the step, and the storages alive
 
 
@@ -56,31 +59,45 @@ class Walk:
     backward: tuple[_Moment, ...]
 
     @cached_property
-    def _indexed(self) -> tuple[list[Storage], list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
-        kept = [k.storage for k in self.kept]
-        moments = [alive for _, alive in (*self.forward, *self.backward)]
-        storages = list(dict.fromkeys([*kept, *(s for m in moments for s in sorted(m, key=_order))]))
-        at = {s: i for i, s in enumerate(storages)}
-        forward = [tuple(at[s] for s in alive) for _, alive in self.forward]
-        backward = [tuple(at[s] for s in alive) for _, alive in self.backward]
-        return storages, forward, backward, [at[s] for s in kept]
+    def storages(self) -> tuple[Storage, ...]:
+        """Every storage that is alive at some moment."""
+        moments = (sorted(alive, key=_order) for _, alive in (*self.forward, *self.backward))
+        return tuple(dict.fromkeys([*(k.storage for k in self.kept), *(s for alive in moments for s in alive)]))
 
-    def peak(self, number: Number, ranks: int, cp: int = 1, shares: Mapping[str, float] | None = None) -> Peak:
-        """Return the peak at given sizes: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size.
+    @cached_property
+    def _alive(self) -> tuple[Sums, Sums, Sums]:
+        """Matrices that add up the sizes of `storages`: of all that is kept, and of each moment of the two passes."""
+        at = {s: i for i, s in enumerate(self.storages)}
+
+        def sums(moments: Sequence[Iterable[Storage]]) -> Sums:
+            found = np.zeros((len(moments), len(at)))
+            for row, alive in zip(found, moments, strict=True):
+                np.add.at(row, [at[s] for s in alive], 1)
+            return found
+
+        passes = ([alive for _, alive in moments] for moments in (self.forward, self.backward))
+        forward, backward = map(sums, passes)
+        return sums([[k.storage for k in self.kept]]), forward, backward
+
+    def sizes(self, number: Number, ranks: int, cp: int = 1) -> tuple[int, ...]:
+        """Return the bytes of each storage: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size."""
+        return tuple(s.nbytes(number, ranks, cp) for s in self.storages)
+
+    def peak(self, number: Number, ranks: int, cp: int = 1) -> Peak:
+        """Return the peak at given sizes; see `sizes`."""
+        return self.peak_of(self.sizes(number, ranks, cp))
+
+    def peak_of(self, sizes: Sequence[int], shares: Mapping[str, float] | None = None) -> Peak:
+        """Return the peak, given the `sizes` of the storages.
 
         `shares`: tensor -> its bytes and those of its gradient, relative to its size in the graph (1 if absent).
         """
-        storages, forward, backward, kept = self._indexed
-        sizes = [s.nbytes(number, ranks, cp) for s in storages]
         if shares:
-            names = (s.name.removeprefix(GRADIENT_OF) for s in storages)
+            names = (s.name.removeprefix(GRADIENT_OF) for s in self.storages)
             sizes = [round(size * shares.get(name, 1)) for size, name in zip(sizes, names, strict=True)]
-        total = sum(sizes[i] for i in kept)
-        return Peak(
-            total,
-            max((sum(sizes[i] for i in alive) for alive in forward), default=0),
-            max((sum(sizes[i] for i in alive) for alive in backward), default=total),
-        )
+        # sums of whole numbers below 2^53 are exact in floats
+        (kept,), forward, backward = (sums @ np.array(sizes, dtype=float) for sums in self._alive)
+        return Peak(int(kept), int(forward.max(initial=0)), int(backward.max(initial=0 if len(backward) else kept)))
 
     def fullest(self, number: Number, ranks: int, cp: int = 1) -> tuple[str, sympy.Expr]:
         """Return the step of the peak (`backward of cross_entropy`), and its bytes in the sizes' symbols and t."""
@@ -106,7 +123,11 @@ def walk(
     `in_place_loss`: a hand-written cross entropy turns the logits into probabilities, and those into their gradient, in
     place (Megatron-LM, vocab_parallel_cross_entropy), or in a copy if other ops may read the logits.
     """
-    region = flow(segments, kinds)
+    return walk_flow(flow(segments, kinds), policy, regather=regather, in_place_loss=in_place_loss)
+
+
+def walk_flow(region: Flow, policy: str = "none", *, regather: bool = False, in_place_loss: bool = False) -> Walk:
+    """Return the moments of the segments of a flow; see `walk`."""
     saved = saved_in_flow(region, policy, regather=regather)
     everything = saved_in_flow(region, "none", regather=regather)
     in_place = losses_in_place(region, policy, regather=regather) if in_place_loss else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -32,9 +33,17 @@ from autoptd.passes.sharding.expert_rows import (
     weight_chain,
 )
 
+_FOUND: WeakKeyDictionary[Segment, tuple[ExpertRegion, ...]] = WeakKeyDictionary()  # asked thousands of times
+
 
 def expert_regions(segment: Segment) -> tuple[ExpertRegion, ...]:
     """Return the expert regions of a segment, in program order. Raises PlanError for weights that cannot be split."""
+    if segment not in _FOUND:
+        _FOUND[segment] = _regions(segment)
+    return _FOUND[segment]
+
+
+def _regions(segment: Segment) -> tuple[ExpertRegion, ...]:
     products: dict[fx.Node, list[fx.Node]] = {}
     for node in segment.nodes:
         if node.target is ops.grouped_mm:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -37,6 +38,12 @@ class KindSharding:
     parameters: tuple[Placement, ...]
     receives: tuple[Placement, ...]
     sends: tuple[Placement, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """A text that is equal for equal decisions."""
+        placed = (" ".join(map(str, each)) for each in (self.parameters, self.receives, self.sends))
+        return "; ".join([*map(str, self.strategies.values()), *placed])
 
 
 @dataclass(frozen=True)

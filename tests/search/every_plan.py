@@ -90,9 +90,10 @@ class ChunkWays:
     """
 
     def __init__(self, stage_cost: StageCost, run: tuple[int, int]) -> None:
-        self.blocks = list(stage_cost.blocks(*run))
+        self.blocks = list(stage_cost.blocks.within(*run))
         self.menus = [
-            [stage_cost.option(block, policy) for policy in stage_cost.policies_for(block)] for block in self.blocks
+            [stage_cost.blocks.option(block, policy) for policy in stage_cost.blocks.policies_for(block)]
+            for block in self.blocks
         ]
         self.recompute_s, self.kept, self.peak = np.zeros(1), np.zeros(1), np.zeros(1)
         for menu in self.menus:

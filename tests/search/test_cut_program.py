@@ -20,7 +20,7 @@ from autoptd.search.pipeline import cut_ilp as cut_program
 from autoptd.search.pipeline import partition as cuts
 from autoptd.search.pipeline import stages
 from autoptd.search.pipeline.cut_ilp import StageOption, integer_cut
-from autoptd.search.pipeline.partition import solve_cuts
+from autoptd.search.pipeline.partition import Objective, solve_cuts
 from autoptd.search.pipeline.windows import Cuts, Measure, PartitionProblem
 from autoptd.search.planner import Planner
 from autoptd.search.task import Task
@@ -56,8 +56,8 @@ def wrong(seeds: range) -> int:
         problem = random_problem(seed)
         if problem.partitioning.stages > len(problem.partitioning.names) - len(problem.partitioning.uncut):
             continue
-        found = solve_cuts(problem.partitioning, problem.rounds, problem.seconds, options(problem))
-        quick = solve_cuts(problem.partitioning, problem.rounds, problem.seconds)
+        found = solve_cuts(problem.partitioning, Objective(problem.rounds), problem.passes, options(problem))
+        quick = solve_cuts(problem.partitioning, Objective(problem.rounds), problem.passes)
         bounds = [math.inf if cut is None else problem.bound_s(cut) for cut in (found, quick)]
         different += bounds[0] != pytest.approx(bounds[1])
     return different
@@ -106,14 +106,14 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
     count = 0
 
     def both(
-        partitioning: PartitionProblem, rounds: float, seconds: Measure, options: cuts.Options | None = None
+        partitioning: PartitionProblem, objective: Objective, passes: Measure, options: cuts.Options | None = None
     ) -> Cuts | None:
         nonlocal count
         count += 1
         assert options is not None
-        found, quick = solve_cuts(partitioning, rounds, seconds, options), solve_cuts(partitioning, rounds, seconds)
-        assert bound_s(partitioning, rounds, seconds, found) == pytest.approx(
-            bound_s(partitioning, rounds, seconds, quick), rel=1e-9
+        found, quick = solve_cuts(partitioning, objective, passes, options), solve_cuts(partitioning, objective, passes)
+        assert bound_s(partitioning, objective, passes, found) == pytest.approx(
+            bound_s(partitioning, objective, passes, quick), rel=1e-9
         )
         return found
 
@@ -123,11 +123,12 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
     return count
 
 
-def bound_s(partitioning: PartitionProblem, rounds: float, seconds: Measure, cut: Cuts | None) -> float:
+def bound_s(partitioning: PartitionProblem, objective: Objective, passes: Measure, cut: Cuts | None) -> float:
     if cut is None:
         return math.inf
-    times = [seconds(k, *run) + float(partitioning.send_s[k, run[1]]) for k, run in enumerate(cut)]
-    return rounds * max(times) + sum(times)
+    measured = [passes(k, *run) or (math.inf, math.inf) for k, run in enumerate(cut)]
+    times = [sum(m) + float(partitioning.send_s[k, cut[k][1]]) for k, m in enumerate(measured)]
+    return objective.rounds * max(times) + sum(times)
 
 
 def test_cuts_of_random_tasks_are_equally_good() -> None:

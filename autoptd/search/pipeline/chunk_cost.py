@@ -25,9 +25,9 @@ from autoptd.layout.state_bytes import buffer_class, elements_of, packed
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate, Copies
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
-from autoptd.search.pipeline.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
+from autoptd.search.sharding.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.kind_cost import KindCost, exposed_s, price
 from autoptd.search.sharding.tensors import Sharded, Tensors

@@ -15,7 +15,7 @@ import numpy as np
 from autoptd.errors import DoesNotFit
 from autoptd.schedule import row_of
 from autoptd.search.pipeline.evaluate import Staged, simulated
-from autoptd.search.pipeline.lower_bounds import cut_bound_s, message_path_s, warm_up
+from autoptd.search.pipeline.lower_bounds import cut_bound_s, message_path_s, passed_over
 from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.pipeline.stages import Stages
 
@@ -108,11 +108,11 @@ class _CutTree:
         messages = [*sends, *self.stages.least_sends_s[len(sends) :]]
         round_trip_s = whole + 2 * sum(messages)
         paths = [
-            round_trip_s + (m - 1) * t - (warm_up(method.schedule, k, c.pp, m) - 1) * min(f, b)
+            round_trip_s + (m - 1) * t - passed_over(method.schedule, k, c.pp, m) * min(f, b)
             for k, (t, f, b) in enumerate(passes)
         ]
         share = rest_s / left
-        most = warm_up(method.schedule, len(forward), c.pp, m) - 1
+        most = passed_over(method.schedule, len(forward), c.pp, m)
         first = m * share + sum(total) + 2 * sum(sends)
         found = max(found, whole + message_path_s(messages, method.schedule, m))
         return max(found, *paths, first, round_trip_s + (m - 1 - most / 2) * share)

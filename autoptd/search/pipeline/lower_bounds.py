@@ -6,9 +6,9 @@ stages before it, and its last backward precedes theirs. With messages of x_j se
 
     any schedule         m T_k + Σ_{j<k} (T_j + 2 x_j)                                              (1)
     round trip of a microbatch to the last stage and back, with the other passes of stage k before it (for the last
-    microbatch) or after it (for the first); w forwards precede the first backward on stage k (1F1B: min(m, p - k);
-    GPipe: m):
-                         Σ_j (T_j + 2 x_j) + (m - 1) T_k - (w - 1) min(f_k, b_k)                    (2)
+    microbatch) or after it (for the first); v = w - 1, where w forwards precede the first backward on stage k (1F1B:
+    min(m, p - k)); GPipe: v = 0, since the last stage begins backward passes after all forward passes:
+                         Σ_j (T_j + 2 x_j) + (m - 1) T_k - v_k min(f_k, b_k)                        (2)
     repeated round trips (1F1B): the forward of microbatch i + w on stage k follows the backward of i, so that one of
     every w microbatches makes its round trip alone:
                          ⌈m / w⌉ Σ_{j>=k} (T_j + 2 x_j) + Σ_{j<k} (T_j + 2 x_j) + ((m - 1) mod w) b_k        (3)
@@ -23,7 +23,7 @@ stages before it, and its last backward precedes theirs. With messages of x_j se
 For all cuts, without messages, the T_k with Σ T_k = T that equalise bound (2), or (1), over all stages minimise its
 maximum. In (2) min(f, b) is at most r T_k, where r (at most 1/2) bounds min(f, b) / T of any stage, which gives
 
-    (1)    T / (1 - (1 - 1/m)^p)                (2)    T + T / Σ_k 1 / (m - 1 - r (w_k - 1))
+    (1)    T / (1 - (1 - 1/m)^p)                (2)    T + T / Σ_k 1 / (m - 1 - r v_k)
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from autoptd.schedule import route_of, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
-from autoptd.search.pipeline.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.sharding.cache import ShardingCache
+from autoptd.search.sharding.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.sharding.kind_cost import floor_s
 from autoptd.search.sharding.tensors import Sharded
 from autoptd.search.task import Task
@@ -51,6 +51,11 @@ def warm_up(schedule: str, stage: int, stages: int, microbatches: int) -> int:
     return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
 
 
+def passed_over(schedule: str, stage: int, stages: int, microbatches: int) -> int:
+    """Return v of path (2): the passes on a stage that it leaves out."""
+    return 0 if schedule == "gpipe" else warm_up(schedule, stage, stages, microbatches) - 1
+
+
 def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, virtual: int, share: float) -> float:
     """Return a lower bound over all cuts of a model that takes `seconds` per microbatch.
 
@@ -59,7 +64,7 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
     if virtual > 1 or row_of(schedule).splits_backward:  # parameter gradients (W) are on no path to another stage
         return seconds * m / p
     busy = seconds / (1 - (1 - 1 / m) ** p)
-    left = [m - 1 - share * (warm_up(schedule, k, p, m) - 1) for k in range(p)]
+    left = [m - 1 - share * passed_over(schedule, k, p, m) for k in range(p)]
     if min(left) <= 0:
         return busy
     return max(busy, seconds + seconds / sum(1 / x for x in left))
@@ -110,7 +115,7 @@ def cut_bound_s(
     after = list(accumulate((t + 2 * x for t, x in zip(total[::-1], messages[::-1], strict=True))))[::-1]
     for k, t in enumerate(total):
         w = warm_up(schedule, k, ranks, m)
-        round_trip_s = after[0] + (m - 1) * t - (w - 1) * min(forward_s[k], backward_s[k])
+        round_trip_s = after[0] + (m - 1) * t - passed_over(schedule, k, ranks, m) * min(forward_s[k], backward_s[k])
         rounds = after[0] + (-(-m // w) - 1) * after[k] + (m - 1) % w * backward_s[k]
         after_next = total[k + 1] if k + 1 < ranks else 0.0
         alternating_s = after[0] + alternations(schedule, k, ranks, m) * (t + after_next + 2 * messages[k])

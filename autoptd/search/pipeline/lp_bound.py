@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pulp import LpAffineExpression, LpVariable, lpSum
 
 from autoptd.schedule import row_of
-from autoptd.search.pipeline.lower_bounds import alternations, busiest_edge_s, message_path_s, warm_up
+from autoptd.search.pipeline.lower_bounds import alternations, busiest_edge_s, message_path_s, passed_over
 from autoptd.search.solver import IntegerProgram, minimise
 
 _GROUPS = 16  # most groups of stages, with one device type
@@ -133,7 +133,7 @@ def _paths(
     busy = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
     through = dict.fromkeys(times, 1.0)
     through[times[at]] += (m - 1) * share
-    waits = warm_up(pipeline.schedule, group[0], stages, m) - 1
+    waits = passed_over(pipeline.schedule, group[0], stages, m)
     sends = pipeline.sends_s or (0.0,) * (stages - 1)
     paths = [(busy, 0.0), ({**through, forwards[at]: -waits * share}, 2 * sum(sends))]
     once = dict.fromkeys(times, 1.0)

@@ -1,154 +1,230 @@
 """Cut a sequence of segments into pipeline stages (stage level).
 
-Stages are contiguous runs of segments, none empty. A stage k that holds the segments i..j takes T_k(i, j), infinite if
-it does not fit; its recomputation is already chosen (`search/pipeline/recompute_options.py`). A step of m microbatches
-takes about
+Stages are contiguous runs of segments, none empty. A stage k that holds the segments i..j takes T = f + b seconds,
+infinite if it does not fit; its recomputation is already chosen (`search/pipeline/recompute_options.py`). Its messages
+take x each way. An `Objective` is of the form
 
-    bound = (m - 1) * max_k T_k + sum_k T_k                     (Narayanan et al. 2021; in general rounds * max + sum)
+    max_k P_k + Σ_k (T_k + 2 x_k),      P_k = rounds (T_k + 2 x_k) - waits_k min(f_k, b_k)
 
-This leaves a partition of a sequence:
+where 2 x_k may be left out of P_k, and the sum altogether. With rounds = m - 1 and no waits it is about the time of a
+step of m microbatches (Narayanan et al. 2021); with the waits of path (2) of `search/pipeline/lower_bounds.py`, it is a
+lower bound. This leaves a partition of a sequence:
 
-1. the least bottleneck of all partitions                                                  a minimax recurrence;
-2. for a bottleneck M, the partition of least sum with T_k <= M                            a shortest path;
-3. the best M: on an interval [lo, hi] no bound is below rounds * lo + sum(hi), which prunes most intervals at once;
-   the others are bisected at a value of some T_k.
+1. the least max P of all partitions                                                       a minimax recurrence;
+2. for a limit M, the partition of least sum with P_k <= M                                 a shortest path;
+3. the best M: on an interval [lo, hi] no partition is below lo + sum(hi), which prunes most intervals at once; the
+   others are bisected at a value of some P_k.
 
 Windows (i, j) too long for any optimal partition are never measured: `_Search` starts with short windows and stops when
-the best bound so far proves that longer ones cannot improve it. This is exact, and fast enough to run for every mesh.
-Instead of 1. to 3., `search/pipeline/cut_ilp.py` states the same partition as an integer program.
+the best partition so far proves that longer ones cannot improve it. This is exact, and fast enough to run for every
+mesh. Instead of 1. to 3., `search/pipeline/cut_ilp.py` states the same partition as an integer program.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
 from autoptd.search.pipeline.cut_ilp import StageOption, integer_cut
-from autoptd.search.pipeline.windows import Cuts, Floats, Ints, Measure, Partition, PartitionProblem, Windows, partition
+from autoptd.search.pipeline.windows import (
+    SLACK,
+    Cuts,
+    Floats,
+    Ints,
+    Measure,
+    Partition,
+    PartitionProblem,
+    Windows,
+    partition,
+)
 
 Options = Callable[[int, int, int], Sequence[StageOption]]  # of (stage, first segment, last segment)
-FIRST_CAP = 1.03  # first limit on stage times, as a multiple of the lower bound on the bottleneck
+FIRST_CAP = 1.03  # first limit on peaks, as a multiple of the lower bound on the highest
+TIE_BREAK = 1e-10  # least `rounds`
 RELATIVE = 1e-12  # smaller relative gains are rounding errors
 
 
-def solve_cuts(
-    problem: PartitionProblem, rounds: float, seconds: Measure, options: Options | None = None
-) -> Cuts | None:
-    """Return the cut of least rounds * max + sum of stage times, with sending; None if no cut fits.
+@dataclass(frozen=True)
+class Objective:
+    """The seconds that a cut minimises; see the docstring of this file. `waits`: one for each stage, or for all."""
 
-    `seconds`: of a stage without sending. `options`: recompute options of each stage; if given, the integer program
-    chooses among them, and `seconds` is not used. Raises `PlanError` for more stages than segments.
+    rounds: float
+    waits: tuple[int, ...] = (0,)
+    messages: bool = True  # whether they count in P
+    fill: bool = True  # whether the sum counts
+
+    def peaks(self, forward_s: Floats, backward_s: Floats, send_s: Floats) -> Floats:
+        """Return P of windows [k, e, l]."""
+        seconds = forward_s + backward_s + (send_s if self.messages else 0.0)
+        finite = np.isfinite(seconds)
+        waited = self._waits * np.where(finite, np.minimum(forward_s, backward_s), 0.0)
+        return np.where(finite, self._rounds * np.where(finite, seconds, 0.0) - waited, np.inf)
+
+    def least_peaks(self, lower_s: Floats, send_s: Floats, forward_share: float) -> Floats:
+        """Return lower bounds of P, given those of the seconds with messages."""
+        seconds, finite = lower_s - (0.0 if self.messages else send_s), np.isfinite(lower_s)
+        return np.where(finite, self._rates(forward_share) * np.where(finite, seconds, 0.0), np.inf)
+
+    def sums(self, seconds: Floats) -> Floats:
+        return seconds if self.fill else np.where(np.isfinite(seconds), 0.0, np.inf)
+
+    def least_rate(self, forward_share: float) -> float:
+        """Return a lower bound of P per second of any stage."""
+        return float(self._rates(forward_share).min())
+
+    @property
+    def _waits(self) -> Floats:
+        return np.array(self.waits, dtype=float)[:, None, None]
+
+    @property
+    def _rounds(self) -> float:
+        return max(self.rounds, TIE_BREAK)  # positive, so that equal sums (m = 1) are decided by balance
+
+    def _rates(self, forward_share: float) -> Floats:
+        return self._rounds - self._waits * forward_share
+
+
+def solve_cuts(
+    problem: PartitionProblem, objective: Objective, measure: Measure, options: Options | None = None
+) -> Cuts | None:
+    """Return the cut that minimises `objective`; None if no cut fits.
+
+    `options`: recompute options of each stage; if given, the integer program chooses among them, and `measure` is not
+    used. Raises `PlanError` for more stages than segments.
     """
-    pieces = len(problem.names) - len(problem.uncut)
-    if problem.stages > pieces:
+    if problem.stages > problem.pieces:
         raise PlanError(
-            f"{problem.stages} pipeline stages need at least as many segments; the model has {pieces}",
-            fix=f"use pp <= {pieces}",
+            f"{problem.stages} pipeline stages need at least as many segments; the model has {problem.pieces}",
+            fix=f"use pp <= {problem.pieces}",
         )
-    return _Search(problem, rounds, seconds, options).run()
+    found = _Search(problem, objective, measure, options).run()
+    return None if found is None else found.cuts
+
+
+def least_value(problem: PartitionProblem, objective: Objective, measure: Measure | None = None) -> Partition | None:
+    """Return the cut that minimises `objective`, and its value; None if no cut fits.
+
+    Without a `measure` the value is a lower bound, from the least seconds of each window."""
+    return _Search(problem, objective, measure).run() if problem.stages <= problem.pieces else None
 
 
 class _Search:
     """Steps 1 to 3, or the integer program, over windows that grow until longer ones are proved useless."""
 
-    def __init__(self, problem: PartitionProblem, rounds: float, seconds: Measure, options: Options | None) -> None:
-        self.problem, self.seconds, self.options = problem, seconds, options
-        self.rounds = max(rounds, 1e-9)  # positive, so that equal sums (m = 1) are decided by balance
+    def __init__(
+        self, problem: PartitionProblem, objective: Objective, measure: Measure | None, options: Options | None = None
+    ) -> None:
+        self.problem, self.objective, self.measure, self.options = problem, objective, measure, options
 
-    def run(self) -> Cuts | None:
-        problem = self.problem
+    def run(self) -> Partition | None:
+        problem, objective = self.problem, self.objective
         base = problem.least_s
         total = float(base.sum())
-        least = total + float(problem.least_sends_s.sum())
+        least = total + float(problem.least_sends_s.sum()) if objective.fill else 0.0
+        rate = objective.least_rate(problem.forward_share)
         width = 2.0 * max(total / problem.stages, float(base.max()))
-        if smallest_cut(problem).value > 0:
-            return None
         while True:
             found = self._within(problem.windows(width))
-            # Any other partition has a bottleneck above `width`.
-            if found is not None and found[0] <= self.rounds * width + least:
-                return found[1]
+            if found is None and smallest_cut(problem).value > 0:
+                return None
+            # Any other partition has a stage of more than `width` seconds.
+            if found is not None and found.value <= rate * width + least:
+                return found
             if width >= total:
-                return None if found is None else found[1]
+                return found
             width *= 2.0
 
-    def _within(self, windows: Windows) -> tuple[float, Cuts] | None:
-        """Return the least bound of partitions into these windows, and its cuts."""
-        fastest = partition(windows.lower_s, windows.starts, minimax=True)
-        shortest = partition(windows.lower_s, windows.starts)
+    def _within(self, windows: Windows) -> Partition | None:
+        """Return the best partition into these windows."""
+        objective, send_s = self.objective, self.problem.send_s[:, :, None]
+        least_peaks = objective.least_peaks(windows.lower_s, send_s, self.problem.forward_share)
+        sums = objective.sums(windows.lower_s)
+        fastest = partition(least_peaks, windows.starts, minimax=True)
+        shortest = partition(sums, windows.starts)
         if fastest is None or shortest is None:
             return None
-        slowest = float(windows.lower_s[np.isfinite(windows.lower_s)].max())
+        if self.measure is None:
+            return Partition(fastest.value + shortest.value, fastest.cuts)
+        highest = float(least_peaks[np.isfinite(least_peaks)].max())
         cap = fastest.value * FIRST_CAP
         while True:
-            best = self._best(windows, cap)
-            # No stage of a better partition is slower than this.
-            needed = slowest if best is None else (best[0] - shortest.value) / self.rounds
-            if cap >= min(needed, slowest):
+            best = self._best(windows, least_peaks <= cap * SLACK)
+            # No stage of a better partition has a higher peak than this.
+            needed = highest if best is None else best.value - shortest.value
+            if cap >= min(needed, highest):
                 return best
             cap = cap * 1.3 if best is None else needed
 
-    def _best(self, windows: Windows, cap: float) -> tuple[float, Cuts] | None:
-        """Return the least bound of partitions into windows of at most `cap` seconds, and its cuts."""
+    def _best(self, windows: Windows, wanted: NDArray[np.bool_]) -> Partition | None:
+        """Return the best partition into the wanted windows."""
+        send_s = self.problem.send_s
         if self.options is None:
-            return best_partition(windows.times_s(cap, self.seconds), windows.starts, self.rounds)
-        send_s, runs = self.problem.send_s, {}
-        for k, first, last in windows.runs(cap):
+            assert self.measure is not None
+            forward_s, backward_s = windows.measured(wanted, self.measure)
+            peaks = self.objective.peaks(forward_s, backward_s, send_s[:, :, None])
+            sums = self.objective.sums(forward_s + backward_s + send_s[:, :, None])
+            return best_partition(sums, peaks, windows.starts)
+        runs = {}
+        for k, first, last in windows.runs(wanted):
             options = self.options(k, first, last)
             runs[k, first, last] = [StageOption(seconds + float(send_s[k, last]), share) for seconds, share in options]
-        return integer_cut(runs, len(self.problem.names), self.rounds)
+        found = integer_cut(runs, len(self.problem.names), max(self.objective.rounds, TIE_BREAK))
+        return None if found is None else Partition(*found)
 
 
-def best_partition(times: Floats, starts: Ints, rounds: float) -> tuple[float, Cuts] | None:
-    """Return the least rounds * max + sum of `times` [stage, last segment, segments - 1], and its partition."""
-    fastest = partition(times, starts, minimax=True)
-    shortest = partition(times, starts)
+def best_partition(sums: Floats, peaks: Floats, starts: Ints) -> Partition | None:
+    """Return the partition of least max of `peaks` + sum of `sums`, both [stage, last segment, segments - 1]."""
+    fastest = partition(peaks, starts, minimax=True)
+    shortest = partition(sums, starts)
     if fastest is None or shortest is None:
         return None
-    bottlenecks = _Bottlenecks(times, starts, rounds)
-    bottlenecks.offer(shortest)
-    bottlenecks.at(fastest.value)
-    limit = (bottlenecks.best - shortest.value) / rounds
-    values = np.unique(times[(times > fastest.value) & (times < limit)])
-    bottlenecks.explore(values, shortest.value)
-    assert bottlenecks.cuts is not None
-    return bottlenecks.best, bottlenecks.cuts
+    limits = _Limits(sums, peaks, starts)
+    limits.offer(shortest)
+    limits.at(fastest.value)
+    assert limits.best is not None
+    values = np.unique(peaks[(peaks > fastest.value) & (peaks < limits.best.value - shortest.value)])
+    limits.explore(values, shortest.value)
+    return limits.best
 
 
-class _Bottlenecks:
-    """Step 3: the search for the best bottleneck by bisection."""
+class _Limits:
+    """Step 3: the search for the best limit of the peaks, by bisection."""
 
-    def __init__(self, times: Floats, starts: Ints, rounds: float) -> None:
-        self.times, self.starts, self.rounds = times, starts, rounds
-        self.best = math.inf
-        self.cuts: Cuts | None = None
+    def __init__(self, sums: Floats, peaks: Floats, starts: Ints) -> None:
+        self.sums, self.peaks, self.starts = sums, peaks, starts
+        self.best: Partition | None = None
 
     def offer(self, found: Partition) -> float:
-        """Record `found` if it is better than the best so far, and return its bottleneck."""
-        slowest = max(float(self.times[k, last, last - first]) for k, (first, last) in enumerate(found.cuts))
-        bound = self.rounds * slowest + found.value
-        if bound < self.best * (1 - RELATIVE):
-            self.best, self.cuts = bound, found.cuts
-        return slowest
+        """Record `found` if it is better than the best so far, and return its highest peak."""
+        highest = max(float(self.peaks[k, last, last - first]) for k, (first, last) in enumerate(found.cuts))
+        if highest + found.value < self._to_beat:
+            self.best = Partition(highest + found.value, found.cuts)
+        return highest
 
-    def at(self, bottleneck: float) -> tuple[float, float]:
-        """Return the sum and bottleneck of the shortest partition without stages slower than `bottleneck`."""
-        found = partition(np.where(self.times <= bottleneck, self.times, np.inf), self.starts)
+    def at(self, limit: float) -> tuple[float, float]:
+        """Return the sum and highest peak of the shortest partition without peaks above `limit`."""
+        found = partition(np.where(self.peaks <= limit, self.sums, np.inf), self.starts)
         assert found is not None
         return found.value, self.offer(found)
 
     def explore(self, values: Floats, sum_above: float) -> None:
-        """Search the best bottleneck among sorted `values`; `sum_above`: lower bound on the sum for any of them."""
-        if not len(values) or self.rounds * values[0] + sum_above >= self.best * (1 - RELATIVE):
+        """Search the best limit among sorted `values`; `sum_above`: lower bound on the sum for any of them."""
+        if not len(values) or values[0] + sum_above >= self._to_beat:
             return
         middle = len(values) // 2
-        least, slowest = self.at(float(values[middle]))
-        self.explore(values[values < slowest], least)
+        least, highest = self.at(float(values[middle]))
+        self.explore(values[values < highest], least)
         self.explore(values[middle + 1 :], sum_above)
+
+    @property
+    def _to_beat(self) -> float:
+        return math.inf if self.best is None else self.best.value - RELATIVE * abs(self.best.value)
 
 
 def smallest_cut(problem: PartitionProblem) -> Partition:

@@ -6,7 +6,7 @@ memory of a rank     parameters + gradients + optimizer + in flight × activatio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +15,7 @@ import numpy as np
 from autoptd.cost_models.cluster import Device
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, allocator_bytes, communicator_bytes
 from autoptd.schedule import Alive
+from autoptd.search.pipeline.block_cost import NONE, BlockCosts
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.lp_bound import BlockOptions, Blocks
@@ -26,12 +27,9 @@ from autoptd.search.pipeline.recompute_options import (
     choose,
     decreasing_memory,
     most_saving,
-    undominated,
 )
-from autoptd.search.pipeline.stage_parameters import block_peak
 from autoptd.search.pipeline.windows import Floats
 
-NONE = "none"
 _Key = tuple[bool, tuple[int, ...]]  # whether the run starts at segment 0, and the names of its segments
 
 
@@ -51,8 +49,8 @@ class StageCost:
     `unlimited`: ignore memory. `rough`: for some choice of recomputation a faster one may exist.
     """
 
-    def __init__(self, chunks: ChunkCosts, device: Device, unlimited: bool = False) -> None:
-        self.chunks, self.device = chunks, device
+    def __init__(self, chunks: ChunkCosts, blocks: BlockCosts, device: Device, unlimited: bool = False) -> None:
+        self.chunks, self.blocks, self.device = chunks, blocks, device
         self.candidate, self.method, self.folded = chunks.candidate, chunks.method, chunks.folded
         ignored = unlimited or self.method.memory == "ignore"
         self.limit = math.inf if ignored else device.memory_bytes * (1 - self.method.headroom)
@@ -61,7 +59,6 @@ class StageCost:
         self._choices: dict[tuple[_Key, int], RecomputeChoice | None] = {}
         self._options: dict[tuple[_Key, int], tuple[StageOption, ...]] = {}
         self._costs: dict[tuple[_Key, int], ChunkCost] = {}
-        self._block_options: dict[tuple[str, ...], RecomputeOptions] = {}
 
     # ---- seconds ----
 
@@ -181,62 +178,16 @@ class StageCost:
     def span(self, first: int, last: int) -> SegmentRange:
         key = self._key(first, last)
         if key not in self._spans:
-            blocks = tuple(self.blocks(first, last))
+            blocks = tuple(self.blocks.within(first, last))
             self._spans[key] = SegmentRange(
                 self.chunks.state_at_most(first, last),
                 self.chunks.upcast_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
-                tuple(self.options_of(block) for block in blocks),
+                tuple(self.blocks.options_of(block) for block in blocks),
             )
         return self._spans[key]
 
-    def blocks(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
-        """Yield the segments of each block of a stage: a repetition of a unit, or the part of it inside the stage."""
-        for unit in self.folded.units:
-            if unit.last < first or unit.first > last:
-                continue
-            begin = unit.first + max(0, first - unit.first) // unit.length * unit.length
-            for start in range(begin, min(unit.last, last) + 1, unit.length):
-                if inside := tuple(i for i in range(start, start + unit.length) if first <= i <= last):
-                    yield inside
-
-    def options_of(self, block: tuple[int, ...]) -> RecomputeOptions:
-        """Return the recompute options of a block."""
-        kinds = tuple(self.folded.segments[i].kind for i in block)
-        if kinds not in self._block_options:
-            self._block_options[kinds] = undominated(
-                [self.option(block, policy) for policy in self.policies_for(block)]
-            )
-        return self._block_options[kinds]
-
-    def policies_for(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        wanted = self.candidate.recompute
-        if wanted == "auto":
-            return (NONE, *self.method.policies)
-        return (wanted,) if self._repeats(block) else (NONE,)
-
-    def option(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
-        segments = [self.folded.segments[i] for i in block]
-        peak = block_peak(self.chunks.tensors, self.chunks.sharded, segments, policy, self.method)
-        return RecomputeOption(policy, self._recompute_s(block, policy), peak)
-
-    def _recompute_s(self, run: Sequence[int], policy: str) -> float:
-        return 0.0 if policy == NONE else sum(self.chunks.recompute_s(i, policy) for i in run)
-
-    def _repeats(self, block: tuple[int, ...]) -> bool:
-        """Return whether a block is in a repeated unit, or no unit is: a fixed policy applies to these blocks only."""
-        units = [u for u in self.folded.units if u.count > 1] or list(self.folded.units)
-        return any(u.first <= block[0] <= u.last for u in units)
-
     # ---- lower bounds per segment ----
-
-    @cached_property
-    def _alike(self) -> list[list[tuple[int, ...]]]:
-        """Blocks, grouped by equality."""
-        alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for block in self.blocks(0, len(self.chunks.names) - 1):
-            alike.setdefault(tuple(self.chunks.names[i] for i in block), []).append(block)
-        return list(alike.values())
 
     @cached_property
     def _singles(self) -> list[ChunkCost]:
@@ -260,38 +211,27 @@ class StageCost:
     def base_s(self) -> Floats:
         """Seconds of a microbatch for each segment, with the fastest recomputation that is allowed."""
         base = np.array([cost.forward_s + cost.backward_s for cost in self._singles])
-        for same in self._alike:
-            policy = self.options_of(same[0])[0].policy
-            again = [self._recompute_s((i,), policy) for i in same[0]]
+        for same in self.blocks.alike:
+            policy = self.blocks.options_of(same[0])[0].policy
+            again = [self.blocks.recomputed_s((i,), policy) for i in same[0]]
             for block in same if any(again) else ():
                 base[list(block)] += again
         return base
 
     @cached_property
-    def kept(self) -> tuple[Floats, Floats]:
-        """Bytes per microbatch that each segment keeps (its share of its block), and the least of any option."""
-        kept, least_kept = np.zeros(len(self.chunks.names)), np.zeros(len(self.chunks.names))
-        for same in self._alike:
-            options, alone = self.options_of(same[0]), [self.options_of((i,)) for i in same[0]]
-            own = np.array([max(option.peak.kept for option in m) for m in alone], dtype=float)
-            share = min(1.0, options[0].peak.kept / max(1, own.sum()))
-            least = min(option.peak.kept for m in (options, *alone) for option in m) / len(same[0])
-            for block in same:
-                kept[list(block)], least_kept[list(block)] = own * share, least
-        return kept, least_kept
-
-    @cached_property
-    def recompute_s(self) -> float:
-        """Least seconds of recomputation per byte saved, if the kept inputs of full recomputation took no memory."""
-        alternatives = (self.options_of(part) for b, *_ in self._alike for part in (b, *((i,) for i in b)))
-        return min((rate for options in alternatives for rate in _rates(options)), default=math.inf)
+    def forward_share(self) -> float:
+        """Upper bound on the share of the shorter pass in the seconds of any stage."""
+        if self.candidate.zero >= 2:  # gathers and reductions depend on the whole stage
+            return 0.5
+        both = ((part.forward_s, part.forward_s + part.backward_s) for part in self._singles)
+        return min(0.5, max((forward_s / total_s for forward_s, total_s in both if total_s), default=0.5))
 
     def relaxed(self) -> list[Blocks]:
         """Return the blocks for the linear relaxation of `search/pipeline/lp_bound.py`."""
         found = []
-        for same in self._alike:
+        for same in self.blocks.alike:
             block = same[0]
-            most = [max(option.peak.kept for option in self.options_of((i,))) for i in block]
+            most = [max(option.peak.kept for option in self.blocks.options_of((i,))) for i in block]
             shares = [n / max(1, sum(most)) for n in most]
             segments = zip(block, shares, strict=True) if len(block) > 1 else ()
             found.append(Blocks(len(same), self._part(block), tuple(self._part((i,), block, x) for i, x in segments)))
@@ -302,10 +242,13 @@ class StageCost:
 
         In a block of three or more, two segments may keep less together than alone: one counts as its `share` at most.
         """
-        whole = {option.policy: option.peak.kept for option in self.options_of(block)} if len(block) > 2 else {}
+        whole = {option.policy: option.peak.kept for option in self.blocks.options_of(block)} if len(block) > 2 else {}
         chosen = tuple(
-            (self._recompute_s(run, option.policy), min(option.peak.kept, share * whole.get(option.policy, math.inf)))
-            for option in self.options_of(run)
+            (
+                self.blocks.recomputed_s(run, option.policy),
+                min(option.peak.kept, share * whole.get(option.policy, math.inf)),
+            )
+            for option in self.blocks.options_of(run)
         )
         forward_s, backward_s = (sum(getattr(self._singles[i], n) for i in run) for n in ("forward_s", "backward_s"))
         return BlockOptions(
@@ -314,10 +257,3 @@ class StageCost:
             float(sum(self.state[i] for i in run)),
             chosen[:1] if self.limit == math.inf else chosen,
         )
-
-
-def _rates(options: RecomputeOptions) -> Iterator[float]:
-    quickest, *others = options
-    for option in others:
-        left = 0 if option.policy == "full" else option.peak.kept
-        yield (option.recompute_s - quickest.recompute_s) / max(1, quickest.peak.kept - left)

@@ -48,16 +48,8 @@ def block_peak(
     tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
 ) -> Peak:
     """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds."""
-    key = (
-        tuple(s.kind for s in segments),
-        policy,
-        method.gathers,
-        method.loss,
-        method.kernels,
-        method.fp8,
-        method.ep,
-        method.routing,
-    )
+    of_sizes = tuple(s.kind for s in segments), policy, method.gathers, method.loss
+    key = *of_sizes, method.kernels, method.fp8, method.ep, method.routing
     if key not in sharded.peaks:
         shares = expert_shares(segments, method.ep, method.routing)
         if method.kernels == "fused":
@@ -72,7 +64,9 @@ def block_peak(
             regather=method.gathers == "again",
             in_place_loss=loss_of(method, tensors.folded, sharded.sharding) == "in_place",
         )
-        sharded.peaks[key] = found.peak(tensors.number, tensors.ranks, tensors.cp, shares)
+        if of_sizes not in sharded.sizes:
+            sharded.sizes[of_sizes] = found.sizes(tensors.number, tensors.ranks, tensors.cp)
+        sharded.peaks[key] = found.peak_of(sharded.sizes[of_sizes], shares)
     return sharded.peaks[key]
 
 

@@ -8,23 +8,22 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
-
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory, alive
+from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.schedule import Alive, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.infeasible import Shortfall
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, simulated, timed
-from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, warm_up
+from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
 from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
-from autoptd.search.pipeline.partition import Cuts, even_cuts, smallest_cut, solve_cuts
+from autoptd.search.pipeline.partition import Cuts, Objective, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
-from autoptd.search.pipeline.windows import Floats, PartitionProblem, partition
+from autoptd.search.pipeline.windows import Partition, PartitionProblem
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 
@@ -44,21 +43,25 @@ class Stages:
         precision: str,
         optimizer: str,
         cluster: Cluster | None = None,
+        blocks: dict[int, BlockCosts] | None = None,
     ) -> None:
-        """`cluster`: given if its devices differ in memory from the one that tensors were split for."""
+        """`cluster`: given if its devices differ in memory from the one that tensors were split for; `blocks`: costs of
+        blocks by type of device, shared by candidates that they are equal for."""
         self.tensors, self.sharded, self.candidate, self.method = tensors, sharded, candidate, method
         self.cluster = cluster or tensors.cluster
         self.folded = tensors.folded
         self.chunks = ChunkCosts(tensors, sharded, candidate, method, precision, optimizer)
+        self._blocks = {} if blocks is None else blocks
         self.stage_costs = self._stage_costs()
 
     def _stage_costs(self, unlimited: bool = False) -> list[StageCost]:
         """Return one `StageCost` per type of device among the pipeline ranks; `unlimited`: they ignore memory."""
-        devices = [pool.device for pool in self.cluster.pools]
-        if not self.candidate.pools:
-            return [StageCost(self.chunks, devices[0], unlimited)]
-        first = [self.candidate.pools.index(pool) for pool in range(len(devices))]
-        return [StageCost(self.chunks.on(rank), device, unlimited) for rank, device in zip(first, devices, strict=True)]
+        pools, found = self.candidate.pools, []
+        for pool, cluster in enumerate(self.cluster.pools if pools else self.cluster.pools[:1]):
+            chunks = self.chunks.on(pools.index(pool) if pools else 0)
+            blocks = self._blocks.setdefault(pool, BlockCosts(chunks))
+            found.append(StageCost(chunks, blocks, cluster.device, unlimited))
+        return found
 
     def stage_cost(self, stage: int) -> StageCost:
         """Return the costs on the device type that a stage runs on."""
@@ -142,9 +145,9 @@ class Stages:
     # ---- the search for cuts ----
 
     def _cut(self) -> Cuts:
-        rounds = self.candidate.microbatches - 1
+        rounds = (self.candidate.microbatches - 1) * self.method.virtual**2
         options = self.options if self.method.cut_solver == "ilp" else None
-        found = solve_cuts(self.problem, rounds * self.method.virtual**2, self.seconds, options)
+        found = solve_cuts(self.problem, Objective(rounds), self.passes_that_fit, options)
         if found is None:
             raise StagesDoNotFit("no cut fits")
         return found
@@ -153,7 +156,7 @@ class Stages:
     def problem(self) -> PartitionProblem:
         """The input of the search for cuts."""
         first, v = self.stage_costs[0], self.method.virtual
-        kept, least_kept = first.kept
+        kept, least_kept = first.blocks.kept
         return PartitionProblem(
             names=self.chunks.names,
             base_s=tuple(stage_cost.base_s for stage_cost in self.stage_costs),
@@ -163,15 +166,19 @@ class Stages:
             state=first.state * v,
             kept=kept,
             least_kept=least_kept,
-            recompute_s=tuple(stage_cost.recompute_s for stage_cost in self.stage_costs),
+            recompute_s=tuple(stage_cost.blocks.recompute_s for stage_cost in self.stage_costs),
             budget_bytes=tuple(stage_cost.budget_bytes for stage_cost in self.stage_costs),
+            temporary=first.blocks.temporary,
+            whole_from=first.blocks.starts,
+            waste=FRAGMENTATION_LEAST,
+            forward_share=max(stage_cost.forward_share for stage_cost in self.stage_costs),
             uncut=self.method.uncut,
         )
 
-    def seconds(self, stage: int, first: int, last: int) -> float:
-        """Return seconds of a stage per microbatch with the fastest recomputation that fits; infinite if none does."""
+    def passes_that_fit(self, stage: int, first: int, last: int) -> tuple[float, float] | None:
+        """Return seconds (forward, backward) of a stage with the fastest recomputation that fits; None if none does."""
         cost = self.stage_cost(stage).cost(first, last, self.alive(stage))
-        return math.inf if cost is None else cost.forward_s + cost.backward_s
+        return None if cost is None else (cost.forward_s, cost.backward_s)
 
     def options(self, stage: int, first: int, last: int) -> Sequence[StageOption]:
         """Return the recompute options of a stage of these segments."""
@@ -190,33 +197,27 @@ class Stages:
 
     # ---- bounds of all cuts ----
 
-    def contiguous_bound_s(self) -> float:
-        """Return a lower bound over all cuts, from the least possible bottleneck B under `PartitionProblem`'s memory.
+    def least(self, *, measured: bool) -> Partition:
+        """Return the cut of the least lower bound, and this bound, which holds for all cuts; infinite if none fits.
 
-        Path (1) of `search/pipeline/lower_bounds.py` is m B. Path (2) is at least T + (m - 1) B - (w - 1) B / 2 plus
-        the messages of one microbatch in both directions. Infinite if no cut fits.
+        From the recomputation of each run that fits where `measured`, else from the least that its memory takes. It is
+        path (2), or (1) without its second term for several chunks per rank or split backward passes.
         """
-        c, method = self.candidate, self.method
-        problem = replace(self.problem, send_s=np.zeros_like(self.problem.send_s))  # messages may overlap with passes
-        if method.virtual > 1:  # other chunks of the rank may need less memory
+        c, schedule, problem = self.candidate, self.method.schedule, self.problem
+        path = Objective(c.microbatches, messages=False, fill=False)
+        sent_s = busiest_edge_s(self.least_sends_s, schedule, c.pp, c.microbatches)
+        if self.method.virtual > 1:  # other chunks of the rank may need less memory
             problem = replace(problem, budget_bytes=(math.inf,) * len(problem.budget_bytes))
-        base: Floats = problem.least_s
-        total = float(base.sum())
-        width = 2.0 * max(total / problem.stages, float(base.max()))
-        while True:
-            windows = problem.windows(width)
-            found = partition(windows.lower_s, windows.starts, minimax=True)
-            if width >= total or (found is not None and found.value <= width):
-                break
-            width *= 2.0
-        if found is None:
-            return math.inf
-        slowest, m = found.value, c.microbatches
-        if method.virtual > 1 or row_of(method.schedule).splits_backward:
-            return max(m * slowest, busiest_edge_s(self.least_sends_s, method.schedule, c.pp, m))
-        waits = warm_up(method.schedule, 0, c.pp, m) - 1
-        round_trip_s = total + 2 * sum(self.least_sends_s) + (m - 1 - waits / 2) * slowest
-        return max(m * slowest, round_trip_s, total + message_path_s(self.least_sends_s, method.schedule, m))
+        elif not row_of(schedule).splits_backward:
+            waits = tuple(passed_over(schedule, k, c.pp, c.microbatches) for k in range(c.pp))
+            path = Objective(c.microbatches - 1, waits, messages=False)
+            sent_s = float(problem.least_s.sum()) + message_path_s(self.least_sends_s, schedule, c.microbatches)
+        found = least_value(problem, path, self.passes if measured else None)
+        return Partition(math.inf, ()) if found is None else replace(found, value=max(found.value, sent_s))
+
+    def is_full(self, cuts: Cuts) -> bool:
+        """Return whether some stage of a cut lacks memory without recomputation; True if no cut fits."""
+        return not cuts or any(self.problem.is_full(k, *run) for k, run in enumerate(cuts))
 
     @cached_property
     def least_sends_s(self) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Cuts = tuple[tuple[int, int], ...]  # first and last segment per stage
-Measure = Callable[[int, int, int], float]  # of (stage, first segment, last segment)
+# Seconds (forward, backward) of a stage without sending, given (stage, first segment, last segment); None: impossible
+Measure = Callable[[int, int, int], tuple[float, float] | None]
 SLACK = 1 + 1e-9  # tolerance on time limits that prune windows
+_ROUNDING = 1e-12  # of bytes added up
+_IMPOSSIBLE = (math.inf, math.inf)
 _BASE, _ODD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # hash multipliers: large odd numbers without pattern
 
 
@@ -31,8 +34,11 @@ class PartitionProblem:
     in-flight microbatches (chunks); `pools`: its device type.
 
     Memory: a stage holds the `state` of its segments and, per in-flight microbatch, their `kept` bytes, which
-    recomputation reduces to no less than `least_kept` at `recompute_s` seconds per byte (by device type). The sum is
-    at most `budget_bytes` (by device type). No stage may begin with a segment in `uncut`.
+    recomputation reduces to no less than `least_kept` at `recompute_s` seconds per byte (by device type). A stage that
+    begins no later than the segment `whole_from[e]` and ends with e works with `temporary[e]` bytes more. What is kept
+    and worked with takes `waste` times its size besides. The sum is at most `budget_bytes` (by device type).
+
+    `forward_share`: upper bound on min(f, b) / (f + b) of any stage. No stage may begin with a segment in `uncut`.
     """
 
     names: tuple[int, ...]
@@ -45,11 +51,20 @@ class PartitionProblem:
     least_kept: Floats
     recompute_s: tuple[float, ...]
     budget_bytes: tuple[float, ...]
+    temporary: Floats = field(default_factory=lambda: np.zeros(1))
+    whole_from: Ints = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    waste: float = 0.0
+    forward_share: float = 0.5
     uncut: frozenset[int] = frozenset()
 
     @property
     def stages(self) -> int:
         return len(self.alive)
+
+    @property
+    def pieces(self) -> int:
+        """The most stages that the segments can be cut into."""
+        return len(self.names) - len(self.uncut)
 
     @cached_property
     def least_sends_s(self) -> Floats:
@@ -65,6 +80,11 @@ class PartitionProblem:
     def of_stages(self, values: Sequence[float]) -> Floats:
         """Return the value for each stage, [k, 1, 1], of values by device type."""
         return np.array(values, dtype=float)[list(self.pools)][:, None, None]
+
+    def is_full(self, stage: int, first: int, last: int) -> bool:
+        """Return whether a stage of these segments lacks memory without recomputation."""
+        state, kept = (float(values[first : last + 1].sum()) for values in (self.state, self.kept))
+        return state + (1 + self.waste) * self.alive[stage] * kept > self.budget_bytes[self.pools[stage]]
 
     def windows(self, width_s: float) -> Windows:
         """Return the windows of at most `width_s` seconds of work."""
@@ -95,36 +115,38 @@ class Windows:
         """Lower bound on the seconds of a stage that holds the window, [k, e, l]."""
         problem, alive = self.problem, np.array(self.problem.alive, dtype=float)[:, None, None]
         kept = self._sums(problem.kept)
-        # bytes over the budget per in-flight microbatch
-        over = self._sums(problem.state) / alive + kept - problem.of_stages(problem.budget_bytes) / alive
+        most = kept - self._sums(problem.least_kept)
+        over = kept - self._room / alive  # bytes too many per in-flight microbatch
         with np.errstate(invalid="ignore"):
-            again = np.where(
-                over > 0, np.where(over > kept, np.inf, over * problem.of_stages(problem.recompute_s)), 0.0
-            )
+            again_s = np.where(over > most + _ROUNDING * kept, np.inf, over * problem.of_stages(problem.recompute_s))
+            again = np.where(over > 0, again_s, 0.0)
         base = np.stack([self._sums(base) for base in problem.base_s])[list(problem.pools)]
         return np.where(self.possible, base + problem.send_s[:, :, None] + again, np.inf)
 
     @cached_property
     def least_excess(self) -> Floats:
         """Least bytes over the budget, negative if a window fits, [k, e, l]."""
-        alive = np.array(self.problem.alive, dtype=float)[:, None, None]
-        held = self._sums(self.problem.state) + alive * self._sums(self.problem.least_kept)
-        return np.where(self.possible, held - self.problem.of_stages(self.problem.budget_bytes), np.inf)
+        problem, alive = self.problem, np.array(self.problem.alive, dtype=float)[:, None, None]
+        held = self._sums(problem.state) + (1 + problem.waste) * alive * self._sums(problem.least_kept)
+        return np.where(self.possible, held - problem.of_stages(problem.budget_bytes), np.inf)
+
+    @property
+    def _room(self) -> Floats:
+        """Bytes that are left for what a stage keeps, [k, e, l]."""
+        problem = self.problem
+        left = (problem.of_stages(problem.budget_bytes) - self._sums(problem.state)) / (1 + problem.waste)
+        return left - np.where(self.starts <= problem.whole_from[:, None], problem.temporary[:, None], 0.0)
 
     def _sums(self, values: Floats) -> Floats:
         """Return the sum of `values` over each window, [e, l]."""
         before = np.concatenate([[0.0], np.cumsum(values)])
         return before[1:, None] - before[np.maximum(self.starts, 0)]
 
-    def times_s(self, cap_s: float, seconds: Measure) -> Floats:
-        """Return the seconds of windows that a partition with bottleneck `cap_s` or less may use; else infinite."""
-        return self.measured(self.lower_s <= cap_s * SLACK, seconds) + self.problem.send_s[:, :, None]
+    def measured(self, wanted: NDArray[np.bool_], measure: Measure) -> tuple[Floats, Floats]:
+        """Return the seconds (forward, backward) of the wanted windows that are in any full partition; else infinite.
 
-    def measured(self, wanted: NDArray[np.bool_], measure: Measure) -> Floats:
-        """Return a measure of the wanted windows in any full partition, computed once for equal contents and stages."""
-        usable = self._usable(wanted)
-        found = np.full(self._shape, np.inf)
-        at = np.nonzero(usable)
+        Equal contents are measured once for equal stages."""
+        at = np.nonzero(self._usable(wanted))
         alive = (np.array(self.problem.alive, dtype=np.uint64) << np.uint64(8)) + np.array(
             self.problem.pools, dtype=np.uint64
         )
@@ -132,13 +154,15 @@ class Windows:
         contents = self._contents[at[1], at[2]] ^ alive[at[0]]
         _, first, which = np.unique(contents, return_index=True, return_inverse=True)
         stages, ends, lengths = (axis[first].tolist() for axis in at)
-        values = [measure(k, e - n, e) for k, e, n in zip(stages, ends, lengths, strict=True)]
-        found[at] = np.array(values, dtype=float)[which]
-        return found
+        values = [measure(k, e - n, e) or _IMPOSSIBLE for k, e, n in zip(stages, ends, lengths, strict=True)]
+        table = np.array(values, dtype=float).reshape(-1, 2)
+        forward, backward = np.full(self._shape, np.inf), np.full(self._shape, np.inf)
+        forward[at], backward[at] = table[which, 0], table[which, 1]
+        return forward, backward
 
-    def runs(self, cap_s: float) -> Iterator[tuple[int, int, int]]:
-        """Yield (stage, first, last segment) of windows that a partition with bottleneck `cap_s` or less may use."""
-        for k, last, more in np.argwhere(self._usable(self.lower_s <= cap_s * SLACK)).tolist():
+    def runs(self, wanted: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
+        """Yield (stage, first, last segment) of the wanted windows that are in any full partition."""
+        for k, last, more in np.argwhere(self._usable(wanted)).tolist():
             yield k, last - more, last
 
     def _usable(self, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -195,19 +219,16 @@ def partition(values: Floats, starts: Ints, *, minimax: bool = False) -> Partiti
     reach_k[e] = min over l of reach_{k-1}[start] (+ or max) values[k, e, l]; ties take the shortest window.
     """
     stages, n, _ = values.shape
-    safe = np.maximum(starts, 0)
-    reach = np.full(n + 1, np.inf)
-    reach[0] = -np.inf if minimax else 0.0
-    chosen = np.empty((stages, n), dtype=np.int64)
+    safe, join = np.maximum(starts, 0), np.maximum if minimax else np.add
+    reach = np.full((stages + 1, n + 1), np.inf)
+    reach[0, 0] = -np.inf if minimax else 0.0
     for stage in range(stages):
-        candidates = np.maximum(reach[safe], values[stage]) if minimax else reach[safe] + values[stage]
-        chosen[stage] = candidates.argmin(axis=1)
-        reach = np.concatenate([[np.inf], np.take_along_axis(candidates, chosen[stage][:, None], axis=1)[:, 0]])
-    if reach[n] == math.inf:
+        join(reach[stage][safe], values[stage]).min(axis=1, out=reach[stage + 1, 1:])
+    if reach[stages, n] == math.inf:
         return None
     cuts, end = [], n - 1
     for stage in reversed(range(stages)):
-        first = end - int(chosen[stage, end])
+        first = end - int(join(reach[stage, safe[end]], values[stage, end]).argmin())
         cuts.append((first, end))
         end = first - 1
-    return Partition(float(reach[n]), tuple(reversed(cuts)))
+    return Partition(float(reach[stages, n]), tuple(reversed(cuts)))

@@ -22,6 +22,7 @@ from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.expert_regions import expert_dims, expert_regions
 from autoptd.passes.sharding.sharding import (
+    Sharding,
     ops_of,
     output_names,
     sum_placement,
@@ -196,6 +197,18 @@ class SplitNumbers(Prices):
         for split in splits:
             yield Choice(str(split), gives=((name, split),), bytes=static * self.nbytes(tensor, split))
 
+    def allows(self, sharding: Sharding) -> bool:
+        """Return whether a sharding for the same ranks and sizes is made of this problem's choices."""
+        for kind, decided in sharding.kinds.items():
+            segment = self.folded.representatives[kind]
+            experts = expert_dims(segment) if self.experts == "widths" else {}
+            placed = zip(segment.parameters, decided.parameters, strict=True)
+            if any(isinstance(p, Split) and experts.get(node) == p.dim for node, p in placed):
+                return False
+            if any(strategy not in self.legal[kind][i] for i, strategy in decided.strategies.items()):
+                return False
+        return True
+
     def parameter_node(self, name: str) -> Node | None:
         """Return the node of a parameter's placements; None if no op of the graph uses the parameter."""
         names = self.folded.traced.parameters
@@ -320,7 +333,11 @@ class Scope:
         return f"{self.kind}:{node.name}" if self.is_input(node) else tensor_name(node)
 
     def is_input(self, node: fx.Node) -> bool:
-        return node not in self.segment.nodes
+        return node not in self._own
+
+    @cached_property
+    def _own(self) -> frozenset[fx.Node]:
+        return frozenset(self.segment.nodes)
 
     def is_outside(self, node: fx.Node) -> bool:
         """Return whether a node is a parameter or in the prelude: these stay in memory anyway."""

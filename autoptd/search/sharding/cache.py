@@ -127,16 +127,21 @@ class ShardingCache:
         if query in self._sharded:
             self._sharded.move_to_end(query)
             return self._sharded[query]
-        tensors = self.tensors(query)
-        solved: Sharded | AutoptdError
-        try:
-            solved = tensors.solve(query.second_per_byte)
-        except AutoptdError as error:
-            solved = error
-        self._sharded[query] = tensors, solved
+        self._sharded[query] = found = self._solve(query)
         if len(self._sharded) > _ENTRIES:
             self._sharded.popitem(last=False)
-        return tensors, solved
+        return found
+
+    def _solve(self, query: ShardingQuery) -> tuple[Tensors, Sharded | AutoptdError]:
+        tensors = self.tensors(query)
+        if query.experts == "widths":  # the best of all splits may split experts by their widths anyway
+            _, best = self.sharded(replace(query, experts="any"))
+            if isinstance(best, Sharded) and tensors.allows(best.sharding):
+                return tensors, best
+        try:
+            return tensors, tensors.solve(query.second_per_byte)
+        except AutoptdError as error:
+            return tensors, error
 
     def flops(self, values: Values) -> float:
         """Return the floating-point operations of one sample: forward, and backward for operands with gradients."""

@@ -164,12 +164,11 @@ class SplitPrograms:
         self._stated: OrderedDict[Structure, SplitProgram] = OrderedDict()
 
     def of(self, structure: Structure) -> SplitProgram:
-        if structure not in self._stated:
-            self._stated[structure] = SplitProgram(structure)
-        self._stated.move_to_end(structure)
+        program = self._stated.pop(structure, None) or SplitProgram(structure)
+        self._stated[program.structure] = program
         if len(self._stated) > _KEPT:
             self._stated.popitem(last=False)
-        return self._stated[structure]
+        return program
 
 
 # ---- solving ----

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx
 
 from autoptd.layout.placements import Split
 from autoptd.passes.analysis.activations import recomputed
-from autoptd.passes.analysis.dataflow import counts_tokens
+from autoptd.passes.analysis.dataflow import Flow, counts_tokens, flow
 from autoptd.passes.analysis.flops import LOOKUPS, PRODUCTS, Work, work
 from autoptd.passes.analysis.fusion import MemoryTraffic, traffic
-from autoptd.passes.analysis.liveness import Walk, walk
+from autoptd.passes.analysis.liveness import Walk, walk_flow
 from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.opcall import OpCall
@@ -181,7 +180,8 @@ class Workbook:
         self.folded, self.kernels, self.attention, self.fp8 = folded, kernels, attention, fp8
         self.facts = facts or GraphFacts(folded)
         self.ops: dict[fx.Node, OpFacts] = {}
-        self._walks: dict[Any, Walk] = {}
+        self._flows: dict[Hashable, Flow] = {}
+        self._walks: dict[Hashable, Walk] = {}
         for segment in folded.representatives.values():
             moves = traffic(segment.nodes, segment.sends, kernels)
             for _, node in ops_of(segment):
@@ -201,16 +201,13 @@ class Workbook:
     ) -> Walk:
         """Return the liveness walk over consecutive segments, cached by their kinds and shardings."""
         names = tuple(s.kind for s in segments)
-        decided = tuple(_text(kinds[name]) for name in dict.fromkeys(names))
-        key = names, decided, policy, regather, in_place_loss
+        under = names, tuple(kinds[name].text for name in dict.fromkeys(names))
+        key = under, policy, regather, in_place_loss
         if key not in self._walks:
-            self._walks[key] = walk(segments, kinds, policy, regather=regather, in_place_loss=in_place_loss)
+            if under not in self._flows:
+                self._flows[under] = flow(segments, kinds)
+            self._walks[key] = walk_flow(self._flows[under], policy, regather=regather, in_place_loss=in_place_loss)
         return self._walks[key]
-
-
-def _text(decided: KindSharding) -> tuple[Any, ...]:
-    """Return a hashable value that is equal for equal shardings."""
-    return tuple(map(str, decided.strategies.values())), decided.parameters, decided.receives, decided.sends
 
 
 def _read(node: fx.Node) -> OpFacts:

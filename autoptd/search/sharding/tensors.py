@@ -41,7 +41,9 @@ class Sharded:
     compute_seconds: float  # without communication
     gap: float
     every_kind: tuple[tuple[int, KindCost], ...] = ()  # number of segments of each kind, and the cost of one
-    peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)  # of blocks: a cache
+    # caches of `search/pipeline`: memory peaks of blocks, and the sizes of their tensors on a rank without ep
+    peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)
+    sizes: dict[Any, tuple[int, ...]] = field(default_factory=dict, compare=False)
     memo: dict[str, Any] = field(default_factory=dict, compare=False)  # cache of `search/pipeline/chunk_parameters.py`
 
     def spread(self, ep: int, cluster: Cluster, world: int = 0, merged: bool = False, fullest: float = 1.0) -> Sharded:
@@ -53,7 +55,7 @@ class Sharded:
             works = {kind: spread(cost.work, ep, merged, fullest) for kind, cost in self.costs.items()}
             times = [count for count, _ in self.every_kind]
             found = _priced(self.sharding, works, times, cluster, world)
-            self.memo[name] = replace(found, gap=self.gap, peaks=self.peaks, memo=self.memo)
+            self.memo[name] = replace(found, gap=self.gap, peaks=self.peaks, sizes=self.sizes, memo=self.memo)
         return self.memo[name]  # type: ignore[no-any-return]
 
     @property

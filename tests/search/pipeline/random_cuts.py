@@ -36,6 +36,7 @@ class Problem:
     partitioning: PartitionProblem
     rounds: float
     ragged: int
+    forward_part: float = 0.25
 
     def segment(self, i: int) -> Kind:
         return self.kinds[self.partitioning.names[i]]
@@ -51,6 +52,11 @@ class Problem:
             if state + alive * kept <= self.partitioning.budget_bytes[pool]:
                 best = min(best, sum(s.recompute_s for s, again in zip(own, chosen, strict=True) if again))
         return self.seconds_without(stage, first, last) + best
+
+    def passes(self, stage: int, first: int, last: int) -> tuple[float, float] | None:
+        """Return the same as seconds of a forward and a backward pass; None if none fits."""
+        seconds = self.seconds(stage, first, last)
+        return None if seconds == math.inf else (self.forward_part * seconds, (1 - self.forward_part) * seconds)
 
     def seconds_without(self, stage: int, first: int, last: int) -> float:
         """Return the time of a stage without recomputation or sends."""

@@ -121,8 +121,18 @@ def stages_of(run: Run, budgets: float = math.inf) -> Any:
     candidate = SimpleNamespace(pp=run.ranks, microbatches=run.microbatches, route=route)
     method = SimpleNamespace(schedule=run.schedule, virtual=run.virtual)
     least_sends_s = tuple((problem.least_sends_s[:-1] / 2).tolist())
+
+    def passes(_: int, first: int, last: int) -> tuple[float, float]:
+        inside = run.segments[first : last + 1]
+        return sum(f for f, _, _ in inside), sum(b for _, b, _ in inside)
+
     return SimpleNamespace(
-        candidate=candidate, method=method, problem=problem, count=len(run.cuts), least_sends_s=least_sends_s
+        candidate=candidate,
+        method=method,
+        problem=problem,
+        count=len(run.cuts),
+        least_sends_s=least_sends_s,
+        passes=passes,
     )
 
 
@@ -143,7 +153,8 @@ def too_high(run: Run) -> Iterator[str]:
     found["of the cut and its messages"] = run.bound_s(run.sends)
     found["of any cut"] = run.even_s(run.share)
     found["of any cut, whatever the share of passes"] = run.even_s(0.5)
-    found["of cuts in line"] = Stages.contiguous_bound_s(stages_of(run))
+    found["of cuts in line"] = Stages.least(stages_of(run), measured=False).value
+    found["of measured cuts"] = Stages.least(stages_of(run), measured=True).value
     walk = refine._CutTree(stages_of(run), math.inf)
     for k in range(1, len(run.cuts) + 1):
         rest = sum(f + b for f, b, _ in run.segments[run.cuts[k - 1][1] + 1 :])
@@ -236,7 +247,7 @@ def test_the_bound_of_all_cuts_is_that_of_geometric_stages() -> None:
     assert cut_bound_s([0.0] * p, times, "gpipe", p, m) >= bound
     paths = [m * t + sum(times[:k]) for k, t in enumerate(times)]
     assert paths == pytest.approx([bound] * p)
-    assert even_bound_s(total, "gpipe", p, m, 1, 0.5) == pytest.approx(bound)
+    assert even_bound_s(total, "gpipe", p, m, 1, 0.5) >= bound
 
 
 # ---- the linear relaxation ----
@@ -346,8 +357,8 @@ def test_the_relaxation_is_no_worse_than_the_bound_of_all_cuts() -> None:
 
 def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # a stage that waits less before its first backward pass than it does
-        for module in (bounds, refine):
-            patch.setattr(module, "warm_up", lambda *_: 1)
+        for module in (bounds, refine, stages_module):
+            patch.setattr(module, "passed_over", lambda *_: 0)
         assert any(any(too_high(run)) for run in RUNS[:300])
     with monkeypatch.context() as patch:  # one in-flight microbatch fewer than there is
         patch.setattr(bounds, "warm_up", lambda schedule, k, p, m: max(1, in_flight(k, p, m, schedule) - 1))

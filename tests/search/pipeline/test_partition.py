@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,15 +14,15 @@ import pytest
 from autoptd.errors import PlanError
 from autoptd.search.pipeline import partition as cuts
 from autoptd.search.pipeline import windows
-from autoptd.search.pipeline.partition import smallest_cut, solve_cuts
-from autoptd.search.pipeline.windows import Floats, PartitionProblem, Windows
+from autoptd.search.pipeline.partition import Objective, smallest_cut, solve_cuts
+from autoptd.search.pipeline.windows import Floats, Measure, PartitionProblem, Windows
 from tests.search.pipeline.random_cuts import Cuts, Problem, all_cuts, random_problem
 
 
 def bound(problem: Problem) -> float:
     """Return the bound of the cut that `solve_cuts` finds, and assert that it is a valid cut."""
     try:
-        found = solve_cuts(problem.partitioning, problem.rounds, problem.seconds)
+        found = solve_cuts(problem.partitioning, Objective(problem.rounds), problem.passes)
     except PlanError:
         assert problem.partitioning.stages > len(problem.partitioning.names) - len(problem.partitioning.uncut)
         return math.inf
@@ -55,9 +54,9 @@ def _wrong_partitions() -> int:
         times = np.where(starts >= 0, rng.integers(1, 100, (stages, n, n)).astype(float), np.inf)
         rounds = float(rng.choice([1, 2, 4]))
         per_cut = [[times[k, b, b - a] for k, (a, b) in enumerate(c)] for c in all_cuts(n, stages)]
-        found = cuts.best_partition(times, starts, rounds)
+        found = cuts.best_partition(times, rounds * times, starts)
         assert found is not None
-        wrong += bool(found[0] != min(rounds * max(t) + sum(t) for t in per_cut))
+        wrong += bool(found.value != min(rounds * max(t) + sum(t) for t in per_cut))
     return wrong
 
 
@@ -69,7 +68,7 @@ def test_no_partition_where_no_window_is_possible() -> None:
     starts = np.arange(3)[:, None] - np.arange(2)[None, :]
     times = np.full((2, 3, 2), np.inf)
     times[0, 1, 1] = 1.0  # segments 0 and 1 on the first stage, and no stage that could hold the last
-    assert cuts.best_partition(times, starts, 1.0) is None
+    assert cuts.best_partition(times, times, starts) is None
 
 
 # ---- long lines ----
@@ -93,36 +92,36 @@ def partitioning(base: list[float], stages: int, **extra: Any) -> PartitionProbl
     return PartitionProblem(**{**given, **extra})
 
 
-def asked(times: PartitionProblem) -> tuple[Callable[[int, int, int], float], list[int]]:
+def asked(times: PartitionProblem) -> tuple[Measure, list[int]]:
     """Return the stage times of a model without memory limits, and a list that counts the windows queried."""
     before, count = np.concatenate([[0.0], np.cumsum(times.base_s[0])]), [0]
 
-    def seconds(stage: int, first: int, last: int) -> float:
+    def passes(stage: int, first: int, last: int) -> tuple[float, float]:
         count[0] += 1
-        return float(before[last + 1] - before[first])
+        return float(before[last + 1] - before[first]), 0.0
 
-    return seconds, count
+    return passes, count
 
 
 def test_two_hundred_segments_on_sixteen_stages_take_milliseconds() -> None:
     deep = partitioning([1.0, *[10.0, 20.0] * 100, 30.0], 16)
-    seconds, count = asked(deep)
+    passes, count = asked(deep)
     started = time.process_time()
-    found = solve_cuts(deep, 127.0, seconds)
+    found = solve_cuts(deep, Objective(127.0), passes)
     assert time.process_time() - started < 0.3
-    assert found is not None and max(seconds(k, *run) for k, run in enumerate(found)) == 200.0
+    assert found is not None and max(sum(passes(k, *run)) for k, run in enumerate(found)) == 200.0
     assert count[0] < 1000, "windows that cannot be part of the best are not measured"
 
 
 def test_equal_segments_are_cut_evenly() -> None:
     even = partitioning([1.0] * 12, 4)
     for rounds in (7.0, 0.0):  # with a single microbatch too, where all cuts take equally long
-        assert solve_cuts(even, rounds, asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
+        assert solve_cuts(even, Objective(rounds), asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
 
 
 def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
     headed = partitioning([1.0] * 10 + [2.0], 4)
-    found = solve_cuts(headed, 7.0, asked(headed)[0])
+    found = solve_cuts(headed, Objective(7.0), asked(headed)[0])
     assert found is not None and [last - first + 1 for first, last in found] == [3, 3, 3, 2]
 
 
@@ -136,14 +135,14 @@ def test_a_slower_device_gets_fewer_segments() -> None:
         recompute_s=(math.inf,) * 2,
         budget_bytes=(math.inf,) * 2,
     )
-    found = solve_cuts(mixed, 7.0, lambda k, i, j: (j - i + 1) * (1.0, 1.0, 2.0)[k])
+    found = solve_cuts(mixed, Objective(7.0), lambda k, i, j: ((j - i + 1) * (1.0, 1.0, 2.0)[k], 0.0))
     assert found is not None and [last - first + 1 for first, last in found] == [4, 4, 1]
 
 
 def test_a_place_where_much_crosses_is_avoided() -> None:
     send = np.array([0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
     crossed = partitioning([1.0] * 6, 2, send_s=np.stack([send, 0 * send]))
-    assert solve_cuts(crossed, 3.0, asked(crossed)[0]) == ((0, 3), (4, 5))
+    assert solve_cuts(crossed, Objective(3.0), asked(crossed)[0]) == ((0, 3), (4, 5))
 
 
 def test_more_memory_is_never_slower() -> None:
@@ -182,7 +181,7 @@ def test_a_cut_is_found_if_and_only_if_the_smallest_fits() -> None:
     for seed in range(300):
         problem = random_problem(seed)
         free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
-        found = solve_cuts(free.partitioning, free.rounds, free.seconds)
+        found = solve_cuts(free.partitioning, Objective(free.rounds), free.passes)
         assert (found is not None) == (smallest_cut(free.partitioning).value <= 0), seed
         fits += found is not None
     assert 50 < fits < 290
@@ -192,7 +191,7 @@ def test_more_stages_than_segments_are_refused() -> None:
     short = partitioning([1.0, 1.0], 3)
     for refused in (short, partitioning([1.0] * 3, 3, uncut=frozenset({1}))):
         with pytest.raises(PlanError, match="3 pipeline stages need at least as many segments; the model has 2"):
-            solve_cuts(refused, 3.0, asked(refused)[0])
+            solve_cuts(refused, Objective(3.0), asked(refused)[0])
 
 
 # ---- planted bugs ----
@@ -216,7 +215,7 @@ def _too_high(self: Windows) -> Floats:
 
 
 def test_planted_bugs_are_caught() -> None:
-    with mock.patch.object(cuts._Bottlenecks, "explore", lambda *_: None):  # only the most balanced partition
+    with mock.patch.object(cuts._Limits, "explore", lambda *_: None):  # only the most balanced partition
         assert _wrong_partitions()
     honest = Windows.__dict__["lower_s"].func
     with (

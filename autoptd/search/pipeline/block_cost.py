@@ -1,0 +1,118 @@
+"""Recomputation of the blocks of a model: options of each block, and bounds of what any stage keeps.
+
+They depend on the splits, ep and cp, and on the type of device: candidates that differ in other ways share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from autoptd.search.pipeline.chunk_cost import ChunkCosts
+from autoptd.search.pipeline.recompute_options import RecomputeOption, RecomputeOptions, undominated
+from autoptd.search.pipeline.stage_parameters import block_peak
+from autoptd.search.pipeline.windows import Floats, Ints
+
+NONE = "none"
+
+
+class BlockCosts:
+    """The blocks of one sharded model on one type of device."""
+
+    def __init__(self, chunks: ChunkCosts) -> None:
+        self.chunks, self.folded, self.method = chunks, chunks.folded, chunks.method
+        self._wanted = chunks.candidate.recompute
+        self._options: dict[tuple[str, ...], RecomputeOptions] = {}
+
+    def within(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
+        """Yield the segments of each block of a stage: a repetition of a unit, or the part of it inside the stage."""
+        for unit in self.folded.units:
+            if unit.last < first or unit.first > last:
+                continue
+            begin = unit.first + max(0, first - unit.first) // unit.length * unit.length
+            for start in range(begin, min(unit.last, last) + 1, unit.length):
+                if inside := tuple(i for i in range(start, start + unit.length) if first <= i <= last):
+                    yield inside
+
+    def options_of(self, block: tuple[int, ...]) -> RecomputeOptions:
+        """Return the recompute options of a block."""
+        kinds = tuple(self.folded.segments[i].kind for i in block)
+        if kinds not in self._options:
+            self._options[kinds] = undominated([self.option(block, policy) for policy in self.policies_for(block)])
+        return self._options[kinds]
+
+    def policies_for(self, block: tuple[int, ...]) -> tuple[str, ...]:
+        if self._wanted == "auto":
+            return (NONE, *self.method.policies)
+        return (self._wanted,) if self._repeats(block) else (NONE,)
+
+    def option(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
+        segments = [self.folded.segments[i] for i in block]
+        peak = block_peak(self.chunks.tensors, self.chunks.sharded, segments, policy, self.method)
+        return RecomputeOption(policy, self.recomputed_s(block, policy), peak)
+
+    def recomputed_s(self, run: Sequence[int], policy: str) -> float:
+        return 0.0 if policy == NONE else sum(self.chunks.recompute_s(i, policy) for i in run)
+
+    def _repeats(self, block: tuple[int, ...]) -> bool:
+        """Return whether a block is in a repeated unit, or no unit is: a fixed policy applies to these blocks only."""
+        units = [u for u in self.folded.units if u.count > 1] or list(self.folded.units)
+        return any(u.first <= block[0] <= u.last for u in units)
+
+    # ---- bounds ----
+
+    @cached_property
+    def alike(self) -> list[list[tuple[int, ...]]]:
+        """Blocks, grouped by equality."""
+        alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for block in self.within(0, len(self.chunks.names) - 1):
+            alike.setdefault(tuple(self.chunks.names[i] for i in block), []).append(block)
+        return list(alike.values())
+
+    @cached_property
+    def kept(self) -> tuple[Floats, Floats]:
+        """Bytes per microbatch that each segment keeps (its share of its block), and the least of any option."""
+        kept, least_kept = np.zeros(len(self.chunks.names)), np.zeros(len(self.chunks.names))
+        for same in self.alike:
+            options, alone = self.options_of(same[0]), [self.options_of((i,)) for i in same[0]]
+            own = np.array([max(option.peak.kept for option in m) for m in alone], dtype=float)
+            share = min(1.0, options[0].peak.kept / max(1, own.sum()))
+            least = min(option.peak.kept for m in (options, *alone) for option in m) / len(same[0])
+            for block in same:
+                kept[list(block)], least_kept[list(block)] = own * share, least
+        return kept, least_kept
+
+    @cached_property
+    def temporary(self) -> Floats:
+        """Least bytes beyond those kept, for each segment that is the last of a stage which holds its block from the
+        start: the last block's peak comes on top of all that the stage keeps."""
+        found = np.zeros(len(self.chunks.names))
+        for same in self.alike:
+            least = [min(w.peak.temporary for w in self.options_of(same[0][: i + 1])) for i in range(len(same[0]))]
+            for block in same:
+                found[list(block)] = least
+        return found
+
+    @cached_property
+    def starts(self) -> Ints:
+        """The first segment of each segment's block."""
+        found = np.arange(len(self.chunks.names))
+        for block in self.within(0, len(found) - 1):
+            found[list(block)] = block[0]
+        return found
+
+    @cached_property
+    def recompute_s(self) -> float:
+        """Least seconds of recomputation per byte saved, if the kept inputs of full recomputation took no memory."""
+        alternatives = (self.options_of(part) for b, *_ in self.alike for part in (b, *((i,) for i in b)))
+        return min((rate for options in alternatives for rate in _rates(options)), default=math.inf)
+
+
+def _rates(options: RecomputeOptions) -> Iterator[float]:
+    quickest, *others = options
+    for option in others:
+        left = 0 if option.policy == "full" else option.peak.kept
+        yield (option.recompute_s - quickest.recompute_s) / max(1, quickest.peak.kept - left)
