@@ -17,8 +17,9 @@ from autoptd.passes.rules.lookup import discovery
 from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.pipeline.evaluate import Staged
-from autoptd.search.planner import Answer, alternatives
+from autoptd.search.planner import Answer
 from autoptd.search.sharding.dispatch_cost import experts_of
 from autoptd.text import fold_names
 
@@ -137,7 +138,7 @@ def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:
                     continue
                 rows, width = infos(table)[0].shape
                 name = names[table.name]
-                notes.append(_embedding_note(f"{name} [{rows}, {width}]", placed[name], alternatives(answer, name)))
+                notes.append(_embedding_note(f"{name} [{rows}, {width}]", placed[name], _alternatives(answer, name)))
                 if int(rows) % answer.tensors.ranks:
                     notes[-1] += f"; its {rows} rows do not divide by tp {answer.tensors.ranks}"
     return notes
@@ -157,3 +158,19 @@ def _embedding_note(table: str, placed: str, costs: list[tuple[str, float | None
 
 
 _SPLIT_WORDS = {"S0": "split by rows", "S1": "split by hidden size"}
+
+
+def _alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:
+    """Return (placement, seconds per microbatch) for each placement of a parameter; None where it is not legal."""
+    tensors, sharded = answer.tensors, answer.staged.sharded
+    node, placed = tensors.parameter_node(name), parameter_splits(tensors.folded, sharded.sharding)[name]
+
+    def seconds(slot: str, label: str) -> float | None:
+        if label == placed:
+            return sharded.seconds
+        try:
+            return tensors.solve(answer.question.second_per_byte, fixed={slot: label}).seconds
+        except (InfeasibleSplit, PlanError):
+            return None
+
+    return [] if node is None else [(choice.label, seconds(node.name, choice.label)) for choice in node.choices]

@@ -20,12 +20,11 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from autoptd.errors import AutoptdError, PlanError
-from autoptd.passes.sharding.sharding import parameter_splits
+from autoptd.errors import AutoptdError
 from autoptd.progress import Progress
 from autoptd.schedule import row_of
 from autoptd.search.constraints.named import read_named
-from autoptd.search.infeasible import InfeasibleSplit, nothing_fits
+from autoptd.search.infeasible import nothing_fits
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
@@ -69,7 +68,8 @@ class _Entry:
     candidate: Candidate
     bound_s: float
     staged: Staged | None = None
-    is_full: bool = False  # whether memory limits the cut of the least bound
+    passes_s: float = 0.0  # lower bound on the seconds of all cuts without the step's end
+    is_full: bool = False  # whether memory limits the cut that has this bound
     stages: Stages | None = None
     step: int = 0  # into `Planner._steps`
     split_s: float = _NEVER  # the bound by its split tensors, before memory counts
@@ -101,6 +101,7 @@ class Planner:
             self._refine,
         )
         self._entries: Sequence[_Entry] = ()
+        self._sharded_state: dict[Candidate, _Entry] = {}  # the entries with ZeRO 1
         self._best: Staged | None = None
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
         self._too_large: list[_Entry] = []  # those that do not fit
@@ -145,6 +146,8 @@ class Planner:
         """Find the best plan; return a lower bound of all candidates."""
         started = time.monotonic()
         self._entries = entries = [_Entry(c, self._bounds.floor_s(c)) for c in options]
+        self._sharded_state = {e.candidate: e for e in entries if e.candidate.zero == 1}
+        self._find_first(entries)
         if self.task.constraints.include and self.task.effort is not None:
             self._try_neighbours(started)
         dormant = {
@@ -187,23 +190,26 @@ class Planner:
         return e.bound_s * (1 + (c.pp - 1) / (c.virtual * c.microbatches))
 
     def _find_first(self, entries: Sequence[_Entry]) -> None:
-        """Find a first plan early: for each tp, the plain candidate of the least bound that fits.
+        """Find a first plan early, which excludes most microbatches before their tensors are split.
 
-        Starts with the tp that may fit on the fewest stages: deep pipelines take long to examine.
+        Tries the plain candidates of least bound of one tp after another, from the one that may fit on the fewest
+        stages: deep pipelines take long to examine.
         """
         by_tp: dict[int, list[_Entry]] = {}
         for e in entries:
             if e.candidate == _plain(e.candidate):
                 by_tp.setdefault(e.candidate.tp, []).append(e)
         for _, mine in sorted(by_tp.items(), key=lambda item: (min(e.candidate.pp for e in item[1]), item[0])):
-            queue, tried = sorted((e.bound_s, -e.step, i) for i, e in enumerate(mine)), 0
-            while queue and queue[0][0] < self._best_s and tried <= _FIRST:
-                e = mine[i := heapq.heappop(queue)[-1]]
-                tried += e.step == _CUT + 1
+            queue, tried = [(e.bound_s, i) for i, e in enumerate(mine)], 0
+            heapq.heapify(queue)
+            while queue and tried < _FIRST and self._best is None:
+                e = mine[i := heapq.heappop(queue)[1]]
                 self._advance(e)
-                if e.step > _SIMULATED:
-                    break
-                heapq.heappush(queue, (e.bound_s, -e.step, i))
+                tried += e.step == _CUT
+                while _CUT <= e.step <= _SIMULATED and e.bound_s < _NEVER:
+                    self._advance(e)
+                if e.step < _CUT:
+                    heapq.heappush(queue, (e.bound_s, i))
 
     def _try_neighbours(self, started: float) -> None:
         """Improve the first plan by candidates that differ from it in one dimension, until none is better.
@@ -261,7 +267,7 @@ class Planner:
     def _bound_contiguous(self, e: _Entry) -> float:
         """Bound all cuts that respect segments, by the least seconds of each run of them."""
         e.stages = self._stages(e.candidate)
-        return self._raise_bound(e, e.stages, lambda stages: self._least(e, stages, measured=False))
+        return self._bound_cuts(e, e.stages, measured=False)
 
     def _bound_relaxed(self, e: _Entry) -> float:
         """Bound all cuts by the linear relaxation, where the bounds of paths lack what ranks with several chunks do."""
@@ -270,11 +276,26 @@ class Planner:
             return e.bound_s
         return self._raise_bound(e, e.stages, Stages.relaxed_bound_s)
 
-    @staticmethod
-    def _least(e: _Entry, stages: Stages, *, measured: bool) -> float:
-        found = stages.least(measured=measured)
-        e.is_full = stages.is_full(found.cuts)
-        return found.value
+    def _cut(self, e: _Entry) -> float:
+        """Bound all cuts by the seconds of each run with the recomputation that fits."""
+        self._visited += 1
+        assert e.stages is not None
+        return self._bound_cuts(e, e.stages, measured=True)
+
+    def _bound_cuts(self, e: _Entry, stages: Stages, *, measured: bool) -> float:
+        lighter = self._sharded_state.get(replace(e.candidate, zero=1)) if e.candidate.zero == 0 else None
+        if lighter is not None and lighter.stages is not None:  # its passes take as long, with less memory
+            known_s, before_s, e.is_full = lighter.passes_s, e.bound_s, lighter.is_full
+            if self._raise_bound(e, lighter.stages, lambda _: known_s) > before_s:
+                e.step -= 1  # it takes this step when its turn comes again
+                return e.bound_s
+
+        def least_s(stages: Stages) -> float:
+            found = stages.least(measured=measured)
+            e.passes_s, e.is_full = found.value, stages.is_full(found.cuts)
+            return e.passes_s
+
+        return self._raise_bound(e, stages, least_s)
 
     def _raise_bound(self, e: _Entry, stages: Stages, passes_s: Callable[[Stages], float]) -> float:
         if e.candidate.pp > 1 and not stages.fixed:
@@ -283,12 +304,6 @@ class Planner:
             if e.bound_s == _NEVER:
                 self._too_large.append(e)
         return e.bound_s
-
-    def _cut(self, e: _Entry) -> float:
-        """Bound all cuts by the seconds of each run, and cut it into stages unless that excludes it."""
-        self._visited += 1
-        assert e.stages is not None
-        return self._raise_bound(e, e.stages, lambda stages: self._least(e, stages, measured=True))
 
     def _simulate(self, e: _Entry) -> float:
         """Simulate its cut as it will run, unless a bound excludes it. Only other cuts are left then."""
@@ -386,19 +401,3 @@ def _distance(a: Candidate, b: Candidate) -> int:
 def _plain(c: Candidate) -> Candidate:
     """Return the same mesh with every other option at its default."""
     return replace(c, zero=c.zero and 1, cp=1, schedule="1f1b", virtual=1, shards=0, memory_saving=False)
-
-
-def alternatives(answer: Answer, name: str) -> list[tuple[str, float | None]]:
-    """Return (placement, seconds per microbatch) for each placement of a parameter; None where it is not legal."""
-    tensors, sharded = answer.tensors, answer.staged.sharded
-    node, placed = tensors.parameter_node(name), parameter_splits(tensors.folded, sharded.sharding)[name]
-
-    def seconds(slot: str, label: str) -> float | None:
-        if label == placed:
-            return sharded.seconds
-        try:
-            return tensors.solve(answer.question.second_per_byte, fixed={slot: label}).seconds
-        except (InfeasibleSplit, PlanError):
-            return None
-
-    return [] if node is None else [(choice.label, seconds(node.name, choice.label)) for choice in node.choices]
