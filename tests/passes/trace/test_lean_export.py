@@ -1,4 +1,4 @@
-"""Export without Python code of its graphs, by the one file that uses this private part of torch. Seen in 2.13.0."""
+"""Export without work that no plan reads, by the one file that uses these private parts of torch. Seen in 2.13.0."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def test_code_is_written_for_the_result_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fx.GraphModule, "recompile", lambda module: written.append(module) or write(module))
     trace(Scaled(), {"x": torch.empty(3, 4)})
     assert len(written) <= 1
+
+
+def test_no_memory_formats_are_looked_for() -> None:
+    traced = trace(Scaled(), {"x": torch.empty(3, 4)})
+    assert not any(node.meta.get("tensor_meta") for node in traced.graph.graph.nodes)
