@@ -34,7 +34,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use: `autoptd --help` needs no torch. Garbage collections would take a third of that time."""
+    """Import on first use: `autoptd --help` needs no torch."""
     if name not in _MODULES:
         raise AttributeError(f"module 'autoptd' has no attribute {name!r}")
     with without_collector():
