@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from autoptd.passes.gc_pause import without_collector
+
 if TYPE_CHECKING:
     from autoptd.api import Parallel, parallelize, plan, trace
     from autoptd.compile.traced import TracedModel
@@ -35,6 +37,7 @@ def __getattr__(name: str) -> object:
     """Import on first use: `autoptd --help` needs no torch."""
     if name not in _MODULES:
         raise AttributeError(f"module 'autoptd' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
+    with without_collector():
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

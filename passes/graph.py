@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -28,15 +28,17 @@ def infos(node: fx.Node) -> tuple[TensorInfo, ...]:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """Return tensor operands in order of appearance, lists flattened, with repeats (the order of `OpCall.operands`)."""
-    return list(_nodes((node.args, tuple(node.kwargs.values()))))
+    return _nodes((*node.args, *node.kwargs.values()))
 
 
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _nodes(item)
+def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for value in values:
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _nodes(value)
+    return found
 
 
 def op_call(node: fx.Node) -> OpCall:

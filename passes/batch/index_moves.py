@@ -68,12 +68,13 @@ class Move:
 
 def follow_move(node: fx.Node, states: Sequence[State]) -> State:
     """Return the state of a read or write by index; NotImplemented for other ops, and if it moves no rows."""
-    call, base = op_call(node), op_name(node)
+    base = op_name(node)
+    if base not in _READS and base not in _WRITES:
+        return NotImplemented
+    call = op_call(node)
     if base in _READS:
         return _read(node, Move(call, states, dict(_indices(node, call))))
-    if base in _WRITES:
-        return _write(node, Move(call, states, dict(_indices(node, call)), _source(node, call)))
-    return NotImplemented
+    return _write(node, Move(call, states, dict(_indices(node, call)), _source(node, call)))
 
 
 def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:

@@ -58,10 +58,10 @@ def misused(node: fx.Node) -> Across:
 
 def follow_sort(node: fx.Node, rows: Rows) -> tuple[State, ...]:
     """Return the states of values and row indices in the order of the keys; NotImplemented if no rows are sorted."""
-    call = op_call(node)
-    base = target_name(call.target)
+    base = op_name(node)
     if base not in _SORTS:
         return NotImplemented
+    call = op_call(node)
     (keys,) = call.operands
     if rows.place.dim != (0 if base == "msort" else call.arg(1, "dim", -1) % keys.ndim):
         return NotImplemented
@@ -81,10 +81,10 @@ def follow_sort(node: fx.Node, rows: Rows) -> tuple[State, ...]:
 
 def follow_numbers(node: fx.Node, states: Sequence[State]) -> State:
     """Return the state of arithmetic on row indices; NotImplemented if no operand holds any."""
-    call = op_call(node)
     indices = [(i, s) for i, s in enumerate(states) if isinstance(s, Rows) and s.points is not None]
     if not indices:
         return NotImplemented
+    call = op_call(node)
     (at, rows), *more = indices
     points = rows.points
     assert points is not None

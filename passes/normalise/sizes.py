@@ -17,6 +17,7 @@ from autoptd.passes.trace.traced import Traced
 
 def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
     """Replace sizes in arguments by expressions of our symbols, which leaves size nodes dead; set `meta["shapes"]`."""
+    known: dict[int, object] = {}  # id of a value, which the copies of a node share -> its shapes
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op == "output":
@@ -30,7 +31,9 @@ def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
                 user.args = _replace(user.args, node, size)
                 user.kwargs = {k: _replace(v, node, size) for k, v in user.kwargs.items()}
         elif value is not None:
-            node.meta["shapes"] = _shapes(value, traced, node)
+            if id(value) not in known:
+                known[id(value)] = _shapes(value, traced, node)
+            node.meta["shapes"] = known[id(value)]
     for node in graph.nodes:
         if node.op == "call_function":
             node.args = _numbers(node.args, traced, node)

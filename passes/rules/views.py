@@ -7,6 +7,7 @@ common divisor, and the rest stays whole: (6, 6) and (4, 9) are `(d0 3) 6 -> (d0
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import sympy
@@ -97,6 +98,7 @@ def same(a: Size, b: Size) -> bool:
     return a == b or (not (isinstance(a, int) and isinstance(b, int)) and sympy.expand(a - b) == 0)
 
 
+@functools.cache
 def quotient(a: Size, b: Size) -> Size | None:
     """Return a / b if that is a whole number for all values of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):

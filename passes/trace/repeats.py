@@ -30,13 +30,15 @@ from torch.utils import _pytree as pytree
 from autoptd.passes.trace.repeat_state import Read, Same, Unknown, atom, describe, install, state
 
 _LIBRARY = torch.library.Library("autoptd_trace", "FRAGMENT")
-_LIBRARY.define("enter(int key, Tensor[] given) -> ()")
-_LIBRARY.define("leave(int key, Tensor[] made) -> ()")
-_LIBRARY.define("repeat(int key, Tensor[] given) -> Tensor[]")
+_TAGS = (torch.Tag.flexible_layout,)  # without it, the tracer stores copies of all arguments, as strides might matter
+_LIBRARY.define("enter(int key, Tensor[] given) -> ()", tags=_TAGS)
+_LIBRARY.define("leave(int key, Tensor[] made) -> ()", tags=_TAGS)
+_LIBRARY.define("repeat(int key, Tensor[] given) -> Tensor[]", tags=_TAGS)
 ENTER = torch.ops.autoptd_trace.enter.default
 LEAVE = torch.ops.autoptd_trace.leave.default
 REPEAT = torch.ops.autoptd_trace.repeat.default
 
+_NO_TORCH_FUNCTION = torch._C.DisableTorchFunction  # without it, each read of a shape passes through four modes
 _TRIES = 8  # captures of calls that are alike but for watched attributes; beyond these, calls are not compared
 
 
@@ -88,7 +90,8 @@ class Repeats:
         tracer: Any = mode.tracer
         try:
             path = tracer.path_of_module(module)
-            call = self._call(tracer, base, args, kwargs)
+            with _NO_TORCH_FUNCTION():
+                call = self._call(tracer, base, args, kwargs)
             known = self._known.setdefault(call.alike, [])
             like = next((c for c in known if self._agrees(c, base)), None)
             if call.alike in self._refused or (like is None and len(known) >= _TRIES):
@@ -132,7 +135,8 @@ class Repeats:
     ) -> tuple[Any, Capture | None]:
         """Run and trace a call; return its result, and its capture if it can be repeated."""
         try:
-            before = state(base)
+            with _NO_TORCH_FUNCTION():
+                before = state(base)
         except Unknown:
             return run(), None
         self._keys += 1
@@ -145,8 +149,10 @@ class Repeats:
         mine = set(self._watch.read)
         self._watch.read |= outer
         try:
-            same = _no_modes() and state(base) == before and _unchanged(call.leaves, pytree.tree_leaves((args, kwargs)))
-            capture = self._build_capture(tracer, base, path, call, key, enter, out, mine) if same else None
+            with _NO_TORCH_FUNCTION():
+                after = pytree.tree_leaves((args, kwargs))
+                same = _no_modes() and state(base) == before and _unchanged(call.leaves, after)
+                capture = self._build_capture(tracer, base, path, call, key, enter, out, mine) if same else None
         except Unknown:
             capture = None
         if capture is None:

@@ -51,15 +51,17 @@ def _tied(difference: sympy.Expr, samples: Collection[sympy.Symbol]) -> set[symp
 
 def _shared_out(program: torch.export.ExportedProgram, samples: Collection[sympy.Symbol]) -> set[sympy.Symbol]:
     """Return the s of sizes like b s // 196, from `view(-1, 196, …)`: samples stay separate only if s is 196."""
-    found = set[sympy.Symbol]()
+    sizes = set[sympy.Expr]()
     for node in program.graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, torch.Tensor) else ():
             if isinstance(size, torch.SymInt):
-                for part in size.node.expr.atoms(sympy.Function):
-                    symbols = set(part.free_symbols)
-                    if type(part).__name__ == "FloorDiv" and not symbols.isdisjoint(samples):
-                        found |= symbols.difference(samples)
+                sizes.add(size.node.expr)
+    found = set[sympy.Symbol]()
+    for part in (part for size in sizes for part in size.atoms(sympy.Function)):
+        symbols = set(part.free_symbols)
+        if type(part).__name__ == "FloorDiv" and not symbols.isdisjoint(samples):
+            found |= symbols.difference(samples)
     return found
 
 

@@ -29,6 +29,7 @@ from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_v
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
+from autoptd.passes.trace.lean_export import lean_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.quiet_export import silent_export
@@ -198,6 +199,7 @@ class _Exporter:
             with (
                 without_collector(),
                 without_shape_cache(),
+                lean_export(),
                 silent_export(),
                 refuse_own_draws(self.model),
                 write_assigned_buffers(model, root),

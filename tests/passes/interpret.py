@@ -19,7 +19,7 @@ Batch = Mapping[str, Tensor]
 
 
 def normalised(model: nn.Module, batch: Batch, **options: object) -> Traced:
-    return normalise(trace(model, batch, precision="fp64", **options))  # type: ignore[arg-type]
+    return normalise(trace(model, batch, precision="fp64", **options), check_each=True)  # type: ignore[arg-type]
 
 
 def names_of(traced: Traced) -> list[str]:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import info, is_getitem
+from autoptd.passes.normalise import normalise as passes
 from autoptd.passes.normalise.normalise import FINISH, LOSS, PREPARE, normalise
 from autoptd.passes.trace.trace import trace
-from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 from tests.passes.interpret import assert_unchanged, names_of, normalised
 
 SAMPLES, LENGTH, WIDTH = 6, 5, 8
@@ -217,10 +218,31 @@ def test_value_and_gradient_stay(case: Case) -> None:
     assert set(case.there.split()) <= set(ops), ops
 
 
-def test_order_of_passes_is_checked_after_each() -> None:
-    passes = [*PREPARE, *LOSS, *FINISH]
-    assert len({p.__name__ for p in passes}) >= len(passes) - 2
-    assert all(p.__doc__ for p in passes)
+def test_passes_are_named_and_described() -> None:
+    steps = [*PREPARE, *LOSS, *FINISH]
+    assert len({step.__name__ for step in steps}) >= len(steps) - 2
+    assert all(step.__doc__ for step in steps)
+
+
+def test_the_graph_is_checked_after_each_pass_in_tests_and_else_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def swap_reader_and_source(graph: fx.Graph, traced: Traced) -> None:
+        reader = next(n for n in graph.nodes if n.op == "call_function")
+        reader.append(next(iter(graph.nodes)))
+
+    def note(graph: fx.Graph, traced: Traced) -> None:
+        ran.append(graph)
+
+    monkeypatch.setattr(passes, "FINISH", [*FINISH, swap_reader_and_source, note])
+    traced = trace(model_of(relu_), batch(), precision="fp64")
+    with pytest.raises(RuntimeError, match="used before it has been defined"):
+        normalise(traced, check_each=True)
+    assert not ran
+    traced = trace(model_of(relu_), batch(), precision="fp64")
+    with pytest.raises(RuntimeError, match="used before it has been defined"):
+        normalise(traced)
+    assert ran
 
 
 def test_repeated_work_without_gradient_is_done_once() -> None:

@@ -16,6 +16,7 @@ from autoptd.passes.graph import module_stack, substitute
 from autoptd.passes.losses.update_form import buffer_updates
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace import trace as tracing
+from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.repeats import REPEAT
 from autoptd.passes.trace.trace import trace
 from autoptd.passes.trace.traced import Traced
@@ -123,6 +124,14 @@ def stack(block: Callable[[int], nn.Module], count: int = 6) -> Stack:
 def test_equal_blocks_are_run_twice(calls: Calls) -> None:
     assert_as_in_full(stack(Block), batch())
     assert calls.count == 4
+
+
+def test_no_copies_of_arguments_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's tracer stores copies of the arguments of ops whose strides may matter. Seen in 2.13.0."""
+    stored = []
+    monkeypatch.setattr(tracing, "expand_repeats", lambda graph, *_: stored.extend(n.meta for n in graph.nodes))
+    tracing._Exporter(stack(Block), {"x": ((6, 5, 4), torch.float32)}, Objective(), "fp32").run(repeats=True)
+    assert stored and not any("eager_input_vals" in meta for meta in stored)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
