@@ -76,6 +76,12 @@ class Candidate:
         ranks = self.dp * self.cp
         return min(self.shards or ranks, ranks) if self.zero else 1
 
+    @property
+    def plain(self) -> Candidate:
+        """The same mesh with every other option at its default."""
+        defaults = {"cp": 1, "schedule": "1f1b", "virtual": 1, "shards": 0, "memory_saving": False}
+        return replace(self, zero=self.zero and 1, **defaults)  # type: ignore[arg-type]
+
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
         extra = {"cp": 1, "ep": 1, "etp": 0, "virtual": 1, "shards": 0}
@@ -85,6 +91,21 @@ class Candidate:
         text += " memory-saving" if self.memory_saving else ""
         text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
         return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
+
+
+def distance(a: Candidate, b: Candidate) -> int:
+    """Return in how many dimensions two candidates differ; dp and the number of microbatches follow from the others."""
+    pairs = [
+        (a.tp, b.tp),
+        (a.pp, b.pp),
+        (a.cp, b.cp),
+        ((a.ep, a.etp), (b.ep, b.etp)),
+        (a.micro, b.micro),
+        (a.zero, b.zero),
+        (a.shards, b.shards),
+    ]
+    chunks = (a.schedule, a.virtual), (b.schedule, b.virtual)
+    return sum(x != y for x, y in (*pairs, chunks, (a.memory_saving, b.memory_saving), (a.pools, b.pools)))
 
 
 @dataclass(frozen=True)

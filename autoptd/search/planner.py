@@ -26,7 +26,7 @@ from autoptd.schedule import row_of
 from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import nothing_fits
 from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.meshes import Candidate
+from autoptd.search.meshes import Candidate, distance
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
@@ -197,7 +197,7 @@ class Planner:
         """
         by_tp: dict[int, list[_Entry]] = {}
         for e in entries:
-            if e.candidate == _plain(e.candidate):
+            if e.candidate == e.candidate.plain:
                 by_tp.setdefault(e.candidate.tp, []).append(e)
         for _, mine in sorted(by_tp.items(), key=lambda item: (min(e.candidate.pp for e in item[1]), item[0])):
             queue, tried = [(e.bound_s, i) for i, e in enumerate(mine)], 0
@@ -208,7 +208,7 @@ class Planner:
                 tried += e.step == _CUT
                 while _CUT <= e.step <= _SIMULATED and e.bound_s < _NEVER:
                     self._advance(e)
-                if e.step < _CUT:
+                if e.step < _CUT and e.bound_s < _NEVER:
                     heapq.heappush(queue, (e.bound_s, i))
 
     def _try_neighbours(self, started: float) -> None:
@@ -219,7 +219,7 @@ class Planner:
         tried: set[int] = set()
         while self._best is not None:
             best = self._best
-            near = [e for e in self._entries if id(e) not in tried and _distance(e.candidate, best.candidate) == 1]
+            near = [e for e in self._entries if id(e) not in tried and distance(e.candidate, best.candidate) == 1]
             for e in sorted(near, key=self._priority_s)[:_NEIGHBOURS]:
                 tried.add(id(e))
                 while e.step <= _SIMULATED and self._priority_s(e) < self._best_s:
@@ -381,23 +381,3 @@ class Planner:
         closest = min((self._stages(e.candidate).shortfall() for e in near), key=lambda s: max(s.missing_bytes))
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
         return nothing_fits(self._memory, self.task.world, considered, closest, fixed)
-
-
-def _distance(a: Candidate, b: Candidate) -> int:
-    """Return in how many dimensions two candidates differ; dp and the number of microbatches follow from the others."""
-    pairs = [
-        (a.tp, b.tp),
-        (a.pp, b.pp),
-        (a.cp, b.cp),
-        ((a.ep, a.etp), (b.ep, b.etp)),
-        (a.micro, b.micro),
-        (a.zero, b.zero),
-        (a.shards, b.shards),
-    ]
-    chunks = (a.schedule, a.virtual), (b.schedule, b.virtual)
-    return sum(x != y for x, y in (*pairs, chunks, (a.memory_saving, b.memory_saving), (a.pools, b.pools)))
-
-
-def _plain(c: Candidate) -> Candidate:
-    """Return the same mesh with every other option at its default."""
-    return replace(c, zero=c.zero and 1, cp=1, schedule="1f1b", virtual=1, shards=0, memory_saving=False)

@@ -11,7 +11,7 @@ the main gradients, which are counted elsewhere. Tensors are freed after their l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,23 +61,22 @@ class Walk:
     @cached_property
     def storages(self) -> tuple[Storage, ...]:
         """Every storage that is alive at some moment."""
-        moments = (sorted(alive, key=_order) for _, alive in (*self.forward, *self.backward))
-        return tuple(dict.fromkeys([*(k.storage for k in self.kept), *(s for alive in moments for s in alive)]))
+        moments = (alive for _, alive in (*self.forward, *self.backward))
+        return tuple({k.storage for k in self.kept}.union(*moments))
 
     @cached_property
     def _alive(self) -> tuple[Sums, Sums, Sums]:
         """Matrices that add up the sizes of `storages`: of all that is kept, and of each moment of the two passes."""
         at = {s: i for i, s in enumerate(self.storages)}
 
-        def sums(moments: Sequence[Iterable[Storage]]) -> Sums:
+        def sums(moments: Sequence[Collection[Storage]]) -> Sums:
             found = np.zeros((len(moments), len(at)))
-            for row, alive in zip(found, moments, strict=True):
-                np.add.at(row, [at[s] for s in alive], 1)
+            rows = np.repeat(np.arange(len(moments)), [len(alive) for alive in moments])
+            found[rows, [at[s] for alive in moments for s in alive]] = 1
             return found
 
-        passes = ([alive for _, alive in moments] for moments in (self.forward, self.backward))
-        forward, backward = map(sums, passes)
-        return sums([[k.storage for k in self.kept]]), forward, backward
+        forward, backward = ([alive for _, alive in moments] for moments in (self.forward, self.backward))
+        return sum((sums([[k.storage]]) for k in self.kept), sums([()])), sums(forward), sums(backward)
 
     def sizes(self, number: Number, ranks: int, cp: int = 1) -> tuple[int, ...]:
         """Return the bytes of each storage: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size."""

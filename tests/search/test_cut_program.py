@@ -20,7 +20,7 @@ from autoptd.search.pipeline import cut_ilp as cut_program
 from autoptd.search.pipeline import partition as cuts
 from autoptd.search.pipeline import stages
 from autoptd.search.pipeline.cut_ilp import StageOption, integer_cut
-from autoptd.search.pipeline.partition import Objective, solve_cuts
+from autoptd.search.pipeline.partition import CutObjective, solve_cuts
 from autoptd.search.pipeline.windows import Cuts, Measure, PartitionProblem
 from autoptd.search.planner import Planner
 from autoptd.search.task import Task
@@ -30,20 +30,14 @@ from tests.search.random_tasks import random_task
 
 def options(problem: Problem) -> Callable[[int, int, int], list[StageOption]]:
     """Return every set of recomputed segments, whether it fits or not."""
-    partitioning = problem.partitioning
 
     def ways(stage: int, first: int, last: int) -> list[StageOption]:
-        pool, own = partitioning.pools[stage], [problem.segment(i) for i in range(first, last + 1)]
+        own, found = [problem.segment(i) for i in range(first, last + 1)], []
         base = problem.seconds_without(stage, first, last)
-        state, found = sum(s.state for s in own), []
         for chosen in itertools.product((False, True), repeat=len(own)):
             kept = sum(s.least_kept if again else s.kept for s, again in zip(own, chosen, strict=True))
             recompute_s = sum(s.recompute_s for s, again in zip(own, chosen, strict=True) if again)
-            found.append(
-                StageOption(
-                    base + recompute_s, (state + partitioning.alive[stage] * kept) / partitioning.budget_bytes[pool]
-                )
-            )
+            found.append(StageOption(base + recompute_s, problem.share(stage, first, last, kept)))
         return found
 
     return ways
@@ -56,8 +50,8 @@ def wrong(seeds: range) -> int:
         problem = random_problem(seed)
         if problem.partitioning.stages > len(problem.partitioning.names) - len(problem.partitioning.uncut):
             continue
-        found = solve_cuts(problem.partitioning, Objective(problem.rounds), problem.passes, options(problem))
-        quick = solve_cuts(problem.partitioning, Objective(problem.rounds), problem.passes)
+        found = solve_cuts(problem.partitioning, CutObjective(problem.rounds), problem.passes, options(problem))
+        quick = solve_cuts(problem.partitioning, CutObjective(problem.rounds), problem.passes)
         bounds = [math.inf if cut is None else problem.bound_s(cut) for cut in (found, quick)]
         different += bounds[0] != pytest.approx(bounds[1])
     return different
@@ -106,7 +100,7 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
     count = 0
 
     def both(
-        partitioning: PartitionProblem, objective: Objective, passes: Measure, options: cuts.Options | None = None
+        partitioning: PartitionProblem, objective: CutObjective, passes: Measure, options: cuts.Options | None = None
     ) -> Cuts | None:
         nonlocal count
         count += 1
@@ -123,7 +117,7 @@ def compared(task: Task, model: autoptd.TracedModel) -> int:
     return count
 
 
-def bound_s(partitioning: PartitionProblem, objective: Objective, passes: Measure, cut: Cuts | None) -> float:
+def bound_s(partitioning: PartitionProblem, objective: CutObjective, passes: Measure, cut: Cuts | None) -> float:
     if cut is None:
         return math.inf
     measured = [passes(k, *run) or (math.inf, math.inf) for k, run in enumerate(cut)]

@@ -186,28 +186,32 @@ class CandidateBounds:
     def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
         """Return the bound `passes_s` extended by the end of the step.
 
-        A rank may begin the end of the step while earlier ranks run their last microbatch, which takes `microbatch_s`
-        at most: both passes over all stages, even with recomputation in backward, with messages if `passes_s` has them.
+        A rank may reduce its gradients while earlier ranks run their last microbatch, which takes `microbatch_s` at
+        most: both passes over all stages, even with recomputation in backward, with messages if `passes_s` has them.
+        All ranks wait for one another before they update their parameters.
         """
         if c.pools:
             return passes_s
-        return max(passes_s, passes_s - (microbatch_s + self._sharding_s(c)) * (c.pp > 1) + self.end_s(c))
+        reduce_s, update_s = self._end_s(c)
+        return max(passes_s, passes_s - (microbatch_s + self._sharding_s(c)) * (c.pp > 1) + reduce_s) + update_s
 
-    def end_s(self, c: Candidate) -> float:
-        """Return seconds of reduction, optimizer step and all-gather for an even share of the parameters on a rank."""
+    def _end_s(self, c: Candidate) -> tuple[float, float]:
+        """Return seconds of (reduction; optimizer step and all-gather) for an even share of the parameters on a rank;
+        communication that may overlap with passes is left out."""
         task, cluster = self.task, self.task.cluster
         parts = [(numel / (c.tp * c.pp), copies) for numel, copies in self.memory.parts(c)]
         optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
         own = int(sum(numel / copies.shards for numel, copies in parts))
-        seconds = memory_s(cluster.device, optimizer_step_bytes(own, precision=task.precision, optimizer=optimizer))
+        update_s = memory_s(cluster.device, optimizer_step_bytes(own, precision=task.precision, optimizer=optimizer))
         if c.zero > 1 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
-            return seconds
+            return 0.0, update_s
+        reduce_s = 0.0
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in parts:
             gradient, gathered = numel * width[task.precision], numel * COMPUTE_BYTES[task.precision]
-            seconds += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
-            seconds += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
-        return seconds
+            reduce_s += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
+            update_s += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
+        return reduce_s, update_s
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
         """Return the bound from the model's work on one rank, `whole`, for any splits."""

@@ -2,7 +2,7 @@
 
 Stages are contiguous runs of segments, none empty. A stage k that holds the segments i..j takes T = f + b seconds,
 infinite if it does not fit; its recomputation is already chosen (`search/pipeline/recompute_options.py`). Its messages
-take x each way. An `Objective` is of the form
+take x each way. An `CutObjective` is of the form
 
     max_k P_k + Σ_k (T_k + 2 x_k),      P_k = rounds (T_k + 2 x_k) - waits_k min(f_k, b_k)
 
@@ -51,7 +51,7 @@ RELATIVE = 1e-12  # smaller relative gains are rounding errors
 
 
 @dataclass(frozen=True)
-class Objective:
+class CutObjective:
     """The seconds that a cut minimises; see the docstring of this file. `waits`: one for each stage, or for all."""
 
     rounds: float
@@ -91,7 +91,7 @@ class Objective:
 
 
 def solve_cuts(
-    problem: PartitionProblem, objective: Objective, measure: Measure, options: Options | None = None
+    problem: PartitionProblem, objective: CutObjective, measure: Measure, options: Options | None = None
 ) -> Cuts | None:
     """Return the cut that minimises `objective`; None if no cut fits.
 
@@ -107,7 +107,7 @@ def solve_cuts(
     return None if found is None else found.cuts
 
 
-def least_value(problem: PartitionProblem, objective: Objective, measure: Measure | None = None) -> Partition | None:
+def least_value(problem: PartitionProblem, objective: CutObjective, measure: Measure | None = None) -> Partition | None:
     """Return the cut that minimises `objective`, and its value; None if no cut fits.
 
     Without a `measure` the value is a lower bound, from the least seconds of each window."""
@@ -118,7 +118,11 @@ class _Search:
     """Steps 1 to 3, or the integer program, over windows that grow until longer ones are proved useless."""
 
     def __init__(
-        self, problem: PartitionProblem, objective: Objective, measure: Measure | None, options: Options | None = None
+        self,
+        problem: PartitionProblem,
+        objective: CutObjective,
+        measure: Measure | None,
+        options: Options | None = None,
     ) -> None:
         self.problem, self.objective, self.measure, self.options = problem, objective, measure, options
 

@@ -21,7 +21,7 @@ from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, simulated, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
 from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
-from autoptd.search.pipeline.partition import Cuts, Objective, even_cuts, least_value, smallest_cut, solve_cuts
+from autoptd.search.pipeline.partition import CutObjective, Cuts, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Partition, PartitionProblem
 from autoptd.search.sharding.tensors import Sharded, Tensors
@@ -147,7 +147,7 @@ class Stages:
     def _cut(self) -> Cuts:
         rounds = (self.candidate.microbatches - 1) * self.method.virtual**2
         options = self.options if self.method.cut_solver == "ilp" else None
-        found = solve_cuts(self.problem, Objective(rounds), self.passes_that_fit, options)
+        found = solve_cuts(self.problem, CutObjective(rounds), self.passes_that_fit, options)
         if found is None:
             raise StagesDoNotFit("no cut fits")
         return found
@@ -204,13 +204,13 @@ class Stages:
         path (2), or (1) without its second term for several chunks per rank or split backward passes.
         """
         c, schedule, problem = self.candidate, self.method.schedule, self.problem
-        path = Objective(c.microbatches, messages=False, fill=False)
+        path = CutObjective(c.microbatches, messages=False, fill=False)
         sent_s = busiest_edge_s(self.least_sends_s, schedule, c.pp, c.microbatches)
         if self.method.virtual > 1:  # other chunks of the rank may need less memory
             problem = replace(problem, budget_bytes=(math.inf,) * len(problem.budget_bytes))
         elif not row_of(schedule).splits_backward:
             waits = tuple(passed_over(schedule, k, c.pp, c.microbatches) for k in range(c.pp))
-            path = Objective(c.microbatches - 1, waits, messages=False)
+            path = CutObjective(c.microbatches - 1, waits, messages=False)
             sent_s = float(problem.least_s.sum()) + message_path_s(self.least_sends_s, schedule, c.microbatches)
         found = least_value(problem, path, self.passes if measured else None)
         return Partition(math.inf, ()) if found is None else replace(found, value=max(found.value, sent_s))

@@ -43,15 +43,21 @@ class Problem:
 
     def seconds(self, stage: int, first: int, last: int) -> float:
         """Return the least time over all sets of recomputed segments, without sends; infinity if none fits."""
-        pool, alive = self.partitioning.pools[stage], self.partitioning.alive[stage]
         own = [self.segment(i) for i in range(first, last + 1)]
-        state = sum(s.state for s in own)
         best = math.inf
         for chosen in itertools.product((False, True), repeat=len(own)):
             kept = sum(s.least_kept if again else s.kept for s, again in zip(own, chosen, strict=True))
-            if state + alive * kept <= self.partitioning.budget_bytes[pool]:
+            if self.share(stage, first, last, kept) <= 1:
                 best = min(best, sum(s.recompute_s for s, again in zip(own, chosen, strict=True) if again))
         return self.seconds_without(stage, first, last) + best
+
+    def share(self, stage: int, first: int, last: int, kept: float) -> float:
+        """Return the part of its budget that a stage needs which keeps these bytes per microbatch."""
+        given = self.partitioning
+        state = sum(self.segment(i).state for i in range(first, last + 1))
+        temporary = float(given.temporary[last]) if len(given.temporary) > 1 else 0.0
+        work = (1 + given.waste) * (given.alive[stage] * kept + temporary)
+        return (state + work) / given.budget_bytes[given.pools[stage]]
 
     def passes(self, stage: int, first: int, last: int) -> tuple[float, float] | None:
         """Return the same as seconds of a forward and a backward pass; None if none fits."""
@@ -121,6 +127,13 @@ def random_problem(seed: int) -> Problem:
         budget_bytes=tuple(round(needed * rng.uniform(0.8, 1.2)) + 5.0 for _ in range(devices)),
         uncut=frozenset(i for i in range(1, len(names)) if rng.random() < rng.choice([0.0, 0.0, 0.3])),
     )
+    if rng.random() < 0.3:
+        partitioning = replace(
+            partitioning,
+            temporary=np.array([float(rng.randint(0, 9)) for _ in names]),
+            whole_from=np.arange(len(names)),
+            waste=rng.choice([0.0, 0.25]),
+        )
     return Problem(kinds, partitioning, float(rng.choice([0, 1, 1, 2, 3, 15])), rng.choice([0, seed + 1]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import pytest
 from autoptd.errors import PlanError
 from autoptd.search.pipeline import partition as cuts
 from autoptd.search.pipeline import windows
-from autoptd.search.pipeline.partition import Objective, smallest_cut, solve_cuts
+from autoptd.search.pipeline.partition import CutObjective, smallest_cut, solve_cuts
 from autoptd.search.pipeline.windows import Floats, Measure, PartitionProblem, Windows
 from tests.search.pipeline.random_cuts import Cuts, Problem, all_cuts, random_problem
 
@@ -22,7 +23,7 @@ from tests.search.pipeline.random_cuts import Cuts, Problem, all_cuts, random_pr
 def bound(problem: Problem) -> float:
     """Return the bound of the cut that `solve_cuts` finds, and assert that it is a valid cut."""
     try:
-        found = solve_cuts(problem.partitioning, Objective(problem.rounds), problem.passes)
+        found = solve_cuts(problem.partitioning, CutObjective(problem.rounds), problem.passes)
     except PlanError:
         assert problem.partitioning.stages > len(problem.partitioning.names) - len(problem.partitioning.uncut)
         return math.inf
@@ -107,7 +108,7 @@ def test_two_hundred_segments_on_sixteen_stages_take_milliseconds() -> None:
     deep = partitioning([1.0, *[10.0, 20.0] * 100, 30.0], 16)
     passes, count = asked(deep)
     started = time.process_time()
-    found = solve_cuts(deep, Objective(127.0), passes)
+    found = solve_cuts(deep, CutObjective(127.0), passes)
     assert time.process_time() - started < 0.3
     assert found is not None and max(sum(passes(k, *run)) for k, run in enumerate(found)) == 200.0
     assert count[0] < 1000, "windows that cannot be part of the best are not measured"
@@ -116,12 +117,12 @@ def test_two_hundred_segments_on_sixteen_stages_take_milliseconds() -> None:
 def test_equal_segments_are_cut_evenly() -> None:
     even = partitioning([1.0] * 12, 4)
     for rounds in (7.0, 0.0):  # with a single microbatch too, where all cuts take equally long
-        assert solve_cuts(even, Objective(rounds), asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
+        assert solve_cuts(even, CutObjective(rounds), asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
 
 
 def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
     headed = partitioning([1.0] * 10 + [2.0], 4)
-    found = solve_cuts(headed, Objective(7.0), asked(headed)[0])
+    found = solve_cuts(headed, CutObjective(7.0), asked(headed)[0])
     assert found is not None and [last - first + 1 for first, last in found] == [3, 3, 3, 2]
 
 
@@ -135,14 +136,14 @@ def test_a_slower_device_gets_fewer_segments() -> None:
         recompute_s=(math.inf,) * 2,
         budget_bytes=(math.inf,) * 2,
     )
-    found = solve_cuts(mixed, Objective(7.0), lambda k, i, j: ((j - i + 1) * (1.0, 1.0, 2.0)[k], 0.0))
+    found = solve_cuts(mixed, CutObjective(7.0), lambda k, i, j: ((j - i + 1) * (1.0, 1.0, 2.0)[k], 0.0))
     assert found is not None and [last - first + 1 for first, last in found] == [4, 4, 1]
 
 
 def test_a_place_where_much_crosses_is_avoided() -> None:
     send = np.array([0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
     crossed = partitioning([1.0] * 6, 2, send_s=np.stack([send, 0 * send]))
-    assert solve_cuts(crossed, Objective(3.0), asked(crossed)[0]) == ((0, 3), (4, 5))
+    assert solve_cuts(crossed, CutObjective(3.0), asked(crossed)[0]) == ((0, 3), (4, 5))
 
 
 def test_more_memory_is_never_slower() -> None:
@@ -155,11 +156,17 @@ def test_more_memory_is_never_slower() -> None:
 # ---- what does not fit ----
 
 
+def without_temporary(problem: Problem) -> Problem:
+    """Return the problem without places that may not be cut and without temporary memory."""
+    bare = replace(problem.partitioning, uncut=frozenset(), temporary=np.zeros(1), whole_from=np.zeros(1, dtype=int))
+    return replace(problem, partitioning=bare)
+
+
 def least_excess(problem: Problem, found: Cuts) -> float:
     partitioning = problem.partitioning
     return max(
         sum(partitioning.state[i : j + 1])
-        + partitioning.alive[k] * sum(partitioning.least_kept[i : j + 1])
+        + (1 + partitioning.waste) * partitioning.alive[k] * sum(partitioning.least_kept[i : j + 1])
         - partitioning.budget_bytes[partitioning.pools[k]]
         for k, (i, j) in enumerate(found)
     )
@@ -168,7 +175,7 @@ def least_excess(problem: Problem, found: Cuts) -> float:
 def test_the_smallest_cut_is_that_of_exhaustive_search() -> None:
     for seed in range(300):
         problem = random_problem(seed)
-        free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
+        free = without_temporary(problem)
         found = smallest_cut(free.partitioning)
         assert found.value == pytest.approx(least_excess(free, found.cuts))
         least = min(least_excess(free, c) for c in all_cuts(len(free.partitioning.names), free.partitioning.stages))
@@ -180,8 +187,8 @@ def test_a_cut_is_found_if_and_only_if_the_smallest_fits() -> None:
     fits = 0
     for seed in range(300):
         problem = random_problem(seed)
-        free = replace(problem, partitioning=replace(problem.partitioning, uncut=frozenset()))
-        found = solve_cuts(free.partitioning, Objective(free.rounds), free.passes)
+        free = without_temporary(problem)
+        found = solve_cuts(free.partitioning, CutObjective(free.rounds), free.passes)
         assert (found is not None) == (smallest_cut(free.partitioning).value <= 0), seed
         fits += found is not None
     assert 50 < fits < 290
@@ -191,7 +198,7 @@ def test_more_stages_than_segments_are_refused() -> None:
     short = partitioning([1.0, 1.0], 3)
     for refused in (short, partitioning([1.0] * 3, 3, uncut=frozenset({1}))):
         with pytest.raises(PlanError, match="3 pipeline stages need at least as many segments; the model has 2"):
-            solve_cuts(refused, Objective(3.0), asked(refused)[0])
+            solve_cuts(refused, CutObjective(3.0), asked(refused)[0])
 
 
 # ---- planted bugs ----
@@ -208,21 +215,33 @@ def _wrong_anywhere() -> int:
     return wrong
 
 
-def _too_high(self: Windows) -> Floats:
-    """Make the lower bound too high: recomputation at three times its cost."""
-    rate = tuple(3 * r for r in self.problem.recompute_s)
-    return Windows(replace(self.problem, recompute_s=rate), self.longest)._honest_lower_s  # type: ignore[attr-defined]
+def _too_high(**wrong: Callable[[PartitionProblem], Any]) -> property:
+    """Return lower bounds of windows with wrong values in the problem."""
+
+    def lower_s(self: Windows) -> Floats:
+        problem = replace(self.problem, **{name: value(self.problem) for name, value in wrong.items()})
+        return Windows(problem, self.longest)._honest_lower_s  # type: ignore[attr-defined, no-any-return]
+
+    return property(lower_s)
+
+
+TOO_HIGH = {
+    "recomputation at three times its cost": {"recompute_s": lambda p: tuple(3 * r for r in p.recompute_s)},
+    "more temporary memory": {"temporary": lambda p: p.temporary + 4.0},
+    "more waste": {"waste": lambda p: p.waste + 0.3},
+}
 
 
 def test_planted_bugs_are_caught() -> None:
     with mock.patch.object(cuts._Limits, "explore", lambda *_: None):  # only the most balanced partition
         assert _wrong_partitions()
     honest = Windows.__dict__["lower_s"].func
-    with (
-        mock.patch.object(Windows, "_honest_lower_s", property(honest), create=True),
-        mock.patch.object(Windows, "lower_s", property(_too_high)),
-    ):
-        assert _wrong_anywhere()
+    for name, wrong in TOO_HIGH.items():
+        with (
+            mock.patch.object(Windows, "_honest_lower_s", property(honest), create=True),
+            mock.patch.object(Windows, "lower_s", _too_high(**wrong)),
+        ):
+            assert _wrong_anywhere(), name
     with mock.patch.object(windows, "_BASE", 0):  # windows with equal ends are treated as equal
         assert _wrong_anywhere()
     with mock.patch.object(Windows, "_drop_unreachable", lambda self, usable: usable.fill(False)):
