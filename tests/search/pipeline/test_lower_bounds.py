@@ -102,6 +102,10 @@ def random_run(seed: int) -> Run:
 RUNS = [random_run(seed) for seed in range(700)]
 
 
+def share_of(run: Run) -> float:
+    return run.share
+
+
 def stages_of(run: Run, budgets: float = math.inf) -> Any:
     """Return the attributes of a candidate that `Stages` and `_CutTree` read, for a pipeline without memory limits."""
     n, nothing = len(run.segments), np.zeros(len(run.segments))
@@ -116,6 +120,7 @@ def stages_of(run: Run, budgets: float = math.inf) -> Any:
         least_kept=nothing,
         recompute_s=(math.inf,),
         budget_bytes=(math.inf,),
+        forward_share=share_of(run),
     )
     route = route_of(run.schedule, run.ranks, run.virtual)
     candidate = SimpleNamespace(pp=run.ranks, microbatches=run.microbatches, route=route)
@@ -360,6 +365,9 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (bounds, refine, stages_module):
             patch.setattr(module, "passed_over", lambda *_: 0)
         assert any(any(too_high(run)) for run in RUNS[:300])
+    with monkeypatch.context() as patch:  # passes of no length, where they are waited for
+        patch.setattr(f"{__name__}.share_of", lambda run: 0.0)
+        assert any("of cuts in line" in too_high(run) for run in RUNS)
     with monkeypatch.context() as patch:  # one in-flight microbatch fewer than there is
         patch.setattr(bounds, "warm_up", lambda schedule, k, p, m: max(1, in_flight(k, p, m, schedule) - 1))
         assert any(run.bound_s(run.sends) > run.seconds() * SLACK for run in RUNS)
