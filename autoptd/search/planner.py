@@ -271,10 +271,12 @@ class Planner:
 
     def _bound_relaxed(self, e: _Entry) -> float:
         """Bound all cuts by the linear relaxation, where the bounds of paths lack what ranks with several chunks do."""
-        assert e.stages is not None
-        if e.candidate.virtual == 1 and not row_of(e.candidate.schedule).splits_backward:
+        stages, c = e.stages, e.candidate
+        assert stages is not None
+        if stages.fixed or c.pp == 1 or (c.virtual == 1 and not row_of(c.schedule).splits_backward):
             return e.bound_s
-        return self._raise_bound(e, e.stages, Stages.relaxed_bound_s)
+        microbatch_s = self._bounds.microbatch_s(c, stages.sharded) + 2 * sum(stages.least_sends_s)
+        return self._raise_bound(e, self._bounds.with_end_s(c, stages.relaxed_bound_s(), microbatch_s))
 
     def _cut(self, e: _Entry) -> float:
         """Bound all cuts by the seconds of each run with the recomputation that fits."""
@@ -283,26 +285,23 @@ class Planner:
         return self._bound_cuts(e, e.stages, measured=True)
 
     def _bound_cuts(self, e: _Entry, stages: Stages, *, measured: bool) -> float:
-        lighter = self._sharded_state.get(replace(e.candidate, zero=1)) if e.candidate.zero == 0 else None
-        if lighter is not None and lighter.stages is not None:  # its passes take as long, with less memory
-            known_s, before_s, e.is_full = lighter.passes_s, e.bound_s, lighter.is_full
-            if self._raise_bound(e, lighter.stages, lambda _: known_s) > before_s:
+        c = e.candidate
+        if stages.fixed or c.pp == 1:
+            return e.bound_s
+        lighter = self._sharded_state.get(replace(c, zero=1)) if c.zero == 0 else None
+        if lighter is not None:  # its passes take as long, with less memory
+            before_s, e.is_full = e.bound_s, lighter.is_full
+            if self._raise_bound(e, self._bounds.with_end_s(c, lighter.passes_s)) > before_s:
                 e.step -= 1  # it takes this step when its turn comes again
                 return e.bound_s
+        found = stages.least(measured=measured)
+        e.passes_s, e.is_full = found.value, stages.is_full(found.cuts)
+        return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 
-        def least_s(stages: Stages) -> float:
-            found = stages.least(measured=measured)
-            e.passes_s, e.is_full = found.value, stages.is_full(found.cuts)
-            return e.passes_s
-
-        return self._raise_bound(e, stages, least_s)
-
-    def _raise_bound(self, e: _Entry, stages: Stages, passes_s: Callable[[Stages], float]) -> float:
-        if e.candidate.pp > 1 and not stages.fixed:
-            microbatch_s = self._bounds.microbatch_s(e.candidate, stages.sharded) + 2 * sum(stages.least_sends_s)
-            e.bound_s = max(e.bound_s, self._bounds.with_end_s(e.candidate, passes_s(stages), microbatch_s))
-            if e.bound_s == _NEVER:
-                self._too_large.append(e)
+    def _raise_bound(self, e: _Entry, seconds: float) -> float:
+        e.bound_s = max(e.bound_s, seconds)
+        if e.bound_s == _NEVER:
+            self._too_large.append(e)
         return e.bound_s
 
     def _simulate(self, e: _Entry) -> float:

@@ -28,6 +28,7 @@ maximum. In (2) min(f, b) is at most r T_k, where r (at most 1/2) bounds min(f, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -183,12 +184,13 @@ class CandidateBounds:
             seconds += (c.zero - 1) * gather + summed
         return seconds
 
-    def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float) -> float:
+    def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float = math.inf) -> float:
         """Return the bound `passes_s` extended by the end of the step.
 
         A rank may reduce its gradients while earlier ranks run their last microbatch, which takes `microbatch_s` at
         most: both passes over all stages, even with recomputation in backward, with messages if `passes_s` has them.
-        All ranks wait for one another before they update their parameters.
+        All ranks wait for one another before they update their parameters. Without `microbatch_s` the reduction is left
+        out, for bounds that include what counts of it.
         """
         if c.pools:
             return passes_s

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
@@ -23,8 +25,10 @@ from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s,
 from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
 from autoptd.search.pipeline.partition import CutObjective, Cuts, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
-from autoptd.search.pipeline.windows import Partition, PartitionProblem
+from autoptd.search.pipeline.windows import Floats, Partition, PartitionProblem
 from autoptd.search.sharding.tensors import Sharded, Tensors
+
+_LONGEST = 3  # times an even share of the segments: first stages for which the reduction is counted
 
 
 class StagesDoNotFit(DoesNotFit):
@@ -201,7 +205,8 @@ class Stages:
         """Return the cut of the least lower bound, and this bound, which holds for all cuts; infinite if none fits.
 
         From the recomputation of each run that fits where `measured`, else from the least that its memory takes. It is
-        path (2), or (1) without its second term for several chunks per rank or split backward passes.
+        path (2), or (1) without its second term for several chunks per rank or split backward passes. Path (2) ends on
+        the first rank; where `measured`, with its reduction of gradients.
         """
         c, schedule, problem = self.candidate, self.method.schedule, self.problem
         path = CutObjective(c.microbatches, messages=False, fill=False)
@@ -212,8 +217,19 @@ class Stages:
             waits = tuple(passed_over(schedule, k, c.pp, c.microbatches) for k in range(c.pp))
             path = CutObjective(c.microbatches - 1, waits, messages=False)
             sent_s = float(problem.least_s.sum()) + message_path_s(self.least_sends_s, schedule, c.microbatches)
+        if measured:
+            problem = replace(problem, send_s=problem.send_s + self._first_reduction_s)
         found = least_value(problem, path, self.passes if measured else None)
         return Partition(math.inf, ()) if found is None else replace(found, value=max(found.value, sent_s))
+
+    @property
+    def _first_reduction_s(self) -> Floats:
+        """Seconds of reducing the first rank's gradients, if it holds the segments up to e, [stage, e]; 0 if hidden."""
+        found = np.zeros_like(self.problem.send_s)
+        chunks, longest = self.chunks.on(0), -(-_LONGEST * found.shape[1] // self.count)
+        for last in range(min(longest, found.shape[1])) if "dp" not in self.method.overlap else ():
+            found[0, last] = chunks.reduce_s([(0, last)])
+        return found
 
     def is_full(self, cuts: Cuts) -> bool:
         """Return whether some stage of a cut lacks memory without recomputation; True if no cut fits."""

@@ -138,6 +138,7 @@ def stages_of(run: Run, budgets: float = math.inf) -> Any:
         count=len(run.cuts),
         least_sends_s=least_sends_s,
         passes=passes,
+        _first_reduction_s=np.zeros_like(problem.send_s),
     )
 
 
