@@ -119,7 +119,7 @@ def answer(measured: Measured) -> str:
     """Return the chosen mesh and its step time, or why there is no plan."""
     plan = measured.answer
     if "mesh" in plan:
-        axes = " ".join(f"{a} {n}" for a, n in plan["mesh"].items() if n != 1 or a in ("dp", "tp", "pp"))
+        axes = " ".join(f"{a} {n}" for a, n in plan["mesh"].items() if n > 1 or a in ("dp", "tp", "pp"))
         return f"{axes}, {plan['predicted']['step_time_s']:.3g} s a step"
     if "error" in plan:
         error = plan["error"]

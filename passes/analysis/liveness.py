@@ -29,7 +29,7 @@ from autoptd.passes.opcall import Chunked, TensorInfo, target_name
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of
 
 _PASSING = ("add", "sub")  # ops that pass the incoming gradient on, unless an operand is broadcast
-Sums = NDArray[np.float64]  # [sum, storage]: how often a storage counts
+Sums = tuple[NDArray[np.int32], NDArray[np.int64]]  # indices of what is added up (0: nothing), where each sum begins
 _Moment = tuple[str, frozenset[Storage]]  # the step, and the storages alive
 
 
@@ -66,17 +66,16 @@ class Walk:
 
     @cached_property
     def _alive(self) -> tuple[Sums, Sums, Sums]:
-        """Matrices that add up the sizes of `storages`: of all that is kept, and of each moment of the two passes."""
-        at = {s: i for i, s in enumerate(self.storages)}
+        """The storages that are added up, by index: all that is kept, and each moment of the two passes."""
+        at = {s: i for i, s in enumerate(self.storages, 1)}
 
         def sums(moments: Sequence[Collection[Storage]]) -> Sums:
-            found = np.zeros((len(moments), len(at)))
-            rows = np.repeat(np.arange(len(moments)), [len(alive) for alive in moments])
-            found[rows, [at[s] for alive in moments for s in alive]] = 1
-            return found
+            lengths = [0, *(1 + len(alive) for alive in moments)]
+            found = [i for alive in moments for i in (0, *(at[s] for s in alive))]
+            return np.array(found, dtype=np.int32), np.cumsum(lengths)[:-1]
 
         forward, backward = ([alive for _, alive in moments] for moments in (self.forward, self.backward))
-        return sum((sums([[k.storage]]) for k in self.kept), sums([()])), sums(forward), sums(backward)
+        return sums([[k.storage for k in self.kept]]), sums(forward), sums(backward)
 
     def sizes(self, number: Number, ranks: int, cp: int = 1) -> tuple[int, ...]:
         """Return the bytes of each storage: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size."""
@@ -94,8 +93,10 @@ class Walk:
         if shares:
             names = (s.name.removeprefix(GRADIENT_OF) for s in self.storages)
             sizes = [round(size * shares.get(name, 1)) for size, name in zip(sizes, names, strict=True)]
-        # sums of whole numbers below 2^53 are exact in floats
-        (kept,), forward, backward = (sums @ np.array(sizes, dtype=float) for sums in self._alive)
+        table = np.array([0, *sizes], dtype=np.int64)
+        (kept,), forward, backward = (
+            np.add.reduceat(table[which], starts) if len(starts) else starts for which, starts in self._alive
+        )
         return Peak(int(kept), int(forward.max(initial=0)), int(backward.max(initial=0 if len(backward) else kept)))
 
     def fullest(self, number: Number, ranks: int, cp: int = 1) -> tuple[str, sympy.Expr]:
