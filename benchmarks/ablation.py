@@ -39,7 +39,7 @@ SWITCHES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "no bound by work": {"_bound_by_work": lambda planner, entry: entry.bound_s},
     "no contiguous bound": {"_bound_contiguous": _stages_only},
     "no relaxation": {"_bound_relaxed": lambda planner, entry: entry.bound_s},
-    "no bound of measured cuts": {"_cut": lambda planner, entry: entry.bound_s},
+    "no bound of measured cuts": {"_bound_measured": lambda planner, entry: entry.bound_s},
     "no refinement": {"_refine": _unrefined},
     "no memory-saving splits": {"space": Planner.candidates},
     "no first plan": {"_find_first": lambda planner, entries: None},

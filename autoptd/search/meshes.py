@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def plain(self) -> Candidate:
-        """The same mesh with every other option at its default."""
+        """This mesh with every other option at its default."""
         defaults = {"cp": 1, "schedule": "1f1b", "virtual": 1, "shards": 0, "memory_saving": False}
         return replace(self, zero=self.zero and 1, **defaults)  # type: ignore[arg-type]
 

@@ -3,9 +3,10 @@
     candidate ──► floor: its matrix products at the device's rate
               ──► work: all work of the model on one rank, divided by the ranks
               ──► split: its tensors by the splits ILP (once per tp, cp and microbatch) ──► bound of all cuts
-              ──► contiguous, relaxed: bounds of all cuts that respect segments, and memory
-              ──► cut: stages and recomputation
-              ──► simulated by the action lists that will run, unless the bound of these stages excludes it
+              ──► contiguous: all cuts by the least seconds of each run of segments, and memory
+              ──► relaxed: the same in fractions, for ranks with several chunks and split backward passes
+              ──► measured: all cuts by the seconds of each run with the recomputation that fits
+              ──► cut into stages, and simulated by the action lists that will run unless a bound excludes it
               ──► refined: all other cuts whose bound is below the best, where they are few
 
 Candidates wait in one queue, ordered by the best lower bound known of each. The first one takes its next step and
@@ -55,7 +56,7 @@ class Answer:
     staged: Staged
     tensors: Tensors
     considered: int  # candidates
-    visited: int  # candidates that were cut into stages
+    visited: int  # candidates whose cuts into stages were measured
     gap: float  # no candidate takes less than (1 - gap) times the best
     question: ShardingQuery  # answered by `tensors`
     known: ShardingCache
@@ -69,7 +70,7 @@ class _Entry:
     bound_s: float
     staged: Staged | None = None
     passes_s: float = 0.0  # lower bound on the seconds of all cuts without the step's end
-    is_full: bool = False  # whether memory limits the cut that has this bound
+    is_full: bool = False  # whether memory raises its bound, or its stages recompute
     stages: Stages | None = None
     step: int = 0  # into `Planner._steps`
     split_s: float = _NEVER  # the bound by its split tensors, before memory counts
@@ -96,7 +97,7 @@ class Planner:
             self._split,
             self._bound_contiguous,
             self._bound_relaxed,
-            self._cut,
+            self._bound_measured,
             self._simulate,
             self._refine,
         )
@@ -164,9 +165,9 @@ class Planner:
                 break
             e = entries[i]
             priority_s = self._advance(e)
-            self._enqueue_variant(e, dormant, queue)
             while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < _NEVER:
                 priority_s = self._advance(e)  # a first plan, to compare the others with
+            self._enqueue_variant(e, dormant, queue)
             if e.step < len(self._steps):
                 heapq.heappush(queue, (priority_s, -e.step, i))
             else:
@@ -278,7 +279,7 @@ class Planner:
         microbatch_s = self._bounds.microbatch_s(c, stages.sharded) + 2 * sum(stages.least_sends_s)
         return self._raise_bound(e, self._bounds.with_end_s(c, stages.relaxed_bound_s(), microbatch_s))
 
-    def _cut(self, e: _Entry) -> float:
+    def _bound_measured(self, e: _Entry) -> float:
         """Bound all cuts by the seconds of each run with the recomputation that fits."""
         self._visited += 1
         assert e.stages is not None
@@ -290,12 +291,12 @@ class Planner:
             return e.bound_s
         lighter = self._sharded_state.get(replace(c, zero=1)) if c.zero == 0 else None
         if lighter is not None:  # its passes take as long, with less memory
-            before_s, e.is_full = e.bound_s, lighter.is_full
+            before_s, e.is_full = e.bound_s, e.is_full or lighter.is_full
             if self._raise_bound(e, self._bounds.with_end_s(c, lighter.passes_s)) > before_s:
                 e.step -= 1  # it takes this step when its turn comes again
                 return e.bound_s
-        found = stages.least(measured=measured)
-        e.passes_s, e.is_full = found.value, stages.is_full(found.cuts)
+        e.passes_s, is_full = stages.least(measured=measured)
+        e.is_full = e.is_full or is_full
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 
     def _raise_bound(self, e: _Entry, seconds: float) -> float:
@@ -305,14 +306,14 @@ class Planner:
         return e.bound_s
 
     def _simulate(self, e: _Entry) -> float:
-        """Simulate its cut as it will run, unless a bound excludes it. Only other cuts are left then."""
+        """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         assert e.stages is not None
         try:
             e.staged = e.stages.solve()
         except StagesDoNotFit:
-            self._too_large.append(e)
-            e.bound_s = _NEVER
-            return e.bound_s
+            e.is_full = True
+            return self._raise_bound(e, _NEVER)
+        e.is_full = e.is_full or any(e.staged.solution.policies)
         c, costs = e.candidate, e.staged.stages
         passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
         if cut_bound_s(*passes, e.staged.method.schedule, c.pp, c.microbatches, e.staged.sends_s) < self._best_s:

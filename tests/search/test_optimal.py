@@ -17,7 +17,7 @@ from autoptd.search.constraints.options import INCLUDABLE
 from autoptd.search.pipeline import exact as refine
 from autoptd.search.pipeline import lower_bounds
 from autoptd.search.pipeline import recompute_options as menus
-from autoptd.search.planner import Planner, Task
+from autoptd.search.planner import EFFORT, Planner, Task
 from tests.search.every_plan import least_seconds
 from tests.search.random_tasks import MODELS, random_task
 
@@ -141,3 +141,14 @@ def test_a_wrong_walk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = refine._CutTree._bound_s
     monkeypatch.setattr(refine._CutTree, "_bound_s", lambda *args: 1.5 * honest(*args))
     assert _bad(range(60))
+
+
+def test_tight_tasks_try_splits_that_save_memory_with_the_usual_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage on two ranks that has to recompute: splits that save less work but more memory are 17 % faster."""
+    model, task = random_task(96, worlds=(1, 2, 2, 4))
+    best = Planner(task, Silent(), model.known).answer().staged
+    assert best.candidate.memory_saving and best.candidate.pp == 1
+    usual = replace(task, effort=EFFORT)
+    assert Planner(usual, Silent(), model.known).answer().staged.seconds == pytest.approx(best.seconds, rel=1e-9)
+    monkeypatch.setattr(Planner, "_enqueue_variant", lambda *_: None)
+    assert Planner(usual, Silent(), model.known).answer().staged.seconds > 1.1 * best.seconds

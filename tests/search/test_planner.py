@@ -70,8 +70,8 @@ def test_no_candidate_is_better_or_below_its_bounds(gpt: autoptd.TracedModel, in
         for bound in (
             outlook.floor_s(c),
             outlook.bound_s(c, solved),
-            outlook.with_end_s(c, stages.least(measured=False).value),
-            outlook.with_end_s(c, stages.least(measured=True).value),
+            outlook.with_end_s(c, stages.least(measured=False).seconds),
+            outlook.with_end_s(c, stages.least(measured=True).seconds),
             outlook.with_end_s(c, stages.relaxed_bound_s(), solved.seconds),
         ):
             assert bound <= staged.seconds * (1 + 1e-9)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,13 @@ _LONGEST = 3  # times an even share of the segments: first stages for which the 
 
 class StagesDoNotFit(DoesNotFit):
     """No cut of a candidate fits. `Stages.shortfall` computes the missing memory, which takes longer."""
+
+
+class LeastBound(NamedTuple):
+    """A lower bound of all cuts, infinite if none fits, and whether memory raises it, or that of its stages."""
+
+    seconds: float
+    is_full: bool
 
 
 class Stages:
@@ -201,26 +209,37 @@ class Stages:
 
     # ---- bounds of all cuts ----
 
-    def least(self, *, measured: bool) -> Partition:
-        """Return the cut of the least lower bound, and this bound, which holds for all cuts; infinite if none fits.
+    def least(self, *, measured: bool) -> LeastBound:
+        """Return the least lower bound of any cut.
 
         From the recomputation of each run that fits where `measured`, else from the least that its memory takes. It is
         path (2), or (1) without its second term for several chunks per rank or split backward passes. Path (2) ends on
         the first rank; where `measured`, with its reduction of gradients.
         """
-        c, schedule, problem = self.candidate, self.method.schedule, self.problem
+        c, schedule, free = self.candidate, self.method.schedule, self._without_limits
+        problem = self.problem if self.method.virtual == 1 else free  # other chunks of a rank may need less memory
         path = CutObjective(c.microbatches, messages=False, fill=False)
         sent_s = busiest_edge_s(self.least_sends_s, schedule, c.pp, c.microbatches)
-        if self.method.virtual > 1:  # other chunks of the rank may need less memory
-            problem = replace(problem, budget_bytes=(math.inf,) * len(problem.budget_bytes))
-        elif not row_of(schedule).splits_backward:
+        if self.method.virtual == 1 and not row_of(schedule).splits_backward:
             waits = tuple(passed_over(schedule, k, c.pp, c.microbatches) for k in range(c.pp))
             path = CutObjective(c.microbatches - 1, waits, messages=False)
             sent_s = float(problem.least_s.sum()) + message_path_s(self.least_sends_s, schedule, c.microbatches)
         if measured:
             problem = replace(problem, send_s=problem.send_s + self._first_reduction_s)
-        found = least_value(problem, path, self.passes if measured else None)
-        return Partition(math.inf, ()) if found is None else replace(found, value=max(found.value, sent_s))
+            found = least_value(problem, path, self.passes)
+            is_full = found is None or self._is_full(found)
+        else:
+            found = least_value(free, path)
+            is_full = found is not None and self._is_full(found)
+            found = least_value(problem, path) if is_full else found
+        return LeastBound(math.inf if found is None else max(found.value, sent_s), is_full)
+
+    @property
+    def _without_limits(self) -> PartitionProblem:
+        return replace(self.problem, budget_bytes=(math.inf,) * len(self.problem.budget_bytes))
+
+    def _is_full(self, found: Partition) -> bool:
+        return any(self.problem.is_full(k, *run) for k, run in enumerate(found.cuts))
 
     @property
     def _first_reduction_s(self) -> Floats:
@@ -230,10 +249,6 @@ class Stages:
         for last in range(min(longest, found.shape[1])) if "dp" not in self.method.overlap else ():
             found[0, last] = chunks.reduce_s([(0, last)])
         return found
-
-    def is_full(self, cuts: Cuts) -> bool:
-        """Return whether some stage of a cut lacks memory without recomputation; True if no cut fits."""
-        return not cuts or any(self.problem.is_full(k, *run) for k, run in enumerate(cuts))
 
     @cached_property
     def least_sends_s(self) -> tuple[float, ...]:

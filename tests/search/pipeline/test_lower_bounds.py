@@ -138,6 +138,8 @@ def stages_of(run: Run, budgets: float = math.inf) -> Any:
         count=len(run.cuts),
         least_sends_s=least_sends_s,
         passes=passes,
+        _is_full=lambda found: False,
+        _without_limits=problem,
         _first_reduction_s=np.zeros_like(problem.send_s),
     )
 
@@ -159,8 +161,8 @@ def too_high(run: Run) -> Iterator[str]:
     found["of the cut and its messages"] = run.bound_s(run.sends)
     found["of any cut"] = run.even_s(run.share)
     found["of any cut, whatever the share of passes"] = run.even_s(0.5)
-    found["of cuts in line"] = Stages.least(stages_of(run), measured=False).value
-    found["of measured cuts"] = Stages.least(stages_of(run), measured=True).value
+    found["of cuts in line"] = Stages.least(stages_of(run), measured=False).seconds
+    found["of measured cuts"] = Stages.least(stages_of(run), measured=True).seconds
     walk = refine._CutTree(stages_of(run), math.inf)
     for k in range(1, len(run.cuts) + 1):
         rest = sum(f + b for f, b, _ in run.segments[run.cuts[k - 1][1] + 1 :])
