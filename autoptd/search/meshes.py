@@ -79,8 +79,7 @@ class Candidate:
     @property
     def plain(self) -> Candidate:
         """This mesh with every other option at its default."""
-        defaults = {"cp": 1, "schedule": "1f1b", "virtual": 1, "shards": 0, "memory_saving": False}
-        return replace(self, zero=self.zero and 1, **defaults)  # type: ignore[arg-type]
+        return replace(self, zero=self.zero and 1, cp=1, schedule="1f1b", virtual=1, shards=0, memory_saving=False)
 
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"

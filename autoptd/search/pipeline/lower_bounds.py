@@ -28,7 +28,6 @@ maximum. In (2) min(f, b) is at most r T_k, where r (at most 1/2) bounds min(f, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -184,7 +183,7 @@ class CandidateBounds:
             seconds += (c.zero - 1) * gather + summed
         return seconds
 
-    def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float = math.inf) -> float:
+    def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float | None = None) -> float:
         """Return the bound `passes_s` extended by the end of the step.
 
         A rank may reduce its gradients while earlier ranks run their last microbatch, which takes `microbatch_s` at
@@ -195,6 +194,8 @@ class CandidateBounds:
         if c.pools:
             return passes_s
         reduce_s, update_s = self._end_s(c)
+        if microbatch_s is None:
+            return passes_s + update_s
         return max(passes_s, passes_s - (microbatch_s + self._sharding_s(c)) * (c.pp > 1) + reduce_s) + update_s
 
     def _end_s(self, c: Candidate) -> tuple[float, float]:

@@ -202,10 +202,10 @@ class Stages:
         With several chunks per rank recomputation is left out, since memory depends on all of them."""
         if not self.method.uncut.isdisjoint((first, last + 1)):
             return None
-        stage_cost = self.stage_cost(stage)
-        several = self.method.virtual > 1
-        cost = stage_cost.least_cost(first, last) if several else stage_cost.cost(first, last, self.alive(stage))
-        return None if cost is None else (cost.forward_s, cost.backward_s)
+        if self.method.virtual == 1:
+            return self.passes_that_fit(stage, first, last)
+        cost = self.stage_cost(stage).least_cost(first, last)
+        return cost.forward_s, cost.backward_s
 
     # ---- bounds of all cuts ----
 

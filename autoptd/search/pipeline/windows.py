@@ -84,7 +84,8 @@ class PartitionProblem:
     def is_full(self, stage: int, first: int, last: int) -> bool:
         """Return whether a stage of these segments lacks memory without recomputation."""
         state, kept = (float(values[first : last + 1].sum()) for values in (self.state, self.kept))
-        temporary = np.where(first <= self.whole_from, self.temporary, 0.0)[min(last, len(self.temporary) - 1)]
+        at = min(last, len(self.temporary) - 1)
+        temporary = self.temporary[at] if first <= self.whole_from[at] else 0.0
         work = (1 + self.waste) * (self.alive[stage] * kept + temporary)
         return bool(state + work > self.budget_bytes[self.pools[stage]])
 

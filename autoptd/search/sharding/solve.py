@@ -129,9 +129,10 @@ class Splitter:
     def solve_between(self, grid: Sequence[Candidate]) -> None:
         """Split tensors for microbatches of several sizes.
 
-        The seconds of one sharding are affine in the samples of a microbatch, except for tiles and protocols. So the
-        minimum over shardings is concave, and a sharding within `CLOSE` of it for both the smallest and the largest
-        microbatch is within `CLOSE` for all between.
+        The seconds of one sharding are affine in the samples of a microbatch, except for tiles, protocols and kernels
+        that small microbatches leave bound by memory. If they were affine, the minimum over shardings would be concave,
+        and a sharding within `CLOSE` of it for both the smallest and the largest microbatch would be so for all
+        between. It is taken for these.
         """
         first, last, between = self.solve(grid[0]), self.solve(grid[-1]), grid[1:-1]
         if not between:

@@ -255,7 +255,8 @@ def test_the_bound_of_all_cuts_is_that_of_geometric_stages() -> None:
     assert cut_bound_s([0.0] * p, times, "gpipe", p, m) >= bound
     paths = [m * t + sum(times[:k]) for k, t in enumerate(times)]
     assert paths == pytest.approx([bound] * p)
-    assert even_bound_s(total, "gpipe", p, m, 1, 0.5) >= bound
+    round_trips_s = total + (m - 1) * total / p  # path (2) of equal stages is longer
+    assert even_bound_s(total, "gpipe", p, m, 1, 0.5) == pytest.approx(round_trips_s) and round_trips_s > bound
 
 
 # ---- the linear relaxation ----
