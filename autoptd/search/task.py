@@ -10,6 +10,7 @@ import sympy
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
+from autoptd.passes.graph import op_name, source_line
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.expert_parallel_graph import rows_stay_apart
 from autoptd.passes.sharding.expert_regions import check_experts, experts_of
@@ -17,6 +18,7 @@ from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.constraints.named import allowed
 from autoptd.search.constraints.options import Constraints, SearchOptions, schedules_and_chunks
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
+from autoptd.search.sharding.strategies import rounded_on_own_tokens
 
 _TOKENS = 131072  # in the largest microbatch that is considered
 _RANKS_OF_CONTEXT = 64  # largest cp that is considered
@@ -81,13 +83,11 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
                 where="fix['ep']",
                 fix="leave out shards or ep",
             )
-    apart = (
-        task.constraints.sequence_parallel
-        and experts_of(task.folded) > 1
-        and rows_stay_apart(task.folded, Sizes(task.sizes, BATCH))
-    )
+    mixed, sizes = experts_of(task.folded) > 1, Sizes(task.sizes, BATCH)
+    apart = mixed and task.constraints.sequence_parallel and rows_stay_apart(task.folded, sizes)
     if "etp" in fixed:
         _check_etp(task, method.etp, apart)
+    apart = apart and rounded_on_own_tokens(task.folded, 2, sizes) is None
     node = task.cluster.gpus_per_node or task.world
     widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
     tp_sizes = {d for d in divisors(task.world) if d <= (task.constraints.max_tp or widest)}
@@ -131,6 +131,10 @@ def _check_etp(task: Task, etp: int, apart: bool) -> None:
             f"etp 1: tp ranks cannot each compute the rows of experts for their own tokens: {one}",
             where="fix['etp']",
             fix="leave etp out, or fix tp to 1",
+        )
+    if etp == 1 and tp != 1 and (node := rounded_on_own_tokens(task.folded, 2, Sizes(task.sizes, BATCH))):
+        raise PlanError(
+            f"etp 1 in fp64: {op_name(node)} would round partial values", where=source_line(node), fix="leave etp out"
         )
 
 

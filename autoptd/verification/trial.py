@@ -75,22 +75,28 @@ class Trial:
 def make_trial(subject: Subject, steps: int = STEPS, progress: Progress | None = None) -> Trial:
     """Prepare a trial. Raises CannotVerify if no generated inputs give the plain model a finite loss and gradient."""
     plan, source = subject.plan, subject.source
-    optimizer = plan.optimizer if plan.optimizer in OPTIONS else "sgd"
-    program = widened(make_program(source, plan, read_sharding(source, plan)))
     failed: list[tuple[Exception, tuple[str, ...]]] = []
-    with (progress or Silent()).stage("train the plain model"), float64_by_default():
+    with (progress or Silent()).stage("train the plain model"):
         for batches, made in try_batches(source, plan.sizes, plan.batch, steps):
             try:
-                draws, expected, clip = _train(subject, batches, optimizer)
+                return trial_on(subject, batches, made)
             except USER_ERRORS as error:
                 failed.append((error, made))
-                continue
-            if draws is None:
-                files = {name: text.replace("rng=self.dropout", "rng=None") for name, text in program.files.items()}
-                program, made = replace(program, files=files), (*made, "dropout disabled in plan and model")
-            known = tuple(batches), tuple(draws or ()), optimizer, tuple(expected), clip, made
-            return Trial(subject, program, *known, drops=draws is not None)
     raise _nothing_to_compare(failed) from failed[0][0]
+
+
+@float64_by_default()
+def trial_on(subject: Subject, batches: Sequence[Batch], made: tuple[str, ...] = ()) -> Trial:
+    """Prepare a trial on these global batches. Raises NoReference, and what the plain model raises."""
+    plan, source = subject.plan, subject.source
+    optimizer = plan.optimizer if plan.optimizer in OPTIONS else "sgd"
+    draws, expected, clip = _train(subject, batches, optimizer)
+    program = widened(make_program(source, plan, read_sharding(source, plan)))
+    if draws is None:
+        files = {name: text.replace("rng=self.dropout", "rng=None") for name, text in program.files.items()}
+        program, made = replace(program, files=files), (*made, "dropout disabled in plan and model")
+    known = tuple(batches), tuple(draws or ()), optimizer, tuple(expected), clip, made
+    return Trial(subject, program, *known, drops=draws is not None)
 
 
 def _nothing_to_compare(failed: Sequence[tuple[Exception, tuple[str, ...]]]) -> CannotVerify:
@@ -105,7 +111,9 @@ def _nothing_to_compare(failed: Sequence[tuple[Exception, tuple[str, ...]]]) -> 
     )
 
 
-def _train(subject: Subject, batches: list[Batch], optimizer: str) -> tuple[list[Draw] | None, list[PlainStep], float]:
+def _train(
+    subject: Subject, batches: Sequence[Batch], optimizer: str
+) -> tuple[list[Draw] | None, list[PlainStep], float]:
     """Train the plain model with the graph's dropout masks; without dropout if the two cannot have equal masks."""
     draws = draws_of(subject.source, batches[0])
     try:

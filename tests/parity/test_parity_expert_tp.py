@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import autoptd
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.layout.layout import Layout
 from autoptd.layout.mesh import Mesh
@@ -17,7 +20,9 @@ from autoptd.passes.sharding import expert_parallel_graph
 from autoptd.runtime.zero import flat_buffer
 from autoptd.testing.parity import train_in_lockstep
 from autoptd.verification.verdict import verify_plan
+from tests.parity.mixture_models import Grouped
 from tests.parity.parity_check import Variant, batches, case, check, parallel, planned, source
+from tests.parity.parity_models import TOKENS, WIDTH
 
 BULK = Variant(bulk=True, micro=4)
 WAYS = [
@@ -49,6 +54,32 @@ WAYS = [
 )
 def test_experts_train_like_one_process(name: str, mesh: Mesh, variant: Variant, optimizer: str) -> None:
     assert not check(name, mesh, variant, optimizer)
+
+
+class Float32Linear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
+
+
+class InFloat32(Grouped):
+    """A mixture whose router computes in float32, as those of DeepSeek-V3 and its descendants do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Float32Linear(WIDTH, self.count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def test_a_router_in_float32_keeps_fp64_plans_off_etp_1() -> None:
+    """Nothing asks for etp 1, so the plan takes another; a user who does gets the reason."""
+    model, inputs = InFloat32().double(), {"x": torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)}
+    traced = autoptd.trace(model, inputs=inputs, precision="fp64")
+    ask = {"world": 4, "cluster": "dgx-h100", "batch": 4}
+    assert autoptd.plan(traced, fix={"tp": 2, "dp": 2}, **ask).mesh.etp == 0
+    with pytest.raises(PlanError, match="linear would round partial values"):
+        autoptd.plan(traced, fix={"tp": 2, "dp": 2, "etp": 1}, **ask)
 
 
 FOUR = Mesh(dp=2, tp=2, ep=2, etp=1)

@@ -12,11 +12,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx
 
-from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, P, Split
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.fold import Folded
-from autoptd.passes.graph import infos, op_call, op_name, operands, source_line
+from autoptd.passes.graph import infos, op_call, operands
 from autoptd.passes.opcall import OpCall, Size, Sizes
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.context_parallel import own_token_strategies
@@ -49,7 +48,7 @@ def legal_strategies(
     (a norm or a loss in float32) then get no strategies with partial values, which would be rounded before the sum.
     """
     found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
-    exact = torch.float64 in {infos(n)[0].dtype for s in folded.segments for n in s.parameters}
+    exact = _is_fp64(folded)
     for kind, segment in folded.representatives.items():
         calls = {i: op_call(node) for i, node in ops_of(segment)}
         if not sequence_parallel:
@@ -62,17 +61,20 @@ def legal_strategies(
         if experts == "none" and expert_regions(segment):
             own = own_token_strategies(segment, ranks, sizes)
             found[kind] |= {i: [own[node]] for i, node in ops_of(segment) if node in own}
-            for node, strategy in own.items() if exact else ():
-                _check_digits(node, strategy)
     return found
 
 
-def _check_digits(node: fx.Node, strategy: Strategy) -> None:
-    """Raise PlanError for an op on own tokens with partial values in lower precision, other than counts of rows."""
-    if any(t.requires_grad for t in infos(node)) and not _keeps_digits(op_call(node), strategy):
-        raise PlanError(
-            f"etp 1 in fp64: {op_name(node)} would round partial values", where=source_line(node), fix="leave etp out"
-        )
+def rounded_on_own_tokens(folded: Folded, ranks: int, sizes: Sizes) -> fx.Node | None:
+    """Return an op that would round partial values in an fp64 plan with etp 1; counts of rows may be rounded."""
+    for segment in folded.representatives.values() if _is_fp64(folded) else ():
+        for node, strategy in own_token_strategies(segment, ranks, sizes).items() if expert_regions(segment) else ():
+            if any(t.requires_grad for t in infos(node)) and not _keeps_digits(op_call(node), strategy):
+                return node
+    return None
+
+
+def _is_fp64(folded: Folded) -> bool:
+    return torch.float64 in {infos(n)[0].dtype for s in folded.segments for n in s.parameters}
 
 
 def _splits_tokens(call: OpCall, strategy: Strategy) -> bool:

@@ -1,0 +1,138 @@
+"""One model: traced, planned, and all its ranks run beside one process in float64, in training mode with dropout."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.compile.traced import TracedModel
+from autoptd.errors import AutoptdError
+from autoptd.passes.trace.loss import read_objective
+from autoptd.plans.model import Plan
+from autoptd.verification.smaller.smaller import Subject
+from autoptd.verification.trial import STEPS, trial_on
+from autoptd.verification.verdict import judge
+
+Batch = Mapping[str, Tensor]
+FIX = {"tp": 2, "pp": 2, "dp": 2}
+WORLD, CLUSTER, OPTIMIZER = 8, "dgx-h100", "sgd"
+
+
+class Case(Protocol):
+    """A model of a library: `family` groups the report, `build` gives the model with its batch."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def family(self) -> str: ...
+    def build(self) -> tuple[nn.Module, dict[str, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one model's check. `result`:
+
+    trained    all ranks agree with one process to `difference`
+    differs    they do not
+    refused    one error of autoptd: its text, place and way out in `what`, `where`, `fix`
+    crashed    any other exception in autoptd, or a time limit
+    not built  the library cannot build or train the tiny model by itself
+    """
+
+    name: str
+    family: str
+    result: str
+    what: str = ""
+    where: str = ""
+    fix: str = ""
+    step: str = ""  # of the work, in which it ended
+    difference: float = 0.0
+    split: float = 0.0  # share of the parameters that tp splits
+    experts: str = ""
+    free: str = ""  # mesh of the plan with nothing fixed
+    seconds: float = 0.0
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(case: Case) -> Outcome:
+    """Return what becomes of a model. Never raises."""
+    began, step = time.monotonic(), "build"
+    found: dict[str, Any] = {}
+    try:
+        model, batch = case.build()
+        _train_alone(model, batch)
+        step = "trace"
+        source = autoptd.trace(model, inputs={n: x[:2] for n, x in batch.items()}, precision="fp64")
+        step = "plan"
+        planned = _plan(source, batch, FIX)
+        found["split"] = split_share(planned, model)
+        step = "run"
+        found |= _compared(source, planned, batch)
+        step = "free plan"
+        found["free"] = str(_plan(source, batch, {}).mesh)
+        return Outcome(case.name, case.family, step=step, seconds=time.monotonic() - began, **found)
+    except AutoptdError as error:
+        kind = "not built" if step == "build" else "refused"
+        found |= {"what": error.what, "where": error.where, "fix": error.fix}
+    except Exception as error:  # noqa: BLE001  whatever a library raises is a result
+        kind = "not built" if step == "build" else "crashed"
+        found |= {"what": f"{type(error).__name__}: {error}"[:500], "where": _place(error)}
+    return Outcome(case.name, case.family, step=step, seconds=time.monotonic() - began, **found | {"result": kind})
+
+
+def _train_alone(model: nn.Module, batch: Batch) -> None:
+    """Raise if the model has no finite loss or no gradient by itself."""
+    loss = read_objective(None, {})[0].value(model, batch)
+    loss.backward()
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss is {loss}")
+    model.zero_grad(set_to_none=True)
+
+
+def _plan(source: TracedModel, batch: Batch, fix: Mapping[str, int]) -> Plan:
+    samples = next(x.shape[0] for x in batch.values() if x.ndim)
+    return autoptd.plan(source, world=WORLD, cluster=CLUSTER, batch=samples, optimizer=OPTIMIZER, fix=fix)
+
+
+def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any]:
+    """Run all ranks and the plain model for two steps; the second has the samples in another order."""
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
+    batches = [{n: x.roll(step, 0) for n, x in wide.items()} for step in range(STEPS)]
+    verdict = judge(trial_on(Subject(source, planned, source), batches), planned)
+    if verdict.agrees:
+        return {"result": "trained", "difference": verdict.difference}
+    where, what = verdict.faults[0]
+    return {"result": "differs", "difference": verdict.difference, "where": where, "what": what}
+
+
+def split_share(planned: Plan, model: nn.Module) -> float:
+    """Return the share of all parameters' elements that tp splits."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    split = sum(n for name, n in sizes.items() if planned.splits.parameters.get(name, "B").startswith("S"))
+    return split / (sum(sizes.values()) or 1)
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line of autoptd that ran, and the line that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [
+        f
+        for f in frames
+        if re.search(r"/(autoptd|passes|cost_models)/", f.filename) and "site-packages" not in f.filename
+    ]
+    own, last = (ours or frames)[-1], frames[-1]
+    return f"{_short(own.filename)}:{own.lineno}, raised at {_short(last.filename)}:{last.lineno}"
+
+
+def _short(path: str) -> str:
+    return path.rpartition("site-packages/")[2] if "site-packages" in path else "/".join(path.split("/")[-3:])
