@@ -238,8 +238,63 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "product": (lambda z, y, m: z.square().prod(), "prod needs all samples"),
     "first_sample": (lambda z, y, m: z[0].square().mean(), "select needs all samples"),
     "hardest": (lambda z, y, m: z.square().mean((1, 2)).topk(1)[0].sum(), "topk"),
-    "broadcast": (lambda z, y, m: F.mse_loss(z[:, 0, :1], m[:, 0]), "pairs samples with each other"),
-    "covariance": (lambda z, y, m: (z[:, 0] @ z[:, 0].T).square().mean(), "pairs samples"),
     "centred_by_the_mean": (lambda z, y, m: (z - z.mean(0)).abs().mean(), "sums over samples"),
-    "softmax_over_samples": (lambda z, y, m: (z[:, 0, 0].softmax(0) * m[:, 0]).sum(), "works across samples"),
+    "pairs_of_tokens": (lambda z, y, m: torch.einsum("isc,jsc->ij", z, z).square().mean(), "pairs samples"),
+    "noise_on_pairs": (lambda z, y, m: F.dropout(z[:, 0] @ z[:, 0].T, 0.5).mean(), "pairs samples"),
+}
+
+
+def first(z: Tensor) -> Tensor:
+    return F.normalize(z[:, 0], dim=-1)
+
+
+def clip(u: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    logits, own = t.exp() * u @ v.t(), torch.arange(len(u))
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
+
+
+def two_views(z: Tensor) -> Tensor:
+    """Compare each view of a sample with all other views of all samples (Chen et al. 2020, SimCLR)."""
+    views = torch.cat((first(z), F.normalize(z[:, 1], dim=-1)))
+    b = z.size(0)
+    logits = (views @ views.t() / 0.5).masked_fill(torch.eye(2 * b, dtype=torch.bool), -1e9)
+    return F.cross_entropy(logits, torch.arange(2 * b).roll(b))
+
+
+def same_class(z: Tensor, ids: Tensor) -> Tensor:
+    """Pull samples with equal ids together (Khosla et al. 2020, Supervised Contrastive Learning)."""
+    alike = (ids[:, None] == ids[None]).double()
+    chances = (first(z) @ first(z).t()).log_softmax(-1)
+    return -((chances * alike).sum(-1) / alike.sum(-1)).mean()
+
+
+def hardest_triplet(z: Tensor, ids: Tensor) -> Tensor:
+    apart = (first(z)[:, None] - first(z)[None]).square().sum(-1)
+    alike = ids[:, None] == ids[None]
+    near = apart.masked_fill(alike, 1e9).amin(1)
+    return F.relu(apart.masked_fill(~alike, 0.0).amax(1) - near + 0.3).mean()
+
+
+# Functions of all samples of the batch together.
+WHOLE: dict[str, Loss] = {
+    "clip": lambda z, y, m: clip(first(z), F.normalize(z[:, 2], dim=-1), z.new_tensor(0.7)),
+    "clip_beside_cross_entropy": lambda z, y, m: flat_ce(z, y) + 0.1 * clip(first(z), z[:, 1], z.mean()),
+    "siglip": lambda z, y, m: (
+        -F.logsigmoid((2 * torch.eye(z.size(0)) - 1) * (first(z) @ first(z).t())).sum() / z.size(0)
+    ),
+    "two_views": lambda z, y, m: two_views(z),
+    "same_class": lambda z, y, m: same_class(z, positive(y[:, 4])),
+    "same_long_number": lambda z, y, m: same_class(z, positive(y[:, 4]) + 2**62 - 3),
+    "hardest_triplet": lambda z, y, m: hardest_triplet(z, positive(y[:, 4]) % 3),
+    "pairwise_ranking": lambda z, y, m: F.relu(
+        1 - (z[:, 0, 0][:, None] - z[:, 0, 0]) * (m[:, 1][:, None] - m[:, 1])
+    ).mean(),
+    "negatives_of_the_next": lambda z, y, m: F.triplet_margin_loss(z[:, 0], z[:, 1], z[:, 0].roll(1, 0)),
+    "mean_of_others": lambda z, y, m: (first(z) - first(z).mean(0)).abs().mean(),
+    "standardised": lambda z, y, m: F.huber_loss((z[:, 0] - z[:, 0].mean(0)) / z[:, 0].std(0), m[:, :1].expand(-1, 7)),
+    "samples_last": lambda z, y, m: (lambda f: (f.t() @ f).softmax(-1).diagonal().log().mean())(z[:, 0].t().tanh()),
+    "broadcast": lambda z, y, m: F.mse_loss(z[:, 0, :1], m[:, 0]),
+    "covariance": lambda z, y, m: (z[:, 0] @ z[:, 0].T).square().mean(),
+    "softmax_over_samples": lambda z, y, m: (z[:, 0, 0].softmax(0) * m[:, 0]).sum(),
+    "place_of_the_sample": lambda z, y, m: (z[:, 0].sum(-1) * torch.arange(z.size(0))).sum(),
 }

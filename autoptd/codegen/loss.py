@@ -17,7 +17,7 @@ from autoptd.errors import TraceError
 from autoptd.layout.placements import B
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, info, output_of
-from autoptd.passes.losses.loss_form import PARTIAL, count_index, is_count, partial_slices
+from autoptd.passes.losses.loss_form import count_index, is_count, partial_slices, row_slices
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import Traced
 
@@ -80,7 +80,9 @@ class LossFunctions:
             own = self.found["loss_counts"].startswith("def loss_counts(self")
             lines.append(f"    loss_counts = {'loss_counts' if own else 'staticmethod(loss_counts)'}")
         if last and self.form.outer is not None:
-            lines += [f"    partial_sums = {self.form.width}", "    loss_of = loss_of"]
+            lines += [f"    partial_sums = {self.form.width}"] if self.form.width else []
+            lines += [f"    row_width = {self.form.row_width}"] if self.form.rows else []
+            lines += ["    loss_of = loss_of"]
         return lines
 
     def _plain_counts(self) -> bool:
@@ -143,24 +145,33 @@ class LossFunctions:
         return "\n".join(lines) + "\n"
 
     def _outer(self, graph: fx.Graph) -> str:
-        body = Body(self.sharding, names_of(self.folded, "sums"))
-        slices = partial_slices(self.form.partial_sums)
+        form, body = self.form, Body(self.sharding, names_of(self.folded, "sums", "rows"))
+        given = dict(zip(form.partial_sums, (part_text(*x) for x in partial_slices(form.partial_sums)), strict=True))
+        given |= zip(form.rows, (rows_text(*x) for x in row_slices(form.rows)), strict=True)
         for node in graph.nodes:
-            if node.op != "placeholder":
-                continue
-            if node.name.startswith(PARTIAL):
-                body.bind(node, B, part_text(*slices[int(node.name.rpartition("_")[2])]))
-            else:
-                body.bind(node, B, count_text(node) if is_count(node) else buffer_text(self.traced, node))
+            if node.op == "placeholder":
+                known = count_text(node) if is_count(node) else ""
+                body.bind(node, B, given.get(node) or known or buffer_text(self.traced, node))
         body.prelude([n for n in graph.nodes if n.op == "call_function"])
         (loss,) = output_of(graph).args
         lines = ["def loss_of(self: Stage, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:"]
-        lines.append('    """Return the loss from sums over all samples of the whole batch."""')
+        what = "sums over all samples of the whole batch" + ", and from their rows" * bool(form.rows)
+        lines.append(f'    """Return the loss from {what}."""')
         lines += ["    device = sums.device"] if body.uses_device else []
+        if form.rows:
+            lines.append(f"    rows = sums[{form.width}:].view(-1, {form.row_width})")
+        lines += [f"    {symbol} = rows.size(0)" for symbol in sorted(body.sizes, key=str)]
         lines += [f"    {line}" for line in body.lines]
         assert isinstance(loss, fx.Node)
         lines.append(f"    return {body.held[loss, B]}")
         return "\n".join(lines) + "\n"
+
+
+def rows_text(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return the text of one tensor's rows of all samples."""
+    text = f"rows[:, {start}]" if not shape else f"rows[:, {start}:{stop}]"
+    text += f".unflatten(1, {value_text(shape)})" if len(shape) > 1 else ""
+    return text if dtype == torch.float64 else f"{text}.to({dtype})"
 
 
 def part_text(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:

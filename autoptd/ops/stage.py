@@ -51,10 +51,11 @@ class Stage(nn.Module):
 
     `forward(*received, **{name: batch[name] for name in inputs})` returns the tuple of `sends`. On the last stage it
     also takes `counts` and returns this microbatch's share of the global loss, 0-dim and equal on all tp ranks. If the
-    loss is a function of sums over the batch, it returns the microbatch's terms, [partial_sums], and `loss_of` is the
-    function. The microbatch's sums that new values of buffers are functions of come last, partial values on tp and cp;
-    `summed` has the positions of each among the sums of all stages. Parameters have local shapes and the original
-    model's dotted names; the class is built on meta.
+    loss is a function of sums over the batch and of rows of all its samples, it returns the microbatch's terms and its
+    samples' rows, [partial_sums + samples * row_width], and `loss_of` is the function. The microbatch's sums that new
+    values of buffers are functions of come last, partial values on tp and cp; `summed` has the positions of each among
+    the sums of all stages. Parameters have local shapes and the original model's dotted names; the class is built on
+    meta.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that forward reads
@@ -67,7 +68,8 @@ class Stage(nn.Module):
     count_inputs: ClassVar[tuple[str, ...]] = ()  # model inputs that loss_counts reads
     counted: ClassVar[tuple[Count, ...]] = ()  # (): all counts are single numbers, summed in one round
     summed: ClassVar[tuple[tuple[int, int], ...]] = ()  # (start, stop) of each sum for buffers that forward returns
-    partial_sums: ClassVar[int] = 0  # number of sums that the loss is a function of; 0: it is a sum itself
+    partial_sums: ClassVar[int] = 0  # number of sums that the loss is a function of
+    row_width: ClassVar[int] = 0  # numbers of each sample that it is a function of; both 0: it is a sum itself
 
     def __init__(
         self,
@@ -95,7 +97,8 @@ class Stage(nn.Module):
         return ()
 
     def loss_of(self, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss, 0-dim, from sums over the batch, float64 [partial_sums]."""
+        """Return the loss, 0-dim, from sums over the batch, then the rows of its samples, float64 [partial_sums +
+        samples * row_width]."""
         raise NotImplementedError("this loss is a sum itself")
 
     def update_buffers(self, sums: Tensor, counts: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ the end of the step: every rank has the sums of all stages, and ranks that hold 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -94,6 +95,46 @@ class _Counts:
         return found
 
 
+@dataclass
+class LossTotal:
+    """Sum over a rank's microbatches of what the last stage returns for its loss.
+
+    values: the loss, 0-dim, or the sums that it is a function of and the rows of all samples of the batch, float64
+    [sums + samples * width]. Rows of other ranks' samples are 0, so the rows of the batch are a sum over ranks too.
+    first: this dp rank's first sample.
+    """
+
+    values: Tensor
+    sums: int = 0
+    width: int = 0
+    first: int = 0
+
+    @staticmethod
+    def of(stage: Stage, device: torch.device, samples: int = 0, first: int = 0) -> LossTotal:
+        """Return the total of no microbatch; `samples` of the whole batch, for a loss that reads rows."""
+        size = stage.partial_sums + samples * stage.row_width
+        values = torch.zeros((size,) if size else (), dtype=torch.float64, device=device)
+        return LossTotal(values, stage.partial_sums, stage.row_width, first)
+
+    def add(self, share: Tensor, sample: int) -> None:
+        """Add the share of a microbatch whose first sample is `sample` of this dp rank."""
+        if not self.width:
+            self.values += share
+            return
+        self.values[: self.sums] += share[: self.sums]
+        self.values[self._rows(share, sample)] += share[self.sums :]
+
+    def gradient_of(self, gradient: Tensor, share: Tensor, sample: int) -> Tensor:
+        """Return a microbatch's part of the gradient with respect to the sums and rows of the batch."""
+        if not self.width:
+            return gradient
+        return torch.cat((gradient[: self.sums], gradient[self._rows(share, sample)]))
+
+    def _rows(self, share: Tensor, sample: int) -> slice:
+        start = self.sums + (self.first + sample) * self.width
+        return slice(start, start + share.numel() - self.sums)
+
+
 class LossOfSums:
     """The loss of one step as a function of its sums, and its gradient there. For ranks with the last stage only."""
 
@@ -103,7 +144,10 @@ class LossOfSums:
         self._gradient: Tensor | None = None
 
     def take(self, own: Tensor) -> None:
-        """Sum `own`, float64 [partial_sums], over the data axis; evaluate the loss and its gradient. A collective."""
+        """Sum `own`, the values of a `LossTotal`, over the data axis; evaluate the loss and its gradient.
+
+        A collective.
+        """
         sums = self._communicators.data.all_reduce(own.clone()).requires_grad_()
         with torch.enable_grad():
             loss = self._stage.loss_of(sums, self._counts())
@@ -116,7 +160,7 @@ class LossOfSums:
         return self.loss if self._communicators.data.rank == 0 else torch.zeros_like(self.loss)
 
     def gradient(self, own: Tensor) -> Tensor:
-        """Return the loss's gradient at the sums, [partial_sums]; `own`: this rank's, read by the first call."""
+        """Return the loss's gradient at the sums and rows of the batch; `own`: this rank's, read by the first call."""
         if self._gradient is None:
             self.take(own)
         assert self._gradient is not None

@@ -21,7 +21,7 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.group import Handle
 from autoptd.ops.stage import Stage, Wire
 from autoptd.runtime.batch import Microbatch, sample_count
-from autoptd.runtime.batch_counts import BatchSums, LossOfSums
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal
 from autoptd.runtime.comm.handshake import exchange
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
@@ -75,7 +75,7 @@ class Executor:
         actions: Actions,
         microbatches: Sequence[Microbatch],
         counts: Callable[[], Tensors],
-        loss: Tensor,
+        loss: LossTotal,
         end: Mapping[str, Callable[[], None]],
         gradients: BackwardHooks | None = None,
         counted: int | None = None,
@@ -83,7 +83,7 @@ class Executor:
         loss_of_sums: LossOfSums | None = None,
         sums: BatchSums | None = None,
     ) -> None:
-        """Run every action in order. The last stage adds its losses, or their partial sums, to `loss`, float64.
+        """Run every action in order. The last stage adds its losses, or what they are functions of, to `loss`.
 
         `end`: functions for REDUCE, STEP and GATHER. `gradients`: hooks of backward passes. `counted`: the losses of
         that many first microbatches are added, by default of all. `scale`: the loss scale, by which all gradients are
@@ -144,7 +144,7 @@ class _StepState:
         actions: Actions,
         microbatches: Sequence[Microbatch],
         counts: Callable[[], Tensors],
-        loss: Tensor,
+        loss: LossTotal,
         gradients: BackwardHooks | None,
         counted: int | None,
         scale: float,
@@ -267,7 +267,7 @@ class _StepState:
         if not stage.is_last:
             self._check_outputs(i, chunk)
         elif i < self.counted:
-            self.loss += made[0].detach()
+            self.loss.add(made[0].detach(), self.first[i])
         if not self.training:
             self.received.pop((i, chunk), None)
             if own is not None:
@@ -303,7 +303,7 @@ class _StepState:
         outputs = self.outputs.pop((i, chunk))
         if stage.is_last:
             (share,) = outputs
-            roots: list[Root] = [(share, self._gradient_of(share))]
+            roots: list[Root] = [(share, self._gradient_of(share, self.first[i]))]
         else:
             if (own := self._own(chunk, 1)) is not None:
                 self.gradients[i, chunk] = self._returned(i, own)
@@ -317,10 +317,11 @@ class _StepState:
         elif roots:
             torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
 
-    def _gradient_of(self, share: Tensor) -> Tensor | None:
+    def _gradient_of(self, share: Tensor, sample: int) -> Tensor | None:
         """Return the gradient of the loss with respect to a microbatch's share; None for 1."""
         if self.loss_of_sums is not None:
-            return (self.loss_of_sums.gradient(self.loss) * self.scale).to(share.dtype)
+            gradient = self.loss.gradient_of(self.loss_of_sums.gradient(self.loss.values), share, sample)
+            return (gradient * self.scale).to(share.dtype)
         return None if self.scale == 1 else torch.full_like(share, self.scale)
 
     def weights(self, action: Action) -> None:

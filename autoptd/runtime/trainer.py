@@ -25,7 +25,7 @@ from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement
-from autoptd.runtime.batch_counts import BatchSums, LossOfSums, start_counts
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
@@ -117,7 +117,7 @@ class Trainer:
         self._buffers.start_step()
         counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
-        share, loss_of_sums = self._zero_loss(), self._loss_of_sums(counts)
+        total, loss_of_sums = self._loss_total(microbatches), self._loss_of_sums(counts)
         sums = BatchSums(self.stages, self.layout.sums, counts, self.communicators.device)
         if self.layout.sums_ahead:
             ahead = self._forward(microbatches, counts)
@@ -126,7 +126,7 @@ class Trainer:
         origins: list[str] = []
 
         def finish() -> None:
-            loss = share if loss_of_sums is None else loss_of_sums.share()
+            loss = total.values if loss_of_sums is None else loss_of_sums.share()
             outcome.append(self._finish(loss, sums))
             if self.finite.fatal:  # before GATHER, which overwrites each rank's own copy of the parameters
                 origins.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
@@ -138,7 +138,7 @@ class Trainer:
         }
         scale = self.finite.scale
         self._executor.run(
-            self._actions, microbatches, counts, share, end, self._buffers, None, scale, loss_of_sums, sums
+            self._actions, microbatches, counts, total, end, self._buffers, None, scale, loss_of_sums, sums
         )
         if not self._inputs.holds(self._agreed):
             self._inputs.refuse(self._agreed)
@@ -149,26 +149,29 @@ class Trainer:
         self._dropout.step += 1
         return outcome[0]
 
-    def _zero_loss(self) -> Tensor:
-        """Return the accumulator of the last stage's loss: 0-dim, or [partial_sums] for a loss of sums, float64."""
-        partial_sums = self.stages[-1].partial_sums
-        return torch.zeros(
-            (partial_sums,) if partial_sums else (), dtype=torch.float64, device=self.communicators.device
-        )
+    def _loss_total(self, microbatches: Sequence[Microbatch]) -> LossTotal:
+        """Return the accumulator of the last stage's loss. A collective over dp, if that loss reads rows of samples."""
+        last, dp, device = self.stages[-1], self.communicators.dp, self.communicators.device
+        if not last.row_width:
+            return LossTotal.of(last, device)
+        own = torch.tensor([sum(map(sample_count, microbatches))], device=device)
+        shares = dp.all_gather(own).flatten().tolist()
+        return LossTotal.of(last, device, sum(shares), sum(shares[: dp.rank]))
 
     def _loss_of_sums(self, counts: Callable[[], tuple[Tensor, ...]]) -> LossOfSums | None:
         last = self.stages[-1]
-        return LossOfSums(last, self.communicators, counts) if last.is_last and last.partial_sums else None
+        reads = last.is_last and (last.partial_sums or last.row_width)
+        return LossOfSums(last, self.communicators, counts) if reads else None
 
     @torch.no_grad()
     def _forward(
         self, microbatches: list[Microbatch], counts: Callable[[], tuple[Tensor, ...]], counted: int | None = None
     ) -> Tensor:
         """Run forward passes only; return the sum of the last stage's results over the first `counted` microbatches."""
-        mesh, loss = self.layout.mesh, self._zero_loss()
+        mesh, loss = self.layout.mesh, self._loss_total(microbatches[:counted])
         lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
         self._executor.run(lists[self.communicators.stage], microbatches, counts, loss, {}, counted=counted)
-        return loss
+        return loss.values
 
     @torch.no_grad()
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:

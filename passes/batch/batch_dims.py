@@ -31,6 +31,7 @@ class SamplePlace:
 
 Found = SamplePlace | None
 _KEY = "sample_place"  # in a node's meta
+_WHOLE = "whole_batch"  # likewise
 
 
 def sample_place(node: fx.Node, output: int = 0) -> Found:
@@ -49,6 +50,16 @@ def sample_place(node: fx.Node, output: int = 0) -> Found:
 def forget_place(node: fx.Node, output: int) -> None:
     """Record that the samples of an output are not in batch order, so that its shape does not give their position."""
     node.meta[f"{_KEY} {output}"] = None
+
+
+def mark_whole(node: fx.Node) -> None:
+    """Record that a node belongs to the end of a loss, which is computed from all samples of the batch together."""
+    node.meta[_WHOLE] = True
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Return whether a node is computed once per step, from all samples of the batch together."""
+    return _WHOLE in node.meta
 
 
 def counts_samples(tensor: TensorInfo) -> bool:

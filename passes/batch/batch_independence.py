@@ -19,7 +19,7 @@ different samples are refused even there, because the pairs depend on the batch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -32,6 +32,7 @@ from autoptd.passes.batch.batch_dims import (
     counts_samples,
     forget_place,
     grows,
+    is_whole,
     makes_new,
     place_anywhere,
     place_by_shape,
@@ -71,15 +72,35 @@ _BROADCASTING = (  # elementwise losses, whose operands are broadcast from the r
 
 def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp for the first op whose result for one sample depends on others."""
-    if needs_example(graph):
-        graph = at_example(graph, traced)
-    of_samples = (n for n in graph.nodes if n.op == "call_function" and any(counts_samples(t) for t in infos(n)))
-    propagation = Propagation(ancestors(of_samples))
-    for node in graph.nodes:
+    for node, states in follow_samples(graph, traced, _refuse).items():
+        for i, state in enumerate(states):
+            if isinstance(state, Rows) and state.order != BATCH_ORDER:
+                forget_place(node, i)
+
+
+def follow_samples(
+    graph: fx.Graph,
+    traced: Traced,
+    refuse: Callable[[fx.Node, Across], None],
+    counts: Container[fx.Node] = (),
+) -> dict[fx.Node, States]:
+    """Return the states of all nodes that depend on samples or their number, but the end of a loss of the whole batch.
+
+    `refuse` is called with each node whose result for one sample depends on others, and with how it does. `counts` have
+    the value of the whole batch in every microbatch.
+    """
+    sized = at_example(graph, traced) if needs_example(graph) else graph
+    given = dict(zip(sized.nodes, graph.nodes, strict=True))
+    apart = [n for n in sized.nodes if n.op == "call_function" and not is_whole(n)]
+    of_samples = (n for n in apart if any(counts_samples(t) for t in infos(n)))
+    propagation = Propagation(ancestors(of_samples), refuse=lambda node, mixed: refuse(given[node], mixed))
+    for node in sized.nodes:
         if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
             propagation.put(node, input_state(node))
-        elif node.op == "call_function":
-            propagation.put(node, *propagation.follow(node))
+        elif node.op == "call_function" and not is_whole(node):
+            states = propagation.follow(node)
+            propagation.put(node, *(None if given[node] in counts else state for state in states))
+    return {given[node]: states for node, states in propagation.states.items()}
 
 
 def input_state(node: fx.Node) -> State:
@@ -88,7 +109,7 @@ def input_state(node: fx.Node) -> State:
     return Across(node, "has no dim that counts samples only") if place is None else Rows(place)
 
 
-def _refuse(mixed: Across) -> None:
+def _refuse(node: fx.Node, mixed: Across) -> None:
     raise UnsupportedOp(
         f"{user_op_name(mixed.node)} {mixed.reason}: its result for one sample depends on others of the batch, "
         "but each microbatch and data-parallel rank has only a part of the batch",
@@ -103,16 +124,15 @@ class Propagation:
 
     returning: set[fx.Node]  # nodes that count samples, and those that such a node depends on
     slower: Size = 1  # factor of merged dims that is outside the samples (`place_anywhere`)
+    refuse: Callable[[fx.Node, Across], None] = _refuse
     states: dict[fx.Node, States] = field(default_factory=dict)
     seen: dict[Hashable, _Found] = field(default_factory=dict)  # results for equal ops
 
     def put(self, node: fx.Node, *states: State) -> None:
         """Store the states of a node's outputs. Raises UnsupportedOp if samples are mixed that must not be."""
-        for i, (state, tensor) in enumerate(zip(states, infos(node), strict=True)):
+        for state, tensor in zip(states, infos(node), strict=True):
             if isinstance(state, Across) and (state.pairs or counts_samples(tensor)):
-                _refuse(state)
-            if isinstance(state, Rows) and state.order != BATCH_ORDER:
-                forget_place(node, i)
+                self.refuse(node, state)
         if any(state is not None for state in states):
             self.states[node] = states
 
@@ -145,7 +165,7 @@ class Propagation:
         if group is not NotImplemented:
             return (group,)
         if tally is None and node in self.returning:
-            _refuse(mixed)
+            self.refuse(node, mixed)
         return (replace(mixed, tally=tally),) * len(infos(node))
 
     def _in_place(self, node: fx.Node, call: OpCall, states: Sequence[State]) -> States:

@@ -19,6 +19,7 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.ops import library as ops
+from autoptd.passes.batch.batch_dims import is_whole
 from autoptd.passes.graph import (
     ancestors,
     info,
@@ -113,7 +114,7 @@ class OwnTerms:
         return self.counting[node] or (inside and self.over_dp and self.states.get(node) in _NO_SUM)
 
     def _copy(self, node: fx.Node, inside: bool) -> fx.Node:
-        if self.over_dp and self.states.get(node) is Over.MIXED:
+        if self.over_dp and (self.states.get(node) is Over.MIXED or is_whole(node)):
             raise UnsupportedOp(
                 f"{user_op_name(node)} needs all samples of a microbatch at once, which is on several dp ranks",
                 where=source_line(node),

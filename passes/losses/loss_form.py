@@ -7,6 +7,9 @@
 A loss that is linear in its sums is itself their only partial sum, a scalar, and has no outer function. Otherwise the
 graph's first output is all partial sums, flattened and concatenated, and the gradient of each is the outer function's
 derivative at the sums over the global batch.
+
+The outer function may also read rows: tensors with a part per sample, of all samples of the batch (`whole_batch.py`).
+The graph's first output is then the partial sums, followed by the rows of the microbatch's samples, one after another.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from autoptd.passes.graph import info, output_of
 
 COUNT = "loss_count"  # prefix of count placeholders: loss_count_0, loss_count_1 …
 PARTIAL = "loss_partial"  # prefix of partial-sum placeholders in the outer function
+ROWS = "loss_rows"  # prefix of its placeholders for tensors with a row per sample of the batch
 Combine = Literal["sum", "max", "min"]
 _KEY = "loss_form"  # in the graph's meta
 
@@ -41,6 +45,7 @@ class LossForm:
     rounds: list[int] = field(default_factory=list)
     outer: fx.Graph | None = None
     partial_sums: tuple[fx.Node, ...] = ()  # placeholders of `outer`, in order
+    rows: tuple[fx.Node, ...] = ()  # likewise, [b, …] with b the samples of the batch
     notes: list[str] = field(default_factory=list)
     refused: list[AutoptdError] = field(default_factory=list)
 
@@ -48,6 +53,11 @@ class LossForm:
     def width(self) -> int:
         """Number of elements of all partial sums; 0 for a loss that is its own partial sum."""
         return sum(prod(map(int, info(n).shape)) for n in self.partial_sums)
+
+    @property
+    def row_width(self) -> int:
+        """Number of elements of a sample in all `rows`."""
+        return sum(prod(map(int, info(n).shape[1:])) for n in self.rows)
 
 
 def loss_form(graph: fx.GraphModule) -> LossForm:
@@ -74,6 +84,16 @@ def is_count(node: fx.Node) -> bool:
 def count_index(node: fx.Node) -> int:
     """Return the index of a count from its placeholder."""
     return int(node.name.rpartition("_")[2])
+
+
+def row_slices(rows: Sequence[fx.Node]) -> list[tuple[int, int, tuple[int, ...], torch.dtype]]:
+    """Return (start, stop, shape, dtype) of each tensor's part of a sample in its row of all of them."""
+    found, at = [], 0
+    for node in rows:
+        shape = tuple(map(int, info(node).shape[1:]))
+        found.append((at, at + prod(shape), shape, info(node).dtype))
+        at += prod(shape)
+    return found
 
 
 def partial_slices(partial_sums: Sequence[fx.Node]) -> list[tuple[int, int, tuple[int, ...], torch.dtype]]:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import counts_in, counts_samples, grows
+from autoptd.passes.batch.batch_dims import counts_in, counts_samples, grows, is_whole
 from autoptd.passes.graph import WRITTEN_FOR, info, is_float, numel, op_call, op_name, operands, write_op
 from autoptd.passes.opcall import Size
 from autoptd.passes.rules.op_notations import chosen
@@ -36,7 +36,7 @@ MEAN, SUM = 1, 2  # torch's reduction codes
 def write_sums_over_samples(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite every op in `SPELLINGS` that reduces over samples, and every use of the number of samples as a value."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or isinstance(node.meta["info"], tuple):
+        if node.op != "call_function" or isinstance(node.meta["info"], tuple) or is_whole(node):
             continue
         if node.target in SPELLINGS and _reduces_samples(node):
             with graph.inserting_before(node):

@@ -1,7 +1,8 @@
 """Functions of sums over the batch, moved out of the graph of a microbatch into a graph of their own.
 
 main graph     sums S_1, S_2 … of a microbatch       added up over microbatches and ranks
-own graph      f(S_1, S_2, …, counts, buffers)       computed once per step
+               rows of a microbatch's samples        put beside those of the others
+own graph      f(S_1, S_2, …, rows, counts, buffers) computed once per step
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.batch.batch_dims import sample_place
 from autoptd.passes.graph import (
     ancestors,
     info,
     is_float,
     op_name,
     operands,
+    output_of,
     source_line,
     substitute,
     user_op_name,
     write_op,
 )
 from autoptd.passes.losses.batch_sums import Over, States
+from autoptd.passes.losses.loss_form import ROWS
 from autoptd.passes.losses.shares import Shares
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
 SUMMING = ("sum", "reshape", "squeeze", "unsqueeze", "permute", "transpose")  # ops that add up or move elements
+_HALF = 1 << 32  # a whole number of 64 bits is the sum of a multiple of this one and a rest, exact in float64 each
 LARGEST = 1 << 20  # elements of all sums that an outer function reads
 
 
@@ -49,6 +54,8 @@ class OuterFunction:
         self.new: dict[fx.Node, fx.Node] = {}
         self.sums: list[fx.Node] = []  # in the main graph
         self.placeholders: list[fx.Node] = []  # of the sums, here
+        self.rows: list[fx.Node] = []  # in the main graph, [b, …]: values of a microbatch's samples
+        self.row_placeholders: list[fx.Node] = []  # of the rows of all samples, here
 
     def write(self, values: Sequence[fx.Node]) -> fx.Graph:
         """Return the graph whose outputs are `values`. Raises UnsupportedOp."""
@@ -56,7 +63,9 @@ class OuterFunction:
         read = dict.fromkeys(o for n in self.main.nodes if n in inside for o in operands(n) if o not in inside)
         read |= dict.fromkeys(n for n in values if n not in inside)
         for node in read:
-            if self.states[node] is Over.ADDED:
+            if self.states[node] is Over.APART:
+                self._take_rows(node)
+            elif self.states[node] is Over.ADDED:
                 self._take(node, self._cast(self._wide(node)))
             elif info(node).requires_grad or self._from_parameters(node):
                 self._take(node, self._shared(node))
@@ -91,10 +100,42 @@ class OuterFunction:
         self.sums.append(partial)
         self.placeholders.append(made)
 
+    def _take_rows(self, node: fx.Node) -> None:
+        """Read a value per sample. Samples come first; whole numbers, of up to 64 bits, as two of float64."""
+        place = sample_place(node)
+        assert place is not None, node
+        order = [place.dim, *(d for d in range(info(node).ndim) if d != place.dim)]
+        with self.main.inserting_before(output_of(self.main)):
+            first = self._permuted(self.main, node, order)
+        self.new[node] = self._permuted(self.graph, self._row(first, node), [order.index(d) for d in range(len(order))])
+
+    def _row(self, rows: fx.Node, like: fx.Node) -> fx.Node:
+        shape, dtype = info(rows).shape, info(rows).dtype
+        if dtype != torch.int64:
+            return self._row_placeholder(self._cast(rows), shape, dtype)
+        with self.main.inserting_before(output_of(self.main)):
+            low = write_op(self.main, like, aten.remainder.Scalar, (rows, _HALF), shape, dtype)
+            rest = write_op(self.main, like, aten.sub.Tensor, (rows, low), shape, dtype)
+        parts = [self._row_placeholder(self._cast(part), shape, dtype) for part in (rest, low)]
+        return write_op(self.graph, parts[0], aten.add.Tensor, tuple(parts), shape, dtype)
+
+    def _row_placeholder(self, rows: fx.Node, shape: tuple[Size, ...], dtype: torch.dtype) -> fx.Node:
+        made = self.graph.placeholder(f"{ROWS}_{len(self.rows)}")
+        made.meta["info"] = TensorInfo(shape, dtype, info(rows).requires_grad)
+        self.rows.append(rows)
+        self.row_placeholders.append(made)
+        return made
+
+    def _permuted(self, graph: fx.Graph, node: fx.Node, order: list[int]) -> fx.Node:
+        if order == sorted(order):
+            return node
+        shape = tuple(info(node).shape[d] for d in order)
+        return write_op(graph, node, aten.permute.default, (node, order), shape, info(node).dtype)
+
     def _cast(self, node: fx.Node) -> fx.Node:
         if is_float(info(node).dtype):
             return node
-        with self.main.inserting_after(node):
+        with self.main.inserting_before(output_of(self.main)):
             return write_op(self.main, node, aten.to.dtype, (node, torch.float64), info(node).shape, torch.float64)
 
     def _wide(self, node: fx.Node) -> fx.Node:

@@ -17,6 +17,8 @@ microbatch must count once: each microbatch has a share of it in proportion to i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from math import prod
 
 import sympy
@@ -24,7 +26,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
-from autoptd.passes.batch.batch_dims import counts_samples
+from autoptd.passes.batch.batch_dims import counts_samples, is_whole
 from autoptd.passes.graph import (
     ancestors,
     info,
@@ -41,6 +43,7 @@ from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, pl
 from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
 from autoptd.passes.losses.outer_function import OuterFunction
 from autoptd.passes.losses.shares import Shares
+from autoptd.passes.opcall import Size
 from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
@@ -93,6 +96,9 @@ class _Rewriter:
             self.states[node] = placeholder_state(node, self.traced)
             return
         if node.op != "call_function":
+            return
+        if is_whole(node):
+            self.states[node] = Over.OUTER
             return
         if any(counts_samples(t) for t in infos(node)):  # samples are independent: `batch_independence.py` proved it
             self.states[node] = Over.APART
@@ -181,26 +187,37 @@ class _Rewriter:
     def _partial_sums(self, loss: fx.Node) -> fx.Node:
         """Move the outer function into its own graph; return its arguments, the partial sums, concatenated."""
         outer = OuterFunction(self.graph, self.traced, self.states, self.shares, "the loss is", PARTIAL, _FIX)
-        self.form.outer, self.form.partial_sums = outer.write([loss]), tuple(outer.placeholders)
+        self.form.outer = outer.write([loss])
+        self.form.partial_sums, self.form.rows = tuple(outer.placeholders), tuple(outer.row_placeholders)
+        if outer.rows:
+            self.form.notes.append(
+                f"the loss compares all samples of the batch: {self.form.row_width:,} numbers of each are gathered, and "
+                "every rank with the last stage computes the end of the loss from all of them"
+            )
         with self.graph.inserting_before(self.output):
-            flat = [self._flat(n) for n in outer.sums]
-            dtype = info(flat[0]).dtype
-            for n in flat:
-                dtype = torch.promote_types(dtype, info(n).dtype)
-            width = sum(int(info(n).shape[0]) for n in flat)
-            if len(flat) == 1:
-                return flat[0]
-            alike = [
-                n
-                if info(n).dtype == dtype
-                else write_op(self.graph, n, aten.to.dtype, (n, dtype), info(n).shape, dtype)
-                for n in flat
-            ]
-            return write_op(self.graph, loss, aten.cat.default, (alike,), (width,), dtype)
+            flat = [self._reshaped(n, (prod(map(int, info(n).shape)),)) for n in outer.sums]
+            if outer.rows:
+                table = self._joined(loss, [self._reshaped(n, (BATCH, self._width(n))) for n in outer.rows])
+                flat.append(self._reshaped(table, (BATCH * info(table).shape[1],)))
+            return self._joined(loss, flat)
 
-    def _flat(self, node: fx.Node) -> fx.Node:
-        size = prod(map(int, info(node).shape))
-        return write_op(self.graph, node, aten.reshape.default, (node, [size]), (size,), info(node).dtype)
+    def _width(self, rows: fx.Node) -> int:
+        return prod(map(int, info(rows).shape[1:]))
+
+    def _joined(self, loss: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
+        """Return tensors concatenated along their last dim, in a type that has the values of all."""
+        if len(parts) == 1:
+            return parts[0]
+        dtype = reduce(torch.promote_types, [info(n).dtype for n in parts])
+        alike = [
+            n if info(n).dtype == dtype else write_op(self.graph, n, aten.to.dtype, (n, dtype), info(n).shape, dtype)
+            for n in parts
+        ]
+        shape = (*info(parts[0]).shape[:-1], sum(info(n).shape[-1] for n in parts))
+        return write_op(self.graph, loss, aten.cat.default, (alike, -1), shape, dtype)
+
+    def _reshaped(self, node: fx.Node, shape: tuple[Size, ...]) -> fx.Node:
+        return write_op(self.graph, node, aten.reshape.default, (node, list(shape)), shape, info(node).dtype)
 
 
 _FIX = (

@@ -21,6 +21,7 @@ from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_o
 from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates, separate_sums
 from autoptd.passes.losses.loss_spellings import write_sums_over_samples
 from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
+from autoptd.passes.losses.whole_batch import mark_whole_batch
 from autoptd.passes.normalise.annotate import annotate
 from autoptd.passes.normalise.canonicalize import (
     merge_reshapes,
@@ -120,6 +121,7 @@ PREPARE: list[Pass] = [
     refuse_sparse,
 ]
 LOSS: list[Pass] = [
+    mark_whole_batch,
     write_sums_over_samples,
     take_counts_over_batch,
     refuse_reads_of_updates,

@@ -36,6 +36,7 @@ from autoptd.passes.trace.quiet_export import silent_export
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims
+from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import explain, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
 
@@ -202,6 +203,7 @@ class _Exporter:
                 lean_export(),
                 silent_export(),
                 refuse_own_draws(self.model),
+                symbolic_len(model, self.objective.loss),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(

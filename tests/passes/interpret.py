@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.passes.graph import concrete, substitute
-from autoptd.passes.losses.loss_form import COUNT, PARTIAL, LossForm, loss_form, partial_slices
+from autoptd.passes.losses.loss_form import COUNT, PARTIAL, ROWS, LossForm, loss_form, partial_slices, row_slices
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.trace import trace
-from autoptd.passes.trace.traced import Traced
+from autoptd.passes.trace.traced import BATCH, Traced
 
 Batch = Mapping[str, Tensor]
 
@@ -111,11 +111,12 @@ def in_microbatches(model: nn.Module, traced: Traced, batch: Batch, pieces: Sequ
         for share in shares:
             share.backward()
         return Outcome(torch.stack([s.detach().double() for s in shares]).sum(), _gradients(model))
-    sums = torch.stack([s.detach().double() for s in shares]).sum(0).requires_grad_()
-    loss = _outer(traced, form, sums, counts, state)
-    (weights,) = torch.autograd.grad(loss, sums)
-    for share in shares:
-        share.backward(weights.to(share.dtype))
+    sums = torch.stack([s[: form.width].detach().double() for s in shares]).sum(0).requires_grad_()
+    rows = torch.cat([s[form.width :].detach().double() for s in shares]).requires_grad_()
+    loss = _outer(traced, form, sums, rows.view(sum(pieces), form.row_width), counts, state)
+    weights, of_rows = torch.autograd.grad(loss, (sums, rows), materialize_grads=True)
+    for share, of_own in zip(shares, of_rows.split([n * form.row_width for n in pieces]), strict=True):
+        share.backward(torch.cat((weights, of_own)).to(share.dtype))
     return Outcome(loss.detach(), _gradients(model))
 
 
@@ -136,18 +137,21 @@ def _counts(traced: Traced, state: Mapping[str, Tensor], micro: Sequence[Batch])
 
 
 def _outer(
-    traced: Traced, form: LossForm, sums: Tensor, counts: Sequence[Tensor], state: Mapping[str, Tensor]
+    traced: Traced, form: LossForm, sums: Tensor, rows: Tensor, counts: Sequence[Tensor], state: Mapping[str, Tensor]
 ) -> Tensor:
     assert form.outer is not None
-    slices = partial_slices(form.partial_sums)
+    slices, of_rows = partial_slices(form.partial_sums), row_slices(form.rows)
 
     def given(name: str) -> Tensor:
         if name.startswith(PARTIAL):
             start, stop, shape, dtype = slices[int(name.rpartition("_")[2])]
             return sums[start:stop].view(shape).to(dtype)
+        if name.startswith(ROWS):
+            start, stop, shape, dtype = of_rows[int(name.rpartition("_")[2])]
+            return rows[:, start:stop].reshape(len(rows), *shape).to(dtype)
         return _given(traced, name, state, {}, counts)
 
-    (loss,) = run_graph(form.outer, given, {})
+    (loss,) = run_graph(form.outer, given, {BATCH: len(rows)})
     return loss
 
 

@@ -26,6 +26,7 @@ from autoptd.schedule import (
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
+from autoptd.search.pipeline.loss_end import loss_end_s
 from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.sharding.tensors import Sharded
 
@@ -65,7 +66,7 @@ class Staged:
     memory: tuple[Memory, ...]  # of each pipeline rank
     ends: tuple[RankEnd, ...]
     seconds: float  # of a step: a bound at first; simulated for the best candidates
-    ahead_s: float = 0.0  # the part of `seconds` in forward passes ahead of the step (`sums_of`), once simulated
+    ahead_s: float = 0.0  # of `seconds`, what a loss of the whole batch adds to the step, once simulated
 
     @property
     def route(self) -> StageMap:
@@ -150,11 +151,12 @@ def _forward_lists(ranks: int, microbatches: int, virtual: int, route: StageMap)
 
 
 def _ahead_s(staged: Staged) -> float:
-    """Return seconds of the forward passes ahead of the step; 0 if there are none."""
-    c, method = staged.candidate, staged.method
-    if sums_of(staged.chunks.folded.loss_form, c) != "ahead":
-        return 0.0
-    return makespan_s(
+    """Return seconds of a loss of the whole batch, and of the forward passes ahead of the step, if there are any."""
+    c, method, form = staged.candidate, staged.method, staged.chunks.folded.loss_form
+    end_s = loss_end_s(staged.chunks.loss_end, c, staged.chunks.cluster)
+    if sums_of(form, c) != "ahead":
+        return end_s
+    return end_s + makespan_s(
         lambda microbatches: _forward_lists(c.pp, microbatches, method.virtual, staged.route),
         c.microbatches,
         rank_times(staged),

@@ -145,7 +145,7 @@ class StageCost:
     def _needed(self, state: Memory, upcast: int, kept: int, extra: int, chunks: int = 1) -> float:
         """Return `Memory.needed` of a rank with `chunks` chunks of this state."""
         state_bytes = (state.parameters + state.gradients + state.optimizer) * chunks
-        work = kept + max(extra, upcast * chunks - kept)
+        work = kept + max(extra, upcast * chunks - kept) + state.temporary
         held = allocator_bytes(work, FRAGMENTATION_LEAST)
         return state_bytes + work + held + self._communication_bytes + self.device.context_bytes
 

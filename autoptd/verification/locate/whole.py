@@ -15,7 +15,8 @@ from autoptd.layout.layout import Layout
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey
 from autoptd.passes.graph import ancestors, concrete, info, output_of, substitute
-from autoptd.passes.losses.loss_form import COUNT, PARTIAL, partial_slices
+from autoptd.passes.losses.loss_form import COUNT, partial_slices, row_slices
+from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.batch import cut_batch, sample_count
 from autoptd.verification.keyed import Draw, as_float64
 from autoptd.verification.plain import draw_of
@@ -36,6 +37,14 @@ class BatchTotals:
     gradient: Tensor | None = None
     rest: float = 0.0
 
+    def of_samples(self, source: TracedModel, first: int, samples: int) -> Tensor | None:
+        """Return the derivative at what a microbatch gives: the sums, then the rows of its samples."""
+        form = source.folded.loss_form
+        if self.gradient is None or not form.rows:
+            return self.gradient
+        sums, rows = self.gradient.split((form.width, len(self.gradient) - form.width))
+        return torch.cat((sums, rows[first * form.row_width : (first + samples) * form.row_width]))
+
 
 def batch_totals(source: TracedModel, batch: Mapping[str, Tensor], draws: Mapping[fx.Node, Draw]) -> BatchTotals:
     """Compute the counts of a whole batch, round by round where one depends on others, then the sums of the loss."""
@@ -48,26 +57,27 @@ def batch_totals(source: TracedModel, batch: Mapping[str, Tensor], draws: Mappin
         return BatchTotals(tuple(counts))
     state = {**buffers, **{n: p.detach() for n, p in source.model.named_parameters()}}
     sums = _run(source, state, batch, counts, None, draws, DropoutKey(0))[folded.loss].detach().requires_grad_()
-    loss = _outer(source, sums, counts)
+    loss = _outer(source, sums, counts, sample_count(batch))
     (gradient,) = torch.autograd.grad(loss, sums)
     return BatchTotals(tuple(counts), gradient, float(loss.detach() - (gradient * sums.detach()).sum()))
 
 
-def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor]) -> Tensor:
-    """Return the loss as a function of the sums of a batch."""
-    form = source.folded.loss_form
+def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor], samples: int) -> Tensor:
+    """Return the loss as a function of the sums of a batch, and of the rows of its samples."""
+    form, sizes = source.folded.loss_form, {BATCH: samples}
     assert form.outer is not None
-    slices, state = partial_slices(form.partial_sums), dict(_buffers(source))
+    state, rows = dict(_buffers(source)), sums[form.width :].view(samples, -1)
     values: dict[fx.Node, Any] = {}
+    for node, (start, stop, shape, _) in zip(form.partial_sums, partial_slices(form.partial_sums), strict=True):
+        values[node] = sums[start:stop].view(shape)
+    for node, (start, stop, shape, dtype) in zip(form.rows, row_slices(form.rows), strict=True):
+        values[node] = as_float64(rows[:, start:stop].reshape(samples, *shape).to(dtype))
     for node in form.outer.nodes:
-        if node.op == "placeholder" and node.name.startswith(PARTIAL):
-            start, stop, shape, _ = slices[int(node.name.rpartition("_")[2])]
-            values[node] = sums[start:stop].view(shape)
-        elif node.op == "placeholder":
+        if node.op == "placeholder" and node not in values:
             values[node] = _given(source, node.name, state, {}, counts)
         elif node.op == "call_function":
-            args = as_float64(concrete(substitute(node.args, values.__getitem__), {}))
-            kwargs = as_float64({k: concrete(substitute(v, values.__getitem__), {}) for k, v in node.kwargs.items()})
+            args = as_float64(concrete(substitute(node.args, values.__getitem__), sizes))
+            kwargs = {k: as_float64(concrete(substitute(v, values.__getitem__), sizes)) for k, v in node.kwargs.items()}
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     (loss,) = output_of(form.outer).args
     made: Tensor = values[loss]  # type: ignore[index]
@@ -102,9 +112,10 @@ def run_whole(
     kept = [n for n, x in values.items() if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None]
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     wanted = [*(values[n] for n in kept), *trained.values()]
-    found = torch.autograd.grad(loss, wanted, totals.gradient, allow_unused=True, retain_graph=True)
+    given = totals.of_samples(source, first, sample_count(batch))
+    found = torch.autograd.grad(loss, wanted, given, allow_unused=True, retain_graph=True)
     own = zip(trained.items(), found[len(kept) :], strict=True)
-    linear = loss.detach() if totals.gradient is None else (totals.gradient * loss.detach()).sum()
+    linear = loss.detach() if given is None else (given * loss.detach()).sum()
     return GraphRun(
         float(linear) + totals.rest * part,
         values,

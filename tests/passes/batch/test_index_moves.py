@@ -325,7 +325,7 @@ WRONG: dict[str, tuple[str, Body]] = {
         lambda m, x, ids, y: x * torch.ones(x.shape[0]).cumsum(0)[:, None, None],
     ),
     "table by size": ("slice computes", lambda m, x, ids, y: x + m.places.weight[: x.shape[0], None]),
-    "place in the loss": ("mul computes", lambda m, x, ids, y: (x.sum((1, 2)) * torch.arange(x.shape[0])).sum()),
+    "place in the loss": ("mul computes", lambda m, x, ids, y: (x * torch.arange(x.shape[0])[:, None, None]).sum()),
     "size as a number": ("full computes with the number", lambda m, x, ids, y: x * torch.full((), x.shape[0])),
     "sorted without return": ("add pairs .* argsort", lambda m, x, ids, y: x + x[x[:, 0, 0].argsort()]),
     "sorted in the loss": (
@@ -360,7 +360,6 @@ WRONG: dict[str, tuple[str, Body]] = {
     "written beside": ("add computes", shifted_write),
     "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
     "summed by an input": ("index_add works", lambda m, x, ids, y: x.index_add(0, ids[:, 0] % 2, x)),
-    "column against row": ("broadcast_tensors ", lambda m, x, ids, y: F.mse_loss(x[:, 0, :1], x[:, 1, 0])),
 }
 
 

@@ -18,6 +18,7 @@ from tests.everyday_losses import (
     FUNCTIONS,
     RATIOS,
     REFUSED,
+    WHOLE,
     Loss,
     Model,
     model_of,
@@ -111,6 +112,12 @@ def test_parameters_within_a_function_of_sums(name: str) -> None:
             return (super().forward(x, labels, mask) + self.log_variance).exp().sqrt()
 
     assert_unchanged(Tempered(FUNCTIONS[name]).double(), ragged())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_functions_of_the_whole_batch(name: str) -> None:
+    form = compare(WHOLE[name])
+    assert form.outer is not None and 0 < form.row_width <= 2 * 2 * CLASSES
 
 
 @pytest.mark.parametrize("name", REFUSED)

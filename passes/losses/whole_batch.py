@@ -1,0 +1,114 @@
+"""End of a loss that needs all samples of the batch together: pairs of samples, shuffled samples, batch statistics.
+
+    x_1 … x_b ──► f_1 … f_b             features, each of one sample; a microbatch has some of them
+                  └────┬───┘
+              L(f_1 … f_b, Σ, t)        the end, computed once per step from those of all microbatches and ranks
+
+A microbatch continues with its rows of dL/df (GradCache; Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size
+under Memory Limited Setup). `mark_whole_batch` finds the end before other passes see the loss: every op that mixes
+samples other than by a sum, all that depends on it, and what these read that counts samples but is no row of each:
+`arange(b)`, or features that were put behind others. The end is marked only if it
+
+    reads samples in batch order, a fixed number of elements of each;
+    reads no parameter with two dims or more: a layer behind the mixing would run on all ranks for the whole batch;
+    draws no random numbers, calls no backward pass of the user's own and updates no buffer.
+
+Otherwise nothing is marked, and `refuse_mixed_samples` names the op that mixes samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, mark_whole
+from autoptd.passes.batch.batch_independence import States, follow_samples
+from autoptd.passes.batch.rows import BATCH_ORDER, Rows
+from autoptd.passes.graph import ancestors, descendants, infos, is_getitem, operands, updated_values
+from autoptd.passes.opcall import is_random
+from autoptd.passes.trace.traced import BATCH, Traced
+
+
+def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
+    """Mark the nodes at the end of a loss that are computed from all samples of the batch together."""
+    sources, mixed = _Sources.of(graph, traced), set[fx.Node]()
+    counts = {n for n in sources.of_samples - sources.of_parameters if not any(counts_samples(t) for t in infos(n))}
+    states = follow_samples(graph, traced, lambda node, _: mixed.add(node), counts)
+    if not mixed:
+        return
+    end = _back_to_rows(mixed | descendants(mixed), states)
+    if _is_end(end, states, sources, graph, traced):
+        for node in end:
+            mark_whole(node)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Nodes that depend on samples, on parameters, and on parameters with two dims or more but on no sample."""
+
+    of_samples: set[fx.Node]
+    of_parameters: set[fx.Node]
+    of_matrices: set[fx.Node]
+
+    @staticmethod
+    def of(graph: fx.Graph, traced: Traced) -> _Sources:
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        inputs = {n for n in given if n.name in traced.inputs and any(counts_samples(t) for t in infos(n))}
+        parameters = {n for n in given if n.name in traced.parameters}
+        matrices = {n for n in parameters if infos(n)[0].ndim >= 2}
+        sampled = inputs | descendants(inputs)
+        return _Sources(sampled, parameters | descendants(parameters), (matrices | descendants(matrices)) - sampled)
+
+
+def _back_to_rows(end: set[fx.Node], states: Mapping[fx.Node, States]) -> set[fx.Node]:
+    """Return the end with all that it reads which counts samples, back to rows of samples."""
+    stack = list(end)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            counts = any(counts_samples(t) for t in infos(node))
+            if counts and node not in end and not _is_row(states.get(node, ()), node):
+                end.add(node)
+                stack.append(node)
+    return end
+
+
+def _is_end(
+    end: set[fx.Node], states: Mapping[fx.Node, States], sources: _Sources, graph: fx.Graph, traced: Traced
+) -> bool:
+    read = {o for n in end for o in operands(n) if o not in end}
+    return (
+        end.isdisjoint(ancestors(updated_values(graph).values()))
+        and read.isdisjoint(sources.of_matrices)
+        and all(map(_runs_once, end))
+    )
+
+
+def _runs_once(node: fx.Node) -> bool:
+    """Return whether an op may be computed once per step, with the samples of the batch as the only size."""
+    sizes = _symbols((*node.args, *node.kwargs.values(), *(t.shape for t in infos(node))))
+    plain = is_getitem(node) or isinstance(node.target, torch._ops.OpOverload)
+    return plain and not is_random(node.target) and sizes <= {BATCH}
+
+
+def _is_row(found: States, node: fx.Node) -> bool:
+    """Return whether a tensor has a fixed number of elements per sample, in batch order, that are no row indices."""
+    if len(found) != 1 or not isinstance(found[0], Rows):
+        return False
+    (state,), (tensor,) = found, infos(node)
+    rest = [n for dim, n in enumerate(tensor.shape) if dim != state.place.dim]
+    in_order = state.order == BATCH_ORDER and state.points is None and state.place == SamplePlace(state.place.dim)
+    return in_order and all(isinstance(n, int) for n in rest)
+
+
+def _symbols(values: Iterable[object]) -> set[sympy.Basic]:
+    found: set[sympy.Basic] = set()
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            found |= _symbols(value)
+        elif isinstance(value, sympy.Basic):
+            found |= value.free_symbols
+    return found
