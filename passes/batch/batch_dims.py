@@ -52,14 +52,14 @@ def forget_place(node: fx.Node, output: int) -> None:
     node.meta[f"{_KEY} {output}"] = None
 
 
-def mark_whole(node: fx.Node) -> None:
-    """Record that a node belongs to the end of a loss, which is computed from all samples of the batch together."""
-    node.meta[_WHOLE] = True
+def mark_whole(node: fx.Node, whole: bool = True) -> None:
+    """Record whether a node belongs to the end of a loss, which is computed from all samples of the batch together."""
+    node.meta[_WHOLE] = whole
 
 
 def is_whole(node: fx.Node) -> bool:
     """Return whether a node is computed once per step, from all samples of the batch together."""
-    return _WHOLE in node.meta
+    return bool(node.meta.get(_WHOLE))
 
 
 def counts_samples(tensor: TensorInfo) -> bool:

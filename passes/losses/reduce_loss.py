@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
-from autoptd.passes.batch.batch_dims import counts_samples, is_whole
+from autoptd.passes.batch.batch_dims import counts_samples, is_whole, mark_whole
 from autoptd.passes.graph import (
     ancestors,
     info,
@@ -171,6 +171,7 @@ class _Rewriter:
                 node.replace_input_with(term, average)
             loss = average if term is loss else loss
         for node in found.adding:
+            mark_whole(node, False)
             self._decide(node)
         assert self.states[loss] is Over.ADDED, loss
         part = "of all dp ranks together" if own.over_dp else "of one dp rank, whichever tp, cp and ep ranks hold it"
@@ -191,8 +192,8 @@ class _Rewriter:
         self.form.partial_sums, self.form.rows = tuple(outer.placeholders), tuple(outer.row_placeholders)
         if outer.rows:
             self.form.notes.append(
-                f"the loss compares all samples of the batch: {self.form.row_width:,} numbers of each are gathered, and "
-                "every rank with the last stage computes the end of the loss from all of them"
+                f"the loss compares all samples of the batch: {self.form.row_width:,} numbers of each are gathered, "
+                "and every rank with the last stage computes the end of the loss from all of them"
             )
         with self.graph.inserting_before(self.output):
             flat = [self._reshaped(n, (prod(map(int, info(n).shape)),)) for n in outer.sums]
