@@ -31,6 +31,18 @@ def text(s: Sizes) -> Tensor:
     return ids
 
 
+def codes(s: Sizes) -> Tensor:
+    """Return tokens of a codec: [samples, codebooks, frames]."""
+    return s.ids(SAMPLES, s.number("num_codebooks", default=4), TOKENS)
+
+
+def wave(s: Sizes) -> Tensor:
+    """Return sound, or its spectrogram where the model takes that under the same name."""
+    if s.config.model_type == "audio-spectrogram-transformer":
+        return s.floats(SAMPLES, s.number("max_length", default=64), s.bands)
+    return s.floats(SAMPLES, SECONDS)
+
+
 def features(s: Sizes) -> Tensor:
     return s.floats(SAMPLES, *((s.frames, s.bands) if s.bands_last else (s.bands, s.frames)))
 
@@ -45,7 +57,7 @@ INPUTS: dict[str, Callable[[Sizes], Tensor]] = {
     "bbox": lambda s: s.ids(SAMPLES, TOKENS, 4, below=30).sort(-1).values,
     "pixel_values": lambda s: s.floats(SAMPLES, *s.pixels),
     "pixel_values_videos": lambda s: s.floats(SAMPLES, s.number("num_frames", default=4), *s.pixels),
-    "input_values": lambda s: s.floats(SAMPLES, SECONDS),
+    "input_values": wave,
     "input_features": features,
     "bool_masked_pos": patches,
     "qformer_input_ids": lambda s: s.ids(SAMPLES, TOKENS),
@@ -63,7 +75,8 @@ EXTRA = {  # task -> optional arguments that training needs
     "reconstruct": ("bool_masked_pos",),
     "multimodal": ("input_ids", "qformer_input_ids"),
 }
-ALSO = {"git": ("pixel_values",), "musicgen_decoder": ("input_ids",)}  # model type -> the same
+ALSO = {"git": ("pixel_values",)}  # model type -> the same
+CODECS = ("musicgen_decoder", "musicgen_melody_decoder")  # model types whose tokens are those of several codebooks
 
 
 def labels(task: str, s: Sizes) -> dict[str, Tensor]:
@@ -72,6 +85,8 @@ def labels(task: str, s: Sizes) -> dict[str, Tensor]:
     if task in ("causal", "masked", "seq2seq", "speech", "multimodal"):
         found = s.ids(SAMPLES, TOKENS).masked_fill(s.mask() == 0, IGNORED)
         found[:, :FIRST_LEARNT] = IGNORED if task in ("causal", "masked") else found[:, :FIRST_LEARNT]
+        if s.config.model_type in CODECS:
+            found = found[..., None].repeat(1, 1, s.number("num_codebooks", default=4))
         return {"labels": found}
     if task in ("classes", "image", "audio", "video"):
         return {"labels": torch.arange(SAMPLES) % classes}
@@ -116,6 +131,9 @@ def _batch(s: Sizes, task: str, takes: Mapping[str, inspect.Parameter]) -> dict[
     for name in (n for n in takes if n in needed or n in wanted):
         if name in MASKS:
             continue
+        if name == "input_ids" and s.config.model_type in CODECS:
+            found[name] = codes(s)
+            continue
         if name not in INPUTS and not (name == "inputs" and task in _MEANS):
             raise LookupError(f"no way to make the input {name!r} of {type(s.model).__name__}")
         found[name] = INPUTS[_MEANS.get(task, "input_ids") if name == "inputs" else name](s)
@@ -139,6 +157,6 @@ def _masks(s: Sizes, found: Mapping[str, Tensor], takes: Mapping[str, inspect.Pa
         main = found.get(masks or getattr(s.model, "main_input_name", "input_ids"))
         if name not in takes or main is None or (main.is_floating_point() and main.ndim == 4):
             continue
-        length = s.frames if main.ndim == 3 and main.is_floating_point() else main.shape[1]
+        length = s.frames if main.ndim == 3 and main.is_floating_point() else main.shape[-1]
         made[name] = s.mask(length)
     return made

@@ -63,8 +63,8 @@ class Outcome:
         return asdict(self)
 
 
-def check(case: Case, only_build: bool = False) -> Outcome:
-    """Return what becomes of a model. Never raises."""
+def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
+    """Return what becomes of a model. Never raises. free: whether a plan with nothing fixed is made as well."""
     began, step = time.monotonic(), "build"
     found: dict[str, Any] = {}
     try:
@@ -76,11 +76,12 @@ def check(case: Case, only_build: bool = False) -> Outcome:
         source = autoptd.trace(model, inputs=examples, precision="fp64")
         step = "plan"
         planned = _plan(source, batch, FIX)
-        found["split"] = split_share(planned, model)
+        found |= {"split": split_share(planned, model), "experts": expert_ranks(planned)}
         step = "run"
         found |= _compared(source, planned, batch)
-        step = "free plan"
-        found["free"] = str(_plan(source, batch, {}).mesh)
+        if free:
+            step = "free plan"
+            found["free"] = str(_plan(source, batch, {}).mesh)
         return Outcome(case.name, case.family, step=step, seconds=time.monotonic() - began, **found)
     except AutoptdError as error:
         kind = "not built" if step == "build" else "refused"
@@ -129,6 +130,11 @@ def split_share(planned: Plan, model: nn.Module) -> float:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     split = sum(n for name, n in sizes.items() if planned.splits.parameters.get(name, "B").startswith("S"))
     return split / (sum(sizes.values()) or 1)
+
+
+def expert_ranks(planned: Plan) -> str:
+    """Return how the plan splits experts over ranks, in words; empty without such a split."""
+    return f"ep {planned.mesh.ep}" if planned.mesh.ep > 1 else ""
 
 
 def _place(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,8 @@ class Head:
             set_padding(config)
         torch.manual_seed(0)
         model = cls(config).double().train()
-        return model, first_that_trains(model, proposals(model, self.task))
+        tried = copy.deepcopy(model)  # a first forward pass leaves hooks and buffers in some models
+        return model, first_that_trains(tried, proposals(tried, self.task))
 
 
 def set_padding(config: Any) -> None:

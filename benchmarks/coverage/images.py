@@ -21,6 +21,7 @@ from benchmarks.coverage.by_model import PIXELS
 from benchmarks.coverage.sizes import IGNORED, SAMPLES, TOKENS, Sizes
 
 GRID = 4  # patches of an image along each side, where the model takes any number
+MOST_TOKENS = 100  # of an image
 _BEFORE = 2  # tokens before an image
 _FEATURES = re.compile(r"tokens:? *(\d+).*?features:? *(\d+)", re.DOTALL)
 
@@ -53,7 +54,8 @@ def square(s: Sizes) -> dict[str, Tensor]:
 
 def plain(s: Sizes) -> dict[str, Tensor]:
     n, big = side(s), getattr(getattr(s.config, "high_res_vision_config", None), "image_size", PIXELS)
-    more = {"high_res_pixel_values": s.floats(SAMPLES, s.pixels[0], big, big)}
+    more = {"pixel_attention_mask": torch.ones(SAMPLES, 1, dtype=torch.int64)}
+    more |= {"high_res_pixel_values": s.floats(SAMPLES, s.pixels[0], big, big)}
     return {"pixel_values": s.floats(SAMPLES, s.pixels[0], n, n), **more}
 
 
@@ -83,7 +85,7 @@ def tiled(s: Sizes) -> dict[str, Tensor]:
 
 def rows(s: Sizes) -> dict[str, Tensor]:
     """Return patches of one image in each sample."""
-    values = s.pixels[0] * s.number("patch_size", default=8) ** 2
+    values = s.pixels[0] * s.number("model_patch_size", "patch_size", default=8) ** 2
     at = torch.stack(torch.meshgrid(torch.arange(GRID), torch.arange(GRID), indexing="xy"), -1).reshape(1, -1, 2)
     return {
         "pixel_values": s.floats(SAMPLES, GRID**2, values),
@@ -102,7 +104,7 @@ def grids() -> dict[str, Tensor]:
 
 
 def patches(s: Sizes) -> dict[str, Tensor]:
-    time = s.number("temporal_patch_size", default=1)
+    time = s.number("temporal_patch_size", "patch_temporal", default=1)
     values = s.pixels[0] * time * s.number("patch_size", default=8) ** 2
     merged = torch.full((SAMPLES,), s.number("spatial_merge_size", default=2))
     return {"pixel_values": s.floats(SAMPLES * GRID**2, values), "image_merge_sizes": merged, **grids()}
@@ -149,9 +151,9 @@ def features_of(s: Sizes, batch: dict[str, Tensor], pixels: Mapping[str, Tensor]
     except (RuntimeError, ValueError) as error:
         if (said := _FEATURES.search(str(error))) is None:
             raise
-        rows = int(said.group(2))
+        each = int(said.group(2)) // SAMPLES
         width = s.model.get_input_embeddings().weight.shape[1]
-        return (rows // width if rows >= SAMPLES * width and not rows % width else rows) // SAMPLES
+        return each // width if each > MOST_TOKENS else each  # some models count elements
     return 1
 
 

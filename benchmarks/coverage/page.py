@@ -47,10 +47,10 @@ def page(results: Iterable[Result], made: str) -> str:
 
 
 def _wrapped_head(made: str) -> str:
-    *before, _ = HEAD.partition("`benchmarks/data/coverage.jsonl`: {made}.")
-    after = HEAD.partition("{made}.\n")[2]
-    line = f"`benchmarks/data/coverage.jsonl`: {made}."
-    return before[0] + textwrap.fill(line, WIDTH, break_on_hyphens=False, break_long_words=False) + "\n" + after
+    """Return the head of the page; its line of date and versions is as long as they are."""
+    start, end = "`benchmarks/data/coverage.jsonl`: ", "{made}."
+    before, after = HEAD.split(start + end)
+    return before + wrapped(start + made + ".") + after
 
 
 def table(families: Mapping[str, Sequence[Result]]) -> str:
