@@ -108,7 +108,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"head_dim": 12, "v_head_dim": 8, "num_key_value_heads": 2},
     "wav2vec2-conformer": {"vocab_size": WORDS},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
-    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "is_decoder": True},
+    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16]},
     "moonshine_streaming": {"num_key_value_heads": HEADS},
     "levit": {
         "image_size": 64,

@@ -52,7 +52,8 @@ class Head:
         # torch's grouped product has no float64; transformers' fallback for it traces to the same op
         moe._can_use_grouped_mm = lambda *_: False
         cls = getattr(transformers, self.name)
-        config = tiny_config(cls.config_class)
+        causal = {"is_decoder": True} if self.kind == "reformer" and self.task == "causal" else {}
+        config = tiny_config(cls.config_class, causal)
         if self.task == "classes":
             set_padding(config)
         torch.manual_seed(0)
