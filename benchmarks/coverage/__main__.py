@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 RESULTS = Path(__file__).parents[1] / "data" / "coverage.jsonl"
 
 
-def run(cases: Iterable[Any], jobs: int, limit_s: float) -> Iterator[Any]:
+def run(cases: Iterable[Any], jobs: int, limit_s: float, only_build: bool = False) -> Iterator[Any]:
     """Yield the outcome of each case, as they finish. A process that dies or takes too long is an outcome as well."""
     from benchmarks.coverage.check import Outcome
 
@@ -32,7 +32,7 @@ def run(cases: Iterable[Any], jobs: int, limit_s: float) -> Iterator[Any]:
     while True:
         while len(running) < jobs and (case := next(todo, None)) is not None:
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(case, theirs))
+            process = context.Process(target=_child, args=(case, only_build, theirs))
             process.start()
             theirs.close()
             running[mine] = case, process, time.monotonic()
@@ -60,7 +60,7 @@ def run(cases: Iterable[Any], jobs: int, limit_s: float) -> Iterator[Any]:
             yield found
 
 
-def _child(case: Any, pipe: Connection) -> None:
+def _child(case: Any, only_build: bool, pipe: Connection) -> None:
     """Check one case, silently."""
     import torch
 
@@ -72,18 +72,38 @@ def _child(case: Any, pipe: Connection) -> None:
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    pipe.send(check(case))
+    pipe.send(check(case, only_build))
 
 
 def line(found: Any) -> str:
     detail = f"{found.difference:.1e}, tp splits {found.split:.0%}" if found.result == "trained" else found.what
-    return f"{found.result:9} {found.family:15} {found.name:45} {found.seconds:5.1f} s  {detail.splitlines()[0][:150]}"
+    first = next(iter(detail.splitlines()), "")
+    return f"{found.result:9} {found.family:15} {found.name:45} {found.seconds:5.1f} s  {first[:150]}"
+
+
+def write_page(results: Path, to: Path) -> None:
+    """Write the document about the results in a file."""
+    from benchmarks.coverage.page import page
+
+    rows = [json.loads(row) for row in results.read_text("utf-8").splitlines()]
+    to.write_text(page(rows, made(results)), "utf-8")
+
+
+def made(results: Path) -> str:
+    """Return when and with what a results file was made, in words."""
+    from importlib.metadata import version
+
+    from benchmarks.coverage.check import FIX
+
+    day = time.strftime("%Y-%m-%d", time.gmtime(results.stat().st_mtime))
+    mesh = " × ".join(f"{axis} {n}" for axis, n in FIX.items())
+    return f"{day}, torch {version('torch')}, transformers {version('transformers')}, {mesh}"
 
 
 def all_cases() -> list[Any]:
-    from benchmarks.coverage.huggingface import MAIN, heads
+    from benchmarks.coverage.huggingface import TABLES, heads
 
-    return [*heads(MAIN)]
+    return [*heads(list(TABLES))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -94,8 +114,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds for each model (%(default)s)"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where results are kept")
+    parser.add_argument("--build", action="store_true", help="only build each model and train it by itself")
     parser.add_argument("--again", default="", metavar="RESULTS", help="run those with these results again, or 'all'")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="only write the page about the results there are")
     chosen = parser.parse_args(argv)
+    if chosen.page:
+        write_page(chosen.results, chosen.page)
+        return
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     import autoptd.verification.verdict  # noqa: F401  imported once, before the processes fork
 
@@ -105,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = [c for c in all_cases() if re.search(chosen.only, f"{c.family} {c.name}", re.IGNORECASE)]
     again = chosen.again.split(",")
     todo = [c for c in cases if c.name not in kept or "all" in again or kept[c.name]["result"] in again]
-    for found in run(todo, chosen.jobs, chosen.limit):
+    for found in run(todo, chosen.jobs, chosen.limit, chosen.build):
         print(line(found), flush=True)
         kept[found.name] = found.data()
         chosen.results.parent.mkdir(exist_ok=True)

@@ -1,96 +1,101 @@
-"""Batches for tiny Hugging Face models: each argument of `forward` that training needs, by its name."""
+"""Batches for tiny Hugging Face models: each argument of `forward` that training needs, by its name.
+
+Several batches are proposed for a model (`proposals`), the first of which the model trains with is used: with padded
+samples, then without; with mel bands before frames, then after.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.coverage.tiny import PIXELS, WORDS
-
-SAMPLES, TOKENS, SECONDS = 8, 16, 1600  # SECONDS: samples of a sound wave
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The model, its configuration and a random source: what sizes of inputs are read from."""
-
-    model: nn.Module
-    config: Any
-    draw: torch.Generator
-
-    def number(self, *names: str, default: int) -> int:
-        """The first of these fields that the configuration or one of its parts has, as a number."""
-        parts = [self.config, *(getattr(self.config, n, None) for n in getattr(self.config, "sub_configs", {}))]
-        for name in names:
-            for part in parts:
-                value = getattr(part, name, None)
-                if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
-                    value = value[0]
-                if isinstance(value, int) and not isinstance(value, bool):
-                    return value
-        return default
-
-    def ids(self, *shape: int, below: int = WORDS - 45, first: int = 3) -> Tensor:
-        """Token ids: none of the special ones, which `tiny` puts into the upper half or below 3."""
-        return torch.randint(first, max(first + 1, below), shape, generator=self.draw)
-
-    def floats(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.draw, dtype=torch.float64)
-
-    @property
-    def pixels(self) -> tuple[int, int, int]:
-        channels = self.number("num_channels", "in_channels", "in_chans", "num_input_channels", default=3)
-        side = self.number("image_size", "img_size", "input_size", default=PIXELS)
-        return channels, side, side
+from benchmarks.coverage.by_model import WIDTH
+from benchmarks.coverage.images import images, with_images
+from benchmarks.coverage.sizes import FIRST_LEARNT, IGNORED, SAMPLES, SECONDS, TOKENS, Sizes
 
 
-INPUTS: dict[str, Callable[[Sizes], Tensor]] = {
-    "input_ids": lambda s: s.ids(SAMPLES, TOKENS),
-    "decoder_input_ids": lambda s: s.ids(SAMPLES, TOKENS),
-    "attention_mask": lambda s: torch.ones(SAMPLES, TOKENS, dtype=torch.int64),
-    "bbox": lambda s: s.ids(SAMPLES, TOKENS, 4, below=30).sort(-1).values,
-    "pixel_values": lambda s: s.floats(SAMPLES, *s.pixels),
-    "input_values": lambda s: s.floats(SAMPLES, SECONDS),
-    "input_features": lambda s: s.floats(
-        SAMPLES,
-        s.number("num_mel_bins", "feature_size", "input_feat_per_channel", default=16),
-        2 * s.number("max_source_positions", default=32),
-    ),
-    "bool_masked_pos": lambda s: (
-        torch.rand(SAMPLES, (s.pixels[1] // s.number("patch_size", default=8)) ** 2, generator=s.draw) < 0.4
-    ),
-}
+def text(s: Sizes) -> Tensor:
+    """Return ids of a text: padding at the end of some samples, before it the token that ends a text."""
+    ids, mask = s.ids(SAMPLES, TOKENS), s.mask()
+    if isinstance(pad := getattr(s.config, "pad_token_id", None), int):
+        ids = ids.masked_fill(mask == 0, pad)
+    if isinstance(end := getattr(s.config, "eos_token_id", None), int) and s.config.is_encoder_decoder:
+        ids[torch.arange(SAMPLES), mask.sum(1) - 1] = end
+    if s.config.model_type == "longformer":
+        ids[:, [4, 5, 9]] = s.config.sep_token_id  # its head for answers finds question and text by these
+    return ids
+
+
+def codes(s: Sizes) -> Tensor:
+    """Return tokens of a codec: [samples, codebooks, frames]."""
+    return s.ids(SAMPLES, s.number("num_codebooks", default=4), TOKENS)
 
 
 def wave(s: Sizes) -> Tensor:
+    """Return sound, or its spectrogram where the model takes that under the same name."""
+    if s.config.model_type == "audio-spectrogram-transformer":
+        return s.floats(SAMPLES, s.number("max_length", default=64), s.bands)
     return s.floats(SAMPLES, SECONDS)
 
 
-def spectrogram(s: Sizes) -> Tensor:
-    """Frames of mel bands, [samples, frames, bands]: Whisper's are [samples, bands, frames]."""
-    return s.floats(SAMPLES, 64, s.number("num_mel_bins", "feature_size", "input_feat_per_channel", default=16))
+def features(s: Sizes) -> Tensor:
+    return s.floats(SAMPLES, *((s.frames, s.bands) if s.bands_last else (s.bands, s.frames)))
 
 
-def video(s: Sizes) -> Tensor:
-    return s.floats(SAMPLES, s.number("num_frames", default=4), *s.pixels)
+def patches(s: Sizes) -> Tensor:
+    return torch.rand(SAMPLES, (s.pixels[1] // s.number("patch_size", default=8)) ** 2, generator=s.draw) < 0.4
+
+
+INPUTS: dict[str, Callable[[Sizes], Tensor]] = {
+    "input_ids": text,
+    "decoder_input_ids": lambda s: s.ids(SAMPLES, TOKENS),
+    "bbox": lambda s: s.ids(SAMPLES, TOKENS, 4, below=30).sort(-1).values,
+    "pixel_values": lambda s: s.floats(SAMPLES, *s.pixels),
+    "pixel_values_videos": lambda s: s.floats(SAMPLES, s.number("num_frames", default=4), *s.pixels),
+    "input_values": wave,
+    "input_features": features,
+    "bool_masked_pos": patches,
+    "qformer_input_ids": lambda s: s.ids(SAMPLES, TOKENS),
+    "flattened_patches": lambda s: s.floats(
+        SAMPLES, TOKENS, 2 + s.number("patch_embed_hidden_size", default=WIDTH)
+    ).abs(),
+    "visual_feats": lambda s: s.floats(SAMPLES, 6, s.number("visual_feat_dim", default=2048)),
+    "visual_pos": lambda s: s.floats(SAMPLES, 6, 4).abs(),
+}
+# argument -> the input that it masks
+MASKS = {"attention_mask": "", "input_features_mask": "input_features"}
+EXTRA = {  # task -> optional arguments that training needs
+    "seq2seq": ("decoder_input_ids",),
+    "speech": ("decoder_input_ids",),
+    "reconstruct": ("bool_masked_pos",),
+    "multimodal": ("input_ids", "qformer_input_ids"),
+}
+ALSO = {"git": ("pixel_values",)}  # model type -> the same
+CODECS = ("musicgen_decoder", "musicgen_melody_decoder")  # model types whose tokens are those of several codebooks
 
 
 def labels(task: str, s: Sizes) -> dict[str, Tensor]:
     """Return the targets of a task, under the names that transformers' heads give them."""
     classes = max(2, int(getattr(s.config, "num_labels", 2) or 2))
     if task in ("causal", "masked", "seq2seq", "speech", "multimodal"):
-        return {"labels": s.ids(SAMPLES, TOKENS)}
+        found = s.ids(SAMPLES, TOKENS).masked_fill(s.mask() == 0, IGNORED)
+        found[:, :FIRST_LEARNT] = IGNORED if task in ("causal", "masked") else found[:, :FIRST_LEARNT]
+        if s.config.model_type in CODECS:
+            found = found[..., None].repeat(1, 1, s.number("num_codebooks", default=4))
+        return {"labels": found}
     if task in ("classes", "image", "audio", "video"):
         return {"labels": torch.arange(SAMPLES) % classes}
     if task == "tokens":
-        return {"labels": s.ids(SAMPLES, TOKENS, below=classes, first=0)}
+        return {"labels": s.ids(SAMPLES, TOKENS, below=classes, first=0).masked_fill(s.mask() == 0, IGNORED)}
+    if task == "answers" and "start_positions" not in inspect.signature(s.model.forward).parameters:
+        return {"labels": torch.arange(SAMPLES) % 2}
     if task == "answers":
-        return {n: s.ids(SAMPLES, below=TOKENS, first=0) for n in ("start_positions", "end_positions")}
+        return {n: s.ids(SAMPLES, below=TOKENS - 5, first=0) for n in ("start_positions", "end_positions")}
     if task == "ctc":
         return {"labels": s.ids(SAMPLES, 3)}
     if task == "segments":
@@ -100,27 +105,58 @@ def labels(task: str, s: Sizes) -> dict[str, Tensor]:
     return {}
 
 
-def batch_for(model: nn.Module, task: str, seed: int = 0) -> dict[str, Tensor]:
-    """Return a global batch for a model and its task. Raises LookupError for a needed argument that is not known."""
-    s = Sizes(model, model.config, torch.Generator().manual_seed(seed))
+def proposals(model: nn.Module, task: str, seed: int = 0) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Yield makers of global batches for a model and its task, the one nearest to a user's first.
+
+    Raises LookupError for a needed argument that is not known.
+    """
     takes = inspect.signature(model.forward).parameters
-    needed = {
-        n for n, p in takes.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
-    main = getattr(model, "main_input_name", "input_ids")
-    names = [n for n in takes if n in needed or n == main]
-    if task == "seq2seq" and "decoder_input_ids" in takes:
-        names.append("decoder_input_ids")
-    if task == "speech" and "decoder_input_ids" in takes:
-        names.append("decoder_input_ids")
-    if task == "reconstruct" and "bool_masked_pos" in takes:
-        names.append("bool_masked_pos")
-    if "bbox" in takes:
-        names.append("bbox")
+    layouts = (False, True) if "input_features" in takes else (False,)
+    for (padded, masked), bands_last in product(((True, True), (False, True), (False, False)), layouts):
+        s = Sizes(model, model.config, torch.Generator().manual_seed(seed), padded, masked, bands_last)
+        batch = _batch(s, task, takes)
+        makers = [partial(with_images, s, batch, pixels, takes) for pixels in images(s, task, takes)]
+        yield from makers or [partial(dict, batch)]
+
+
+def _batch(s: Sizes, task: str, takes: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
+    """Return one batch: the arguments that the model needs, its main input, those of the task, masks and labels."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = {n for n, p in takes.items() if p.default is p.empty and p.kind in kinds}
+    main = getattr(s.model, "main_input_name", "input_ids")
+    wanted = {main, "bbox", "visual_feats", "visual_pos", *EXTRA.get(task, ()), *ALSO.get(s.config.model_type, ())}
+    if task == "multimodal" and s.config.is_encoder_decoder:
+        wanted.add("decoder_input_ids")
     found = {}
-    for name in dict.fromkeys(names):
-        if name not in INPUTS:
-            raise LookupError(f"no way to make the input {name!r} of {type(model).__name__}")
-        found[name] = INPUTS[name](s)
-    wanted = labels(task, s)
-    return found | {n: x for n, x in wanted.items() if n in takes}
+    for name in (n for n in takes if n in needed or n in wanted):
+        if name in MASKS:
+            continue
+        if name == "input_ids" and s.config.model_type in CODECS:
+            found[name] = codes(s)
+            continue
+        if name not in INPUTS and not (name == "inputs" and task in _MEANS):
+            raise LookupError(f"no way to make the input {name!r} of {type(s.model).__name__}")
+        found[name] = INPUTS[_MEANS.get(task, "input_ids") if name == "inputs" else name](s)
+    if task == "video" and "pixel_values" in found:
+        found["pixel_values"] = INPUTS["pixel_values_videos"](s)
+    return found | _masks(s, found, takes) | {n: x for n, x in labels(task, s).items() if n in takes}
+
+
+_MEANS = {
+    "speech": "input_values",
+    "image": "pixel_values",
+    "masked": "input_ids",
+    "classes": "input_ids",
+}  # task -> what `inputs` are
+
+
+def _masks(s: Sizes, found: Mapping[str, Tensor], takes: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
+    """Return the masks that the model takes, as long as the inputs that they mask."""
+    made = {}
+    for name, masks in MASKS.items() if s.masked else ():
+        main = found.get(masks or getattr(s.model, "main_input_name", "input_ids"))
+        if name not in takes or main is None or (main.is_floating_point() and main.ndim == 4):
+            continue
+        length = s.frames if main.ndim == 3 and main.is_floating_point() else main.shape[-1]
+        made[name] = s.mask(length)
+    return made

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 import autoptd
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError
-from autoptd.passes.trace.loss import read_objective
 from autoptd.plans.model import Plan
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import STEPS, trial_on
@@ -45,6 +43,7 @@ class Outcome:
     refused    one error of autoptd: its text, place and way out in `what`, `where`, `fix`
     crashed    any other exception in autoptd, or a time limit
     not built  the library cannot build or train the tiny model by itself
+    built      it can; nothing else was tried
     """
 
     name: str
@@ -64,22 +63,25 @@ class Outcome:
         return asdict(self)
 
 
-def check(case: Case) -> Outcome:
-    """Return what becomes of a model. Never raises."""
+def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
+    """Return what becomes of a model. Never raises. free: whether a plan with nothing fixed is made as well."""
     began, step = time.monotonic(), "build"
     found: dict[str, Any] = {}
     try:
         model, batch = case.build()
-        _train_alone(model, batch)
+        if only_build:
+            return Outcome(case.name, case.family, "built", step=step, seconds=time.monotonic() - began)
         step = "trace"
-        source = autoptd.trace(model, inputs={n: x[:2] for n, x in batch.items()}, precision="fp64")
+        examples = {n: moved(x, samples_of(batch), 0)[1] for n, x in batch.items()}
+        source = autoptd.trace(model, inputs=examples, precision="fp64")
         step = "plan"
         planned = _plan(source, batch, FIX)
-        found["split"] = split_share(planned, model)
+        found |= {"split": split_share(planned, model), "experts": expert_ranks(planned)}
         step = "run"
         found |= _compared(source, planned, batch)
-        step = "free plan"
-        found["free"] = str(_plan(source, batch, {}).mesh)
+        if free:
+            step = "free plan"
+            found["free"] = str(_plan(source, batch, {}).mesh)
         return Outcome(case.name, case.family, step=step, seconds=time.monotonic() - began, **found)
     except AutoptdError as error:
         kind = "not built" if step == "build" else "refused"
@@ -90,24 +92,15 @@ def check(case: Case) -> Outcome:
     return Outcome(case.name, case.family, step=step, seconds=time.monotonic() - began, **found | {"result": kind})
 
 
-def _train_alone(model: nn.Module, batch: Batch) -> None:
-    """Raise if the model has no finite loss or no gradient by itself."""
-    loss = read_objective(None, {})[0].value(model, batch)
-    loss.backward()
-    if not torch.isfinite(loss):
-        raise ValueError(f"the loss is {loss}")
-    model.zero_grad(set_to_none=True)
-
-
 def _plan(source: TracedModel, batch: Batch, fix: Mapping[str, int]) -> Plan:
-    samples = next(x.shape[0] for x in batch.values() if x.ndim)
-    return autoptd.plan(source, world=WORLD, cluster=CLUSTER, batch=samples, optimizer=OPTIMIZER, fix=fix)
+    return autoptd.plan(source, world=WORLD, cluster=CLUSTER, batch=samples_of(batch), optimizer=OPTIMIZER, fix=fix)
 
 
 def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any]:
     """Run all ranks and the plain model for two steps; the second has the samples in another order."""
     wide = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
-    batches = [{n: x.roll(step, 0) for n, x in wide.items()} for step in range(STEPS)]
+    samples = samples_of(batch)
+    batches = [{n: moved(x, samples, step)[0] for n, x in wide.items()} for step in range(STEPS)]
     verdict = judge(trial_on(Subject(source, planned, source), batches), planned)
     if verdict.agrees:
         return {"result": "trained", "difference": verdict.difference}
@@ -115,11 +108,33 @@ def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any
     return {"result": "differs", "difference": verdict.difference, "where": where, "what": what}
 
 
+def samples_of(batch: Batch) -> int:
+    """Return the number of samples: that of the targets, which have one row each, or of the first input."""
+    return next(x for x in (batch.get("labels"), batch.get("start_positions"), *batch.values()) if x is not None).shape[
+        0
+    ]
+
+
+def moved(x: Tensor, samples: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return a tensor with its samples shifted by some, and its first two samples.
+
+    A sample may have several rows (patches of an image), or several columns of a single row.
+    """
+    dim = 0 if x.shape[0] % samples == 0 else x.ndim - 1
+    each = x.shape[dim] // samples
+    return x.roll(step * each, dim), x.narrow(dim, 0, 2 * each)
+
+
 def split_share(planned: Plan, model: nn.Module) -> float:
     """Return the share of all parameters' elements that tp splits."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     split = sum(n for name, n in sizes.items() if planned.splits.parameters.get(name, "B").startswith("S"))
     return split / (sum(sizes.values()) or 1)
+
+
+def expert_ranks(planned: Plan) -> str:
+    """Return how the plan splits experts over ranks, in words; empty without such a split."""
+    return f"ep {planned.mesh.ep}" if planned.mesh.ep > 1 else ""
 
 
 def _place(error: BaseException) -> str:

@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-WIDTH, HEADS, LAYERS, WORDS, PIXELS, PATCH = 32, 4, 2, 99, 32, 8
+from benchmarks.coverage.by_model import BY_MODEL, HEADS, PARTS, PATCH, PIXELS, WIDTH, WORDS
+
+LAYERS = 2
 
 # pattern of a field's name -> its tiny value; a value of the default configuration that is smaller stays
 SIZES: tuple[tuple[str, int], ...] = (
@@ -57,8 +59,19 @@ KEPT = re.compile(  # sizes of the data or of an algorithm, not of the model
     r"(num_channels|in_channels|out_channels|in_chans|window_size|kernel_size|type_vocab_size|mlp_ratio|stride|rope_theta"
     r"|spatial_merge_size|temporal_patch_size|tubelet_size|chunk_size_\w+|pixel_shuffle_factor|conv_kernel|d_conv"
     r"|mamba_d_conv|conv_dim|first_k_dense_replace|max_num_\w+|\w+_kernel_size|merge_size|hc_mult|\w+_id"
-    r"|\w+_token_index|\w+_ids|\w+_ratio|\w+_stride|downsample\w*|upsample\w*|neck_\w+)$"
+    r"|\w+_token_index|\w+_ids|\w+_ratio|\w+_stride|downsample\w*|upsample\w*|neck_\w+|num_feat_extract_layers)$"
 )
+FIXED_TOKENS = {
+    **{
+        f"{what}_token_{kind}": WORDS - 1 - i
+        for i, what in enumerate(("image", "video", "audio"))
+        for kind in ("id", "index")
+    },
+    **{
+        f"{what}_{end}_token_id": WORDS - 4 - i
+        for i, (what, end) in enumerate((w, e) for w in ("vision", "image") for e in ("start", "end"))
+    },
+}
 _TOKENS = re.compile(r"\w+_(token_(id|index)|id|token_ids)$")
 
 _HEADS = r"(\w+_)?(num_|n_)?(attention_)?heads?|n_head"
@@ -66,42 +79,21 @@ _KEY_HEADS = r"(\w+_)?(num_|n_)?(key_value|kv)_(heads|groups)"
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_SORTS = 4
 
-BY_MODEL: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
-    "codegen": {"rotary_dim": 4},
-    "dbrx": {
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2},
-    },
-    "esm": {"vocab_size": WORDS, "pad_token_id": 1, "mask_token_id": 2},
-    "fsmt": {"src_vocab_size": WORDS, "tgt_vocab_size": WORDS, "langs": ["en", "de"]},
-    "git": {"vision_config": {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "lfm2_moe": {"use_expert_bias": True},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
-    "marian": {"pad_token_id": 2, "decoder_vocab_size": WORDS},
-    "ministral": {"head_dim": 8},
-    "moshi": {"codebook_size": 64, "audio_vocab_size": 64},
-    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "nemotron_h": {"n_groups": 2, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16},
-    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16]},
-    "xglm": {"num_layers": 2, "attention_heads": HEADS},
-    "xlnet": {"d_head": 8, "n_head": HEADS, "d_model": WIDTH},
-    "xlstm": {"num_blocks": 2, "chunk_size": 8},
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3, "mamba_expand": 2},
-}
-
 
 def tiny_config(config_class: type, fields: Mapping[str, Any] | None = None) -> Any:
     """Return a tiny configuration of this class. `fields`: values that replace the ones found by name."""
     default = config_class()
-    chosen = tiny_fields(default) | BY_MODEL.get(config_class.model_type, {}) | dict(fields or {})
-    return config_class(**chosen)
+    rows = merged(BY_MODEL.get(config_class.model_type, {}), fields or {})
+    return config_class(**merged(tiny_fields(default), rows))
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of both, those of the second where both have one; parts that both have are merged as well."""
+    found = dict(first)
+    for name, value in second.items():
+        both = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = merged(found[name], value) if both else value
+    return found
 
 
 def tiny_fields(default: Any) -> dict[str, Any]:
@@ -120,16 +112,19 @@ def tiny_fields(default: Any) -> dict[str, Any]:
     found |= _tiny_layers(values)
     for name in parts:
         part = _value(default, name)
+        if part is None and name in PARTS.get(default.model_type, ()):
+            part = parts[name]()
         if part is not None and hasattr(part, "to_dict"):
-            inner = tiny_fields(part) | BY_MODEL.get(part.model_type, {})
+            inner = merged(tiny_fields(part), BY_MODEL.get(part.model_type, {}))
             found[name] = inner | ({"model_type": part.model_type} if part.model_type else {})
     return found
 
 
 def _value(config: Any, name: str) -> Any:
-    """A field's value; None if the class has no such field, or a different one for every layer."""
+    """Return a field's value, of all layers where it differs from layer to layer; None if there is no such field."""
+    own = vars(config)
     try:
-        return getattr(config, name, None)
+        return own[name] if name in own else getattr(config, name, None)
     except AttributeError:
         return None
 
@@ -150,8 +145,8 @@ def _tiny_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 def _small(name: str, value: Any) -> Any:
     if isinstance(value, bool) or (KEPT.match(name) and not _TOKENS.match(name)):
         return None
-    if _TOKENS.match(name) and isinstance(value, int) and value >= WORDS:
-        return WORDS - 1 - sum(map(ord, name)) % 40
+    if isinstance(value, int) and (name in FIXED_TOKENS or (_TOKENS.match(name) and value >= WORDS)):
+        return FIXED_TOKENS.get(name, WORDS - 10 - sum(map(ord, name)) % 31)
     if isinstance(value, int):
         return next((min(size, value) for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
     if isinstance(value, (list, tuple)) and value and all(isinstance(x, int) and x > 0 for x in value):
