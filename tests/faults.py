@@ -34,7 +34,8 @@ FAULTS: dict[str, dict[str, str]] = {
         "logits read after their loss": "a loss in place overwrites logits, or a view of them, that are still read",
         "samples mixed": "a model that mixes samples mixes those of one microbatch on one rank (it is refused)",
         "samples of a rank": "a loss that compares samples compares those of one microbatch or one rank alone",
-        "samples misplaced": "a loss that compares samples takes one's features for another's, or gives it that gradient",
+        "samples misplaced": "a loss that compares samples takes one's features, or their gradient, for another's",
+        "features of another sample": "features go to marked tokens of another sample than theirs (it is refused)",
         "moves on trust": "rows moved by computed indices are assumed to stay with their samples (proved, or refused)",
     },
     "clipping": {

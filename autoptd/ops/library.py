@@ -141,6 +141,17 @@ def sum_by_index(source: Tensor, index: Tensor, size: int) -> Tensor:
     return source.new_zeros(*source.shape[:-1], size).scatter_add(-1, index, source)
 
 
+def place_rows(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Write the rows of source [b, t, h] to those of x [b, s, h] that mask [b, s] marks, in order within each sample.
+
+    Raises RuntimeError if a sample does not mark t rows.
+    """
+    wrong = "a sample does not mark as many tokens for features, such as those of an image, as it has features"
+    torch._assert_async((mask.sum(1) == source.shape[1]).all(), wrong)
+    index = (mask.cumsum(1) - 1).clamp(0, source.shape[1] - 1)
+    return torch.where(mask[..., None], source.take_along_dim(index[..., None], 1), x)
+
+
 def sum_over_dp(x: Tensor) -> Tensor:
     """Mark a sum over a microbatch, to be summed over those of the dp ranks: `dp.sum(x)` in an emitted program."""
     return x

@@ -41,6 +41,7 @@ from autoptd.passes.normalise.float_types import refuse_mixed_types, write_froze
 from autoptd.passes.normalise.functionalize import remove_mutation
 from autoptd.passes.normalise.inline_regions import inline_regions as _inline
 from autoptd.passes.normalise.masks import name_causal_masks
+from autoptd.passes.normalise.placed_rows import write_placed_rows
 from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
@@ -102,6 +103,7 @@ PREPARE: list[Pass] = [
     annotate,
     write_native_dropout_as_dropout,
     write_copy_as_source,
+    write_placed_rows,
     write_masked_put_as_where,
     write_sums_by_index,
     write_bincount_as_sum,

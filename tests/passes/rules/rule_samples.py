@@ -342,6 +342,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(12, 8), real(4, 8, 6), torch.tensor([2, 2, 9, 12], dtype=torch.int32)),
         (real(12, 4), real(8, 4, 8), torch.arange(1, 9, dtype=torch.int32)),
     ],
+    ops.place_rows: [(real(4, 6, 8), torch.eye(6)[:4] + torch.tensor([0, 0, 0, 0, 0, 1]) > 0, real(4, 2, 8))],
     ops.sum_by_index: [(real(8), whole(4, 8), 4), (real(4, 8), whole(6, 4, 8), 6)],
     ops.sum_over_dp: [(real(*X),)],
     ops.valid_count: [(labels(4, 4, 8),), (labels(8, 4, 8), -100, weights(8))],

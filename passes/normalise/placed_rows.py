@@ -1,0 +1,65 @@
+"""Features that a mask places into the tokens of their own sample, as images in a text.
+
+    x[mask] = y,  x.masked_scatter(mask, y)     x [b, s, h], mask [b, s], y [b · t, h]
+
+torch fills the marked rows of the whole batch in order, so a row is its own sample's only if every sample marks t rows.
+`ops.place_rows` fills them sample by sample, and fails where a sample marks more or fewer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoptd.ops import library as ops
+from autoptd.passes.batch.batch_dims import grows
+from autoptd.passes.graph import WRITTEN_FOR, info, numel, op_name, plain, write_op
+from autoptd.passes.opcall import Size
+from autoptd.passes.rules.views import quotient
+from autoptd.passes.trace.traced import BATCH, Traced
+
+aten = torch.ops.aten
+_SPREADS = ("expand", "expand_as", "broadcast_to", "unsqueeze", "to")
+
+
+def write_placed_rows(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite writes of a sample's features to masked tokens, if there are equally many for each sample."""
+    for node in list(graph.nodes):
+        if node.target is aten.masked_scatter.default:
+            x, mask, source = node.args
+        elif node.target is aten.index_put.default and len(node.args[1]) == 1 and node.args[3:] in ((), (False,)):
+            x, (mask,), source = node.args[:3]
+        else:
+            continue
+        tokens = None if mask is None else _tokens(mask, info(node).shape)
+        rows = _rows_of_a_sample(source, info(node).shape)
+        if tokens is None or rows is None or info(source).dtype != info(node).dtype:
+            continue
+        (b, s, h), kind = info(node).shape, info(node).dtype
+        with graph.inserting_before(node):
+            flat = write_op(graph, node, aten.reshape.default, (tokens, [b, s]), (b, s), torch.bool)
+            apart = write_op(graph, node, aten.reshape.default, (source, [b, rows, h]), (b, rows, h), kind)
+            made = write_op(graph, node, ops.place_rows, (x, flat, apart), (b, s, h), kind)
+            made.meta[WRITTEN_FOR] = op_name(node)
+        node.replace_all_uses_with(made)
+
+
+def _tokens(mask: fx.Node, shape: tuple[Size, ...]) -> fx.Node | None:
+    """Return a mask with one element for each row of a tensor [b, s, h], from which `mask` was spread over h."""
+    while True:
+        if info(mask).dtype is not torch.bool or len(shape) != 3:
+            return None
+        if info(mask).shape in (shape[:2], (*shape[:2], 1)):
+            return mask
+        source = mask.args[0] if mask.op == "call_function" and op_name(mask) in _SPREADS else None
+        if not isinstance(source, fx.Node):
+            return None
+        mask = source
+
+
+def _rows_of_a_sample(source: fx.Node, shape: tuple[Size, ...]) -> Size | None:
+    """Return the number of rows of h features for each sample; None if it depends on how many samples there are."""
+    if len(shape) != 3 or shape[0] != BATCH or info(source).ndim < 2:
+        return None
+    rows = quotient(numel(info(source).shape), BATCH * shape[2])
+    return None if rows is None or grows(rows) else plain(rows)

@@ -1,0 +1,85 @@
+"""Features of images that a mask places into tokens: as on one process, or an error where a sample lacks some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import RuntimeFault
+from autoptd.parallel import Parallel
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.parity.parity_check import TOLERANCE
+
+IMAGE, WORDS, WIDTH, TOKENS, PATCHES = 30, 31, 16, 7, 3
+Place = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def put(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    x = x.clone()
+    x[mask] = y.flatten(0, 1)
+    return x
+
+
+WAYS: dict[str, Place] = {
+    "masked_scatter": lambda x, mask, y: x.masked_scatter(mask[..., None], y),
+    "masked_scatter of an expanded mask": lambda x, mask, y: x.masked_scatter(
+        mask[..., None].expand_as(x), y.flatten(0, 1)
+    ),
+    "indexed": put,
+}
+
+
+class Captioner(nn.Module):
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.words, self.place = nn.Embedding(WORDS, WIDTH), place
+        self.see, self.project = nn.Linear(12, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, image: Tensor, labels: Tensor) -> Tensor:
+        seen = self.project(F.gelu(self.see(image)))
+        x = self.place(self.words(ids), ids == IMAGE, seen)
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch() -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, IMAGE, (6, TOKENS), generator=rng)
+    for i in range(6):
+        ids[i, torch.randperm(TOKENS, generator=rng)[:PATCHES]] = IMAGE
+    image = torch.randn(6, PATCHES, 12, generator=rng, dtype=torch.float64)
+    return {"ids": ids, "image": image, "labels": ids.roll(1, 1)}
+
+
+def made(place: Place, **fix: int) -> tuple[Captioner, Parallel]:
+    torch.manual_seed(0)
+    model, inputs = Captioner(place).double(), {n: x[:2] for n, x in batch().items()}
+    ask = {"world": 4, "cluster": "dgx-h100", "batch": 6, "precision": "fp64", "optimizer": "sgd"}
+    return model, autoptd.parallelize(model, inputs=inputs, optimizer_options={"lr": 0.05}, fix=fix, **ask)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fix", [{"dp": 2, "tp": 2, "micro": 3}, {"pp": 2, "tp": 2, "micro": 2}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_as_on_one_process(way: str, fix: dict[str, int]) -> None:
+    model, parallel = made(WAYS[way], **fix)
+    found = train_in_lockstep(parallel, [batch()])
+    alone = train_alone(model, [batch()], optimizer="sgd", optimizer_options={"lr": 0.05})
+    assert found.losses[0] == pytest.approx(alone.losses[0], rel=TOLERANCE)
+    assert max(differences(found.gradients, alone.gradients).values()) <= TOLERANCE
+
+
+@pytest.mark.fault("features of another sample")
+def test_a_sample_that_marks_another_number_of_tokens_is_refused() -> None:
+    """One process would give the first sample a feature of the second."""
+    _, parallel = made(WAYS["masked_scatter"], dp=2, tp=2, micro=1)
+    wrong = batch()
+    wrong["ids"][0], wrong["ids"][1, wrong["ids"][1] == IMAGE] = IMAGE, 0
+    with pytest.raises(RuntimeFault, match="does not mark as many tokens"):
+        train_in_lockstep(parallel, [wrong])
