@@ -1,4 +1,10 @@
-"""Input sizes that the model's own branches fix to one value, such as `if patches == self.positions.shape[1]` in a ViT.
+"""Input sizes that are traced as numbers: those of pictures, and those that the model's branches fix to one value.
+
+A picture or a video, floating-point with four dims or more, has the size of the example in every batch. Models compute
+with heights and widths in ways that no symbol survives (`height % 0.5`, windows, padding to multiples), and each symbol
+that does survive makes the trace slower.
+
+A branch fixes a size as `if patches == self.positions.shape[1]` does in a ViT.
 
 torch.export leaves such a size symbolic if it cannot solve the equation, here (h // 4) (w // 4) = 196. The graph is
 valid only for that value, so the size must be static.
@@ -6,12 +12,18 @@ valid only for that value, so the size must be static.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import sympy
 import torch
 
 InputDim = tuple[str, int]  # an input and one of its dims
+
+
+def picture_dims(specs: Mapping[str, tuple[torch.Size, torch.dtype]]) -> frozenset[InputDim]:
+    """Return the dims of pictures and videos, other than the batch."""
+    pictures = {name: shape for name, (shape, dtype) in specs.items() if dtype.is_floating_point and len(shape) >= 4}
+    return frozenset((name, dim) for name, shape in pictures.items() for dim in range(1, len(shape)))
 
 
 def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) -> frozenset[InputDim]:

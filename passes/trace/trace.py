@@ -35,7 +35,7 @@ from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws,
 from autoptd.passes.trace.quiet_export import silent_export
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import skeleton, without_caches
-from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims
+from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import explain, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
@@ -66,11 +66,11 @@ def trace(
     shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)
-    exporter, own = _Exporter(model, specs, objective, precision), OwnCalls()
+    exporter, own = _Exporter(model, specs, objective, precision, picture_dims(specs)), OwnCalls()
     with record_own_calls(own):
         exporter, program = exporter.with_casts(repeats=repeats)
         if bound := bound_dims(program, specs):
-            exporter = replace(exporter, fixed=bound)
+            exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
         if not _has_transforms(program.graph):
             write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
@@ -127,7 +127,7 @@ class _Exporter:
     specs: Specs
     objective: Objective
     precision: str
-    fixed: Collection[InputDim] = ()  # static input dims
+    fixed: frozenset[InputDim] = frozenset()  # static input dims
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
