@@ -25,8 +25,12 @@ _HOOKS = (
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model, including the hooks of its parameters."""
-    made = copy.deepcopy(model)
+    """Return a deep copy of the model, including the hooks of its parameters.
+
+    What a forward pass left on a module, such as a recurrent state, is copied without the graph that it came from.
+    """
+    left = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf]
+    made = copy.deepcopy(model, {id(x): x.detach().clone() for x in left})
     for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
     return made

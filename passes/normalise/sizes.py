@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import sympy
 import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import op_name, plain, source_line
+from autoptd.passes.normalise.size_functions import in_sympy, unknown_function
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.trace_errors import KEEP_TENSORS, NUMBER_READ
 from autoptd.passes.trace.traced import Traced
@@ -54,29 +53,12 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
             where=source_line(node),
             fix=KEEP_TENSORS if reads else "use a fixed-capacity form such as torch.topk, or a mask with torch.where",
         )
-    return traced.resolved.setdefault(expr, plain(_clean(expr.subs(traced.symbol))))
-
-
-def _clean(expr: sympy.Expr) -> sympy.Expr:
-    """Rewrite torch's functions of sizes, of positive integers, in sympy's.
-
-    A size as a floating-point number has a factor 1.0, which tells the quotient s / 2 of numbers from that of sizes.
-    """
-    for names, ours in _FUNCTIONS.items():
-        expr = expr.replace(lambda e, names=names: type(e).__name__ in names, lambda e, ours=ours: ours(*e.args))
-    return expr
-
-
-def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    exact = sympy.simplify(a / b)
-    return exact if exact.is_integer else sympy.floor(a / b)
-
-
-_FUNCTIONS: Mapping[tuple[str, ...], Callable[..., sympy.Expr]] = {
-    ("FloorDiv", "CleanDiv"): _divide,
-    ("IntTrueDiv", "FloatTrueDiv"): lambda a, b: sympy.Float(1) * a / b,
-    ("ToFloat",): lambda a: sympy.Float(1) * a,
-}
+    ours = in_sympy(expr.subs(traced.symbol))
+    if name := unknown_function(ours):
+        raise UnsupportedOp(
+            f"a size is computed by {name}", where=source_line(node), fix="compute sizes by +, -, *, //, %, min and max"
+        )
+    return traced.resolved.setdefault(expr, plain(ours))
 
 
 def _shapes(value: object, traced: Traced, node: fx.Node) -> object:

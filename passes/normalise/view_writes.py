@@ -1,5 +1,5 @@
-"""Functional forms of writes to buffers and through slices: `y[:, 0] = x` becomes a `slice_scatter`, and later readers
-of y read that. The last value of a buffer becomes a result of the graph.
+"""Functional forms of writes to buffers and through slices and transposes: `y[:, 0] = x` becomes a `slice_scatter`, and
+later readers of y read that. The last value of a buffer becomes a result of the graph.
 
 torch functionalises any write through a view, but only by tracing the whole graph again, layer by layer. The writes
 that models contain (a key filled half by half, a class token, one column) need no more than the inverse of each view.
@@ -30,13 +30,24 @@ def _slice(view: fx.Node) -> Inverse:
     return None if whole else (aten.slice_scatter.default, (dim, start, end, step))
 
 
+def _inverse_order(view: fx.Node) -> list[int]:
+    order: Any = view.args[1]
+    places = {d % len(order): i for i, d in enumerate(order)}
+    return [places[d] for d in range(len(order))]
+
+
 # view -> op that puts a new value of the view back into its source, given (source, value, *rest); None: it is the value
 _INVERSES: dict[Any, Callable[[fx.Node], Inverse]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: lambda view: (aten.select_scatter.default, view.args[1:]),
+    aten.permute.default: lambda view: (aten.permute.default, (_inverse_order(view),)),
+    aten.transpose.int: lambda view: (aten.transpose.int, view.args[1:]),
+    **dict.fromkeys((aten.contiguous.default, aten.type_as.default), lambda view: None),
 }
 # of buffers, which have no gradient to lose; a cast to the type that a tensor has already is the tensor
 _INVERSES_IN_BUFFERS = {**_INVERSES, **dict.fromkeys((aten.detach.default, aten.to.dtype), lambda view: None)}
+# inverses that make a view's source from its value alone
+_WITHOUT_SOURCE = (aten.permute.default, aten.transpose.int)
 
 
 def write_views_functionally(graph: fx.Graph, buffers: Collection[str] = ()) -> None:
@@ -67,9 +78,20 @@ def writes_through_view(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Return whether the result of a node may share memory with an argument that the node does not write to."""
+    if node.target in (aten.contiguous.default, aten.type_as.default):
+        return _is_its_operand(node)
     return isinstance(node.target, torch._ops.OpOverload) and any(
         a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments
     )
+
+
+def _is_its_operand(node: fx.Node) -> bool:
+    """Return whether `contiguous` or `type_as` returns its operand, which it does if nothing is to be changed."""
+    source: Any = node.args[0]
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if before is None or after is None or (len(node.args) > 1 and node.target is aten.contiguous.default):
+        return True
+    return bool(before.dtype == after.dtype and (node.target is aten.type_as.default or before.is_contiguous()))
 
 
 def _is_write(node: fx.Node) -> bool:
@@ -155,8 +177,9 @@ class _Group:
         for inner, source, old in zip(chain, chain[1:], olds[1:], strict=False):
             if inverse := self.inverses[inner.target](inner):
                 op, rest = inverse
+                given = (new, *rest) if op in _WITHOUT_SOURCE else (old, new, *rest)
                 with self.graph.inserting_after(new):
-                    made = self.graph.call_function(op, (old, new, *rest))
+                    made = self.graph.call_function(op, given)
                 made.meta = {**node.meta, "val": source.meta["val"]}
                 new = made
             self.now[source] = new

@@ -29,14 +29,12 @@ def picture_dims(specs: Mapping[str, tuple[torch.Size, torch.dtype]]) -> frozens
 def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) -> frozenset[InputDim]:
     """Return the input dims, other than the batch, whose size is fixed to a number by an equality guard of the graph.
 
-    A dim also counts as fixed if another input has the same size there as a constant: both count the same tokens.
+    A dim also counts as fixed if another input has the same size there, constant or fixed: both count the same tokens.
     """
     every = dict(_sizes(program, names))
     dims = {at: size for at, size in every.items() if isinstance(size, torch.SymInt)}
     if not dims:
         return frozenset()
-    numbers = {(dim, size) for (_, dim), size in every.items() if isinstance(size, int) and dim > 0}
-    alike = {at for at, size in dims.items() if (at[1], int(size.node.hint)) in numbers}
     env = next(iter(dims.values())).node.shape_env
     samples = {s for (_, dim), size in dims.items() if dim == 0 for s in size.node.expr.free_symbols}
     bound = set[sympy.Symbol]()
@@ -45,7 +43,14 @@ def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) ->
         if isinstance(equation, sympy.Eq) and not _bounds(equation):
             bound |= _tied(equation.lhs - equation.rhs, samples)
     bound |= _shared_out(program, samples)
-    return frozenset(alike | {at for at, size in dims.items() if not bound.isdisjoint(size.node.expr.free_symbols)})
+    found = {at for at, size in dims.items() if not bound.isdisjoint(size.node.expr.free_symbols)}
+    constant = {at for at, size in every.items() if isinstance(size, int)}
+    numbers = {(at[1], _example(every[at])) for at in found | constant if at[1] > 0}
+    return frozenset(found | {at for at, size in dims.items() if (at[1], _example(size)) in numbers})
+
+
+def _example(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _tied(difference: sympy.Expr, samples: Collection[sympy.Symbol]) -> set[sympy.Symbol]:

@@ -82,7 +82,22 @@ def in_turn(self: nn.Module, h: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("body", [filled, stale_views, nested, of_itself, returned, two_tensors, other_types, in_turn])
+def turned(self: nn.Module, h: Tensor) -> Tensor:
+    """Gemma 3n's streams: written through a permutation, then copied, or not, by contiguous and type_as."""
+    y = self.second(h)
+    streams = y.permute(2, 0, 1)
+    streams += h.permute(2, 0, 1)
+    y.transpose(0, 1)[1:] *= 2
+    kept, copied = y.contiguous().type_as(h), streams.contiguous().type_as(h)
+    kept[:, 0] += 1
+    copied[1:] += 3
+    return y + kept + copied.permute(1, 2, 0)
+
+
+BODIES = [filled, stale_views, nested, of_itself, returned, two_tensors, other_types, in_turn, turned]
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_slices_need_no_second_trace(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.export.ExportedProgram, "run_decompositions")
     ops = names_of(assert_unchanged(model_of(body), batch()))

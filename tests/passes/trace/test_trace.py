@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
@@ -309,6 +310,24 @@ class Bounded(nn.Module):
 
 def test_sizes_that_are_bounded_stay_free() -> None:
     assert SEQUENCE in trace(Bounded(), {"x": torch.empty(2, 6)}).sizes
+
+
+class InBlocks(nn.Module):
+    """A loop over blocks of 8 tokens; the labels' tokens are only known to be as many in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        blocks = [x[:, 8 * i : min(8 * i + 8, x.shape[1])] for i in range((x.shape[1] + 7) // 8)]
+        return F.cross_entropy(torch.cat(blocks, 1).flatten(0, 1), labels.flatten())
+
+
+def test_a_size_that_a_loop_ties_is_that_of_every_input() -> None:
+    both = {name: torch.ones(2, 16, dtype=torch.int64) for name in ("ids", "labels")}
+    assert set(trace(InBlocks(), both).sizes) == {BATCH}
 
 
 @pytest.mark.parametrize(
