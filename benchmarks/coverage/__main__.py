@@ -82,8 +82,9 @@ def line(found: Any) -> str:
 
 def all_cases() -> list[Any]:
     from benchmarks.coverage.huggingface import MAIN, heads
+    from benchmarks.coverage.libraries import library_cases
 
-    return [*heads(MAIN)]
+    return [*heads(MAIN), *library_cases()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
