@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.errors import PlanError
+from autoptd.passes.trace.skeleton import computed_tensors
 
 # Attributes of a module that hold its hooks (private to torch; seen in 2.13.0).
 _HOOKS = (
@@ -26,7 +27,7 @@ _HOOKS = (
 
 def copied(model: nn.Module) -> nn.Module:
     """Return a deep copy of the model, including the hooks of its parameters."""
-    made = copy.deepcopy(model)
+    made = copy.deepcopy(model, {id(x): x.detach() for x in computed_tensors(model)})
     for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
     return made

@@ -1,4 +1,7 @@
-"""Models of timm: of every architecture module the variant with the fewest parameters that its names promise."""
+"""Models of timm: of every architecture module the variant with the fewest parameters that its names promise.
+
+Batch norms are replaced by group norms, except in the cases that are named after them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ SMALL: dict[str, tuple[int, dict[str, Any]]] = {
     "coat_tiny": (32, {"img_size": 32}),
     "coatnet_nano_rw_224": (64, {"img_size": 64}),
     "convit_tiny": (32, {"img_size": 32, "depth": 3}),
-    "convmixer_768_32": (32, {"dim": 48, "depth": 2}),
+    "convmixer_768_32": (32, {}),
     "convnext_atto": (32, {}),
     "convnextv2_atto": (32, {}),
-    "crossvit_tiny_240": (48, {"img_size": 48}),
+    "crossvit_tiny_240": (240, {}),
     "cspresnet50": (32, {}),
     "davit_tiny": (64, {}),
     "deit_tiny_patch16_224": (32, {"img_size": 32, "depth": 2}),
@@ -27,7 +30,7 @@ SMALL: dict[str, tuple[int, dict[str, Any]]] = {
     "dla34": (32, {}),
     "dpn48b": (32, {}),
     "edgenext_xx_small": (64, {}),
-    "efficientformer_l1": (64, {"resolution": 2}),
+    "efficientformer_l1": (224, {}),
     "efficientformerv2_s0": (64, {"img_size": 64}),
     "efficientnet_b0": (32, {}),
     "efficientvit_b0": (64, {}),
@@ -47,7 +50,7 @@ SMALL: dict[str, tuple[int, dict[str, Any]]] = {
     "levit_128s": (64, {"img_size": 64}),
     "maxvit_rmlp_pico_rw_256": (64, {"img_size": 64}),
     "mambaout_femto": (32, {}),
-    "mixer_s32_224": (64, {"img_size": 64, "num_blocks": 2}),
+    "mixer_s32_224": (64, {"img_size": 64}),
     "mobilenetv3_small_050": (32, {}),
     "mobilenetv4_conv_small_035": (32, {}),
     "mobileone_s0": (32, {}),
@@ -65,7 +68,7 @@ SMALL: dict[str, tuple[int, dict[str, Any]]] = {
     "repvgg_a0": (32, {}),
     "repvit_m0_9": (32, {}),
     "res2net50_14w_8s": (32, {}),
-    "resmlp_12_224": (32, {"img_size": 32, "num_blocks": 2}),
+    "resmlp_12_224": (32, {"img_size": 32}),
     "resnest14d": (32, {}),
     "resnet10t": (32, {}),
     "resnetv2_18": (32, {}),
@@ -80,7 +83,7 @@ SMALL: dict[str, tuple[int, dict[str, Any]]] = {
     "swinv2_cr_tiny_224": (64, {"img_size": 64, "depths": (1, 1, 1, 1)}),
     "swinv2_tiny_window8_256": (64, {"img_size": 64, "depths": (1, 1, 1, 1)}),
     "test_vit": (160, {}),
-    "tiny_vit_5m_224": (64, {"img_size": 64}),
+    "tiny_vit_5m_224": (224, {}),
     "tinynet_e": (32, {}),
     "tnt_s_legacy_patch16_224": (32, {"img_size": 32, "depth": 2}),
     "twins_svt_small": (64, {"img_size": 64}),
@@ -88,7 +91,7 @@ SMALL: dict[str, tuple[int, dict[str, Any]]] = {
     "visformer_tiny": (64, {"img_size": 64}),
     "vit_tiny_patch16_224": (32, {"img_size": 32, "depth": 2}),
     "vit_relpos_small_patch16_224": (32, {"img_size": 32, "depth": 2}),
-    "volo_d1_224": (64, {"img_size": 64, "layers": (1, 1, 1, 1)}),
+    "volo_d1_224": (64, {"img_size": 64}),
     "vovnet39a": (32, {}),
     "xception41": (64, {}),
     "xcit_nano_12_p8_224": (32, {"img_size": 32, "depth": 2}),
@@ -104,7 +107,8 @@ def made(name: str, change: Callable[[nn.Module], nn.Module] = lambda net: net) 
     return make
 
 
+AS_IT_IS = ("efficientnet_b0", "levit_128s", "mobilenetv3_small_050", "regnetx_002", "resnet10t")
 CASES = [
-    *(Picture(f"timm {n}", "timm", made(n), side) for n, (side, _) in SMALL.items()),
-    *(Picture(f"timm {n} GroupNorm", "timm", made(n, without_batch_norm), side) for n, (side, _) in SMALL.items()),
+    *(Picture(f"timm {n}", "timm", made(n, without_batch_norm), side) for n, (side, _) in SMALL.items()),
+    *(Picture(f"timm {n} BatchNorm", "timm", made(n), SMALL[n][0]) for n in AS_IT_IS),
 ]

@@ -40,7 +40,9 @@ def without_batch_norm(module: nn.Module) -> nn.Module:
     """Replace every batch norm by a group norm."""
     for name, child in module.named_children():
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
-            setattr(module, name, grouped(child.num_features))
+            norm = grouped(child.num_features)
+            act = getattr(child, "act", None)  # timm's norms may include the activation
+            setattr(module, name, norm if act is None else nn.Sequential(norm, act))
         else:
             without_batch_norm(child)
     return module
@@ -94,7 +96,7 @@ CLASSIFIERS = {
 SMALLER: dict[str, dict[str, Any]] = {
     "vit_b_16": {"image_size": 32},
     "googlenet": {"init_weights": False},
-    "inception_v3": {"init_weights": False},
+    "inception_v3": {"init_weights": False, "aux_logits": False},
 }
 SEGMENTERS = ("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large")
 NORMALISED = (
