@@ -36,6 +36,7 @@ from autoptd.passes.normalise.canonicalize import (
     write_views_as_reshape,
 )
 from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
+from autoptd.passes.normalise.einsums import write_einsums_as_products
 from autoptd.passes.normalise.float_types import refuse_mixed_types, write_frozen_batch_norm_in_one_type
 from autoptd.passes.normalise.functionalize import remove_mutation
 from autoptd.passes.normalise.inline_regions import inline_regions as _inline
@@ -109,6 +110,7 @@ PREPARE: list[Pass] = [
     write_views_as_reshape,
     write_equal_splits_as_chunk,
     write_addmm_as_linear,
+    write_einsums_as_products,
     write_grouped_mm,
     merge_reshapes,
     drop_identities,
