@@ -40,3 +40,15 @@ def test_a_model_that_has_run_is_copied() -> None:
     other = copied(model)
     assert torch.equal(other.middle.weight, model.middle.weight) and other.middle.weight.grad_fn is None
     assert wrong(randomised(model), x(), lambda out: out.square().mean()) == []
+
+
+class Scales(Plain):
+    """A model that takes a list of one constant apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (scale,) = x.new_full((1,), 0.5).unbind()
+        return super().forward(x) * scale
+
+
+def test_a_tuple_of_one_constant() -> None:
+    assert wrong(randomised(Scales()), x(), lambda out: out.square().mean()) == []
