@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoptd.verification.copies import copied
-from tests.parity.front_check import WIDTH, Plain, Scored, wrong, x
+from tests.parity.front_check import SAMPLES, WIDTH, Plain, Scored, random, wrong, x
 from tests.parity.parity_models import randomised
 
 
@@ -52,3 +52,40 @@ class Scales(Plain):
 
 def test_a_tuple_of_one_constant() -> None:
     assert wrong(randomised(Scales()), x(), lambda out: out.square().mean()) == []
+
+
+class Bags(nn.Module):
+    """Sparse features of one length, each bag in one row, as recommenders have them."""
+
+    def __init__(self, mode: str, weighted: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, WIDTH, mode=mode) for _ in range(2))
+        self.last, self.weighted = nn.Linear(WIDTH, 4), weighted
+
+    def forward(self, ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores if self.weighted else None
+        one, two = (table(ids[:, i], per_sample_weights=scores) for i, table in enumerate(self.tables))
+        return self.last(one * two).square().mean()
+
+
+@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
+def test_bags_of_one_length(mode: str, weighted: bool) -> None:
+    ids = torch.randint(20, (SAMPLES, 2, 3), generator=torch.Generator().manual_seed(2))
+    assert wrong(randomised(Bags(mode, weighted)), {"ids": ids, "scores": random(SAMPLES, 3)}) == []
+
+
+class Prompted(Plain):
+    """Trained prompts before the tokens, from ids that are the same for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.Embedding(3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = torch.arange(3).unsqueeze(0).expand(x.size(0), -1)[:1]
+        return super().forward(torch.cat([self.prompts(ids).repeat(x.size(0), 1, 1), x], 1))
+
+
+def test_prompts_taken_from_one_row_of_equal_ones() -> None:
+    model, tokens = randomised(Prompted()), {"x": random(SAMPLES, 5, WIDTH)}
+    assert wrong(model, tokens, lambda out: out.square().mean()) == []
