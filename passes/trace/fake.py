@@ -6,15 +6,11 @@ The meta device would lose the values of constants that `forward` creates, such 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch._dynamo.config
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.overrides import TorchFunctionMode
 
 
 def fake_cpu() -> FakeTensorMode:
@@ -30,20 +26,3 @@ def without_shape_cache() -> AbstractContextManager[None]:
     """
     patched: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     return patched
-
-
-class DataAsDetach(TorchFunctionMode):
-    """Mode in which `x.data` is `x.detach()`: the same numbers without a gradient, as are writes.
-
-    torch.export makes a constant of what `.data` returns, which would not change with the steps.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func == _DATA:
-            return args[0].detach()
-        return func(*args, **(kwargs or {}))
-
-
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -89,3 +89,19 @@ class Prompted(Plain):
 def test_prompts_taken_from_one_row_of_equal_ones() -> None:
     model, tokens = randomised(Prompted()), {"x": random(SAMPLES, 5, WIDTH)}
     assert wrong(model, tokens, lambda out: out.square().mean()) == []
+
+
+class Translator(nn.Module):
+    """torch's own encoder and decoder, which compares the mask that it is given with the causal one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.transformer.generate_square_subsequent_mask(x.size(1)).to(x.dtype)
+        return self.transformer(x, x, tgt_mask=mask).square().mean()
+
+
+def test_a_mask_that_is_compared_with_the_causal_one() -> None:
+    assert wrong(randomised(Translator()), {"x": random(SAMPLES, 5, WIDTH)}) == []
