@@ -188,6 +188,34 @@ def write_parts_of_expanded(graph: fx.Graph, traced: Traced) -> None:
             node.args, node.kwargs = (source, list(info(node).shape)), {}
 
 
+def write_convolution_padding_as_numbers(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite the padding "same" or "valid" of a convolution to numbers; where sides differ, `pad` comes first."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _NAMED_PADDING:
+            continue
+        x, weight, bias, stride, padding, dilation, groups = (*node.args, *_CONVOLUTION[len(node.args) :])
+        dims = info(weight).ndim - 2
+        stride, dilation = (list(v) * (dims // len(v)) for v in (stride, dilation))
+        kernel = info(weight).shape[2:] if padding == "same" else (1,) * dims
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        if any(t % 2 for t in total):
+            sides = [n for t in reversed(total) for n in (t // 2, t - t // 2)]
+            shape = (*info(x).shape[:-dims], *(n + t for n, t in zip(info(x).shape[-dims:], total, strict=True)))
+            with graph.inserting_before(node):
+                x = write_op(graph, node, aten.pad.default, (x, sides), shape)
+            total = [0] * dims
+        node.target = _NAMED_PADDING[node.target]
+        node.args, node.kwargs = (x, weight, bias, stride, [t // 2 for t in total], dilation, groups), {}
+
+
+_CONVOLUTION = (None, None, None, [1], "valid", [1], 1)  # defaults of a convolution
+_NAMED_PADDING = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
+
+
 def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite `x.type_as(y)` and `x.to(y)`, which read no value of y, to `x.to(dtype)`."""
     for node in graph.nodes:

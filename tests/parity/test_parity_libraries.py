@@ -105,3 +105,20 @@ class Translator(nn.Module):
 
 def test_a_mask_that_is_compared_with_the_causal_one() -> None:
     assert wrong(randomised(Translator()), {"x": random(SAMPLES, 5, WIDTH)}) == []
+
+
+class Padded(nn.Module):
+    """Convolutions with named padding, one wider than its picture and one with an even kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.deep = nn.Conv2d(3, 8, 4, 4, "valid"), nn.Conv2d(8, 8, 5, padding="same", groups=8)
+        self.last = nn.Conv2d(8, 4, (2, 3), padding="same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.deep(self.first(x)).tanh()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_named_padding() -> None:
+    assert wrong(randomised(Padded()), {"x": random(SAMPLES, 3, 4, 4)}) == []
