@@ -175,8 +175,7 @@ class Body:
             self.held[node, _plain(node, strategy.gives[0])] = text
             return
         names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
-        left = ", ".join(names) + ("," if len(names) == 1 and isinstance(node.meta["info"], tuple) else "")
-        self.lines.append(f"{left} = {text}{note}")
+        self.lines.append(f"{_left(node, names)} = {text}{note}")
         for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
             if output is not None:
                 self.held[output, _plain(output, placement)] = name
@@ -260,7 +259,7 @@ class Body:
             self.uses_device |= any(isinstance(v, torch.device) for v in kwargs.values())
             outputs = _outputs(node)
             names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
-            self.lines.append(f"{', '.join(names)} = {expression(node.target, args, kwargs)}")  # type: ignore[arg-type]
+            self.lines.append(f"{_left(node, names)} = {expression(node.target, args, kwargs)}")  # type: ignore[arg-type]
             for output, name in zip(outputs, names, strict=True):
                 if output is not None:
                     self.held[output, B] = name
@@ -285,6 +284,11 @@ _SUFFIX = {"B": "whole", "S": "split", "P": "partial"}
 def _plain(node: fx.Node, placement: Placement) -> Placement:
     """Return the placement, with B for a Bp of a tensor without gradient."""
     return B if isinstance(placement, Broadcast) and not info(node).requires_grad else placement
+
+
+def _left(node: fx.Node, names: Sequence[str]) -> str:
+    """Return the left side of an assignment; an op that returns a tuple of one tensor has a comma there."""
+    return ", ".join(names) + ("," if len(names) == 1 and isinstance(node.meta["info"], tuple) else "")
 
 
 def _outputs(node: fx.Node) -> list[fx.Node | None]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.errors import PlanError
+from autoptd.passes.trace.skeleton import computed_tensors
 
 # Attributes of a module that hold its hooks (private to torch; seen in 2.13.0).
 _HOOKS = (
@@ -29,8 +30,7 @@ def copied(model: nn.Module) -> nn.Module:
 
     What a forward pass left on a module, such as a recurrent state, is copied without the graph that it came from.
     """
-    left = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf]
-    made = copy.deepcopy(model, {id(x): x.detach().clone() for x in left})
+    made = copy.deepcopy(model, {id(x): x.detach().clone() for x in computed_tensors(model)})
     for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
     return made

@@ -102,8 +102,9 @@ def made(results: Path) -> str:
 
 def all_cases() -> list[Any]:
     from benchmarks.coverage.huggingface import TABLES, heads
+    from benchmarks.coverage.libraries import library_cases
 
-    return [*heads(list(TABLES))]
+    return [*heads(list(TABLES)), *library_cases()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -69,7 +69,7 @@ def work(call: OpCall) -> Work:
 
 def flops(call: OpCall) -> Size:
     """Return the floating point operations of the forward pass; 0 for memory-bound ops."""
-    if call.target in PRODUCTS:
+    if call.target in PRODUCTS and len(call.operands) > 1:  # einsum of one tensor only moves or sums
         return 2 * prod(bind(RULES[call.target].text(call), call).sizes.values())
     if call.target in GROUPED:
         rows, weight = call.operands[:2]

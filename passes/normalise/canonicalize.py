@@ -140,6 +140,82 @@ _ADDS_BY_INDEX: Mapping[Any, Callable[..., tuple[fx.Node, fx.Node] | None]] = {
 }
 
 
+def write_equal_bags_as_embedding(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite `embedding_bag` over bags of one length, as of a matrix of ids, to a lookup and a sum or mean."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or op_name(node) != "embedding_bag" or {u.args[1] for u in node.users} != {0}:
+            continue
+        weight, ids, offsets, scaled, mode, sparse, scores, last, padding = (*node.args, *_BAG[len(node.args) :])
+        (bags, width), length = infos(node)[0].shape, _bag_length(offsets)
+        if length is None or scaled or sparse or last or padding is not None:
+            continue
+        with graph.inserting_before(node):
+            made = write_op(graph, node, aten.reshape.default, (ids, [bags, length]), (bags, length), info(ids).dtype)
+            made = write_op(graph, node, aten.embedding.default, (weight, made), (bags, length, width))
+            if scores is not None:
+                column = [bags, length, 1]
+                scores = write_op(graph, node, aten.reshape.default, (scores, column), tuple(column))
+                made = write_op(graph, node, aten.mul.Tensor, (made, scores), (bags, length, width))
+            made = write_op(graph, node, _OF_BAG[mode], (made, [1]), (bags, width))
+        for user in list(node.users):
+            user.replace_all_uses_with(made)
+
+
+_BAG = (None, None, None, False, 0, False, None, False, None)  # defaults of embedding_bag
+_OF_BAG = {0: aten.sum.dim_IntList, 1: aten.mean.dim}  # a maximum is left, and refused
+
+
+def _bag_length(offsets: Any) -> int | None:
+    """Return the step of offsets 0, n, 2 n … that a model computes."""
+    if not isinstance(offsets, fx.Node) or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:
+        return None
+    step = offsets.args[2]
+    return step if isinstance(step, int) else None
+
+
+def write_parts_of_expanded(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite a slice of a dim that `expand` made to a smaller `expand`: every part of it is the same."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.slice.Tensor:
+            continue
+        wide, dim = node.args[0], (*node.args, 0)[1]
+        if wide.op != "call_function" or wide.target is not aten.expand.default:
+            continue
+        source = wide.args[0]
+        at = dim % info(wide).ndim - (info(wide).ndim - info(source).ndim)
+        if at < 0 or (info(source).shape[at] == 1 and info(node).shape[dim] != 0):
+            node.target = aten.expand.default
+            node.args, node.kwargs = (source, list(info(node).shape)), {}
+
+
+def write_convolution_padding_as_numbers(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite the padding "same" or "valid" of a convolution to numbers; where sides differ, `pad` comes first."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _NAMED_PADDING:
+            continue
+        x, weight, bias, stride, padding, dilation, groups = (*node.args, *_CONVOLUTION[len(node.args) :])
+        dims = info(weight).ndim - 2
+        stride, dilation = (list(v) * (dims // len(v)) for v in (stride, dilation))
+        kernel = info(weight).shape[2:] if padding == "same" else (1,) * dims
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        if any(t % 2 for t in total):
+            sides = [n for t in reversed(total) for n in (t // 2, t - t // 2)]
+            shape = (*info(x).shape[:-dims], *(n + t for n, t in zip(info(x).shape[-dims:], total, strict=True)))
+            with graph.inserting_before(node):
+                x = write_op(graph, node, aten.pad.default, (x, sides), shape)
+            total = [0] * dims
+        node.target = _NAMED_PADDING[node.target]
+        node.args, node.kwargs = (x, weight, bias, stride, [t // 2 for t in total], dilation, groups), {}
+
+
+_CONVOLUTION = (None, None, None, [1], "valid", [1], 1)  # defaults of a convolution
+_NAMED_PADDING = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
+
+
 def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite `x.type_as(y)` and `x.to(y)`, which read no value of y, to `x.to(dtype)`."""
     for node in graph.nodes:

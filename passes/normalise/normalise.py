@@ -28,15 +28,19 @@ from autoptd.passes.normalise.canonicalize import (
     write_addmm_as_linear,
     write_bincount_as_sum,
     write_casts_with_their_type,
+    write_convolution_padding_as_numbers,
     write_copy_as_source,
+    write_equal_bags_as_embedding,
     write_equal_splits_as_chunk,
     write_grouped_mm,
     write_masked_put_as_where,
     write_native_dropout_as_dropout,
+    write_parts_of_expanded,
     write_sums_by_index,
     write_views_as_reshape,
 )
 from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
+from autoptd.passes.normalise.einsums import write_einsums_as_products
 from autoptd.passes.normalise.float_types import refuse_mixed_types, write_frozen_batch_norm_in_one_type
 from autoptd.passes.normalise.functionalize import remove_mutation
 from autoptd.passes.normalise.inline_regions import inline_regions as _inline
@@ -108,10 +112,14 @@ PREPARE: list[Pass] = [
     write_sums_by_index,
     write_bincount_as_sum,
     write_casts_with_their_type,
+    write_convolution_padding_as_numbers,
+    write_equal_bags_as_embedding,
+    write_parts_of_expanded,
     drop_identities,
     write_views_as_reshape,
     write_equal_splits_as_chunk,
     write_addmm_as_linear,
+    write_einsums_as_products,
     write_grouped_mm,
     merge_reshapes,
     drop_identities,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 
 import sympy
@@ -97,6 +98,23 @@ def _name_symbols(
     if baked:
         raise TraceError(
             f"the model bakes the batch size {batch} of input {baked[0]!r} into its graph",
+            where=_baked_at(graph, max(2, batch)),
             fix="write shapes with x.size(0) or -1 instead of numbers, or remove branches on the batch size",
         )
     return symbol, sizes, example
+
+
+def _baked_at(graph: fx.GraphModule, batch: int) -> str:
+    """Return the user's line that turned the size of a batch into a number; "" if it is a line of torch.
+
+    `guards` and `var_to_sources` of torch's ShapeEnv are private (seen in 2.13.0).
+    """
+    values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
+    env = next(x for x in values if isinstance(x, Tensor)).fake_mode.shape_env  # type: ignore[attr-defined]
+    samples = {s for s, found in env.var_to_sources.items() if str(found[0].name).endswith(".size()[0]")}
+    for guard in env.guards:
+        frame = guard.sloc.framework_loc
+        fixes = isinstance(guard.expr, sympy.Eq) and guard.expr.rhs == batch and guard.expr.lhs in samples
+        if fixes and isinstance(frame, traceback.FrameSummary) and "/torch/" not in frame.filename:
+            return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
+    return ""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import InputsError, nearest
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
+from autoptd.passes.traced_reads import TracedReads
 
 TARGET = "targets"  # the name of a single target in a batch
 
@@ -153,7 +154,7 @@ class Loss(nn.Module):
             self.loss = objective.loss  # registers its constants as `loss.…`
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        with RefuseUnregistered(self.model, self.original):
+        with RefuseUnregistered(self.model, self.original), TracedReads():
             given = {
                 name: x.to(self.casts[name]) if name in self.casts else x
                 for name, x in self.objective.inputs_of(inputs).items()

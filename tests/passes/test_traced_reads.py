@@ -1,0 +1,74 @@
+"""Numbers read from constants while a model is traced: computed, unless drawn or read after a write to a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoptd.errors import TraceError
+from autoptd.passes.trace.trace import trace
+
+Read = Callable[[Tensor], float]
+
+
+class Model(nn.Module):
+    """A linear layer, times a number that `read` takes from tensors."""
+
+    def __init__(self, read: Read) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(4, 4), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.read(x)).square().mean()
+
+
+def causal(x: Tensor) -> float:
+    mask = torch.full((x.size(1), x.size(1)), -torch.inf).triu(1)
+    same = torch.full((x.size(1), x.size(1)), -torch.inf).triu(1) == mask
+    return 2.0 if same.all() else 3.0
+
+
+def item(x: Tensor) -> float:
+    return torch.arange(5).max().item() / 2
+
+
+def drawn(x: Tensor) -> float:
+    return 2.0 if torch.bernoulli(torch.full((1,), 0.5)) else 3.0
+
+
+def written(x: Tensor) -> float:
+    ones = torch.ones(3)
+    ones[:2].mul_(2)
+    return 2.0 if ones.sum() > 4 else 3.0
+
+
+def set_item(x: Tensor) -> float:
+    ones = torch.ones(3)
+    ones[0] = 5
+    return 2.0 if ones.max() > 4 else 3.0
+
+
+def data(x: Tensor) -> float:
+    return 2.0 if x.sum() > 0 else 3.0
+
+
+@pytest.mark.parametrize("read", [causal, item])
+def test_a_number_of_a_constant_is_computed(read: Read) -> None:
+    traced = trace(Model(read), {"x": torch.ones(2, 6, 4)})
+    assert 2.0 in {a for n in traced.graph.graph.nodes for a in n.args}
+
+
+def test_sizes_that_a_constant_depends_on_become_numbers() -> None:
+    assert [str(s) for s in trace(Model(causal), {"x": torch.ones(2, 6, 4)}).sizes] == ["b"]
+    assert [str(s) for s in trace(Model(item), {"x": torch.ones(2, 6, 4)}).sizes] == ["b", "s"]
+
+
+@pytest.mark.parametrize("read", [drawn, written, set_item, data])
+def test_what_is_no_constant_is_refused(read: Read) -> None:
+    model, before = Model(read), torch.get_rng_state()
+    with pytest.raises(TraceError, match="depends on data"):
+        trace(model, {"x": torch.ones(2, 6, 4)})
+    assert torch.equal(before, torch.get_rng_state())
