@@ -356,12 +356,10 @@ class Planner:
 
     def _microbatches_like(self, c: Candidate) -> Sequence[Candidate]:
         """Return one candidate for each microbatch size, in order, whose tensors may still be worth splitting."""
-        found, key = {c.micro: c}, self._splitter.key_of(c)
+        found = {c.micro: c}
         for e in self._entries:
-            other = e.candidate
-            alike = self._splitter.key_of(replace(other, micro=c.micro)) == key
-            if alike and self._bound_by_work(e) < self._best_s:
-                found.setdefault(other.micro, other)
+            if self._splitter.alike(c, e.candidate) and self._bound_by_work(e) < self._best_s:
+                found.setdefault(e.candidate.micro, e.candidate)
         return [found[micro] for micro in sorted(found)]
 
     def _stages(self, c: Candidate) -> Stages:

@@ -71,8 +71,11 @@ class IntegerProgram:
         self.costs = [costs.get(variable, 0.0) for variable in self.index]
         largest = max(map(abs, self.costs), default=0.0)
         self.scale = COST_SCALE / largest if largest > 0 else 1.0
-        scaled = ((variable, cost * self.scale) for variable, cost in zip(self.index, self.costs, strict=True))
-        self.problem.setObjective(pulp.LpAffineExpression(scaled))
+
+    @property
+    def scaled(self) -> list[float]:
+        """The coefficients of the objective."""
+        return [cost * self.scale for cost in self.costs]
 
     @cached_property
     def whole(self) -> list[bool]:
@@ -103,7 +106,7 @@ class IntegerProgram:
 
     def arrays(self) -> Any:
         """Return the program in the form of HiGHS."""
-        self._arrays.col_cost_ = np.array(list(self.problem.objective.values()))
+        self._arrays.col_cost_ = np.array(self.scaled)
         return self._arrays
 
 
@@ -242,6 +245,7 @@ def _solve_cbc(program: IntegerProgram, time_limit_s: float) -> Outcome:
     """Solve the relaxation, then branch and bound; CBC reports no bound, so the relaxation's is used."""
     command = getattr(pulp, "PULP_CBC_CMD", None) or pulp.COIN_CMD
     problem, bound = program.problem, -math.inf
+    problem.setObjective(pulp.LpAffineExpression(zip(program.index, program.scaled, strict=True)))
     for mip in (False, True):
         solver = command(mip=mip, msg=False, threads=1, timeLimit=time_limit_s, options=["randomSeed 1"], gapRel=0.0)
         if not solver.available():

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import sympy
 import torch
@@ -135,6 +136,7 @@ class Flow:
     received: tuple[Value, ...]
     steps: tuple[DataflowStep, ...]
     sent: tuple[Value, ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False)  # cache of `liveness.py`: equal for all policies
 
 
 def flow(segments: Sequence[Segment], kinds: Mapping[str, KindSharding]) -> Flow:

@@ -160,7 +160,7 @@ def _forward(
     ends = _by_moment((s, i) for s, i in last.items() if s not in saved)
     unread = [v.storage for v in region.received if v.storage not in last and v.storage not in saved]
     ends.setdefault(0, []).extend(unread)
-    sent, alive = {v.storage for v in region.sent}, set[Storage]()
+    sent, alive, own = {v.storage for v in region.sent}, set[Storage](), _own(region)
 
     def begin(storages: Iterable[Storage]) -> None:
         new = dict.fromkeys(s for s in storages if s not in alive and s.origin not in _ELSEWHERE)
@@ -178,8 +178,7 @@ def _forward(
         text = step.node.name if step.node is not None else ""
         if in_place.get(text):  # the tensor of the logits' size that it saves has their memory
             end([step.operands[0].storage])
-        own = step.call is not None and not step.view and text not in in_place
-        found.moment(name + step.name, _extra(step, workspace(step.call).forward if step.call and own else ()))
+        found.moment(name + step.name, () if text in in_place else own[i][0])
         end(s for s in ends.get(i, ()) if s not in sent)
     return found.finish()
 
@@ -189,6 +188,20 @@ def _by_moment(places: Iterable[tuple[Storage, int]]) -> dict[int, list[Storage]
     for storage, i in places:
         found.setdefault(i, []).append(storage)
     return found
+
+
+def _own(region: Flow) -> Sequence[tuple[list[Storage], list[Storage]]]:
+    """Return each step's own workspace in forward and in backward."""
+    if "own" not in region.memo:
+        region.memo["own"] = [_own_of(step) for step in region.steps]
+    return region.memo["own"]  # type: ignore[no-any-return]
+
+
+def _own_of(step: DataflowStep) -> tuple[list[Storage], list[Storage]]:
+    if step.call is None or step.view:
+        return [], []
+    found = workspace(step.call)
+    return _extra(step, found.forward), _extra(step, found.backward)
 
 
 def _extra(step: DataflowStep, tensors: Sequence[TensorInfo]) -> list[Storage]:
@@ -209,27 +222,52 @@ def _backward(
     back = len(steps) - 1 if policy in ("full", "ops") else back
     restored = [s for s in everything - saved if first.get(s, -1) <= back]
     ends = _by_moment((s, first[s]) for s in (*saved, *restored) if s in first)
-    gradients = {_key(v): v.gradient for v in region.sent if v.info.requires_grad}
-    found.hold((*saved, *gradients.values()))
-    for i, step in reversed(list(enumerate(steps))):
+    moves = _gradient_moves(region, frozenset(in_place))
+    found.hold((*saved, *{_key(v): v.gradient for v in region.sent if v.info.requires_grad}.values()))
+    for i, step, move in zip(reversed(range(len(steps))), reversed(steps), moves, strict=True):
         if i == back:
             found.hold(restored)
-        incoming = [gradients.pop(_key(v)) for v in step.outputs if _key(v) in gradients]
-        made: dict[tuple[str, str], Storage] = {}
-        if incoming:
-            wanted = {_key(v): v for v in step.operands if v.info.requires_grad}
-            made = {k: incoming[0] if _passes_gradient(step, v) else v.gradient for k, v in wanted.items()}
-        needed = [s for s in step.saved if s.origin not in _ELSEWHERE] if incoming else []
-        own = _extra(step, workspace(step.call).backward if step.call and incoming and not step.view else ())
-        if step.node is not None and step.node.name in in_place:
-            made, own = {k: _overwritten(step, gradient) for k, gradient in made.items()}, []
-        found.moment(f"backward of {step.name}", (*needed, *made.values(), *own))
-        parameters = {_key(v) for v in step.operands if v.storage.origin == "parameter"}
-        passed = {k: gradient for k, gradient in made.items() if k not in parameters and k not in gradients}
-        gradients.update(passed)
-        found.hold(passed.values())
-        found.release((*incoming, *ends.get(i, ())))
+        found.moment(f"backward of {step.name}", move.briefly)
+        found.hold(move.passed)
+        found.release((*move.used, *ends.get(i, ())))
     return found.finish()
+
+
+@dataclass(frozen=True)
+class _GradientMove:
+    """Storages in one step of a backward pass: alive in this moment, gradients that it makes for later steps, and those
+    that it was the last to use."""
+
+    briefly: tuple[Storage, ...]
+    passed: tuple[Storage, ...]
+    used: tuple[Storage, ...]
+
+
+def _gradient_moves(region: Flow, in_place: frozenset[str]) -> Sequence[_GradientMove]:
+    """Return the moves of all steps, the last step first. `in_place`: losses that make no gradient of their own."""
+    if in_place not in region.memo:
+        gradients = {_key(v): v.gradient for v in region.sent if v.info.requires_grad}
+        both = zip(reversed(region.steps), reversed(_own(region)), strict=True)
+        region.memo[in_place] = [_gradient_move(step, own[1], gradients, in_place) for step, own in both]
+    return region.memo[in_place]  # type: ignore[no-any-return]
+
+
+def _gradient_move(
+    step: DataflowStep, own: Sequence[Storage], gradients: dict[tuple[str, str], Storage], in_place: frozenset[str]
+) -> _GradientMove:
+    """Return the move of one step, and update the `gradients` in flight."""
+    used = tuple(gradients.pop(_key(v)) for v in step.outputs if _key(v) in gradients)
+    if not used:
+        return _GradientMove((), (), ())
+    wanted = {_key(v): v for v in step.operands if v.info.requires_grad}
+    made = {k: used[0] if _passes_gradient(step, v) else v.gradient for k, v in wanted.items()}
+    needed = [s for s in step.saved if s.origin not in _ELSEWHERE]
+    if step.node is not None and step.node.name in in_place:
+        made, own = {k: _overwritten(step, gradient) for k, gradient in made.items()}, ()
+    parameters = {_key(v) for v in step.operands if v.storage.origin == "parameter"}
+    passed = {k: gradient for k, gradient in made.items() if k not in parameters and k not in gradients}
+    gradients.update(passed)
+    return _GradientMove((*needed, *made.values(), *own), tuple(passed.values()), used)
 
 
 def _overwritten(step: DataflowStep, gradient: Storage) -> Storage:
