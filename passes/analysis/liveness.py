@@ -52,7 +52,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Walk:
-    """What consecutive segments keep, and the lifetimes of storages in both passes; `peak` adds them up at given sizes.
+    """Lifetimes of storages in both passes of consecutive segments, and what is kept; `peak` adds them up at given sizes.
 
     `backward` ends with the moments of a recomputing forward pass, if there is one.
     """
