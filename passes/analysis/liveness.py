@@ -52,7 +52,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Walk:
-    """Lifetimes of storages in both passes of consecutive segments, and what is kept; `peak` adds them up at given sizes.
+    """Lifetimes of storages in both passes of consecutive segments, and what is kept; `peak` adds up their bytes.
 
     `backward` ends with the moments of a recomputing forward pass, if there is one.
     """
@@ -73,9 +73,15 @@ class Walk:
         at = {storage: i for i, storage in enumerate(self.storages)}
         return [at[k.storage] for k in self.kept], self.forward.placed(at), self.backward.placed(at)
 
-    def sizes(self, number: Number, ranks: int, cp: int = 1) -> tuple[int, ...]:
-        """Return the bytes of each storage: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size."""
-        return tuple(s.nbytes(number, ranks, cp) for s in self.storages)
+    def sizes(
+        self, number: Number, ranks: int, cp: int = 1, known: dict[Storage, int] | None = None
+    ) -> tuple[int, ...]:
+        """Return the bytes of each storage: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size.
+
+        `known`: bytes worked out before for equal arguments, and a place for these."""
+        known = {} if known is None else known
+        known.update((s, s.nbytes(number, ranks, cp)) for s in self.storages if s not in known)
+        return tuple(known[s] for s in self.storages)
 
     def peak(self, number: Number, ranks: int, cp: int = 1) -> Peak:
         """Return the peak at given sizes; see `sizes`."""
