@@ -136,6 +136,8 @@ def conflict(
 
 def _filtered(query: PlanQuery, pins: list[str], timed: _Clock) -> tuple[list[str], bool]:
     """Return the minimal set of conflicting pins, and whether the filter finished."""
+    if not pins:  # nothing fits, as is known already
+        return [], True
     try:
         if not _fails(without(query, pins), timed):
             kept = list(pins)

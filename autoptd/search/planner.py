@@ -74,6 +74,7 @@ class _Entry:
     stages: Stages | None = None
     step: int = 0  # into `Planner._steps`
     split_s: float = _NEVER  # the bound by its split tensors, before memory counts
+    is_weighed: bool = False  # whether the model's work on one rank bounds it already
     closed: bool = False  # whether all its cuts were examined
 
 
@@ -245,7 +246,8 @@ class Planner:
     def _bound_by_work(self, e: _Entry) -> float:
         """Bound by the model's work on one rank, divided by the ranks: cheap, before tensors are split."""
         c = e.candidate
-        if c.tp > 1 and not c.pools and len(self._entries) > 1:
+        if c.tp > 1 and not c.pools and len(self._entries) > 1 and not e.is_weighed:
+            e.is_weighed = True
             whole = self._solved(replace(c, tp=1, memory_saving=False))
             if isinstance(whole, Sharded):
                 e.bound_s = max(e.bound_s, self._bounds.shared_out_s(c, whole))
@@ -356,12 +358,10 @@ class Planner:
 
     def _microbatches_like(self, c: Candidate) -> Sequence[Candidate]:
         """Return one candidate for each microbatch size, in order, whose tensors may still be worth splitting."""
-        found, key = {c.micro: c}, self._splitter.key_of(c)
+        found = {c.micro: c}
         for e in self._entries:
-            other = e.candidate
-            alike = self._splitter.key_of(replace(other, micro=c.micro)) == key
-            if alike and self._bound_by_work(e) < self._best_s:
-                found.setdefault(other.micro, other)
+            if self._splitter.alike(c, e.candidate) and self._bound_by_work(e) < self._best_s:
+                found.setdefault(e.candidate.micro, e.candidate)
         return [found[micro] for micro in sorted(found)]
 
     def _stages(self, c: Candidate) -> Stages:

@@ -1,16 +1,15 @@
-"""Solve small mixed-integer programs, stated in PuLP, with HiGHS.
+"""Solve small mixed-integer programs with HiGHS.
 
     minimise  sum_j cost_j v_j   subject to   low_i <= sum_j a_ij v_j <= high_i,   lower_j <= v_j <= upper_j,
               v_j a whole number for some j
 
-An `IntegerProgram` is a PuLP problem under construction. Its constraints are named by the equation that they state in
-the docstring of their module: `(5)_17` states equation (5) and is the 17th row. Columns, rows and coefficients are
-converted for HiGHS once, so that solving a program with another objective does not build it anew, and the simplex
-method then starts from the last optimum (of 6,800 variables for a layer with experts: 13 instead of 28 ms). Variables
-and rows keep the order in which they were added: with one thread and one seed, equal calls give equal optima.
+Constraints of an `IntegerProgram` carry the number of the equation that they state in the docstring of their module.
+They are converted for HiGHS once, so that solving a program with another objective does not build it anew, and the
+simplex method then starts from the last optimum (of 6,800 variables for a layer with experts: 13 instead of 28 ms).
+Variables and rows keep the order in which they were added: with one thread and one seed, equal calls give equal optima.
 
 `minimise` solves the linear relaxation first and returns it if it is integral; otherwise branch and bound starts from
-it. If HiGHS is missing or fails, PuLP hands the problem to CBC, and the outcome's `notes` say so.
+it. If HiGHS is missing or fails, the program goes to CBC by way of PuLP, and the outcome's `notes` say so.
 
 A search solves many programs of some thousand variables. Presolve is off for the relaxation: it would take longer than
 the simplex iterations that it saves (25 of 30 ms on the 1,500 variables of a GPT layer).
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pulp
@@ -41,43 +40,53 @@ class SolverFailed(AutoptdError, RuntimeError):
     """No solver is installed, or every one failed."""
 
 
-class IntegerProgram:
-    """A mixed-integer program in PuLP: variables and constraints are added first, then objectives may change."""
+class Row(NamedTuple):
+    """A constraint; see `IntegerProgram.demand`."""
 
-    def __init__(self, name: str) -> None:
-        self.problem = pulp.LpProblem(name, pulp.LpMinimize)
-        self.index: dict[pulp.LpVariable, int] = {}  # in the order in which they were added
+    number: int
+    terms: Mapping[int, float]
+    low: float
+    high: float
+
+
+class IntegerProgram:
+    """A mixed-integer program: variables, numbered from 0, and constraints are added first, then costs may change."""
+
+    def __init__(self) -> None:
+        self.whole: list[bool] = []  # for each variable, whether it must be a whole number
+        self.bounds: list[tuple[float, float]] = []  # of each variable
+        self.rows: list[Row] = []
+        self.possible = True  # whether every constraint without variables holds
         self.costs: list[float] = []
         self.scale = 1.0  # of costs in the objective
         self.basis: Any = None  # of the last optimum of the relaxation, which the simplex method starts from
-        self._rows = 0
 
-    def variable(self, *, lower: float = 0.0, upper: float | None = 1.0, whole: bool = False) -> pulp.LpVariable:
-        """Return a new variable; `upper=None` is unbounded."""
-        # zero-padded, since PuLP orders variables by name
-        category = pulp.LpInteger if whole else pulp.LpContinuous
-        made = self.problem.add_variable(f"v{len(self.index):07d}", lower, upper, category)
-        self.index[made] = len(self.index)
-        return made
+    def variable(self, *, lower: float = 0.0, upper: float = 1.0, whole: bool = False) -> int:
+        """Return a new variable."""
+        self.bounds.append((lower, upper))
+        self.whole.append(whole)
+        return len(self.whole) - 1
 
-    def demand(self, number: int, constraint: pulp.LpConstraint) -> None:
-        """Add a constraint; `number`: of its equation in the docstring of the calling module."""
+    def demand(self, number: int, terms: Mapping[int, float], low: float = -math.inf, high: float = math.inf) -> None:
+        """Demand low <= sum of coefficient * variable <= high.
+
+        `terms`: coefficients by variable; `number`: of the equation in the docstring of the calling module."""
         assert "_arrays" not in self.__dict__, "the program has been solved already"
-        self._rows += 1
-        self.problem.addConstraint(constraint, f"({number})_{self._rows}")
+        if terms:
+            self.rows.append(Row(number, terms, low, high))
+        else:
+            self.possible = self.possible and low <= 0 <= high
 
-    def price(self, costs: Mapping[pulp.LpVariable, float]) -> None:
+    def price(self, costs: Mapping[int, float]) -> None:
         """Set the objective, scaled; variables missing from `costs` cost nothing."""
-        self.costs = [costs.get(variable, 0.0) for variable in self.index]
+        self.costs = [costs.get(variable, 0.0) for variable in range(len(self.whole))]
         largest = max(map(abs, self.costs), default=0.0)
         self.scale = COST_SCALE / largest if largest > 0 else 1.0
-        scaled = ((variable, cost * self.scale) for variable, cost in zip(self.index, self.costs, strict=True))
-        self.problem.setObjective(pulp.LpAffineExpression(scaled))
 
-    @cached_property
-    def whole(self) -> list[bool]:
-        """True for each variable that must be a whole number."""
-        return [variable.cat == pulp.LpInteger for variable in self.index]
+    @property
+    def scaled(self) -> list[float]:
+        """The coefficients of the objective."""
+        return [cost * self.scale for cost in self.costs]
 
     def cost_of(self, values: Sequence[float]) -> float:
         return math.fsum(c * v for c, v in zip(self.costs, values, strict=True))
@@ -87,23 +96,19 @@ class IntegerProgram:
         """The program without its objective in the form of HiGHS, row-wise."""
         import highspy
 
-        rows = [row for row in self.problem.constraints() if len(row)]
-        columns = [self.index[variable] for row in rows for variable, _ in row.items()]
         found = highspy.HighsLp()
-        found.num_col_, found.num_row_ = len(self.index), len(rows)
-        found.col_lower_ = np.array([variable.lowBound for variable in self.index])
-        found.col_upper_ = np.array([math.inf if v.upBound is None else v.upBound for v in self.index])
-        found.row_lower_ = np.array([-math.inf if row.sense == pulp.LpConstraintLE else -row.constant for row in rows])
-        found.row_upper_ = np.array([math.inf if row.sense == pulp.LpConstraintGE else -row.constant for row in rows])
+        found.num_col_, found.num_row_ = len(self.whole), len(self.rows)
+        found.col_lower_, found.col_upper_ = np.array(self.bounds, dtype=float).T
+        found.row_lower_, found.row_upper_ = (np.array([row[i] for row in self.rows]) for i in (2, 3))
         found.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        found.a_matrix_.start_ = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
-        found.a_matrix_.index_ = np.array(columns, dtype=np.int32)
-        found.a_matrix_.value_ = np.array([value for row in rows for value in row.values()], dtype=float)
+        found.a_matrix_.start_ = np.cumsum([0, *(len(row.terms) for row in self.rows)], dtype=np.int32)
+        found.a_matrix_.index_ = np.array([v for row in self.rows for v in row.terms], dtype=np.int32)
+        found.a_matrix_.value_ = np.array([c for row in self.rows for c in row.terms.values()], dtype=float)
         return found
 
     def arrays(self) -> Any:
         """Return the program in the form of HiGHS."""
-        self._arrays.col_cost_ = np.array(list(self.problem.objective.values()))
+        self._arrays.col_cost_ = np.array(self.scaled)
         return self._arrays
 
 
@@ -130,14 +135,14 @@ class Outcome:
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
-def minimise(program: IntegerProgram, costs: Mapping[pulp.LpVariable, float], time_limit_s: float = 60.0) -> Outcome:
+def minimise(program: IntegerProgram, costs: Mapping[int, float], time_limit_s: float = 60.0) -> Outcome:
     """Minimise the cost of a program, within about `time_limit_s` seconds.
 
     Raises `SolverFailed` when neither HiGHS nor CBC gives an answer.
     """
-    if not all(row.valid() for row in program.problem.constraints() if not len(row)):
+    if not program.possible:
         return Outcome("infeasible", (), math.inf, math.inf, "none")
-    if not program.index:
+    if not program.whole:
         return Outcome("optimal", (), 0.0, 0.0, "none")
     program.price(costs)
     notes: list[str] = []
@@ -241,7 +246,7 @@ def _read_highs(program: IntegerProgram, highs: Any, states: Any, bound: float, 
 def _solve_cbc(program: IntegerProgram, time_limit_s: float) -> Outcome:
     """Solve the relaxation, then branch and bound; CBC reports no bound, so the relaxation's is used."""
     command = getattr(pulp, "PULP_CBC_CMD", None) or pulp.COIN_CMD
-    problem, bound = program.problem, -math.inf
+    (problem, variables), bound = _in_pulp(program), -math.inf
     for mip in (False, True):
         solver = command(mip=mip, msg=False, threads=1, timeLimit=time_limit_s, options=["randomSeed 1"], gapRel=0.0)
         if not solver.available():
@@ -250,7 +255,7 @@ def _solve_cbc(program: IntegerProgram, time_limit_s: float) -> Outcome:
         if problem.status == pulp.LpStatusInfeasible:
             return Outcome("infeasible", (), math.inf, math.inf, "")
         found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-        values = [variable.varValue or 0.0 for variable in program.index]
+        values = [variable.varValue or 0.0 for variable in variables]
         proved = problem.sol_status == pulp.LpSolutionOptimal
         if proved and _is_whole(program, values):
             return _optimal(program, values)
@@ -259,6 +264,25 @@ def _solve_cbc(program: IntegerProgram, time_limit_s: float) -> Outcome:
     if not found or not _is_whole(program, values):
         return Outcome("unknown", (), math.inf, bound, "")
     return Outcome("feasible", _rounded(program, values), program.cost_of(values), bound, "")
+
+
+def _in_pulp(program: IntegerProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    """Return the program in PuLP, with its variables in order; rows are named by their equation, as in `(5)_17`."""
+    problem, variables = pulp.LpProblem("program", pulp.LpMinimize), []
+    for i, (whole, (lower, upper)) in enumerate(zip(program.whole, program.bounds, strict=True)):
+        kind = pulp.LpInteger if whole else pulp.LpContinuous  # PuLP orders variables by name, hence the zeros
+        variables.append(problem.add_variable(f"v{i:07d}", lower, None if upper == math.inf else upper, kind))
+    problem.setObjective(pulp.LpAffineExpression(zip(variables, program.scaled, strict=True)))
+    for i, row in enumerate(program.rows, 1):
+        sum_of = pulp.LpAffineExpression((variables[v], c) for v, c in row.terms.items())
+        if row.low == row.high:
+            problem.addConstraint(sum_of == row.low, f"({row.number})_{i}")
+            continue
+        if row.low > -math.inf:
+            problem.addConstraint(sum_of >= row.low, f"({row.number})_{i}")
+        if row.high < math.inf:
+            problem.addConstraint(sum_of <= row.high, f"({row.number})_{i}" + "_high" * (row.low > -math.inf))
+    return problem, variables
 
 
 _SOLVERS: dict[str, Callable[[IntegerProgram, float], Outcome]] = {"HiGHS": _solve_highs, "CBC": _solve_cbc}

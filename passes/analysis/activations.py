@@ -178,9 +178,9 @@ def _is_scatter(step: DataflowStep) -> bool:
 
 
 def _reads_weight(step: DataflowStep) -> bool:
-    if step.call is None or work(step.call).kind != "matmul":
+    if step.call is None or not any(v.storage.origin == "parameter" for v in step.operands):
         return False
-    return any(v.storage.origin == "parameter" for v in step.operands)
+    return work(step.call).kind == "matmul"
 
 
 def block_segments(folded: Folded) -> tuple[Segment, ...]:

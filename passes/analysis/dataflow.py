@@ -14,18 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from autoptd.layout.placements import B, O, Placement, Split, conversion
-from autoptd.passes.analysis.flops import work
+from autoptd.passes.analysis.flops import is_view
 from autoptd.passes.analysis.saved_tensors import ATTENTION, is_off, saved_tensors
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import infos, op_call, op_name, operands
+from autoptd.passes.graph import infos, op_name, operands
 from autoptd.passes.graph import numel as product
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.sharding import KindSharding, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 
@@ -134,6 +136,7 @@ class Flow:
     received: tuple[Value, ...]
     steps: tuple[DataflowStep, ...]
     sent: tuple[Value, ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False)  # cache of `liveness.py`: equal for all policies
 
 
 def flow(segments: Sequence[Segment], kinds: Mapping[str, KindSharding]) -> Flow:
@@ -216,7 +219,7 @@ def _outside(node: fx.Node, placement: Placement, origin: str) -> Value:
 
 
 def _step(node: fx.Node, taken: tuple[Value, ...], gives: tuple[Placement, ...], shared: bool) -> DataflowStep:
-    call = op_call(node)
+    call = op_of(node).call
     outputs = tuple(_outputs(node, call, taken, gives))
     saved: list[Storage] = []
     if any(t.requires_grad for t in call.outputs):
@@ -244,15 +247,17 @@ def _outputs(node: fx.Node, call: OpCall, taken: Sequence[Value], gives: Sequenc
 
 def _order(call: OpCall, taken: Sequence[Value]) -> tuple[int, ...] | None:
     """Return the memory order of a result that is a view of the first operand; None if the op writes a new tensor."""
-    if not taken or not (work(call).kind == "view" or is_off(call)):
+    if not taken or not (is_view(call) or is_off(call)):
         return None
     source, before = taken[0], call.operands[0]
     order = source.order or tuple(range(before.ndim))
     if call.target in _COPYING:
         straight = order == tuple(range(before.ndim))
-        grown = sympy.sympify(product(call.outputs[0].shape) - product(source.storage.shape)).is_positive
         same = call.target is aten.contiguous.default
-        return None if grown or not (straight or (not same and _outer_only(order, call))) else ()
+        if not (straight or (not same and _outer_only(order, call))):
+            return None
+        grown = sympy.sympify(product(call.outputs[0].shape) - product(source.storage.shape)).is_positive
+        return None if grown else ()
     moved = _permutation(call, before.ndim)
     if moved is None:
         return order if call.outputs[0].ndim == before.ndim else ()

@@ -55,7 +55,7 @@ class Work:
 
 def work(call: OpCall) -> Work:
     """Return kind, operations and bytes of a call."""
-    if _is_view(call):
+    if is_view(call):
         return Work("view")
     count = flops(call)
     bytes_out = sum((nbytes(t) for t in call.outputs), 0)
@@ -88,7 +88,7 @@ def _four(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     return (1,) * (4 - len(shape)) + shape
 
 
-def _is_view(call: OpCall) -> bool:
+def is_view(call: OpCall) -> bool:
     """Return whether the results alias an operand: by the op's schema, or as a cast to the same dtype."""
     if isinstance(call.target, (OwnFunction, OwnHook)):
         return call.target.view

@@ -11,7 +11,7 @@ the main gradients, which are counted elsewhere. Tensors are freed after their l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import SavedActivations, recomputed_steps, saved_in_flow
 from autoptd.passes.analysis.dataflow import GRADIENT_OF, DataflowStep, Flow, Number, Storage, Value, flow
+from autoptd.passes.analysis.lifetimes import Lifetimes, Moment, Recorder, most_bytes
 from autoptd.passes.analysis.overwriting import losses_in_place
 from autoptd.passes.analysis.workspace import workspace
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.opcall import Chunked, TensorInfo, target_name
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of
 
+_ELSEWHERE = ("parameter", "prelude")  # origins of storages that are counted elsewhere
 _PASSING = ("add", "sub")  # ops that pass the incoming gradient on, unless an operand is broadcast
-Sums = tuple[NDArray[np.int32], NDArray[np.int64]]  # indices of what is added up (0: nothing), where each sum begins
-_Moment = tuple[str, frozenset[Storage]]  # the step, and the storages alive
 
 
 @dataclass(frozen=True)
@@ -52,34 +52,36 @@ class Peak:
 
 @dataclass(frozen=True)
 class Walk:
-    """All moments of consecutive segments, each with the storages alive then; `peak` evaluates them at given sizes."""
+    """Lifetimes of storages in both passes of consecutive segments, and what is kept; `peak` adds up their bytes.
+
+    `backward` ends with the moments of a recomputing forward pass, if there is one.
+    """
 
     kept: tuple[SavedActivations, ...]
-    forward: tuple[_Moment, ...]
-    backward: tuple[_Moment, ...]
+    forward: Lifetimes
+    backward: Lifetimes
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:
         """Every storage that is alive at some moment."""
-        moments = (alive for _, alive in (*self.forward, *self.backward))
-        return tuple({k.storage for k in self.kept}.union(*moments))
+        spans = (storage for storage, _, _ in (*self.forward.spans, *self.backward.spans))
+        return tuple(dict.fromkeys((*(k.storage for k in self.kept), *spans)))
 
     @cached_property
-    def _alive(self) -> tuple[Sums, Sums, Sums]:
-        """The storages that are added up, by index: all that is kept, and each moment of the two passes."""
-        at = {s: i for i, s in enumerate(self.storages, 1)}
+    def _placed(self) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
+        """The indices of the storages that are kept, and the spans of each pass by index."""
+        at = {storage: i for i, storage in enumerate(self.storages)}
+        return [at[k.storage] for k in self.kept], self.forward.placed(at), self.backward.placed(at)
 
-        def sums(moments: Sequence[Collection[Storage]]) -> Sums:
-            lengths = [0, *(1 + len(alive) for alive in moments)]
-            found = [i for alive in moments for i in (0, *(at[s] for s in alive))]
-            return np.array(found, dtype=np.int32), np.cumsum(lengths)[:-1]
+    def sizes(
+        self, number: Number, ranks: int, cp: int = 1, known: dict[Storage, int] | None = None
+    ) -> tuple[int, ...]:
+        """Return the bytes of each storage: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size.
 
-        forward, backward = ([alive for _, alive in moments] for moments in (self.forward, self.backward))
-        return sums([[k.storage for k in self.kept]]), sums(forward), sums(backward)
-
-    def sizes(self, number: Number, ranks: int, cp: int = 1) -> tuple[int, ...]:
-        """Return the bytes of each storage: `number` evaluates a symbolic size on a cp rank, `ranks` is the tp size."""
-        return tuple(s.nbytes(number, ranks, cp) for s in self.storages)
+        `known`: bytes worked out before for equal arguments, and a place for these."""
+        known = {} if known is None else known
+        known.update((s, s.nbytes(number, ranks, cp)) for s in self.storages if s not in known)
+        return tuple(known[s] for s in self.storages)
 
     def peak(self, number: Number, ranks: int, cp: int = 1) -> Peak:
         """Return the peak at given sizes; see `sizes`."""
@@ -93,19 +95,17 @@ class Walk:
         if shares:
             names = (s.name.removeprefix(GRADIENT_OF) for s in self.storages)
             sizes = [round(size * shares.get(name, 1)) for size, name in zip(sizes, names, strict=True)]
-        table = np.array([0, *sizes], dtype=np.int64)
-        (kept,), forward, backward = (
-            np.add.reduceat(table[which], starts) if len(starts) else starts for which, starts in self._alive
-        )
-        return Peak(int(kept), int(forward.max(initial=0)), int(backward.max(initial=0 if len(backward) else kept)))
+        (which, forward, backward), table = self._placed, np.array(sizes, dtype=np.int64)
+        kept = sum(sizes[i] for i in which)
+        return Peak(kept, most_bytes(forward, table), most_bytes(backward, table) if self.backward.names else kept)
 
     def fullest(self, number: Number, ranks: int, cp: int = 1) -> tuple[str, sympy.Expr]:
         """Return the step of the peak (`backward of cross_entropy`), and its bytes in the sizes' symbols and t."""
 
-        def size(moment: _Moment) -> int:
+        def size(moment: Moment) -> int:
             return sum(s.nbytes(number, ranks, cp) for s in moment[1])
 
-        text, alive = max((*self.forward, *self.backward), key=size)
+        text, alive = max((*self.forward.moments(), *self.backward.moments()), key=size)
         terms = (s.elements * s.dtype.itemsize for s in sorted(alive, key=_order))
         return text, sympy.expand(sum(terms, sympy.Integer(0)))
 
@@ -131,13 +131,11 @@ def walk_flow(region: Flow, policy: str = "none", *, regather: bool = False, in_
     saved = saved_in_flow(region, policy, regather=regather)
     everything = saved_in_flow(region, "none", regather=regather)
     in_place = losses_in_place(region, policy, regather=regather) if in_place_loss else {}
-    forward = tuple(_forward(region, {k.storage for k in saved}, in_place))
-    if policy != "none":  # the recomputing pass saves everything
-        again = _forward(region, {k.storage for k in everything}, in_place)
-        inputs = frozenset(k.storage for k in saved)
-    backward = tuple(_backward(region, saved, everything, policy, in_place))
-    if policy in ("full", "ops"):
-        backward += tuple((f"recomputing {text}", alive | inputs) for text, alive in again)
+    kept, whole = ({k.storage for k in found} for found in (saved, everything))
+    forward = _forward(region, kept, in_place)
+    backward = _backward(region, kept, whole, policy, in_place)
+    if policy in ("full", "ops"):  # the recomputing pass saves everything
+        backward = backward.then(_forward(region, whole, in_place, "recomputing ", kept))
     return Walk(saved, forward, backward)
 
 
@@ -154,69 +152,128 @@ def stage_peak(parts: Iterable[Peak], in_flight: int) -> int:
     return (in_flight - 1) * before + max(fullest, before)
 
 
-def _forward(region: Flow, saved: set[Storage], in_place: Mapping[str, bool]) -> Iterator[_Moment]:
-    """Yield the moments of a forward pass. `in_place`: as from `losses_in_place`."""
-    last: dict[Storage, int] = {}
+def _forward(
+    region: Flow,
+    saved: set[Storage],
+    in_place: Mapping[str, bool],
+    name: str = "",
+    always: Collection[Storage] = (),
+) -> Lifetimes:
+    """Return the lifetimes in a forward pass. `in_place`: as from `losses_in_place`; `always`: alive besides."""
+    found, last = Recorder(always), dict[Storage, int]()
     for i, step in enumerate(region.steps):
-        for value in (*step.operands, *step.outputs):
-            last[value.storage] = i
-    last |= {v.storage: len(region.steps) for v in region.sent}
-    alive = {v.storage for v in region.received}
+        last.update((value.storage, i) for value in (*step.operands, *step.outputs))
+    ends = _by_moment((s, i) for s, i in last.items() if s not in saved)
+    unread = [v.storage for v in region.received if v.storage not in last and v.storage not in saved]
+    ends.setdefault(0, []).extend(unread)
+    sent, alive, own = {v.storage for v in region.sent}, set[Storage](), _own(region)
+
+    def begin(storages: Iterable[Storage]) -> None:
+        new = dict.fromkeys(s for s in storages if s not in alive and s.origin not in _ELSEWHERE)
+        found.hold(new)
+        alive.update(new)
+
+    def end(storages: Iterable[Storage]) -> None:
+        old = [s for s in storages if s in alive]
+        found.release(old)
+        alive.difference_update(old)
+
+    begin(v.storage for v in region.received)
     for i, step in enumerate(region.steps):
-        alive |= {s for s in step.saved if s in saved} | {v.storage for v in step.outputs}
-        name = step.node.name if step.node is not None else ""
-        if in_place.get(name):  # the tensor of the logits' size that it saves has their memory
-            alive.discard(step.operands[0].storage)
-        own = step.call is not None and not step.view and name not in in_place
-        extra = _extra(step, workspace(step.call).forward if step.call and own else ())
-        yield step.name, frozenset(s for s in (*alive, *extra) if s.origin not in ("parameter", "prelude"))
-        alive = {s for s in alive if s in saved or last.get(s, -1) > i}
+        begin((*(s for s in step.saved if s in saved), *(v.storage for v in step.outputs)))
+        text = step.node.name if step.node is not None else ""
+        if in_place.get(text):  # the tensor of the logits' size that it saves has their memory
+            end([step.operands[0].storage])
+        found.moment(name + step.name, () if text in in_place else own[i][0])
+        end(s for s in ends.get(i, ()) if s not in sent)
+    return found.finish()
 
 
-def _extra(step: DataflowStep, tensors: Sequence[TensorInfo]) -> set[Storage]:
+def _by_moment(places: Iterable[tuple[Storage, int]]) -> dict[int, list[Storage]]:
+    found: dict[int, list[Storage]] = {}
+    for storage, i in places:
+        found.setdefault(i, []).append(storage)
+    return found
+
+
+def _own(region: Flow) -> Sequence[tuple[list[Storage], list[Storage]]]:
+    """Return each step's own workspace in forward and in backward."""
+    if "own" not in region.memo:
+        region.memo["own"] = [_own_of(step) for step in region.steps]
+    return region.memo["own"]  # type: ignore[no-any-return]
+
+
+def _own_of(step: DataflowStep) -> tuple[list[Storage], list[Storage]]:
+    if step.call is None or step.view:
+        return [], []
+    found = workspace(step.call)
+    return _extra(step, found.forward), _extra(step, found.backward)
+
+
+def _extra(step: DataflowStep, tensors: Sequence[TensorInfo]) -> list[Storage]:
     limits = [t.max_elements if isinstance(t, Chunked) else 0 for t in tensors]
-    return {
+    return [
         Storage(f"{step.name}'s own {i}", t.shape, t.dtype, step.ranks, max_elements=limit)
         for i, (t, limit) in enumerate(zip(tensors, limits, strict=True))
-    }
+    ]
 
 
 def _backward(
-    region: Flow,
-    saved: Sequence[SavedActivations],
-    everything: Sequence[SavedActivations],
-    policy: str,
-    in_place: Mapping[str, bool],
-) -> Iterator[_Moment]:
-    steps = region.steps
+    region: Flow, saved: set[Storage], everything: set[Storage], policy: str, in_place: Mapping[str, bool]
+) -> Lifetimes:
+    steps, found = region.steps, Recorder()
     first = {s: i for i, step in reversed(list(enumerate(steps))) for s in step.saved}  # its last use in backward
-    restored = {k.storage for k in everything} - {k.storage for k in saved}
     again = {id(s) for s in recomputed_steps(steps, policy)}
     back = max((i for i, s in enumerate(steps) if id(s) in again), default=-1)
-    back = len(steps) if policy in ("full", "ops") else back
-    alive = {k.storage for k in saved}
-    gradients = {_key(v): v.gradient for v in region.sent if v.info.requires_grad}
-    for i, step in reversed(list(enumerate(steps))):
-        if i <= back:
-            alive |= {s for s in restored if first.get(s, -1) <= i}
-        incoming = [gradients.pop(_key(v)) for v in step.outputs if _key(v) in gradients]
-        made: dict[tuple[str, str], Storage] = {}
-        if incoming:
-            wanted = {_key(v): v for v in step.operands if v.info.requires_grad}
-            made = {k: incoming[0] if _passes_gradient(step, v) else v.gradient for k, v in wanted.items()}
-        needed = {s for s in step.saved if s.origin not in ("parameter", "prelude")} if incoming else set()
-        own = _extra(step, workspace(step.call).backward if step.call and incoming and not step.view else ())
-        if step.node is not None and step.node.name in in_place:
-            made, own = {k: _overwritten(step, gradient) for k, gradient in made.items()}, set()
-        yield (
-            f"backward of {step.name}",
-            frozenset({*alive, *needed, *gradients.values(), *incoming, *made.values(), *own}),
-        )
-        parameters = {_key(v) for v in step.operands if v.storage.origin == "parameter"}
-        for key, gradient in made.items():
-            if key not in parameters:
-                gradients.setdefault(key, gradient)
-        alive = {s for s in alive if first.get(s, -1) < i}
+    back = len(steps) - 1 if policy in ("full", "ops") else back
+    restored = [s for s in everything - saved if first.get(s, -1) <= back]
+    ends = _by_moment((s, first[s]) for s in (*saved, *restored) if s in first)
+    moves = _gradient_moves(region, frozenset(in_place))
+    found.hold((*saved, *{_key(v): v.gradient for v in region.sent if v.info.requires_grad}.values()))
+    for i, step, move in zip(reversed(range(len(steps))), reversed(steps), moves, strict=True):
+        if i == back:
+            found.hold(restored)
+        found.moment(f"backward of {step.name}", move.briefly)
+        found.hold(move.passed)
+        found.release((*move.used, *ends.get(i, ())))
+    return found.finish()
+
+
+@dataclass(frozen=True)
+class _GradientMove:
+    """Storages in one step of a backward pass: alive in this moment, gradients that it makes for later steps, and those
+    that it was the last to use."""
+
+    briefly: tuple[Storage, ...]
+    passed: tuple[Storage, ...]
+    used: tuple[Storage, ...]
+
+
+def _gradient_moves(region: Flow, in_place: frozenset[str]) -> Sequence[_GradientMove]:
+    """Return the moves of all steps, the last step first. `in_place`: losses that make no gradient of their own."""
+    if in_place not in region.memo:
+        gradients = {_key(v): v.gradient for v in region.sent if v.info.requires_grad}
+        both = zip(reversed(region.steps), reversed(_own(region)), strict=True)
+        region.memo[in_place] = [_gradient_move(step, own[1], gradients, in_place) for step, own in both]
+    return region.memo[in_place]  # type: ignore[no-any-return]
+
+
+def _gradient_move(
+    step: DataflowStep, own: Sequence[Storage], gradients: dict[tuple[str, str], Storage], in_place: frozenset[str]
+) -> _GradientMove:
+    """Return the move of one step, and update the `gradients` in flight."""
+    used = tuple(gradients.pop(_key(v)) for v in step.outputs if _key(v) in gradients)
+    if not used:
+        return _GradientMove((), (), ())
+    wanted = {_key(v): v for v in step.operands if v.info.requires_grad}
+    made = {k: used[0] if _passes_gradient(step, v) else v.gradient for k, v in wanted.items()}
+    needed = [s for s in step.saved if s.origin not in _ELSEWHERE]
+    if step.node is not None and step.node.name in in_place:
+        made, own = {k: _overwritten(step, gradient) for k, gradient in made.items()}, ()
+    parameters = {_key(v) for v in step.operands if v.storage.origin == "parameter"}
+    passed = {k: gradient for k, gradient in made.items() if k not in parameters and k not in gradients}
+    gradients.update(passed)
+    return _GradientMove((*needed, *made.values(), *own), tuple(passed.values()), used)
 
 
 def _overwritten(step: DataflowStep, gradient: Storage) -> Storage:

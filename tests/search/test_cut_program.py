@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -64,9 +65,9 @@ def test_both_solvers_cut_random_lines_equally_well() -> None:
 def _dropped(*numbers: int) -> Callable[..., None]:
     demand = cut_program.IntegerProgram.demand
 
-    def without(self: cut_program.IntegerProgram, this: int, constraint: object) -> None:
+    def without(self: cut_program.IntegerProgram, this: int, *row: Any, **limits: float) -> None:
         if this not in numbers:
-            demand(self, this, constraint)
+            demand(self, this, *row, **limits)
 
     return without
 

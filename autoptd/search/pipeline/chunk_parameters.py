@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TypeVar
 
 import torch
@@ -55,8 +55,14 @@ class ChunkParameters:
         return memo[what]  # type: ignore[no-any-return]
 
     def _name_segments(self) -> tuple[int, ...]:
+        """Name segments of one kind with equal parameters and equal crossing tensors alike."""
         known: dict[tuple[object, ...], int] = {}
-        return tuple(known.setdefault((s.kind, self._cost_key(s.index)), len(known)) for s in self.folded.segments)
+        keys = zip(self.folded.segments, self._parameters, (*self._crossing_bytes[1:], (0, 0)), strict=True)
+        return tuple(
+            # where a kind's parameters are stored is decided once
+            known.setdefault((s.kind, tuple((p[1], p[3], p[4]) for p in parameters), behind), len(known))
+            for s, parameters, behind in keys
+        )
 
     def _count_crossing(self) -> list[tuple[int, int]]:
         """Return the local bytes that cross each boundary between segments: (held by every tp rank, split over tp)."""
@@ -108,26 +114,28 @@ class ChunkParameters:
 
     def _list_parameters(self) -> list[list[tuple[str, int, Placement, bool, bool]]]:
         """Return for each segment its parameters: (name, local elements, placement, frozen, first read here)."""
-        traced = self.folded.traced
+        traced, experts = self.folded.traced, self._experts
+        local = {kind: self._local_numel(kind) for kind in self.folded.representatives}
         reader: dict[str, int] = {}
         found = []
         for segment in self.folded.segments:
-            decided = self.sharded.sharding.kinds[segment.kind]
             mine = []
-            for node, stored in zip(segment.parameters, decided.parameters, strict=True):
+            for node, (whole, stored) in zip(segment.parameters, local[segment.kind], strict=True):
                 name = traced.parameters[node.name]
-                tensor = infos(node)[0]
-                count = self.tensors.nbytes(tensor, stored) // tensor.dtype.itemsize
-                count //= self.candidate.ep if name in self._experts else 1
+                count = whole // (self.candidate.ep if name in experts else 1)
                 first = reader.setdefault(name, segment.index) == segment.index
                 mine.append((name, count, stored, name in traced.frozen, first))
             found.append(mine)
         return found
 
-    def _cost_key(self, segment: int) -> Hashable:
-        """Return a value that is equal for segments of one kind with equal parameters and equal crossing tensors."""
-        behind = self._crossing_bytes[segment + 1] if segment + 1 < len(self._crossing_bytes) else (0, 0)
-        return tuple(parameter[1:] for parameter in self._parameters[segment]), behind
+    def _local_numel(self, kind: str) -> list[tuple[int, Placement]]:
+        """Return the local elements without ep, and the placement, of each parameter of a kind."""
+        decided, nodes = self.sharded.sharding.kinds[kind], self.folded.representatives[kind].parameters
+        tensors = [infos(node)[0] for node in nodes]
+        return [
+            (self.tensors.nbytes(tensor, stored) // tensor.dtype.itemsize, stored)
+            for tensor, stored in zip(tensors, decided.parameters, strict=True)
+        ]
 
     @property
     def _dtypes(self) -> dict[str, torch.dtype]:

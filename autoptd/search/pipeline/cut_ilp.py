@@ -1,4 +1,4 @@
-"""State the stage cut in PuLP: the segments of each pipeline stage and their recomputation (stage level).
+"""State the stage cut as an integer program: the segments of each pipeline stage and their recomputation (stage level).
 
 Stage k of p holds a run i..j of the n segments, with one of the recompute options r for that run on that stage:
 `StageOption`s, each with its seconds of a microbatch T[k,i,j,r] (sending included) and its share M[k,i,j,r] of the
@@ -24,11 +24,10 @@ fastest option that fits, and is far faster.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-from pulp import LpAffineExpression, LpVariable, lpSum
 
 from autoptd.errors import AutoptdError
 from autoptd.search.pipeline.windows import Cuts
@@ -71,42 +70,40 @@ class CutProgram:
     def __init__(self, runs: Mapping[Run, Sequence[StageOption]], segments: int) -> None:
         self.stages, self.segments = 1 + max(k for k, _, _ in runs), segments
         self.unit_s = max(option.seconds for options in runs.values() for option in options) or 1.0
-        self.program = IntegerProgram("cut")
+        self.program = IntegerProgram()
         self.w = {
             (*run, r): self.program.variable(whole=True) for run, options in runs.items() for r in range(len(options))
         }
-        self.t = [self.program.variable(upper=None) for _ in range(self.stages)]
-        self.slowest = self.program.variable(upper=None)
+        self.t = [self.program.variable(upper=math.inf) for _ in range(self.stages)]
+        self.slowest = self.program.variable(upper=math.inf)
         _chain(self)
         for k in range(self.stages):
             own = {w: runs[k, i, j][r] for (stage, i, j, r), w in self.w.items() if stage == k}
-            shares = LpAffineExpression((w, option.share) for w, option in own.items())
-            seconds = LpAffineExpression((w, option.seconds / self.unit_s) for w, option in own.items())
-            self.program.demand(4, shares <= 1)
-            self.program.demand(5, self.t[k] - seconds == 0)
-            self.program.demand(6, self.slowest - self.t[k] >= 0)
+            seconds = {w: -option.seconds / self.unit_s for w, option in own.items()}
+            self.program.demand(4, {w: option.share for w, option in own.items()}, high=1)
+            self.program.demand(5, {self.t[k]: 1.0, **seconds}, 0, 0)
+            self.program.demand(6, {self.slowest: 1.0, self.t[k]: -1.0}, 0)
 
-    def costs(self, rounds: float) -> dict[LpVariable, float]:
+    def costs(self, rounds: float) -> dict[int, float]:
         return {self.slowest: rounds, **dict.fromkeys(self.t, 1.0)}
 
     def cuts(self, outcome: Outcome) -> Cuts:
         """Return the first and last segment of each stage in a solution."""
-        index = self.program.index
-        taken = {k: (i, j) for (k, i, j, _), w in self.w.items() if outcome.values[index[w]] > 0.5}
+        taken = {k: (i, j) for (k, i, j, _), w in self.w.items() if outcome.values[w] > 0.5}
         return tuple(taken[k] for k in range(self.stages))
 
 
 def _chain(model: CutProgram) -> None:
     """Add constraints (1) to (3)."""
-    begins: dict[tuple[int, int], list[LpVariable]] = defaultdict(list)  # by stage and first segment
-    ends: dict[tuple[int, int], list[LpVariable]] = defaultdict(list)  # by stage, and the segment after the last
+    begins: dict[tuple[int, int], list[int]] = defaultdict(list)  # by stage and first segment
+    ends: dict[tuple[int, int], list[int]] = defaultdict(list)  # by stage, and the segment after the last
     for (k, i, j, _), w in model.w.items():
         begins[k, i].append(w)
         ends[k, j + 1].append(w)
-    model.program.demand(1, lpSum(begins[0, 0]) == 1)
+    model.program.demand(1, dict.fromkeys(begins[0, 0], 1.0), 1, 1)
     for k in range(model.stages - 1):
         for place in range(1, model.segments):
             here, behind = ends[k, place], begins[k + 1, place]
             if here or behind:
-                model.program.demand(2, lpSum(here) - lpSum(behind) == 0)
-    model.program.demand(3, lpSum(ends[model.stages - 1, model.segments]) == 1)
+                model.program.demand(2, {**dict.fromkeys(here, 1.0), **dict.fromkeys(behind, -1.0)}, 0, 0)
+    model.program.demand(3, dict.fromkeys(ends[model.stages - 1, model.segments], 1.0), 1, 1)

@@ -23,8 +23,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pulp import LpAffineExpression, LpVariable, lpSum
-
 from autoptd.schedule import row_of
 from autoptd.search.pipeline.lower_bounds import alternations, busiest_edge_s, message_path_s, passed_over
 from autoptd.search.solver import IntegerProgram, minimise
@@ -70,18 +68,18 @@ def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> 
     """Return a lower bound on the seconds of all microbatches; infinite if not even fractions fit.
 
     `by_pool`: the blocks with their costs on each device type."""
-    program = IntegerProgram("relaxation")
+    program = IntegerProgram()
     groups = list(_groups(pipeline.pools))
     blocks = by_pool[0]
-    least = program.variable(upper=None)
-    times = [program.variable(upper=None) for _ in groups]
-    forwards = [program.variable(upper=None) for _ in groups]
-    shares: list[list[list[LpVariable]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
+    least = program.variable(upper=math.inf)
+    times = [program.variable(upper=math.inf) for _ in groups]
+    forwards = [program.variable(upper=math.inf) for _ in groups]
+    shares: list[list[list[int]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
     longest = max(len(b.segments) for b in blocks)
     for rank, group in enumerate(groups):
         alive, budget_bytes = min(pipeline.alive[k] for k in group), pipeline.budgets[group[0]]
-        seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[LpVariable, float]()
-        partial: list[LpVariable] = []
+        seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[int, float]()
+        partial: list[int] = []
         for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
             for i, part in enumerate((same.whole, *same.segments)):
                 for recompute_s, kept in part.options:
@@ -93,18 +91,18 @@ def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> 
                     seconds[some] = part.forward_s + part.backward_s + recompute_s
                     forward[some] = part.forward_s
                     held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, budget_bytes)
-        program.demand(1, LpAffineExpression(seconds) == 0)
-        program.demand(2, LpAffineExpression(forward) == 0)
+        program.demand(1, seconds, 0, 0)
+        program.demand(2, forward, 0, 0)
         if partial:
-            program.demand(3, lpSum(partial) <= 2.0 * (longest - 1) * pipeline.virtual * len(group))
+            program.demand(3, dict.fromkeys(partial, 1.0), high=2.0 * (longest - 1) * pipeline.virtual * len(group))
         if math.isfinite(budget_bytes):
-            program.demand(4, LpAffineExpression(held) <= len(group) * budget_bytes / max(1.0, budget_bytes))
+            program.demand(4, held, high=len(group) * budget_bytes / max(1.0, budget_bytes))
     for same, own in zip(blocks, shares, strict=True):
         for share in own:
-            program.demand(5, lpSum(share) == same.count)
+            program.demand(5, dict.fromkeys(share, 1.0), same.count, same.count)
     for rank, group in enumerate(groups):
         for path, constant in _paths(rank, group, times, forwards, pipeline):
-            program.demand(6, least - LpAffineExpression(path) >= constant)
+            program.demand(6, {least: 1.0, **{v: -c for v, c in path.items()}}, constant)
     outcome = minimise(program, {least: 1.0})
     if outcome.status == "infeasible":
         return math.inf
@@ -121,8 +119,8 @@ def _groups(pools: Sequence[int]) -> Iterator[range]:
 
 
 def _paths(
-    at: int, group: range, times: Sequence[LpVariable], forwards: Sequence[LpVariable], pipeline: Pipeline
-) -> list[tuple[dict[LpVariable, float], float]]:
+    at: int, group: range, times: Sequence[int], forwards: Sequence[int], pipeline: Pipeline
+) -> list[tuple[dict[int, float], float]]:
     """Return the paths on which a stage of this group is the bottleneck: coefficients of variables, and a constant."""
     m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
     if pipeline.virtual > 1:  # chunks before a rank's first one may be arbitrarily small

@@ -75,6 +75,7 @@ class Messages:
         for stage in range(self.route.stages - 1):
             lanes = self.edges.get(self.route.edge(stage), ())
             if lanes not in rows:
-                rows[lanes] = np.array([self.send_s(stage, place) for place in range(1, n)])
+                known = {crossing: self.send_s(stage, place) for place, crossing in enumerate(self.crossing) if place}
+                rows[lanes] = np.array([known[crossing] for crossing in self.crossing[1:]])
             found[stage, :-1] = rows[lanes]
         return found

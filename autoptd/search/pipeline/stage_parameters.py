@@ -65,7 +65,8 @@ def block_peak(
             in_place_loss=loss_of(method, tensors.folded, sharded.sharding) == "in_place",
         )
         if of_sizes not in sharded.sizes:
-            sharded.sizes[of_sizes] = found.sizes(tensors.number, tensors.ranks, tensors.cp)
+            bytes_of = sharded.memo.setdefault("bytes of storages", {})
+            sharded.sizes[of_sizes] = found.sizes(tensors.number, tensors.ranks, tensors.cp, bytes_of)
         sharded.peaks[key] = found.peak_of(sharded.sizes[of_sizes], shares)
     return sharded.peaks[key]
 

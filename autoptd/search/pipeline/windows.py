@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -78,8 +79,9 @@ class PartitionProblem:
         return np.minimum.reduce(self.base_s)
 
     def of_stages(self, values: Sequence[float]) -> Floats:
-        """Return the value for each stage, [k, 1, 1], of values by device type."""
-        return np.array(values, dtype=float)[list(self.pools)][:, None, None]
+        """Return the value for each stage, [k, 1, 1], of values by device type; [1, 1, 1] if there is one type."""
+        of = [0] if len(values) == 1 else list(self.pools)
+        return np.array(values, dtype=float)[of][:, None, None]
 
     def is_full(self, stage: int, first: int, last: int) -> bool:
         """Return whether a stage of these segments lacks memory without recomputation."""
@@ -116,15 +118,22 @@ class Windows:
     @cached_property
     def lower_s(self) -> Floats:
         """Lower bound on the seconds of a stage that holds the window, [k, e, l]."""
+        problem = self.problem
+        base = np.stack([self._sums(base) for base in problem.base_s])
+        base = base if len(base) == 1 else base[list(problem.pools)]
+        sent = np.where(self.possible, base + problem.send_s[:, :, None], np.inf)
+        return sent if min(problem.budget_bytes) == math.inf else sent + self._again_s
+
+    @property
+    def _again_s(self) -> Floats:
+        """Least seconds of the recomputation that memory takes, [k, e, l]; infinite if none makes it fit."""
         problem, alive = self.problem, np.array(self.problem.alive, dtype=float)[:, None, None]
         kept = self._sums(problem.kept)
         most = kept - self._sums(problem.least_kept)
         over = kept - self._room / alive  # bytes too many per in-flight microbatch
         with np.errstate(invalid="ignore"):
             again_s = np.where(over > most + _ROUNDING * kept, np.inf, over * problem.of_stages(problem.recompute_s))
-            again = np.where(over > 0, again_s, 0.0)
-        base = np.stack([self._sums(base) for base in problem.base_s])[list(problem.pools)]
-        return np.where(self.possible, base + problem.send_s[:, :, None] + again, np.inf)
+        return np.where(over > 0, again_s, 0.0)
 
     @cached_property
     def least_excess(self) -> Floats:
@@ -221,12 +230,16 @@ def partition(values: Floats, starts: Ints, *, minimax: bool = False) -> Partiti
 
     reach_k[e] = min over l of reach_{k-1}[start] (+ or max) values[k, e, l]; ties take the shortest window.
     """
-    stages, n, _ = values.shape
+    stages, n, longest = values.shape
     safe, join = np.maximum(starts, 0), np.maximum if minimax else np.add
     reach = np.full((stages + 1, n + 1), np.inf)
     reach[0, 0] = -np.inf if minimax else 0.0
+    by_length = np.ascontiguousarray(values.transpose(0, 2, 1))  # long rows, over which minima are fast
+    padded = np.full(longest + n, np.inf)  # windows that start before the first segment are impossible
+    begun, joined = sliding_window_view(padded, n)[longest - 1 :: -1], np.empty((longest, n))  # reach of e - l, [l, e]
     for stage in range(stages):
-        join(reach[stage][safe], values[stage]).min(axis=1, out=reach[stage + 1, 1:])
+        padded[longest - 1 :] = reach[stage]
+        join(begun, by_length[stage], out=joined).min(axis=0, out=reach[stage + 1, 1:])
     if reach[stages, n] == math.inf:
         return None
     cuts, end = [], n - 1

@@ -59,14 +59,15 @@ class SplitNumbers(Prices):
         world: int = 0,
         context: str = "ring",
         programs: SplitPrograms | None = None,
+        like: Prices | None = None,
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
         `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement; `whole`: names
         of parameters that are not split. Both apply to all equal segments if they name a parameter of one.
-        `programs`: cache of programs built before.
+        `programs`: cache of programs built before; `like`: as in `Prices`.
         """
-        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context)
+        super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context, like)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes

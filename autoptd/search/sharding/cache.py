@@ -59,6 +59,12 @@ class ShardingQuery:
     world: int = 0  # given if it matters: tp groups that lie unevenly over nodes
 
 
+def _priced_alike(one: ShardingQuery, other: ShardingQuery) -> bool:
+    """Return whether ops cost the same in both problems, whatever choices these leave."""
+    same = ("tp", "micro", "cp", "values", "kernels", "attention", "fp8", "context", "world", "cluster")
+    return all(getattr(one, name) == getattr(other, name) for name in same)
+
+
 class ShardingCache:
     """The cache of one folded graph. Not thread-safe."""
 
@@ -117,6 +123,7 @@ class ShardingCache:
             world=q.world,
             context=q.context,
             programs=self._programs,
+            like=next((tensors for other, tensors in self._tensors.items() if _priced_alike(q, other)), None),
         )
         if len(self._tensors) > _ENTRIES:
             self._tensors.popitem(last=False)

@@ -23,6 +23,7 @@ from autoptd.search.sharding.expert_work import LAUNCHES
 from autoptd.search.sharding.fp8 import conversion as converted
 from autoptd.search.sharding.op_table import OpFacts, Workbook
 
+Passes = tuple[float, float]  # seconds of forward, of backward
 Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
 
 
@@ -42,14 +43,18 @@ class Prices:
         cp: int = 1,
         world: int = 0,
         context: str = "ring",
+        like: Prices | None = None,
     ) -> None:
+        """`like`: other prices for the same arguments, whose results are shared."""
         self.workbook, self.cluster, self.ranks, self.cp, self.world = workbook, cluster, ranks, cp, world
         self.context = context
         self.values = dict(values)
         self.sizes = Sizes(self.values, BATCH)
-        self._numbers: dict[Size, int] = {}
-        self._nbytes: dict[TensorInfo, int] = {}
-        self._kernels: dict[tuple[fx.Node, str], Kernels] = {}
+        self._numbers: dict[Size, int] = like._numbers if like else {}
+        self._nbytes: dict[TensorInfo, int] = like._nbytes if like else {}
+        self._kernels: dict[tuple[fx.Node, str], Kernels] = like._kernels if like else {}
+        self._op_s: dict[tuple[fx.Node, str], Passes] = like._op_s if like else {}
+        self._conversion_s: dict[tuple[TensorInfo, Placement, Placement], Passes] = like._conversion_s if like else {}
 
     # ---- sizes ----
 
@@ -184,8 +189,14 @@ class Prices:
 
     # ---- seconds ----
 
-    def op_seconds(self, node: fx.Node, strategy: Strategy) -> tuple[float, float]:
+    def op_seconds(self, node: fx.Node, strategy: Strategy) -> Passes:
         """Return seconds (forward, backward) of one op on one rank, with the collectives inside its implementation."""
+        key = node, str(strategy)
+        if key not in self._op_s:
+            self._op_s[key] = self._price_op(node, strategy)
+        return self._op_s[key]
+
+    def _price_op(self, node: fx.Node, strategy: Strategy) -> Passes:
         device = self.cluster.device
         forward, backward = (sum(op_s(device, work) for work in each) for each in self.kernels(node, strategy))
         for name, elements in strategy.collectives:
@@ -195,8 +206,14 @@ class Prices:
     def collective(self, name: str, nbytes: float) -> float:
         return collective_s(name, nbytes, self.cluster, self.ranks, 1, self.world)
 
-    def conversion_seconds(self, tensor: TensorInfo, source: Placement, target: Placement) -> tuple[float, float]:
+    def conversion_seconds(self, tensor: TensorInfo, source: Placement, target: Placement) -> Passes:
         """Return seconds (forward, backward) of one conversion."""
+        key = tensor, source, target
+        if key not in self._conversion_s:
+            self._conversion_s[key] = self._price_conversion(*key)
+        return self._conversion_s[key]
+
+    def _price_conversion(self, tensor: TensorInfo, source: Placement, target: Placement) -> Passes:
         row = conversion(source, target)
         if not row.function:
             return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""State and solve the splits ILP in PuLP: one strategy for every op of a graph (tensor level).
+"""State and solve the splits ILP: one strategy for every op of a graph (tensor level).
 
 Nodes that are fixed to a choice lose their others beforehand, and so do choices that cannot be met or are dominated.
 
@@ -43,14 +43,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pulp import LpAffineExpression, LpVariable, lpSum
-
 from autoptd.errors import AutoptdError
 from autoptd.layout.placements import Placement
 from autoptd.search.infeasible import conflict
 from autoptd.search.sharding.problem import Choice, Pair, SplitProblem, SplitSolution, evaluate, pruned, with_fixed
 from autoptd.search.solver import IntegerProgram, Outcome, minimise
 
+Sums = dict[Placement, list[int]]  # variables that are added up
 TIE_BREAK = 1e-9  # of the optimum, at most
 _KEPT = 16  # programs of a few megabytes
 
@@ -126,16 +125,16 @@ class SplitProgram:
 
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
-        self.program = IntegerProgram("splits")
-        self.x: dict[tuple[str, str], LpVariable] = {}
-        self.z: dict[tuple[str, Placement, Placement], LpVariable] = {}
-        self.s: dict[Pair, LpVariable] = {}
+        self.program = IntegerProgram()
+        self.x: dict[tuple[str, str], int] = {}
+        self.z: dict[tuple[str, Placement, Placement], int] = {}
+        self.s: dict[Pair, int] = {}
         _add_choices(self)
         _add_tensors(self)
         _add_saved(self)
         _add_ties(self)
 
-    def costs(self, problem: SplitProblem) -> dict[LpVariable, float]:
+    def costs(self, problem: SplitProblem) -> dict[int, float]:
         """Return the cost of each variable in a problem of this structure."""
         price = problem.second_per_byte
         own = [[choice.seconds + price * choice.bytes for choice in node.choices] for node in problem.nodes]
@@ -150,9 +149,8 @@ class SplitProgram:
 
     def taken(self, problem: SplitProblem, outcome: Outcome) -> dict[str, Choice]:
         """Return the choice of each node."""
-        at = {key: self.program.index[x] for key, x in self.x.items()}
         return {
-            node.name: next(c for c in node.choices if outcome.values[at[node.name, c.label]] > 0.5)
+            node.name: next(c for c in node.choices if outcome.values[self.x[node.name, c.label]] > 0.5)
             for node in problem.nodes
         }
 
@@ -208,12 +206,12 @@ def _add_choices(model: SplitProgram) -> None:
         own = {option.label: model.program.variable(whole=True) for option in node.options}
         assert len(own) == len(node.options), f"two choices of one label in {node.name}"
         model.x.update({(node.name, label): x for label, x in own.items()})
-        model.program.demand(1, lpSum(own.values()) == 1)
+        model.program.demand(1, dict.fromkeys(own.values(), 1.0), 1, 1)
 
 
 def _add_tensors(model: SplitProgram) -> None:
-    producer: dict[str, dict[Placement, LpAffineExpression]] = {}  # X[t,q]
-    consumers: dict[str, dict[str, dict[Placement, LpAffineExpression]]] = defaultdict(dict)  # W[n,t,p]
+    producer: dict[str, Sums] = {}  # X[t,q]
+    consumers: dict[str, dict[str, Sums]] = defaultdict(dict)  # W[n,t,p]
     once: dict[str, list[str]] = defaultdict(list)  # nodes that want a tensor exactly once whatever they choose
     for node in model.structure.nodes:
         producer.update(_sums(model, node, [option.gives for option in node.options]))
@@ -228,16 +226,20 @@ def _add_tensors(model: SplitProgram) -> None:
         _add_tensor(model, tensor, producer[tensor], wants, once[tensor], supplies[tensor])
 
 
-Sums = dict[Placement, LpAffineExpression]
-
-
 def _sums(model: SplitProgram, node: Vertex, pairs: Sequence[Sequence[Pair]]) -> dict[str, Sums]:
     """Return, by tensor and placement, the sum of x over the options that have it among their `pairs`."""
-    found: dict[str, dict[Placement, dict[LpVariable, None]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, dict[Placement, dict[int, None]]] = defaultdict(lambda: defaultdict(dict))
     for option, own in zip(node.options, pairs, strict=True):
         for tensor, placement in own:
             found[tensor][placement][model.x[node.name, option.label]] = None
-    return {tensor: {place: lpSum(xs.keys()) for place, xs in places.items()} for tensor, places in found.items()}
+    return {tensor: {place: list(xs) for place, xs in places.items()} for tensor, places in found.items()}
+
+
+def _less(more: Sequence[int], less: Sequence[int]) -> dict[int, float]:
+    """Return the terms of one sum of variables less another."""
+    found = {**dict.fromkeys(more, 1.0), **dict.fromkeys(less, -1.0)}
+    assert len(found) == len(more) + len(less), "a variable twice"
+    return found
 
 
 def _add_tensor(
@@ -249,7 +251,7 @@ def _add_tensor(
     supplies: Mapping[Placement, tuple[Supply, ...]],
 ) -> None:
     """Constraints (2) to (5) of one tensor."""
-    paid: dict[tuple[Placement, Placement], LpVariable | None] = {}  # (q, p) -> what f[n,t,q,p] may not exceed
+    paid: dict[tuple[Placement, Placement], int | None] = {}  # (q, p) -> what f[n,t,q,p] may not exceed
     for target, ways in supplies.items():
         _add_target(model, tensor, target, given, [own[target] for own in wants.values() if target in own], ways, paid)
     for name in once:
@@ -261,53 +263,58 @@ def _add_target(
     tensor: str,
     target: Placement,
     given: Sums,
-    wants: Sequence[LpAffineExpression],
+    wants: Sequence[Sequence[int]],
     ways: Sequence[Supply],
-    paid: dict[tuple[Placement, Placement], LpVariable | None],
+    paid: dict[tuple[Placement, Placement], int | None],
 ) -> None:
     program = model.program
     wanted = wants[0]  # y[t,p] = W[n,t,p]
     if len(wants) > 1:
-        wanted = lpSum([program.variable()])
+        wanted = [program.variable()]
         for want in wants:
-            program.demand(2, wanted - want >= 0)
-    met = []
+            program.demand(2, _less(wanted, want), 0)
+    met: list[int] = []
     for sources, free in ways:
-        available = lpSum(given[source] for source in sources)
+        available = [x for source in sources for x in given[source]]
         if free:
-            met.append(available)
+            met += available
             paid.update({(source, target): None for source in sources})
             continue
         z = model.z[tensor, sources[0], target] = program.variable()
         met.append(z)
-        program.demand(4, available - z >= 0)
+        program.demand(4, _less(available, [z]), 0)
         paid.update({(source, target): z for source in sources})
-    program.demand(3, lpSum(met) - wanted >= 0)
+    program.demand(3, _less(met, wanted), 0)
 
 
 def _add_transport(
     model: SplitProgram,
     given: Sums,
     wants: Sums,
-    paid: Mapping[tuple[Placement, Placement], LpVariable | None],
+    paid: Mapping[tuple[Placement, Placement], int | None],
 ) -> None:
     """(5) for one consumer."""
     program = model.program
-    flow = {edge: program.variable() for edge in paid if edge[1] in wants}
-    bought: dict[LpVariable, list[LpVariable]] = defaultdict(list)
-    for edge, f in flow.items():
-        if (z := paid[edge]) is not None:
-            bought[z].append(f)
+    bought: dict[int, list[int]] = defaultdict(list)
+    taken: dict[Placement, list[int]] = {target: [] for target in wants}
+    sent: dict[Placement, list[int]] = {source: [] for source in given}
+    for (source, target), z in paid.items():
+        if target in wants:
+            flow = program.variable()
+            taken[target].append(flow)
+            sent[source].append(flow)
+            if z is not None:
+                bought[z].append(flow)
     for z, flows in bought.items():
-        program.demand(5, z - lpSum(flows) >= 0)
+        program.demand(5, _less([z], flows), 0)
     for target, want in wants.items():
-        program.demand(5, lpSum(f for (_, p), f in flow.items() if p == target) - want == 0)
+        program.demand(5, _less(taken[target], want), 0, 0)
     for source, available in given.items():
-        program.demand(5, lpSum(f for (q, _), f in flow.items() if q == source) - available == 0)
+        program.demand(5, _less(sent[source], available), 0, 0)
 
 
 def _add_saved(model: SplitProgram) -> None:
-    keepers: dict[Pair, dict[str, dict[LpVariable, None]]] = {pair: defaultdict(dict) for pair in model.structure.saved}
+    keepers: dict[Pair, dict[str, dict[int, None]]] = {pair: defaultdict(dict) for pair in model.structure.saved}
     for node in model.structure.nodes:
         for option in node.options:
             for pair in option.saved:
@@ -316,11 +323,11 @@ def _add_saved(model: SplitProgram) -> None:
     for pair, by_node in keepers.items():
         s = model.s[pair] = model.program.variable()
         for own in by_node.values():
-            model.program.demand(6, s - lpSum(own.keys()) >= 0)
+            model.program.demand(6, _less([s], list(own)), 0)
 
 
 def _add_ties(model: SplitProgram) -> None:
     labels = {node.name: [option.label for option in node.options] for node in model.structure.nodes}
     for a, b in model.structure.ties:
         for label in labels[a]:
-            model.program.demand(7, model.x[a, label] - model.x[b, label] == 0)
+            model.program.demand(7, _less([model.x[a, label]], [model.x[b, label]]), 0, 0)

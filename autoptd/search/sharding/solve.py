@@ -97,6 +97,11 @@ class Splitter:
         """Return everything about a candidate that its splits depend on."""
         return c.tp, c.micro, c.cp, c.memory_saving, self._experts(c)
 
+    def alike(self, one: Candidate, other: Candidate) -> bool:
+        """Return whether the splits of two candidates depend on equal things, the size of the microbatch aside."""
+        same = (one.tp, one.cp, one.memory_saving) == (other.tp, other.cp, other.memory_saving)
+        return same and self._experts(one) == self._experts(other)
+
     def _experts(self, c: Candidate) -> ExpertsOnTp:
         return experts_on_tp(c.tp, c.ep, c.etp, self.known.facts.expert_counts if c.ep > 1 else ())
 

@@ -91,7 +91,10 @@ def test_a_loss_in_place_makes_no_float32_gradient(wide: bool) -> None:
     logits, features, scalar = TOKENS * 96, 2 * TOKENS * 16, 4 if wide else 2
     kept = features + 4 * logits  # log-probabilities in float32
     assert eager.peak(number, 1).kept == in_place.peak(number, 1).kept == kept
-    at = {e: dict(w.backward)["backward of cross_entropy"] for e, w in (("eager", eager), ("in place", in_place))}
+    at = {
+        e: dict(w.backward.moments())["backward of cross_entropy"]
+        for e, w in (("eager", eager), ("in place", in_place))
+    }
     found = {name: sum(s.nbytes(number, 1) for s in alive) for name, alive in at.items()}
     # eager: gradients of log-probabilities and of the logits, both float32, and the output in the logits' own dtype
     leaves = 0 if wide else 2 * logits

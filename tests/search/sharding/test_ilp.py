@@ -165,7 +165,7 @@ def _saved_by_all(model: SplitProgram) -> None:
         for option in node.options:
             for pair in option.saved:
                 if pair in model.s:
-                    model.program.demand(6, model.s[pair] - model.x[node.name, option.label] <= 0)
+                    model.program.demand(6, {model.s[pair]: 1, model.x[node.name, option.label]: -1}, high=0)
 
 
 def _saved_for_nothing(model: SplitProgram) -> None:
