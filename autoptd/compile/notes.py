@@ -96,12 +96,12 @@ _KERNELS = {
 
 def _expert_notes(answer: Answer) -> list[str]:
     """Return what the prediction assumes of a mixture whose experts are on ranks of their own."""
-    c, experts = answer.staged.candidate, experts_of(answer.staged.sharded)
+    c, routed = answer.staged.candidate, experts_of(answer.staged.sharded)
     if c.ep == 1:
         return []
     if answer.staged.method.routing == "balanced":
         return ["routing is assumed to be balanced: a rank whose experts get more rows takes more time and memory"]
-    most, median = (fullest(c.ep, experts, "natural", quantile) for quantile in (QUANTILE, MEDIAN))
+    most, median = (fullest(c.ep, *routed, "natural", quantile) for quantile in (QUANTILE, MEDIAN))
     return [
         f"routing is assumed to be natural: the fullest of {c.ep} ranks gets {median:.2f} times the average rows in "
         f"the median pass, and {most:.2f} times, for which memory is counted, in all but {1 - QUANTILE:.0%}"

@@ -61,7 +61,7 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["etp"] = row.etp or row.tp
     if row.ep > 1:
         fix["dispatch"] = _dispatch(row)
-        fix["routing"] = "natural" if "natural" in row.moe_routing else "balanced"
+        fix["routing"] = _routing(row)
     if "ulysses" in row.cp_kind.lower():
         fix["context"] = "ulysses"
     if row.precision == "fp8":
@@ -148,6 +148,17 @@ def _dispatch(row: Row) -> str:
     return "slices" if row.is_megatron and row.tp > 1 else "rows"
 
 
+def _routing(row: Row) -> str:
+    """Return "natural" for a router that learns, "balanced" if a benchmark forces it or drops rows beyond a capacity.
+
+    Where a row does not say, NVIDIA's recipes are benchmarks, which do either; other frameworks balance by losses only.
+    """
+    words = row.moe_routing.lower()
+    if any(word in words for word in ("balanced", "drop", "capacity")) and "natural" not in words:
+        return "balanced"
+    return "natural" if "natural" in words or not row.is_megatron_core else "balanced"
+
+
 def _recipe(row: Row) -> str:
     """Return the fp8 recipe: by the size of the parts that have a scale of their own."""
     words = row.fp8_recipe.lower()
@@ -157,8 +168,14 @@ def _recipe(row: Row) -> str:
 
 
 def _attention(row: Row) -> str:
-    """Return the fused attention that a row names; "" if it names none or the default."""
+    """Return the fused attention that a row names; "" if it names none or the default.
+
+    Where a row of Megatron does not say, it is that of Transformer Engine (the default of --transformer-impl), which
+    takes cuDNN's on Hopper and later devices (NeMo's documentation, memory optimizations).
+    """
     words = row.attention_impl.lower()
+    if not words and row.is_megatron and "A100" not in (row.gpu_type or "A100"):
+        return "cudnn"
     if "cudnn" in words or re.search(r"\bte\b|transformer.?engine", words):
         return "cudnn"
     return "triton" if "triton" in words else ""
@@ -204,6 +221,20 @@ def _cuts(row: Row, shape: Shape) -> list[str]:
     alike = shape.experts is None or len(set(shape.experts.layers)) == 1
     whole = shape.layers % chunks == 0 or (shape.layers + 2) % chunks == 0  # embedding and loss count as a layer each
     return [] if (whole and alike and not shape.ahead) or not row.is_megatron else uneven_cuts(shape, chunks)
+
+
+def chunk_counts(row: Row) -> list[int]:
+    """Return the numbers of chunks per rank, above one, that a run may have had whose number was not published.
+
+    Megatron-Core's guide (core/transformer/moe/README.md, v0.8 to v0.11) tells to take several wherever there is a
+    pipeline: any divisor of a stage's layers, if microbatches are a multiple of the stages.
+    """
+    unknown = "vpp" in row.config_source_kind and "not published" in row.config_source_kind
+    if not unknown or row.pp == 1 or not row.is_megatron_core or row.n_layers is None or row.n_layers % row.pp:
+        return []
+    assert row.global_batch_size_seqs and row.micro_batch_size_seqs
+    microbatches, layers = row.global_batch_size_seqs // (row.dp * row.micro_batch_size_seqs), row.n_layers // row.pp
+    return [n for n in range(2, layers + 1) if layers % n == 0] if microbatches % row.pp == 0 else []
 
 
 def uneven_cuts(shape: Shape, chunks: int) -> list[str]:

@@ -92,6 +92,7 @@ class Row(BaseModel):
     cp_kind: str = ""
     pp_layout: str = ""
     vpp_chunks_per_stage: int = 1
+    config_source_kind: str = ""
     micro_batch_size_seqs: int | None = None
     global_batch_size_seqs: int | None = None
     sharding: str = "none"

@@ -44,6 +44,7 @@ class Shape:
     experts: Experts | None = None
     latent: Latent | None = None
     ahead: bool = False  # one layer more predicts the token after the next
+    head_norm: bool = False  # queries and keys are normed per head
 
 
 def shape_of(row: Row) -> Shape:
@@ -74,6 +75,7 @@ def shape_of(row: Row) -> Shape:
         experts=_experts(row),
         latent=_latent(row),
         ahead=row.mtp_num_layers > 0,
+        head_norm="qwen3" in row.model_name.lower(),  # Yang et al. 2025, Qwen3, section 2: QK-Norm
     )
     return _with_missing_expert(shape, row.n_params_billion)
 

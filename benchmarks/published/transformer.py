@@ -111,10 +111,13 @@ class Attention(nn.Module):
         self.group = shape.heads // shape.kv_heads
         self.project = JoinedProjection(shape) if shape.joined else SeparateProjections(shape)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=shape.bias)
+        norms = (nn.RMSNorm(shape.head_dim, eps=1e-6) if shape.head_norm else nn.Identity() for _ in "qk")
+        self.q_norm, self.k_norm = norms
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         b, s, _ = x.shape
         q, k, v = self.project(x)
+        q, k = self.q_norm(q), self.k_norm(k)
         if tables is not None:
             q, k = rotate(q, tables), rotate(k, tables)
         if self.unfused:

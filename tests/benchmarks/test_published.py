@@ -15,12 +15,12 @@ from benchmarks.published.__main__ import chosen, main
 from benchmarks.published.bars import fitting_verdicts, memory_verdicts, set_verdicts, skip_verdict, time_verdicts
 from benchmarks.published.clusters import cluster_of, network
 from benchmarks.published.compare import Fitting, PlanSet, compare, is_mixture
-from benchmarks.published.fix import fix_of, layout_cuts, nanotron_cuts, uneven_cuts
+from benchmarks.published.fix import chunk_counts, fix_of, layout_cuts, nanotron_cuts, uneven_cuts
 from benchmarks.published.predict import Prediction, _read, predict
 from benchmarks.published.report import WIDTH, data, plan_text, summary, text
 from benchmarks.published.rows import BadRuns, Row, Unsupported, read_rows, unit_bytes
 from benchmarks.published.run import run
-from benchmarks.published.shapes import Shape, shape_of
+from benchmarks.published.shapes import Shape, build, shape_of
 from benchmarks.published.statistics import errors, ranks, regret, spearman
 from tests.benchmarks.sample_runs import OF_ROW, SAMPLE, tiny
 
@@ -311,6 +311,45 @@ def test_fix_of_mixtures() -> None:
     }.items():
         row = tiny(recompute="selective", recompute_detail=detail)
         assert fix(row)["recompute"] == policy, detail
+
+
+@pytest.mark.parametrize(
+    ("framework", "stated", "routing"),
+    [
+        ("NeMo/Megatron-Core", "", "balanced"),
+        ("NeMo/Megatron-Core", "natural, no drop", "natural"),
+        ("MegaScale-MoE", "not stated", "natural"),
+        ("torchtitan", "forced balanced, dropless", "balanced"),
+        ("torchtitan", "token drop, capacity factor 1", "balanced"),
+    ],
+)
+def test_routing_that_a_row_does_not_state(framework: str, stated: str, routing: str) -> None:
+    row = tiny(arch="moe", n_experts=8, moe_top_k=2, moe_ffn_hidden_size=64, tp=1, dp=8, ep=4)
+    assert fix(row.model_copy(update={"framework": framework, "moe_routing": stated}))["routing"] == routing
+
+
+def test_attention_that_a_row_does_not_state() -> None:
+    h100 = tiny(framework="Megatron-Core", gpu_type="H100-SXM5-80GB")
+    assert fix(h100)["attention"] == "cudnn"
+    assert "attention" not in fix(h100.model_copy(update={"attention_impl": "flash"}))
+    assert "attention" not in fix(tiny(framework="Megatron-Core"))  # an A100
+    assert "attention" not in fix(h100.model_copy(update={"framework": "torchtitan"}))
+
+
+def test_chunks_that_a_row_does_not_publish() -> None:
+    """A stage of 6 layers may be cut into 2, 3 or 6 chunks, if its 8 microbatches are a multiple of the 2 stages."""
+    kind = "read (tp, pp); mbs, vpp not published"
+    row = tiny(framework="Megatron-Core", n_layers=12, pp=2, dp=2, global_batch_size_seqs=16, config_source_kind=kind)
+    assert chunk_counts(row) == [2, 3, 6]
+    changes = {"config_source_kind": "read"}, {"global_batch_size_seqs": 18}, {"pp": 1}, {"framework": "torchtitan"}
+    assert not any(chunk_counts(row.model_copy(update=change)) for change in changes)
+    assert predict(row).step_time_s < predict(row.model_copy(update={"config_source_kind": "read"})).step_time_s
+
+
+def test_norms_of_heads() -> None:
+    names = [name for name, _ in build(shape_of(tiny(arch="llama", model_name="Qwen3 32B"))).named_parameters()]
+    assert sum(name.endswith(("q_norm.weight", "k_norm.weight")) for name in names) == 2 * 2
+    assert not shape_of(tiny(arch="llama", model_name="Qwen2-57B-A14B")).head_norm
 
 
 @pytest.mark.parametrize(

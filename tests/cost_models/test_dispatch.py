@@ -8,7 +8,7 @@ from math import sqrt
 import pytest
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.dispatch import MEDIAN, QUANTILE, SPREAD, dispatch_s, fullest, merged_s, reached
+from autoptd.cost_models.dispatch import BIAS, MEDIAN, QUANTILE, dispatch_s, fullest, merged_s, reached, spread
 from benchmarks.dispatch import BAR, DATA, errors
 
 H100 = Cluster.load("dgx-h100")
@@ -46,9 +46,18 @@ def test_measured_dispatch() -> None:
         assert found[len(found) // 2 - 1] <= BAR, curve["dispatcher"]
 
 
+def test_the_spread_of_experts() -> None:
+    """By hand, from a table of the normal distribution: 2 of 8 lie beyond 0.6745, where its density is 0.3178; 8 of 128
+    beyond 1.5341, where it is 0.1230."""
+    assert spread(8, 2) == pytest.approx(BIAS * 0.3178 / 0.25, rel=1e-3)
+    assert spread(128, 8) == pytest.approx(BIAS * 0.1230 / 0.0625, rel=1e-3)
+    assert spread(8, 8) == 0
+
+
 def test_the_fullest_rank() -> None:
     """The median by hand: that of the larger of two normal variables is the quantile sqrt(1/2) of one: 0.545."""
-    assert fullest(8, 64, "balanced") == fullest(1, 64, "natural") == 1
-    assert fullest(2, 2, "natural") == pytest.approx(1 + 0.545 * SPREAD, rel=1e-3)
-    assert fullest(2, 8, "natural") - 1 == pytest.approx((fullest(2, 2, "natural") - 1) / sqrt(4))
-    assert fullest(8, 64, "natural", QUANTILE) > fullest(8, 64, "natural", MEDIAN) > fullest(4, 32, "natural")
+    assert fullest(8, 64, 8, "balanced") == fullest(1, 64, 8, "natural") == fullest(2, 2, 2, "natural") == 1
+    assert fullest(2, 2, 1, "natural") == pytest.approx(1 + 0.545 * BIAS * 0.3989 / 0.5, rel=1e-3)
+    assert fullest(2, 8, 4, "natural") - 1 == pytest.approx((fullest(2, 2, 1, "natural") - 1) / sqrt(4))
+    order = (fullest(8, 64, 8, "natural", QUANTILE), fullest(8, 64, 8, "natural", MEDIAN), fullest(4, 32, 4, "natural"))
+    assert order[0] > order[1] > order[2]

@@ -18,6 +18,7 @@ from autoptd.passes.graph import infos, is_getitem, op_call, operands
 from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.sharding.dispatch_cost import experts_of
 from autoptd.search.sharding.fp8 import saved_in_fp8
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
@@ -51,7 +52,7 @@ def block_peak(
     of_sizes = tuple(s.kind for s in segments), policy, method.gathers, method.loss
     key = *of_sizes, method.kernels, method.fp8, method.ep, method.routing
     if key not in sharded.peaks:
-        shares = expert_shares(segments, method.ep, method.routing)
+        shares = expert_shares(segments, method.ep, method.routing, experts_of(sharded)[1])
         if method.kernels == "fused":
             shares |= dict.fromkeys(inside_kernels(segments), 0.0)
         if method.fp8:
@@ -71,15 +72,16 @@ def block_peak(
     return sharded.peaks[key]
 
 
-def expert_shares(segments: Sequence[Segment], ep: int, routing: str) -> dict[str, float]:
+def expert_shares(segments: Sequence[Segment], ep: int, routing: str, chosen: float) -> dict[str, float]:
     """Return the bytes of tensors on the fullest of `ep` ranks, relative to their size in the graph, if different.
 
-    A rank holds its own experts' weights; its rows are counted at a quantile of the fullest rank's.
+    A rank holds its own experts' weights; its rows are counted at a quantile of the fullest rank's. `chosen`: experts
+    of a token.
     """
     found: dict[str, float] = {}
     for region in (r for s in segments for r in expert_regions(s)) if ep > 1 else ():
         found |= dict.fromkeys((n.name for n in region.weights), 1 / ep)
-        rows = fullest(ep, region.count, routing, QUANTILE)
+        rows = fullest(ep, region.count, chosen, routing, QUANTILE)
         found |= dict.fromkeys((n.name for n in (*region.rows, *region.reads)), rows)
     return found
 

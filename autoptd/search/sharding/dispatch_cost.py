@@ -16,13 +16,14 @@ from autoptd.search.sharding.tensors import Sharded
 
 def spread_over(sharded: Sharded, c: Candidate, method: SearchOptions, cluster: Cluster) -> Sharded:
     """Return a sharding with the work of a candidate's fullest rank."""
-    ratio = fullest(c.ep, experts_of(sharded), method.routing)
+    ratio = fullest(c.ep, *experts_of(sharded), method.routing)
     return sharded.spread(c.ep, cluster, c.world, method.dispatch == "merged", ratio)
 
 
-def experts_of(sharded: Sharded) -> int:
-    """Return the least number of experts that a layer has."""
-    return min((moved.experts for _, cost in sharded.every_kind for moved in cost.work.moved), default=1)
+def experts_of(sharded: Sharded) -> tuple[int, float]:
+    """Return the least number of experts that a layer has, and how many of them a token takes."""
+    moved = (moved for _, cost in sharded.every_kind for moved in cost.work.moved)
+    return min(((m.experts, m.chosen) for m in moved), default=(1, 1.0))
 
 
 def dispatched_s(works: Iterable[KindWork], c: Candidate, method: SearchOptions, cluster: Cluster) -> float:
@@ -38,7 +39,7 @@ def exchange_s(moved: Moved, how: str, routing: str, cluster: Cluster, c: Candid
     sorted by rank are sorted by expert by one copy more; a merged dispatch writes them in order. All ranks wait for the
     fullest.
     """
-    return sum(_parts_s(moved, how, cluster, c)) * fullest(c.ep, moved.experts, routing)
+    return sum(_parts_s(moved, how, cluster, c)) * fullest(c.ep, moved.experts, moved.chosen, routing)
 
 
 def _parts_s(moved: Moved, how: str, cluster: Cluster, c: Candidate) -> Iterator[float]:
