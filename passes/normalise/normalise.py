@@ -43,6 +43,8 @@ from autoptd.passes.normalise.masks import name_causal_masks
 from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
+from autoptd.passes.random.draws import forget_likes, write_random_as_draws
+from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.trace.traced import Traced
 
 Pass = Callable[[fx.Graph, Traced], None]
@@ -112,6 +114,8 @@ PREPARE: list[Pass] = [
     write_grouped_mm,
     merge_reshapes,
     drop_identities,
+    write_drop_path_as_mask,
+    write_random_as_draws,
     write_frozen_batch_norm_in_one_type,
     refuse_mixed_types,
     name_causal_masks,
@@ -132,5 +136,6 @@ FINISH: list[Pass] = [
     settle_scalar_types,
     share_repeated,
     separate_sums,
+    forget_likes,
     refuse_random,
 ]
