@@ -2,6 +2,7 @@
 
     prelude    cheap nodes without gradient, computed from inputs alone: recomputed wherever they are needed, never sent
     main       everything else, in program order
+               (draws of random numbers are in main: their place in a segment keys them)
     segment    a run of main nodes between two narrow cuts; the smallest piece that a stage may consist of
     kind       segments that are equal up to parameter names: same ops, arguments, shapes and wiring
     unit       a sequence of kinds that repeats, such as (attention, MLP) × 32
@@ -25,6 +26,7 @@ from torch import fx
 from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, output_of, substitute
 from autoptd.passes.losses.loss_form import LossForm, loss_form, loss_node
 from autoptd.passes.losses.update_form import BufferUpdates, buffer_updates, sums_of
+from autoptd.passes.opcall import is_random
 from autoptd.passes.segment_names import common_prefix, name_kinds, segment_name
 from autoptd.passes.signature import Unquoted, shapes_text, signature_of, structures
 from autoptd.passes.trace.traced import Traced
@@ -171,6 +173,8 @@ def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op == "placeholder" and node.name not in traced.parameters:
             found.add(node)
+        elif node.op == "call_function" and is_random(node.target):
+            continue  # keyed by its place in a segment
         elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             name = getattr(getattr(node.target, "_schema", None), "name", "::").split("::")[1]
             if (name not in _HEAVY or node not in needed) and not any(t.requires_grad for t in infos(node)):

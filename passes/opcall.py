@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
+from autoptd.ops.random import DRAWS
+
 Size: TypeAlias = "int | sympy.Expr"
 
 
@@ -23,7 +25,9 @@ def target_name(target: Any) -> str:
 
 def is_random(target: Any) -> bool:
     """Return whether an op draws from a random generator."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return target in DRAWS or (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    )
 
 
 @dataclass(frozen=True)

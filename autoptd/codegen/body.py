@@ -16,15 +16,16 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.codegen.expressions import SourceText, expression, size_text, value_text
+from autoptd.codegen.expressions import SourceText, call_text, expression, size_text, value_text
 from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
 from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs_of
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
+from autoptd.ops.random import DRAWS
 from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, sample_place
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import info, infos, is_getitem, op_call, operands
+from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Op, Strategy, local_args, local_shape
 from autoptd.passes.rules.lookup import op_of
@@ -204,6 +205,9 @@ class Body:
             return _implementation_text(function, args, kwargs)
         if node.target is aten.dropout.default and args[1] and args[2]:
             return f"ops.dropout({args[0]}, {value_text(args[1])}, {self._random(node, strategy)})"
+        if node.target in DRAWS:
+            given = (tuple(args[0]), *args[1:])
+            return call_text(f"ops.{op_name(node)}", (*given, SourceText(self._random(node, strategy))), {})
         if node.target in _ATTENTION and len(args) > 4 and args[4]:
             return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
@@ -218,7 +222,7 @@ class Body:
         i = i if before is None else before.position
         key = f'"{index}.{i}"' if self.first is None else f'f"{{self._first + {index - self.first}}}.{i}"'
         placement, place, text = strategy.gives[0], sample_place(node), f"key={key}, rng=self.dropout"
-        width = info(node).ndim - 1 if node.target is not aten.dropout.default else None
+        width = info(node).ndim - 1 if node.target in _ATTENTION else None
         if place is not None and place.dim != width:
             self._note_sizes((place.outer, place.inner))
             text += samples_text(place)

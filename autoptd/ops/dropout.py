@@ -1,9 +1,10 @@
-"""Keyed dropout: whether an element is dropped is a function of its key alone, so that no plan can change it.
+"""Keyed random bits: those of an element are a function of its key alone, so that no plan can change what is drawn.
 
     key of an element = (seed, step, op, global sample, position in each dim of the sample's whole tensor)
 
 The key does not depend on the split of the batch into dp shares and microbatches, of tensors into slices, of the model
 into stages, or on recomputation. Every rank computes the keys of the elements that it holds, without generator state.
+Dropout compares the bits with a threshold (`Elements.keep`); `random.py` makes numbers of any distribution of them.
 
 The op's key, the sample and the positions in all dims but the last are folded one after the other into 64 bits by steps
 of SplitMix64 (Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators; constants quoted from
@@ -17,7 +18,7 @@ does in one pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -62,7 +63,7 @@ class DropoutKey:
 
     The trainer sets `step` and `share`, the first sample of this dp rank's share of the batch; the executor sets
     `sample`, the first one of the microbatch within the share. `share` may be a 0-dim tensor, so that the host need not
-    wait for it.
+    wait for it. `device`: where tensors of random numbers are made.
     """
 
     seed: int = 0
@@ -70,6 +71,7 @@ class DropoutKey:
     share: int | Tensor = 0
     sample: int = 0
     active: bool = True
+    device: torch.device | None = None
 
     def word(self, key: str) -> int:
         """Return 64 bits, as a signed integer, for one op of one step."""
@@ -119,10 +121,27 @@ class Elements:
 
     def keep(self, p: float) -> Tensor:
         """Return which elements are kept, each with probability 1 − p to within 2⁻³²: bool, of the local shape."""
-        dims = [self._coordinates(dim) for dim in range(len(self.shape))]
         below = round((1 - p) * 2**32) - 2**31
         if below > 2**31 - 1:
+            dims = [self._coordinates(dim) for dim in range(len(self.shape))]
             return torch.ones([len(d) for d in dims], dtype=torch.bool, device=self.device)
+        return self.each(lambda bits, out: torch.lt(bits, below, out=out), torch.bool)
+
+    def again(self) -> Elements:
+        """Return the same elements with other bits, which are independent of those of these."""
+        return replace(self, word=self.word ^ _OTHER)
+
+    def each(self, made: Callable[[Tensor, Tensor], object], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the local shape. `made(bits, out)` fills its parts from 32 bits per element, as int32."""
+        dims = [self._coordinates(dim) for dim in range(len(self.shape))]
+        low, high, column = self._words(dims)
+        found = torch.empty(low.shape[0], len(column), dtype=dtype, device=self.device)
+        for at in _row_blocks(found):
+            made(_mixed(low[at], high[at], column), found[at])
+        return found.view([len(d) for d in dims])
+
+    def _words(self, dims: Sequence[Coordinates]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return both halves of the word of each row, [rows, 1], and the word of each column, [columns]; int32."""
         rows = torch.full((), self.word, dtype=torch.int64, device=self.device)
         if self.samples == MICROBATCH:
             rows = _fold(rows, torch.zeros_like(rows) + self.first)
@@ -131,11 +150,7 @@ class Elements:
             rows = dim.words(rows)
         columns = dims[-1].words(columns) if dims else columns.view(1)
         low, high = (half.reshape(-1, 1) for half in rows.unsqueeze(-1).view(torch.int32).unbind(-1))
-        column = columns.view(torch.int32)[::2]
-        found = torch.empty(low.shape[0], len(column), dtype=torch.bool, device=self.device)
-        for at in _row_blocks(found):
-            torch.lt(_mixed(low[at], high[at], column), below, out=found[at])
-        return found.view([len(d) for d in dims])
+        return low, high, columns.view(torch.int32)[::2]
 
     def _coordinates(self, dim: int) -> Coordinates:
         index, whole = torch.arange(self.shape[dim], device=self.device), self.shape[dim]
@@ -162,6 +177,7 @@ def _signed(value: int, bits: int) -> int:
 
 
 _GAMMA, _FIRST, _SECOND = (_signed(x, 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_OTHER = _signed(0xD1B54A32D192ED03, 64)
 _THIRD, _FOURTH = (_signed(x, 32) for x in (0x7FEB352D, 0x846CA68B))
 
 

@@ -23,20 +23,27 @@ from autoptd.ops.context_attention import ring_attention, ulysses_attention
 from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.fused_attention import is_fused
 from autoptd.ops.group import SingleRankGroup
+from autoptd.ops.random import DRAWS, dropout_mask, exponential, integers, normal, uniform
 from autoptd.ops.tp_axis import Axis
 
 _ALONE = Axis(SingleRankGroup())
 
 # imported from here by emitted programs and by passes
 __all__ = [
+    "DRAWS",
     "MICROBATCH",
     "SCORES",
     "DropoutKey",
     "Samples",
     "attention",
+    "dropout_mask",
+    "exponential",
+    "integers",
     "is_fused",
+    "normal",
     "ring_attention",
     "ulysses_attention",
+    "uniform",
 ]
 
 

@@ -7,7 +7,8 @@ Every call of torch in the model's forward and backward passes goes through `Key
     torch.tensor(0.1)                           by its value rounded to float32, as the graph holds it; with
                                                 dtype=x.dtype, rounded to the planned type
     torch.finfo(x.dtype)                        by that of the planned type
-    the k-th dropout of a forward pass          by the mask of the k-th dropout node of the graph
+    the k-th dropout of a forward pass          by the mask of the k-th node of the graph that draws
+    the k-th other random op                    likewise, below autograd (`keyed_draws.py`)
 
 The index k follows from torch's random state: activation checkpointing recomputes from the state that it saved.
 """
@@ -23,22 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoptd.ops import library as ops
-from autoptd.ops.dropout import DropoutKey, SamplePosition
+from autoptd.ops.dropout import DropoutKey
 from autoptd.passes.trace.traced import PRECISIONS
+from autoptd.verification.keyed_draws import Draw, DrawsOfProgram
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 _LITERALS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A dropout node: its key, and where samples are placed in its mask."""
-
-    key: str
-    samples: SamplePosition
 
 
 @contextmanager
@@ -65,6 +60,7 @@ class Keyed(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._below = DrawsOfProgram(lambda: None if self.draws is None else self._next(), self.rng)
 
     @property
     def used(self) -> int:
@@ -75,11 +71,13 @@ class Keyed(TorchFunctionMode):
         self._before = F.dropout, F.scaled_dot_product_attention, torch.finfo, torch.get_rng_state()
         F.dropout, F.scaled_dot_product_attention, torch.finfo = self._dropout, self._attention, self._finfo  # type: ignore[assignment,misc]
         torch.default_generator.manual_seed(0)
+        self._below.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        self._below.__exit__(kind, error, trace)
         F.dropout, F.scaled_dot_product_attention, torch.finfo, state = self._before  # type: ignore[assignment,misc]
         torch.set_rng_state(state)
 
@@ -146,14 +144,15 @@ class Keyed(TorchFunctionMode):
     def _next(self) -> Draw:
         state = torch.get_rng_state().numpy().tobytes()
         index = self.seen.setdefault(state, len(self.seen))
-        torch.rand(())
+        with _disable_current_modes():
+            torch.rand(())
         if self.draws is None or index >= len(self.draws):
             raise MoreDraws
         return self.draws[index]
 
 
 class MoreDraws(RuntimeError):
-    """The model calls dropout more often, or less often, than its graph."""
+    """The model draws more often, or less often, than its graph."""
 
 
 def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

@@ -55,12 +55,15 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
             samples = _samples(node, sizes)
             if samples == ops.MICROBATCH:
                 return None
-            found.append(Draw(f"{segment.index}.{i}", samples))
+            dropped = float(node.args[1]) if node.target is ops.dropout_mask else None  # type: ignore[arg-type]
+            found.append(Draw(f"{segment.index}.{i}", samples, dropped))
     return found
 
 
 def draw_of(node: fx.Node) -> bool:
-    """Return whether a node applies dropout."""
+    """Return whether a node draws random numbers."""
+    if node.target in ops.DRAWS:
+        return True
     if node.target is aten.dropout.default:
         return bool(node.args[1] and node.args[2])
     return node.target is aten.scaled_dot_product_attention.default and len(node.args) > 4 and bool(node.args[4])
@@ -68,7 +71,7 @@ def draw_of(node: fx.Node) -> bool:
 
 def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> SamplePosition:
     place = sample_place(node)
-    width = info(node).ndim - 1 if node.target is not aten.dropout.default else None
+    width = info(node).ndim - 1 if node.target is aten.scaled_dot_product_attention.default else None
     if place is None or place.dim == width:
         return ops.MICROBATCH if counts_samples(info(node)) else None
     outer, inner = (n if isinstance(n, int) else int(n.subs(sizes)) for n in (place.outer, place.inner))

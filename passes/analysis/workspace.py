@@ -7,7 +7,7 @@ backward. Kernels of an accelerator allocate the same as their meta versions, ex
     attention   nothing in forward; in backward a float32 accumulator of the query's gradient and one float32 per query
                 (Dao 2023, FlashAttention-2, algorithm 2: dQ is accumulated over blocks of keys). With dropout it is
                 not fused and takes a chunk of scores (`attention.py`)
-    dropout     nothing, since it is one kernel
+    dropout     nothing, since it is one kernel; and so for other random numbers
     rms_norm    nothing, likewise
 """
 
@@ -57,7 +57,7 @@ def workspace(call: OpCall) -> Workspace:
             return Workspace((first,), (second,))
         accumulator = TensorInfo(query.shape, torch.float32, False)
         return Workspace(backward=(accumulator, TensorInfo(query.shape[:-1], torch.float32, False)))
-    if call.target in DROPOUT | RMS_NORM:
+    if call.target in DROPOUT | RMS_NORM | ops.DRAWS:
         return Workspace()
     return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
 

@@ -13,7 +13,7 @@ import sympy
 from torch import fx
 
 from autoptd.passes.graph import infos, is_getitem, op_call, op_name, operands
-from autoptd.passes.opcall import OpCall, Size, TensorInfo
+from autoptd.passes.opcall import OpCall, Size, TensorInfo, is_random
 from autoptd.passes.rules.factor_notation import FactorPlace, Loops
 from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.rules.views import quotient
@@ -107,6 +107,8 @@ def place_anywhere(tensor: TensorInfo, slower: Size = 1) -> Found:
 def _place_by_op(node: fx.Node, output: int) -> Found:
     if node.op != "call_function" or not counts_samples(infos(node)[output]):
         return None
+    if is_random(node.target) and not operands(node):  # as if the samples were the outermost rows
+        return place_anywhere(infos(node)[output])
     places = {i: place for i, o in enumerate(operands(node)) if (place := sample_place(o)) is not None}
     call = op_call(node)
     loops = resolve(call).loops if places else None

@@ -27,6 +27,7 @@ import sympy
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.ops.random import DRAWS
 from autoptd.passes.batch.batch_dims import (
     SamplePlace,
     counts_samples,
@@ -36,6 +37,7 @@ from autoptd.passes.batch.batch_dims import (
     makes_new,
     place_anywhere,
     place_by_shape,
+    sample_place,
 )
 from autoptd.passes.batch.expert_groups import counted, follow_group
 from autoptd.passes.batch.index_moves import follow_move
@@ -146,6 +148,8 @@ class Propagation:
         mixed = next((s for s in states if isinstance(s, Across)), None)
         if makes_new(node):
             return (_fill_state(node, call),)
+        if call.target in DRAWS:
+            return (_drawn(node, states),)
         if _is_random(call):
             return (states[0] if states else FILLED,) * len(call.outputs)
         if target_name(call.target) == "arange":
@@ -201,8 +205,19 @@ class Propagation:
         return misused(node) if place is None else Rows(place)
 
 
+def _drawn(node: fx.Node, states: Sequence[State]) -> State:
+    """Return the state of a draw: the rows of the tensor that it is like, else those that its shape says."""
+    if states and isinstance(states[0], (Rows, Across)):
+        return replace(states[0], points=None) if isinstance(states[0], Rows) else states[0]
+    place = sample_place(node)
+    if place is not None:
+        return Rows(place)
+    numbers = [a for a in node.args[1:] if not isinstance(a, (list, tuple))]
+    return Across(node, _COUNTS) if counts_samples(info(node)) or _has_batch(numbers) else None
+
+
 def _is_random(call: OpCall) -> bool:
-    """Return whether an op is random and no dropout: `refuse_random` refuses it, whatever it does with samples."""
+    """Return whether an op is random and has no rule: `refuse_random` refuses it, whatever it does with samples."""
     return is_random(call.target) and call.target not in RULES
 
 

@@ -30,7 +30,7 @@ from autoptd.passes.graph import (
 from autoptd.passes.losses.batch_sums import Over, States
 from autoptd.passes.losses.loss_form import ROWS
 from autoptd.passes.losses.shares import Shares
-from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.opcall import Size, TensorInfo, is_random
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -175,7 +175,7 @@ class OuterFunction:
                 self._copy(n)
 
     def _copy(self, node: fx.Node) -> None:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node.target):
             raise UnsupportedOp(
                 f"{user_op_name(node)} draws random numbers for the whole batch, but each rank would draw its own",
                 where=source_line(node),

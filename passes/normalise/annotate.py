@@ -10,6 +10,7 @@ from torch import fx
 from autoptd.passes.custom_grad.ops import OwnFunction
 from autoptd.passes.graph import infos, is_float, is_getitem, op_name, operands
 from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.random.distributions import DISTRIBUTIONS, OF_OPERAND
 from autoptd.passes.trace.traced import Traced
 
 
@@ -19,13 +20,18 @@ def annotate(graph: fx.Graph, traced: Traced) -> None:
         if node.op == "output":
             continue
         grad = node.name in traced.parameters and traced.parameters[node.name] not in traced.frozen
-        if node.op == "call_function" and op_name(node) != "detach":
+        if node.op == "call_function" and op_name(node) != "detach" and not _draws_alone(node):
             grad = any(t.requires_grad for o in operands(node) for t in infos(o))
         if is_getitem(node) and isinstance(node.args[0].target, OwnFunction):  # type: ignore[union-attr]
             grad = infos(node.args[0])[node.args[1]].requires_grad  # type: ignore[arg-type, index]
         node.meta["info"] = _with_grad(node.meta["shapes"], grad)
         if isinstance(node.target, OwnFunction):
             node.meta["info"] = _where_differentiable(node.meta["info"], node.target.differentiable)
+
+
+def _draws_alone(node: fx.Node) -> bool:
+    """Return whether an op draws numbers through which no gradient flows, even if it takes probabilities."""
+    return node.target in DISTRIBUTIONS and DISTRIBUTIONS[node.target] not in OF_OPERAND
 
 
 def _with_grad(shapes: object, grad: bool) -> object:

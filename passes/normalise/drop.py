@@ -62,7 +62,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
             return first if same and args[1] in (0, 0.0) and not isinstance(args[1], fx.Node) else None
         case "mul" | "div":
             return first if same and not isinstance(args[1], fx.Node) and args[1] in (1, 1.0) else None
-        case "dropout" | "feature_dropout" | "alpha_dropout":
+        case "dropout" | "feature_dropout" | "alpha_dropout" | "feature_alpha_dropout":
             return first if args[1] == 0 or args[2] is False else None
         case _:
             return None

@@ -10,6 +10,7 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import op_name, source_line, substitute
+from autoptd.passes.random.distributions import FUNCTIONAL
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -122,6 +123,8 @@ def _refuse_running_statistics(graph: fx.Graph) -> None:
 
 def functional_form(target: Any) -> torch._ops.OpOverload | None:
     """Return `relu` for `relu_`, if there is one."""
+    if target in FUNCTIONAL:
+        return FUNCTIONAL[target]  # type: ignore[no-any-return]
     packet = getattr(torch.ops.aten, target._schema.name.split("::")[1].removesuffix("_"), None)
     name = target._overloadname
     return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None

@@ -49,6 +49,8 @@ from autoptd.passes.normalise.placed_rows import write_placed_rows
 from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
+from autoptd.passes.random.draws import forget_likes, write_random_as_draws
+from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.trace.traced import Traced
 
 Pass = Callable[[fx.Graph, Traced], None]
@@ -123,6 +125,8 @@ PREPARE: list[Pass] = [
     write_grouped_mm,
     merge_reshapes,
     drop_identities,
+    write_drop_path_as_mask,
+    write_random_as_draws,
     write_frozen_batch_norm_in_one_type,
     refuse_mixed_types,
     name_causal_masks,
@@ -144,5 +148,6 @@ FINISH: list[Pass] = [
     settle_scalar_types,
     share_repeated,
     separate_sums,
+    forget_likes,
     refuse_random,
 ]

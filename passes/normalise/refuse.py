@@ -1,28 +1,35 @@
-"""Refuse random ops other than dropout, and sparse gradients."""
+"""Refuse random ops that have no keyed form, and sparse gradients."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.ops import library as ops
 from autoptd.passes.graph import op_name, source_line
 from autoptd.passes.opcall import is_random
+from autoptd.passes.random.draws import given_of
 from autoptd.passes.trace.traced import Traced
+
+aten = torch.ops.aten
 
 
 def refuse_random(graph: fx.Graph, traced: Traced) -> None:
-    """Raise UnsupportedOp for random ops other than dropout, whose keyed numbers are the same under every plan."""
+    """Raise UnsupportedOp for random ops whose numbers are not keyed, so that they would depend on the plan."""
     for node in graph.nodes:
-        if node.op == "call_function" and is_random(node.target) and _draws(node) and op_name(node) not in _KEYED:
+        if node.op == "call_function" and is_random(node.target) and node.target not in _KEYED and _draws(node):
             raise UnsupportedOp(
-                f"{node.target} draws random numbers",
+                f"{node.target} draws random numbers in a way that is not written as draws for each element",
                 where=source_line(node),
-                fix="draw them outside the model and pass them as an input; nn.Dropout is supported, and can replace "
-                "the dropout= argument of an LSTM or GRU",
+                fix=_WAYS_OUT.get(op_name(node), _AS_INPUT),
             )
+
+
+_KEYED = frozenset({aten.dropout.default, aten.scaled_dot_product_attention.default, *ops.DRAWS})
+_AS_INPUT = "draw them outside the model and pass them as an input"
+_SINGLE = "leave out the dropout= argument of an LSTM or GRU, and put nn.Dropout between single layers"
+_WAYS_OUT = dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _SINGLE)
 
 
 _DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_layers": 1}  # LSTM: between layers only
@@ -30,26 +37,18 @@ _DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_
 
 def _draws(node: fx.Node) -> bool:
     """Return whether a call of a random op draws numbers: an LSTM without dropout is the same op as one with it."""
-    given = _given(node)
+    given = given_of(node.target, node.args, node.kwargs)
     return not any(name in given and given[name] == value for name, value in _DRAWS_NOTHING.items())
-
-
-_KEYED = ("dropout", "scaled_dot_product_attention")  # ops whose numbers are keyed by position
 
 
 def refuse_sparse(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp for sparse gradients: flat buffers, their reduction and the global norm are dense."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _given(node).get("sparse"):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if given_of(node.target, node.args, node.kwargs).get("sparse"):
             raise UnsupportedOp(
                 f"{node.target} with sparse=True gives its weight a sparse gradient",
                 where=source_line(node),
                 fix="remove sparse=True: the dense gradient has the same values",
             )
-
-
-def _given(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an op's call by name, defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    names = [a.name for a in schema]
-    return {a.name: a.default_value for a in schema} | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

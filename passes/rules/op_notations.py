@@ -243,6 +243,12 @@ def pad(call: OpCall) -> str:
     return _except(call, {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0})
 
 
+def drawn(call: OpCall) -> str:
+    """Return the notation of a draw, every dim of which can be split; the tensor whose shape it has, if any, alike."""
+    dims = names(call.outputs[0].ndim)
+    return arrow([dims] * len(call.operands), [dims])
+
+
 def one_hot(call: OpCall) -> str:
     return arrow([["..."]], [["...", "."]])
 

@@ -141,6 +141,7 @@ ADDITION = Rule(n.elementwise, both)
 VIEW = Rule(view, first)
 RESHAPE = Rule(view, first, shape(1))
 FACTORY = Rule(n.whole)
+DRAW = Rule(n.drawn, local=shape(0))
 STATISTIC = Rule(n.reduce())
 PLANE = Rule(n.pool(2))
 
@@ -170,6 +171,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.arange.start_step: FACTORY,
     aten.argmax.default: STATISTIC,
     aten.argmin.default: STATISTIC,
+    aten.argsort.default: Rule(n.unsplittable()),
     aten.avg_pool2d.default: Rule(n.pool(2), first),
     aten.baddbmm.default: Rule(n.addmm, bias_and_product),
     aten.batch_norm.default: Rule(n.channels),
@@ -389,9 +391,14 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.attention: Rule(n.attention),
     ops.cross_entropy: Rule("... v, ... -> ", implementations=(VOCABULARY_LOSS,)),
     ops.dropout: POINTWISE,
+    ops.dropout_mask: DRAW,
+    ops.exponential: DRAW,
     ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
+    ops.integers: DRAW,
+    ops.normal: DRAW,
     ops.place_rows: Rule("b . h, b ., b . h -> b . h", first_and_third),
     ops.sum_by_index: Rule("... n, ... n -> ... .", first),
     ops.sum_over_dp: Rule("... -> ...", first),
+    ops.uniform: DRAW,
     ops.valid_count: Rule(n.counted),
 }

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from autoptd.errors import PlanError
 from autoptd.layout.placements import B, Broadcast, O, P, Placement, Split, conversion
+from autoptd.ops import library as ops
 from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT
 from autoptd.passes.batch.batch_dims import sample_place
 from autoptd.passes.fold import Cut, Folded, Segment
@@ -144,7 +145,7 @@ class _Cutter:
         return self.cuts[node, dim]
 
 
-_DRAWS = ATTENTION | DROPOUT
+_DRAWS = ATTENTION | DROPOUT | ops.DRAWS
 BEFORE = "before the cut"  # key of a node's meta
 
 

@@ -29,6 +29,7 @@ from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
 from tests.parity.mixture_models import MIXTURES
 from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, ONCE, SKEWED, Case
+from tests.parity.random_models import RANDOM
 from tests.parity.updating_models import UPDATING
 
 TOLERANCE = 1e-10
@@ -72,7 +73,7 @@ def bulk(cluster: Cluster) -> Cluster:
 
 @cache
 def case(name: str) -> Case:
-    return {**MODELS, **DROPOUT, **FEW_MESHES, **ONCE, **SKEWED, **MIXTURES, **UPDATING}[name]()
+    return {**MODELS, **DROPOUT, **FEW_MESHES, **ONCE, **SKEWED, **MIXTURES, **UPDATING, **RANDOM}[name]()
 
 
 @cache

@@ -355,9 +355,14 @@ def test_a_number_that_every_pass_changes_is_refused() -> None:
         normalised(Counting(True), inputs)
 
 
-def test_random_numbers_are_refused() -> None:
-    text = refused(lambda self, h: h + torch.randn_like(h))
-    assert "draws random numbers" in text and "model (test_normalise.py:" in text and "self.body(self" in text
+def test_random_numbers_of_no_fixed_number_of_draws_are_refused() -> None:
+    """A Poisson number takes as many fractions as it is large."""
+    text = refused(lambda self, h: h + torch.poisson(h.exp()))
+    assert (
+        "aten.poisson.default draws random numbers" in text
+        and "model (test_normalise.py:" in text
+        and "self.body(self" in text
+    )
 
 
 def test_writing_to_a_parameter_is_refused() -> None:

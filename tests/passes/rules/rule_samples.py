@@ -108,6 +108,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.arange.default: [(8,)],
     aten.arange.start: [(2, 8)],
     aten.arange.start_step: [(0, 8, 2)],
+    aten.argsort.default: [(fixed(*X),), (fixed(*X), 0, True)],
     aten.avg_pool2d.default: [(real(2, 4, 8, 8), [2, 2]), (real(4, 8, 8), [2, 2])],
     aten.baddbmm.default: [(real(8, 2), real(4, 8, 6), real(4, 6, 2)), (real(4, 1, 2), real(4, 8, 6), real(4, 6, 2))],
     aten.batch_norm.default: [(real(4, 8, 3), real(8), real(8), None, None, True, 0.1, 1e-5, False)],
@@ -338,13 +339,18 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 8), whole(8, 4), 3),
     ],
     ops.dropout: [(real(*X), 0.0, "a", None)],
+    ops.dropout_mask: [([4, 8, 1], 0.5, torch.float64)],
+    ops.exponential: [([4, 8], torch.float64)],
     ops.grouped_mm: [
         (real(12, 8), real(4, 8, 6), torch.tensor([2, 2, 9, 12], dtype=torch.int32)),
         (real(12, 4), real(8, 4, 8), torch.arange(1, 9, dtype=torch.int32)),
     ],
+    ops.integers: [([8, 4], 2, 7, torch.int64)],
+    ops.normal: [([4, 8, 4], torch.float64)],
     ops.place_rows: [(real(4, 6, 8), torch.eye(6)[:4] + torch.tensor([0, 0, 0, 0, 0, 1]) > 0, real(4, 2, 8))],
     ops.sum_by_index: [(real(8), whole(4, 8), 4), (real(4, 8), whole(6, 4, 8), 6)],
     ops.sum_over_dp: [(real(*X),)],
+    ops.uniform: [([8], torch.float64), ([], torch.float64)],
     ops.valid_count: [(labels(4, 4, 8),), (labels(8, 4, 8), -100, weights(8))],
 }
 
