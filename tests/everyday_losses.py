@@ -240,6 +240,5 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "hardest": (lambda z, y, m: z.square().mean((1, 2)).topk(1)[0].sum(), "topk"),
     "broadcast": (lambda z, y, m: F.mse_loss(z[:, 0, :1], m[:, 0]), "pairs samples with each other"),
     "covariance": (lambda z, y, m: (z[:, 0] @ z[:, 0].T).square().mean(), "pairs samples"),
-    "centred_by_the_mean": (lambda z, y, m: (z - z.mean(0)).abs().mean(), "sums over samples"),
     "softmax_over_samples": (lambda z, y, m: (z[:, 0, 0].softmax(0) * m[:, 0]).sum(), "works across samples"),
 }

@@ -14,7 +14,8 @@ Moves by computed indices, such as tokens to their experts and back, are proved 
 `row_numbers.py`, `expert_groups.py`). An op that is not proved is refused.
 
 Sums over samples that contribute to the loss only are allowed; `reduce_loss.py` handles them. Ops that pair rows of
-different samples are refused even there, because the pairs depend on the batch. Batch normalisation has its own error.
+different samples are refused even there, because the pairs depend on the batch. A sum over samples that samples read,
+as in batch norm, is marked: it must be one over the whole batch (`losses/batch_statistics.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,17 @@ from autoptd.passes.batch.expert_groups import counted, follow_group
 from autoptd.passes.batch.index_moves import follow_move
 from autoptd.passes.batch.row_numbers import SAME_VALUES, follow_numbers, follow_range, follow_sort, misused
 from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Order, Rows, State, placed_by
-from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, operands, source_line, user_op_name
+from autoptd.passes.graph import (
+    ancestors,
+    info,
+    infos,
+    is_float,
+    is_getitem,
+    op_call,
+    operands,
+    source_line,
+    user_op_name,
+)
 from autoptd.passes.normalise.at_example import at_example, needs_example
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, is_random, target_name
 from autoptd.passes.rules import op_notations as notations
@@ -54,6 +65,7 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 States: TypeAlias = "tuple[State, ...]"
 
+READ_BY_SAMPLES = "read by samples"  # in the meta of an op that seems to sum over samples: its state, `Across`
 SUMS = "sums over samples"
 _ACROSS = "works across samples"
 _PAIRS = "pairs samples with each other"
@@ -71,15 +83,18 @@ _BROADCASTING = (  # elementwise losses, whose operands are broadcast from the r
 
 def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp for the first op whose result for one sample depends on others."""
+    given = list(graph.nodes)
     if needs_example(graph):
         graph = at_example(graph, traced)
     of_samples = (n for n in graph.nodes if n.op == "call_function" and any(counts_samples(t) for t in infos(n)))
     propagation = Propagation(ancestors(of_samples))
-    for node in graph.nodes:
+    for node, own in zip(graph.nodes, given, strict=True):
         if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
             propagation.put(node, input_state(node))
         elif node.op == "call_function":
             propagation.put(node, *propagation.follow(node))
+            if node in propagation.whole:
+                own.meta[READ_BY_SAMPLES] = propagation.whole[node]
 
 
 def input_state(node: fx.Node) -> State:
@@ -88,8 +103,9 @@ def input_state(node: fx.Node) -> State:
     return Across(node, "has no dim that counts samples only") if place is None else Rows(place)
 
 
-def _refuse(mixed: Across) -> None:
-    raise UnsupportedOp(
+def refusal(mixed: Across) -> UnsupportedOp:
+    """Return the error of an op that mixes samples."""
+    return UnsupportedOp(
         f"{user_op_name(mixed.node)} {mixed.reason}: its result for one sample depends on others of the batch, "
         "but each microbatch and data-parallel rank has only a part of the batch",
         where=source_line(mixed.node),
@@ -105,12 +121,13 @@ class Propagation:
     slower: Size = 1  # factor of merged dims that is outside the samples (`place_anywhere`)
     states: dict[fx.Node, States] = field(default_factory=dict)
     seen: dict[Hashable, _Found] = field(default_factory=dict)  # results for equal ops
+    whole: dict[fx.Node, Across] = field(default_factory=dict)  # sums that samples read, if they are of the whole batch
 
     def put(self, node: fx.Node, *states: State) -> None:
         """Store the states of a node's outputs. Raises UnsupportedOp if samples are mixed that must not be."""
         for i, (state, tensor) in enumerate(zip(states, infos(node), strict=True)):
             if isinstance(state, Across) and (state.pairs or counts_samples(tensor)):
-                _refuse(state)
+                raise refusal(state)
             if isinstance(state, Rows) and state.order != BATCH_ORDER:
                 forget_place(node, i)
         if any(state is not None for state in states):
@@ -137,7 +154,17 @@ class Propagation:
         for special in (_moved(node, states), *_counting(node, call)):
             if special is not NotImplemented:
                 return _tallied(node, states, special)
-        return _tallied(node, states, self._in_place(node, call, states))
+        return self._of_the_batch(node, _tallied(node, states, self._in_place(node, call, states)))
+
+    def _of_the_batch(self, node: fx.Node, found: States) -> States:
+        """Return the states, None for a number that samples read if it may be a sum over the whole batch."""
+        state, tensor = found[0], infos(node)[0]
+        if len(found) > 1 or node not in self.returning or not isinstance(state, Across):
+            return found
+        if state.pairs or state.tally is not None or counts_samples(tensor) or not is_float(tensor.dtype):
+            return found
+        self.whole[node] = state
+        return (None,)
 
     def _after_mixing(self, node: fx.Node, states: Sequence[State], mixed: Across) -> States:
         """Return the states of an op with a mixed operand: mixed too, except for a grouped product of experts."""
@@ -145,7 +172,7 @@ class Propagation:
         if group is not NotImplemented:
             return (group,)
         if tally is None and node in self.returning:
-            _refuse(mixed)
+            raise refusal(mixed)
         return (replace(mixed, tally=tally),) * len(infos(node))
 
     def _in_place(self, node: fx.Node, call: OpCall, states: Sequence[State]) -> States:

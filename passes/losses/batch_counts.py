@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples
 from autoptd.passes.graph import (
     ancestors,
@@ -58,6 +59,8 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
         if node.op == "placeholder" and node.name not in traced.parameters:
             states[node] = placeholder_state(node, traced)
         if node.op != "call_function" or any(o not in states for o in operands(node)) or is_random(node.target):
+            continue
+        if node.target is ops.in_training:  # in evaluation, what depends on it is no function of inputs
             continue
         state = over_batch(node, states)
         states[node] = Over.MIXED if isinstance(state, Mixes) else state

@@ -390,7 +390,9 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.cross_entropy: Rule("... v, ... -> ", implementations=(VOCABULARY_LOSS,)),
     ops.dropout: POINTWISE,
     ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
+    ops.in_training: POINTWISE,
     ops.sum_by_index: Rule("... n, ... n -> ... .", first),
+    ops.sum_over_batch: Rule("... -> ...", first),
     ops.sum_over_dp: Rule("... -> ...", first),
     ops.valid_count: Rule(n.counted),
 }

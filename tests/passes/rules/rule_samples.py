@@ -343,6 +343,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(12, 4), real(8, 4, 8), torch.arange(1, 9, dtype=torch.int32)),
     ],
     ops.sum_by_index: [(real(8), whole(4, 8), 4), (real(4, 8), whole(6, 4, 8), 6)],
+    ops.in_training: [(real(*X), real(*X))],
+    ops.sum_over_batch: [(real(*X),)],
     ops.sum_over_dp: [(real(*X),)],
     ops.valid_count: [(labels(4, 4, 8),), (labels(8, 4, 8), -100, weights(8))],
 }
