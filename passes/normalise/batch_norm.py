@@ -32,6 +32,7 @@ from autoptd.passes.graph import (
     NAMED,
     WRITTEN_FOR,
     info,
+    infos,
     numel,
     op_name,
     output_of,
@@ -126,7 +127,7 @@ class _Norm:
         found = self._op(aten.mul.Tensor, centred, self._spread(scale))
         if (shift := self._shift(mean, scale)) is not None:
             found = self._op(aten.add.Tensor, found, self._spread(shift))
-        return self._to(found, info(self.node).dtype)
+        return self._to(found, infos(self.node)[0].dtype)
 
     def _scale(self, variance: fx.Node) -> fx.Node:
         """Write what the centred elements of each channel are multiplied by."""

@@ -236,8 +236,36 @@ def test_verify_agrees() -> None:
     mesh = Mesh(dp=2, tp=2, pp=2)
     found = case("normed_residual")
     plan = planned("normed_residual", mesh, one(mesh, recompute="full"))
-    verdict = verify_plan(plan, found.model, inputs={n: x[:2] for n, x in found.batch.items()})
-    assert verdict.agrees, verdict
+    inputs = {n: x[:2] for n, x in found.batch.items()}
+    assert verify_plan(plan, found.model, inputs=inputs).agrees
+
+
+def test_verify_finds_gradients_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, found = Mesh(dp=2), case("normed_residual")
+    monkeypatch.setattr(Replicas, "batch_sum", lambda self, x: self.all_reduce(x))
+    inputs = {n: x[:2] for n, x in found.batch.items()}
+    assert not verify_plan(planned("normed_residual", mesh, one(mesh)), found.model, inputs=inputs).agrees
+
+
+def test_statistics_are_in_float32_at_least_and_blocks_compile() -> None:
+    """In bf16, a model learns as it does in float32 up to the precision of its numbers."""
+    found = case("normed_residual")
+    batch = {n: x.float() if x.is_floating_point() else x for n, x in found.batch.items()}
+    losses = []
+    for precision, compiled in (("fp32", False), ("bf16", False), ("fp32", "aot_eager")):
+        made = autoptd.parallelize(
+            copy.deepcopy(found.model).float(),
+            world=2,
+            inputs={n: x[:2] for n, x in batch.items()},
+            batch=16,
+            precision=precision,
+            fix={"dp": 2},
+            compile=compiled,
+        )
+        if precision == "bf16":
+            assert "total = torch.sum(to" in "".join(made.program.files.values())
+        losses.append(train_in_lockstep(made, [batch] * 2).losses)
+    assert losses[1] == pytest.approx(losses[0], rel=3e-2) and losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 # ---- planted faults ----
